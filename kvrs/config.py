@@ -1,0 +1,155 @@
+"""The YAML file: one frozen object, checked whole before anything starts.
+
+Every section is defined beside the code that reads it; this module composes them, checks what spans sections,
+and turns every fault into one line that names path, value and what is allowed.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from kvrs.engine.config import EngineSettings
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId, NodeId
+from kvrs.policy.config import PolicySettings, SloSettings
+from kvrs.protocol.instance import Role
+from kvrs.proxy.config import ProxySettings
+from kvrs.settings import Settings
+from kvrs.transfer.config import TransferSettings
+
+
+class InstanceSettings(Settings):
+    id: InstanceId = Field(min_length=1, max_length=64)
+    role: Role = Field(strict=False)
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)  # HTTP. 0: any free port, chosen once by `kvrs up`.
+    page_port: int = Field(default=0, ge=0, le=65535)  # Where its pages are pulled from.
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+class NodeSettings(Settings):
+    id: NodeId = Field(min_length=1, max_length=64)
+    instances: list[InstanceSettings] = Field(min_length=1)
+
+
+def demo_nodes(count: int) -> list[NodeSettings]:
+    """`count` nodes with one prefill and one decode instance each: n0 with p0 and d0, n1 with p1 and d1, ..."""
+    return [
+        NodeSettings(
+            id=NodeId(f"n{index}"),
+            instances=[
+                InstanceSettings(id=InstanceId(f"p{index}"), role=Role.PREFILL),
+                InstanceSettings(id=InstanceId(f"d{index}"), role=Role.DECODE),
+            ],
+        )
+        for index in range(count)
+    ]
+
+
+class ClusterSettings(Settings):
+    model: str | None = None  # A Hugging Face directory; none: a tiny random model, generated from `engine.seed`.
+    engine: EngineSettings = EngineSettings()
+    nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2), min_length=1)
+
+    def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
+        return ((node, instance) for node in self.nodes for instance in node.instances)
+
+
+class ProfileSettings(Settings):
+    prefill: str | None = None  # A table of `kvrs/profiles/data`; none: what each instance measured of itself.
+
+
+class SecuritySettings(Settings):
+    secret_file: str | None = None  # Mode 0600. Without it the environment's KVRS_SECRET is used.
+
+
+class Config(Settings):
+    proxy: ProxySettings = ProxySettings()
+    cluster: ClusterSettings = ClusterSettings()
+    policy: PolicySettings = PolicySettings()
+    slo: SloSettings = SloSettings()
+    transfer: TransferSettings = TransferSettings()
+    profiles: ProfileSettings = ProfileSettings()
+    security: SecuritySettings = SecuritySettings()
+
+
+def parse_config(document: Any) -> Config:
+    """Check a parsed YAML document.
+
+    Raises:
+        ConfigError: with one line per fault.
+    """
+    try:
+        config = Config.model_validate({} if document is None else document)
+    except ValidationError as error:
+        raise ConfigError([_line(fault) for fault in error.errors(include_url=False)]) from None
+    if faults := list(_faults_across_sections(config)):
+        raise ConfigError(faults)
+    return config
+
+
+def load_config(path: Path) -> Config:
+    """Read and check a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds faults.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: not valid YAML: {' '.join(str(error).split())}"]) from None
+    return parse_config(document)
+
+
+def dump_config(config: Config) -> str:
+    """YAML that `parse_config` reads back as an equal object."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _line(fault: Any) -> str:
+    path = ".".join(str(part) for part in fault["loc"]) or "the file"
+    if fault["type"] == "extra_forbidden":
+        return f"{path}: unknown key; allowed: {', '.join(_allowed_keys(fault['loc']))}"
+    if fault["type"] == "missing":
+        return f"{path}: missing"
+    # Only scalars are echoed: a whole section would bury the message.
+    value = fault["input"]
+    shown = "a section" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)
+    return f"{path}: got {shown}; {fault['msg'][0].lower()}{fault['msg'][1:]}"
+
+
+def _allowed_keys(path: tuple[str | int, ...]) -> list[str]:
+    """The keys of the section in which the last part of `path` is unknown."""
+    schema = Config.model_json_schema()
+    node: dict[str, Any] = schema
+    for part in path[:-1]:
+        node = node["items"] if isinstance(part, int) else node["properties"][part]
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+    return sorted(node["properties"])
+
+
+def _faults_across_sections(config: Config) -> Iterator[str]:
+    instances = [instance for _, instance in config.cluster.instances()]
+    for what, names in (("node", [node.id for node in config.cluster.nodes]), ("instance", [i.id for i in instances])):
+        for name, count in Counter(map(str, names)).items():
+            if count > 1:
+                yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
+    roles = {instance.role for instance in instances}
+    for role in (Role.PREFILL, Role.DECODE):
+        if not roles & {role, Role.BOTH}:
+            yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
+    ports = [(f"{i.host}:{port}") for i in instances for port in (i.port, i.page_port) if port]
+    ports += [f"{config.proxy.host}:{port}" for port in (config.proxy.port, config.proxy.admin_port) if port]
+    for address, count in Counter(ports).items():
+        if count > 1:
+            yield f"port {address} is used {count} times; allowed: once"

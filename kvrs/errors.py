@@ -1,0 +1,34 @@
+"""What can go wrong by the user's or the world's doing. Our own bugs are assertions."""
+
+
+class KvrsError(Exception):
+    """Base of every error that kvrs raises on purpose."""
+
+
+class ConfigError(KvrsError):
+    """The configuration is wrong. `faults` holds one line per fault: path, value, what is allowed."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+class TraceError(KvrsError):
+    """A trace or fault file is wrong; the message names file, line and reason."""
+
+
+class RequestError(KvrsError):
+    """A client's request is wrong (HTTP 4xx). `param` names the field, as the OpenAI error body does."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+
+class TransferError(KvrsError):
+    """A page transfer failed: peer gone, refused at the hand-shake, bad frame, bad checksum, or too slow."""
+
+
+class UpstreamError(KvrsError):
+    """An engine failed while it served a stream: reset, end without a finish, error event, or silence."""

@@ -1,0 +1,112 @@
+"""What the policy is told. Events are facts in the past tense; the driver of a proxy or a simulator makes them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.costs import Instance
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUp:
+    """The instance answers and may be used. A higher epoch than before replaces the old one."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLost:
+    """The process, its node or the way to it is gone.
+
+    `produced_tokens` holds, for every stream with an attempt on this instance, the tokens that its client already has.
+    """
+
+    instance: InstanceId
+    epoch: int
+    cause: str
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReported:
+    instance: InstanceId
+    queue_delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasured:
+    source: NodeId
+    target: NodeId
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamArrived:
+    """A client asked. `prompt_tokens` is a guess while the prompt is text; prefill corrects it."""
+
+    stream: StreamId
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """Prefill answered: it holds the KV of all `history_tokens` and retains their pages under a lease."""
+
+    stream: StreamId
+    attempt: int
+    history_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionLost:
+    """An instance no longer retains pages of these streams (lease unknown there)."""
+
+    instance: InstanceId
+    streams: tuple[StreamId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResumed:
+    """The first new token of this attempt reached the client."""
+
+    stream: StreamId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """One attempt broke while its instance may live on: reset, end without a finish, error event, silence, refusal."""
+
+    stream: StreamId
+    attempt: int
+    instance: InstanceId
+    cause: str
+    produced_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """Complete, failed for good, or the client left."""
+
+    stream: StreamId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A moment named by `WakeAt` has come."""
+
+
+Event = (
+    InstanceUp
+    | InstanceLost
+    | LoadReported
+    | LinkMeasured
+    | StreamArrived
+    | PrefillDone
+    | RetentionLost
+    | StreamResumed
+    | AttemptFailed
+    | StreamEnded
+    | TimerFired
+)

@@ -1,0 +1,29 @@
+"""How many bytes the KV cache of a model takes."""
+
+from typing import Annotated
+
+import msgspec
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class KvGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shape of one model's KV cache.
+
+    A page holds `page_size_tokens` tokens as `[layers, 2 (key, value), kv_heads, page_size_tokens, head_dim]`.
+    """
+
+    layers: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    dtype_bytes: Positive
+    page_size_tokens: Positive
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers: `2 * layers * kv_heads * head_dim * dtype_bytes`."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return self.bytes_per_token * self.page_size_tokens

@@ -1,0 +1,126 @@
+"""The instance protocol: what a proxy and an instance say to each other, beside the OpenAI API.
+
+The vLLM P/D convention (`kv_transfer_params`) is kept as it is; engines of ours take one more object, `kvrs`,
+in the same request body.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.geometry import KvGeometry
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+AttemptNumber = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Capability(StrEnum):
+    """What an engine can do beyond the plain vLLM P/D convention; the policy weighs no option that needs more."""
+
+    PULL_PAGES = "pull_pages"  # Takes `kvrs.sources` and pulls those pages itself.
+    RETAIN = "retain"  # Keeps a prompt's pages under a lease after hand-off.
+    FENCE = "fence"  # Refuses lower attempts and has /kvrs/v1/fence.
+    EXACT_RESUME = "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
+
+
+class MeasuredPrefill(msgspec.Struct, frozen=True):
+    """Prefill time on a uniform grid: `seconds[i]` is the time of `i * step_tokens` tokens, `seconds[0]` a step's overhead."""
+
+    label: str
+    step_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    seconds: list[Seconds]
+
+
+class InstanceInfo(msgspec.Struct, frozen=True):
+    """Answer of `GET /kvrs/v1/instance`."""
+
+    id: InstanceId
+    node: NodeId
+    role: Role
+    epoch: Natural  # Rises with every start of the process and with every fence.
+    pid: int
+    model: str
+    fingerprint: str  # Of weights and geometry: pages move only between equal fingerprints.
+    geometry: KvGeometry
+    max_model_len: Natural
+    page_port: int
+    capabilities: list[Capability]
+    prefill: MeasuredPrefill
+
+
+class LinkReport(msgspec.Struct, frozen=True):
+    """What the instance's link meter says of pages that it pulled from a node."""
+
+    source: NodeId
+    bytes_per_s: float
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """Answer of `GET /kvrs/v1/load`, and each line of `GET /kvrs/v1/load?watch=SECONDS` (newline-delimited JSON)."""
+
+    epoch: Natural
+    queued: Natural
+    running: Natural
+    free_pages: Natural
+    queue_delay_s: Seconds  # Predicted time until a request that arrives now starts its prefill.
+    links: list[LinkReport]
+
+
+class KvTransferParams(msgspec.Struct, omit_defaults=False):
+    """vLLM's hand-off parameters. A proxy forwards what prefill returned to decode, unchanged."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str | None = None
+    remote_block_ids: list[str] | None = None  # Tags of the full pages, in hexadecimal.
+    remote_host: str | None = None  # Present for the convention; an instance looks peers up in its own registry.
+    remote_port: int | None = None
+    remote_request_id: str | None = None  # Names the retained hand-off, for its partial last page.
+
+
+class PageRun(msgspec.Struct, frozen=True):
+    """Pages `[first_page, first_page + pages)` of the prompt are to be had from instance `id`, if it is still in `generation`."""
+
+    id: InstanceId
+    first_page: Natural
+    pages: Natural
+    generation: Natural  # The holder's epoch when the pages were made.
+
+
+class KvrsParams(msgspec.Struct):
+    """The `kvrs` object of a request: who writes which stream, and where the KV of its history lies."""
+
+    stream: StreamId
+    attempt: AttemptNumber
+    prompt_tokens: Natural  # How many of `prompt` the client wrote; the rest was already sent to it.
+    owner_epoch: Natural = 0
+    sources: list[PageRun] = []
+
+
+class LeaseUpdate(msgspec.Struct):
+    """Body of `POST /kvrs/v1/leases`: one batched message per proxy and instance."""
+
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    renew: list[StreamId] = []
+    release: list[StreamId] = []
+
+
+class LeaseAnswer(msgspec.Struct):
+    """Streams of `renew` whose pages are no longer retained."""
+
+    unknown: list[StreamId]
+
+
+class FenceRequest(msgspec.Struct):
+    """Body of `POST /kvrs/v1/fence`: every attempt below the one named is dropped; streams not named are left alone."""
+
+    attempts: dict[StreamId, AttemptNumber]

@@ -1,0 +1,17 @@
+"""Section `proxy` of the configuration."""
+
+from pydantic import Field
+
+from kvrs.settings import Settings
+
+
+class ProxySettings(Settings):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port.
+    admin_port: int = Field(default=8001, ge=0, le=65535)  # State and metrics; never the clients' port.
+    max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    body_timeout_s: float = Field(default=10.0, gt=0)  # A client that drips its request is cut off.
+    write_timeout_s: float = Field(default=30.0, gt=0)  # A client that does not read is cut off.
+    max_streams: int = Field(default=4096, ge=1)  # Beyond it new requests get 503.
+    token_gap_s: float = Field(default=10.0, gt=0)  # An attempt that is silent for this long is given up.
+    load_interval_s: float = Field(default=0.25, gt=0, le=60)  # How often instances report their load.
