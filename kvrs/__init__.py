@@ -1,0 +1,1 @@
+"""kvrs keeps every LLM stream alive when the machine that was producing it dies."""

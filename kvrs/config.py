@@ -4,8 +4,9 @@ Every section is defined beside the code that reads it; this module composes the
 and turns every fault into one line that names path, value and what is allowed.
 """
 
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.config import PolicySettings, SloSettings
 from kvrs.protocol.instance import Role
+from kvrs.protocol.secrets import MIN_SECRET_BYTES
 from kvrs.proxy.config import ProxySettings
 from kvrs.settings import Settings
 from kvrs.transfer.config import TransferSettings
+
+SECRET_VARIABLE = "KVRS_SECRET"
 
 
 class InstanceSettings(Settings):
@@ -113,6 +117,28 @@ def load_config(path: Path) -> Config:
 def dump_config(config: Config) -> str:
     """YAML that `parse_config` reads back as an equal object."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def read_secret(security: SecuritySettings, environ: Mapping[str, str]) -> bytes:
+    """The cluster's shared secret, from `security.secret_file` or the environment's KVRS_SECRET.
+
+    Raises:
+        ConfigError: there is none, it is too short, or others may read its file.
+    """
+    if security.secret_file is None:
+        secret, source = environ.get(SECRET_VARIABLE, "").encode(), f"environment variable {SECRET_VARIABLE}"
+    else:
+        source = f"security.secret_file: {security.secret_file}"
+        try:
+            with Path(security.secret_file).open("rb") as file:
+                if mode := os.fstat(file.fileno()).st_mode & 0o077:
+                    raise ConfigError([f"{source}: others may use it (mode bits {mode:03o}); allowed: 0600"])
+                secret = file.read().strip()
+        except OSError as error:
+            raise ConfigError([f"{source}: {error.strerror}"]) from None
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError([f"{source}: a secret of {len(secret)} bytes; allowed: at least {MIN_SECRET_BYTES}"])
+    return secret
 
 
 def _line(fault: Any) -> str:

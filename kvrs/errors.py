@@ -14,7 +14,7 @@ class ConfigError(KvrsError):
 
 
 class TraceError(KvrsError):
-    """A trace or fault file is wrong; the message names file, line and reason."""
+    """A trace is wrong; the message names file, line and reason."""
 
 
 class RequestError(KvrsError):

@@ -16,6 +16,7 @@ class PolicyName(StrEnum):
 
 class RecoverySettings(Settings):
     wait_s: float = Field(default=30.0, ge=0, le=3600)  # How long a stream waits for an instance to come up.
+    retry_pause_s: float = Field(default=0.05, ge=0, le=60)  # Before the only instance is tried again; doubles each time, to 2 s.
     max_attempts: int = Field(default=8, ge=1, le=100)  # Per stream; a poisoned request must not kill the whole cluster.
 
 

@@ -1,0 +1,123 @@
+"""How long one decision takes: all options of one victim at one target, at several history lengths.
+
+Timed is what the policy does per victim and target: look the holder's and the link's books up, predict migration and
+recompute from the tables, choose. The lengths take turns within one run, so that a busy moment hits all of them.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.cluster_view import ClusterView, Member
+from kvrs.policy.config import PolicyName, PolicySettings
+from kvrs.policy.costs import Estimate, Instance, decide
+from kvrs.policy.options import Options
+from kvrs.policy.slots import SlotBook
+from kvrs.policy.streams import Holder, Stream
+from kvrs.profiles import catalog
+from kvrs.protocol.instance import Capability, Role
+
+PROFILE = "opt-13b-a100-distserve-tp1"
+LENGTHS_TOKENS = (512, 100_000)
+PRODUCED_TOKENS = 100
+LIMIT_US = 5.0
+BUDGET_S = 3600.0  # Is checked, and met at every length: an abort would be another, shorter answer.
+
+
+def one_decision(name: PolicyName, history_tokens: int) -> Callable[[], Estimate]:
+    """A decision on the survivors of a two-node cluster, with a slot book and a link that are in use."""
+    settings = PolicySettings(name=name)
+    view, slots = ClusterView(settings.assumed_link_bytes_per_s), SlotBook(settings.slots_max)
+    holder = view.add(_instance("p0", "n0", Role.PREFILL))
+    view.add(_instance("p1", "n1", Role.PREFILL))
+    target = view.add(_instance("d1", "n1", Role.DECODE))
+    stream = Stream(StreamId("victim"), 0, history_tokens - PRODUCED_TOKENS, 0.0, produced_tokens=PRODUCED_TOKENS, prefilled=True)
+    stream.holders[holder.instance.id] = Holder(holder, stream.prompt_tokens // holder.instance.geometry.page_size_tokens)
+    for n in range(settings.slots_max):  # All slots taken: a denial's expected wait is part of the decision.
+        slots.acquire(target.instance.id, StreamId(f"other{n}"), 0.0, 0.5)
+    view.link(NodeId("n0"), NodeId("n1")).in_flight_bytes = 1 << 30
+    options, targets, policy = Options(view, slots, settings), list[Member]([target]), settings.name
+
+    def decision() -> Estimate:
+        return decide(policy, options.weigh(stream, targets, 0.1), BUDGET_S)
+
+    return decision
+
+
+def _instance(name: str, node: str, role: Role) -> Instance:
+    table = catalog.prefill_table(PROFILE)
+    return Instance(InstanceId(name), NodeId(node), role, 1, catalog.kv_geometry(PROFILE), table, frozenset(Capability))
+
+
+def measure(rounds: int, calls: int) -> dict[str, dict[int, list[float]]]:
+    """Microseconds per decision by policy and length; each figure is the mean of `calls` decisions in a row."""
+    decisions = {(name.value, length): one_decision(name, length) for name in PolicyName for length in LENGTHS_TOKENS}
+    samples: dict[str, dict[int, list[float]]] = {name.value: {length: [] for length in LENGTHS_TOKENS} for name in PolicyName}
+    for _ in range(rounds):
+        for (name, length), decision in decisions.items():
+            start_ns = time.perf_counter_ns()
+            for _ in range(calls):
+                decision()
+            samples[name][length].append((time.perf_counter_ns() - start_ns) / calls / 1e3)
+    return samples
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--calls", type=int, default=50, help="decisions per round")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    samples = measure(arguments.rounds, arguments.calls)
+    result = {
+        "profile": PROFILE,
+        "rounds": arguments.rounds,
+        "calls_per_round": arguments.calls,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "limit_us": LIMIT_US,
+        "decision_us": {
+            name: {
+                str(length): {
+                    "median": round(statistics.median(values), 3),
+                    "p10": round(statistics.quantiles(values, n=10)[0], 3),
+                    "p90": round(statistics.quantiles(values, n=10)[8], 3),
+                }
+                for length, values in lengths.items()
+            }
+            for name, lengths in samples.items()
+        },
+    }
+    table = as_text(result)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "decision.json").write_text(json.dumps(result, indent=2) + "\n")
+    (arguments.out / "decision.txt").write_text(table)
+    print(table, end="")
+    slowest = max(statistics.median(values) for lengths in samples.values() for values in lengths.values())
+    return 0 if slowest <= LIMIT_US else 1
+
+
+def as_text(result: dict[str, object]) -> str:
+    figures = result["decision_us"]
+    assert isinstance(figures, dict)
+    lines = [
+        f"one decision: all options of one victim and target, {result['profile']}",
+        f"microseconds, median (p10 .. p90) of {result['rounds']} rounds of {result['calls_per_round']} decisions; "
+        f"Python {result['python']}, {result['machine']}; limit {result['limit_us']}",
+        "",
+        f"{'policy':<18}" + "".join(f"{length:>10,} tokens     " for length in LENGTHS_TOKENS),
+    ]
+    for name, lengths in figures.items():
+        cells = (f"{x['median']:8.2f} ({x['p10']:.2f} .. {x['p90']:.2f})" for x in lengths.values())
+        lines.append(f"{name:<18}" + "  ".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

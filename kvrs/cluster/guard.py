@@ -1,0 +1,64 @@
+"""Ends whatever a launcher left behind, however the launcher ended.
+
+`python -m kvrs.cluster.guard RUN_DIRECTORY` reads its standard input until the launcher's end of the pipe is closed,
+by a clean exit or by SIGKILL alike. The run directory is private to one run and every process of the run keeps a log
+file in it open, so "holds a file in the run directory open" is "belongs to the run", whatever the process calls
+itself and whoever its parent is by then.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Ray's helpers start each other while they die; a few quiet looks in a row mean that nobody is left.
+QUIET_LOOKS = 3
+LOOK_INTERVAL_S = 0.2
+PATIENCE_S = 20.0
+
+
+def members(run_directory: Path) -> Iterator[int]:
+    """Process ids with a file of `run_directory` open; not our own, nor that of a launcher that waits for us."""
+    prefix = str(run_directory.resolve()) + "/"
+    spared = {os.getpid(), os.getppid()}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) not in spared and _holds(entry, prefix):
+            yield int(entry.name)
+
+
+def _holds(process: Path, prefix: str) -> bool:
+    # A process may end, or be someone else's, while we look at it.
+    with contextlib.suppress(OSError):
+        return any(os.readlink(link).startswith(prefix) for link in process.joinpath("fd").iterdir())
+    return False
+
+
+def sweep(run_directory: Path) -> None:
+    """SIGKILL the members until none is left, then remove the directory."""
+    quiet = 0
+    give_up_s = time.monotonic() + PATIENCE_S
+    while quiet < QUIET_LOOKS and time.monotonic() < give_up_s:
+        found = list(members(run_directory))
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        quiet = 0 if found else quiet + 1
+        time.sleep(LOOK_INTERVAL_S)
+    shutil.rmtree(run_directory, ignore_errors=True)
+
+
+def main() -> None:
+    run_directory = Path(sys.argv[1])
+    # Ctrl-C is meant for the launcher; the guard outlives it on purpose.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while sys.stdin.buffer.read(4096):
+        continue
+    sweep(run_directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Brings a whole cluster up on this machine: Ray, the instances as Ray actors, and the proxy in front of them.
+
+Everything of one run lives in one private directory; a guard process ends what is left when this process is gone.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from kvrs.cluster.ports import resolve_ports
+from kvrs.config import SECRET_VARIABLE, Config, dump_config
+from kvrs.errors import KvrsError
+from kvrs.ids import InstanceId
+
+Progress = Callable[[str], None]
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 15.0
+# Ray keeps no tensors of ours; it only wants some shared memory to exist.
+OBJECT_STORE_BYTES = 80 << 20
+
+ENVIRONMENT = {
+    # One thread per process: several engines share the cores, and one order of additions is what makes KV exact.
+    "OMP_NUM_THREADS": "1",
+    # Ray calls it so, but what it does is to keep every one of its sockets on loopback.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Deaths are our business, and are reported as such; Ray's paragraph about each is not shown.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "worker died or was killed",
+}
+
+
+class LaunchError(KvrsError):
+    """The cluster did not come up; the message names the process and ends with its last log lines."""
+
+
+class Cluster:
+    """A running cluster; a context manager that leaves nothing behind."""
+
+    def __init__(self, config: Config, progress: Progress) -> None:
+        self._asked = config
+        self._progress = progress
+        self._actors: dict[InstanceId, Any] = {}
+        self._ray_runs = False
+        self._proxy: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.config = resolve_ports(self._asked)
+        self.run_directory = Path(tempfile.mkdtemp(prefix="kvrs-"))
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", "kvrs.cluster.guard", str(self.run_directory)], stdin=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the proxy, then Ray with the instances; the guard makes sure and removes the run directory."""
+        if self._proxy is not None:
+            self._proxy.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._proxy.wait(STOP_TIMEOUT_S)
+        if self._ray_runs:
+            import ray
+
+            ray.shutdown()
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.proxy.host}:{self.config.proxy.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://{self.config.proxy.host}:{self.config.proxy.admin_port}"
+
+    def state(self) -> Any:
+        """`/kvrs/v1/state` of the proxy."""
+        with urllib.request.urlopen(f"{self.admin_url}/kvrs/v1/state", timeout=10) as answer:  # noqa: S310 - our own URL
+            return json.load(answer)
+
+    def kill(self, instance: InstanceId) -> int:
+        """SIGKILL the process of an instance that is up; its process id. Ray brings it back.
+
+        Raises:
+            LaunchError: the instance is not up.
+        """
+        for known in self.state()["instances"]:
+            if known["id"] == instance and known["health"] == "up":
+                os.kill(known["pid"], signal.SIGKILL)
+                return int(known["pid"])
+        raise LaunchError(f"instance {instance!r} is not up, so it cannot be killed")
+
+    def wait_all_up(self, timeout_s: float = START_TIMEOUT_S) -> float:
+        """Wait until the proxy sees every instance up; the seconds it took."""
+        started_s = time.monotonic()
+        while time.monotonic() - started_s < timeout_s:
+            instances = self.state()["instances"]
+            if all(instance["health"] == "up" for instance in instances):
+                return time.monotonic() - started_s
+            self.check()
+            time.sleep(0.1)
+        down = {instance["id"]: instance["health"] for instance in instances if instance["health"] != "up"}
+        raise LaunchError(f"after {timeout_s:.0f} s these instances are not up: {down}")
+
+    def _start(self) -> None:
+        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_TMPDIR=str(self.run_directory))
+        self.secret = secrets.token_hex(32).encode()
+        os.environ[SECRET_VARIABLE] = self.secret.decode()
+        self._write_config()
+        self._progress("starting Ray on loopback")
+        self._start_ray()
+        self._progress(f"starting {len(self._actors)} instances")
+        self._wait_ready()
+        self._progress("starting the proxy")
+        self._start_proxy()
+        self.wait_all_up()
+
+    def _write_config(self) -> None:
+        """One resolved file for every process of the run."""
+        cluster = self.config.cluster
+        if cluster.model is None:
+            self._progress("generating a tiny random model")
+            model = self.run_directory / "tiny-llama"
+            # In a process of its own, so that this one never loads torch.
+            seed = str(cluster.engine.seed)
+            subprocess.run([sys.executable, "-m", "kvrs.engine.tiny", str(model), seed], check=True)
+            cluster = cluster.model_copy(update={"model": str(model)})
+        self.config = self.config.model_copy(update={"cluster": cluster})
+        self.config_path = self.run_directory / "config.yaml"
+        self.config_path.write_text(dump_config(self.config))
+
+    def _start_ray(self) -> None:
+        import ray
+
+        from kvrs.cluster.actor import InstanceActor
+
+        nodes = {f"kvrs-{node.id}": float(len(node.instances)) for node in self.config.cluster.nodes}
+        ray.init(
+            num_cpus=1,
+            resources=nodes,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            _temp_dir=str(self.run_directory / "ray"),
+        )
+        self._ray_runs = True
+        actor = ray.remote(InstanceActor)
+        for node, instance in self.config.cluster.instances():
+            # A killed instance is brought back however often; what was asked of Ray itself may be asked again.
+            options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
+            self._actors[instance.id] = actor.options(resources={f"kvrs-{node.id}": 1.0}, **options).remote(
+                str(self.config_path), instance.id, str(self.run_directory)
+            )
+
+    def _wait_ready(self) -> None:
+        import ray
+
+        waiting = {actor.wait_ready.remote(): name for name, actor in self._actors.items()}
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while waiting:
+            done, _ = ray.wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
+            if not done:
+                name = next(iter(waiting.values()))
+                raise LaunchError(f"instance {name!r} did not start within {START_TIMEOUT_S:.0f} s\n{self._log_tail(name)}")
+            for reference in done:
+                self._progress(f"instance {waiting.pop(reference)} is up")
+
+    def _start_proxy(self) -> None:
+        with (self.run_directory / "proxy.log").open("ab") as log:
+            self._proxy = subprocess.Popen(
+                [sys.executable, "-m", "kvrs", "proxy", "--config", str(self.config_path)], stdout=log, stderr=log
+            )
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            self.check()
+            with contextlib.suppress(OSError):
+                self.state()
+                return
+            time.sleep(0.05)
+        raise LaunchError(f"the proxy did not answer within {START_TIMEOUT_S:.0f} s\n{self._log_tail('proxy')}")
+
+    def check(self) -> None:
+        """Raise LaunchError when the proxy has ended."""
+        if self._proxy is not None and self._proxy.poll() is not None:
+            raise LaunchError(f"the proxy ended with status {self._proxy.returncode}\n{self._log_tail('proxy')}")
+
+    def _log_tail(self, name: str) -> str:
+        path = self.run_directory / f"{name}.log"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-20:]) if path.exists() else "(no log)"
+
+    def keep_logs(self, directory: Path) -> None:
+        """Copy the run's own log files somewhere that outlives it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in self.run_directory.glob("*.log"):
+            shutil.copy(path, directory)

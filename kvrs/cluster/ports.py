@@ -1,0 +1,58 @@
+"""Fixed ports for a whole run: instances keep their addresses when they are brought back."""
+
+import contextlib
+import errno
+import random
+import socket
+
+from kvrs.config import Config, parse_config
+from kvrs.errors import ConfigError
+
+# Below the range from which the system takes ports for outgoing connections: while an instance is down, nobody else
+# may be given its port by chance.
+FIRST_PORT, LAST_PORT = 20_000, 32_000
+
+
+def resolve_ports(config: Config) -> Config:
+    """The same configuration with every port 0 of proxy and instances replaced by a free one.
+
+    Raises:
+        ConfigError: a port that was asked for is in use; says which.
+    """
+    document = config.model_dump(mode="json")
+    wanted = [(document["proxy"], key, f"proxy.{key}") for key in ("port", "admin_port")]
+    for node in document["cluster"]["nodes"]:
+        for instance in node["instances"]:
+            wanted += [(instance, key, f"instance {instance['id']}: {key}") for key in ("port", "page_port")]
+    faults: list[str] = []
+    with contextlib.ExitStack() as held:
+        for section, key, name in wanted:
+            host = section.get("host", "127.0.0.1")
+            try:
+                section[key] = held.enter_context(_bound(host, section[key])).getsockname()[1]
+            except OSError as error:
+                why = "in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+                faults.append(f"{name}: {host}:{section[key]} is {why}; allowed: a free port, or 0 for any")
+    if faults:
+        raise ConfigError(faults)
+    return parse_config(document)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    # All sockets stay open until every port is chosen, so that none is chosen twice.
+    if port:
+        return _bind(host, port)
+    while True:
+        with contextlib.suppress(OSError):
+            return _bind(host, random.randrange(FIRST_PORT, LAST_PORT))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((host, port))
+    except OSError:
+        server.close()
+        raise
+    return server

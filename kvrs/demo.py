@@ -1,0 +1,112 @@
+"""`kvrs demo`: a real cluster under load loses a decode instance; then the same requests without the fault are the oracle."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from kvrs.cluster.drill import Run, run_load
+from kvrs.cluster.launcher import Cluster
+from kvrs.config import Config, parse_config
+from kvrs.policy.config import PolicyName
+from kvrs.replay.faults import load_faults, parse_faults
+from kvrs.replay.generator import GeneratorSettings, generate
+from kvrs.replay.html import write_html
+from kvrs.replay.records import ReplayRequest
+from kvrs.replay.report import Report, build_report, write_report
+from kvrs.replay.table import terminal_table
+from kvrs.replay.traces import Trace, at_rate, jitter, load_mooncake, replay_requests, scale, window
+
+# Lengths that a 13-billion-parameter model would see in a chat, and its clock: on shared cores the survivors of a kill
+# would otherwise run faster than before it, and streams of a tiny model are over before anything can happen to them.
+PACE = "opt-13b-a100-distserve-tp1"
+MAX_INPUT_TOKENS = 480
+MAX_OUTPUT_TOKENS = 240
+REQUESTS_PER_S = 8.0
+VOCAB_SIZE = 512
+FIRST_ORDINARY_TOKEN = 4
+# Slow enough that moving a long prompt costs about as much as computing it: both options get chosen.
+LINK_BYTES_PER_S = 20e6
+
+DEFAULT_FAULTS = [{"when": {"inflight_at_least": 8}, "what": "kill", "whom": {"role": "decode", "pick": "busiest"}}]
+RETURN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    policy: PolicyName
+    requests: int
+    trace: Path | None
+    fault: Path | None
+    seed: int
+    out: Path
+
+
+def run_demo(options: DemoOptions) -> bool:
+    """Run the demo and write its report; True when every stream was exact.
+
+    Raises:
+        ConfigError, TraceError: a file is wrong; nothing was started.
+    """
+    console = Console()
+    faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
+    requests = _requests(options)
+    config = demo_config(options.policy, options.seed)
+    with Cluster(config, lambda line: console.print(f"  {line}", style="dim", markup=False)) as cluster:
+        faulted = run_load(cluster, requests, faults, options.seed, console, "with the fault")
+        back_s = cluster.wait_all_up(RETURN_TIMEOUT_S)
+        console.print(f"  all instances are up {back_s:.1f} s after the last stream", style="dim")
+        clean = run_load(cluster, requests, [], options.seed, console, "without a fault")
+        cluster.keep_logs(options.out / "logs")
+    report = _report(options, config, faulted, clean)
+    _write(report, options.out, console)
+    return bool(report["exact"]) and not faulted.faults_left
+
+
+def demo_config(policy: PolicyName, seed: int) -> Config:
+    """Two nodes with a prefill and a decode instance each, joined by a slow link; every port is chosen freely."""
+    return parse_config(
+        {
+            "proxy": {"port": 0, "admin_port": 0},
+            "cluster": {"engine": {"seed": seed, "pace": PACE}},
+            "policy": {"name": policy.value},
+            "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S, "probe_interval_s": 1.0},
+        }
+    )
+
+
+def _requests(options: DemoOptions) -> list[ReplayRequest]:
+    if options.trace is None:
+        trace = generate(GeneratorSettings(requests=options.requests), options.seed)
+    else:
+        # Mooncake's arrivals were logged in batches of 3 s.
+        trace = jitter(window(load_mooncake(options.trace), options.requests), 3.0, options.seed)
+    return scaled_requests(trace, options.seed)
+
+
+def scaled_requests(trace: Trace, seed: int, requests_per_s: float = REQUESTS_PER_S) -> list[ReplayRequest]:
+    """The trace in the size of the tiny model, at a rate at which its streams overlap."""
+    # The few longest prompts are cut rather than let them shrink all others to a handful of tokens.
+    longest = sorted(request.input_tokens for request in trace.requests)[int(0.9 * (len(trace.requests) - 1))]
+    small = scale(trace, MAX_INPUT_TOKENS, MAX_OUTPUT_TOKENS, longest_input_tokens=longest)
+    return replay_requests(at_rate(small, requests_per_s), VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN)
+
+
+def _report(options: DemoOptions, config: Config, faulted: Run, clean: Run) -> Report:
+    settings = {
+        "policy": options.policy.value,
+        "requests": options.requests,
+        "trace": options.trace.name if options.trace else "generated",
+        "seed": options.seed,
+        "pace": PACE,
+        "link_bytes_per_s": config.transfer.link_bytes_per_s,
+        "nodes": len(config.cluster.nodes),
+    }
+    return build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings)
+
+
+def _write(report: Report, out: Path, console: Console) -> None:
+    write_report(report, out / "report.json")
+    write_html(report, out / "report.html")
+    console.print(terminal_table(report))
+    console.print(f"\nreport: {out / 'report.html'} and {out / 'report.json'}", markup=False)

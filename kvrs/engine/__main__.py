@@ -1,0 +1,39 @@
+"""Run one instance by hand: `python -m kvrs.engine --config FILE --instance ID [--epoch N]`, until SIGTERM or Ctrl-C."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from kvrs.config import load_config, read_secret
+from kvrs.engine.server import serve
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    secret = read_secret(config.security, os.environ)
+    await serve(config, arguments.instance, arguments.epoch, secret, stop, lambda: print("ready", flush=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvrs.engine", description="Run one instance of the embedded engine.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file with all ports given")
+    parser.add_argument("--instance", type=InstanceId, required=True, help="id of the instance in cluster.nodes")
+    parser.add_argument("--epoch", type=int, default=1, help="must rise with every start of the same instance")
+    try:
+        asyncio.run(_serve(parser.parse_args()))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

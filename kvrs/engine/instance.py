@@ -1,0 +1,167 @@
+"""One instance put together: worker, scheduler, page server, puller, and what it says of itself."""
+
+import asyncio
+import os
+import statistics
+import time
+from pathlib import Path
+
+from kvrs.config import Config, InstanceSettings, NodeSettings
+from kvrs.engine.core import EngineCore
+from kvrs.engine.pace import Pace
+from kvrs.engine.pages import EnginePages
+from kvrs.engine.text import load_tokenizer
+from kvrs.engine.worker import Worker
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import Capability, InstanceInfo, LinkReport, LoadReport, MeasuredPrefill
+from kvrs.protocol.tags import Tag, root_tag
+from kvrs.scheduling.batches import BatchScheduler
+from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.pages import PageManager
+from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.server import PageServer
+
+CAPABILITIES = [Capability.PULL_PAGES, Capability.RETAIN, Capability.FENCE, Capability.EXACT_RESUME]
+
+# An instance measures its own prefill table at its start: a few lengths, in well under a second on a small model.
+WARM_UP_REPEATS = 3
+WARM_UP_LONGEST_TOKENS = 1024
+
+
+class EngineInstance:
+    """An instance of role, node and ports that the configuration gives. `start` needs a running event loop."""
+
+    def __init__(self, config: Config, instance_id: InstanceId, epoch: int, secret: bytes) -> None:
+        self.node, self.settings = _find(config, instance_id)
+        if config.cluster.model is None:
+            raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
+        self.config = config
+        self.secret = secret
+        self.epoch = epoch
+        self.model = Path(config.cluster.model).name
+        self.tokenizer = load_tokenizer(Path(config.cluster.model))
+        engine = config.cluster.engine
+        pace = Pace(engine.pace) if engine.pace is not None else None
+        started_s = time.monotonic()
+        self.worker = Worker(Path(config.cluster.model), engine)
+        if pace is not None:
+            time.sleep(max(0.0, pace.load_s - (time.monotonic() - started_s)))
+        self.max_model_len = min(engine.max_model_len, self.worker.max_positions)
+        self.pages = PageManager(engine.pages, engine.page_size_tokens)
+        self.prefill = pace.prefill if pace is not None else measure_prefill(self.worker, self.max_model_len)
+        self.puller = PagePuller(self.identity, secret, config.transfer, time.monotonic)
+        self.page_server = PageServer(self.identity, EnginePages(self.pages, self.worker.pool), secret, config.transfer)
+        self.registry = {
+            instance.id: Peer(instance=instance.id, node=node.id, host=instance.host, port=instance.page_port)
+            for node, instance in config.cluster.instances()
+        }
+        self.core = EngineCore(
+            self.worker,
+            BatchScheduler(engine, self.pages),
+            self.pages,
+            self.puller,
+            self.registry,
+            clock=time.monotonic,
+            lease_s=config.transfer.lease_s,
+            prefill=self.prefill,
+            pace=pace,
+        )
+        self.tasks: list[asyncio.Task[None]] = []  # None of them ends by itself.
+
+    def identity(self) -> Identity:
+        return Identity(
+            instance=self.settings.id,
+            node=self.node.id,
+            epoch=self.epoch,
+            fingerprint=self.worker.fingerprint,
+            page_bytes=self.worker.geometry.page_bytes,
+        )
+
+    def root(self, cache_salt: str) -> Tag:
+        """The tag from which all pages of one tenant are chained."""
+        return root_tag(self.worker.fingerprint, cache_salt)
+
+    def info(self) -> InstanceInfo:
+        return InstanceInfo(
+            id=self.settings.id,
+            node=self.node.id,
+            role=self.settings.role,
+            epoch=self.epoch,
+            pid=os.getpid(),
+            model=self.model,
+            fingerprint=self.worker.fingerprint,
+            geometry=self.worker.geometry,
+            max_model_len=self.max_model_len,
+            page_port=self.settings.page_port,
+            capabilities=CAPABILITIES,
+            prefill=MeasuredPrefill(
+                label=self.prefill.label, step_tokens=self.prefill.step_tokens, seconds=list(self.prefill.seconds)
+            ),
+        )
+
+    def load(self) -> LoadReport:
+        scheduler = self.core.scheduler
+        return LoadReport(
+            epoch=self.epoch,
+            queued=scheduler.waiting + scheduler.pulling,
+            running=scheduler.running,
+            free_pages=self.pages.free_pages,
+            queue_delay_s=self.core.queue_delay_s(),
+            links=[LinkReport(source=node, bytes_per_s=rate) for node, rate in self.puller.links().items()],
+        )
+
+    async def start(self) -> None:
+        """Serve pages and begin to compute; the HTTP side is the caller's."""
+        await self.page_server.start(self.settings.host, self.settings.page_port)
+        loop = asyncio.get_running_loop()
+        self.tasks = [loop.create_task(self.core.run()), loop.create_task(self._probe_links())]
+
+    def failed(self) -> BaseException | None:
+        """The bug that ended one of the tasks, if one did: an instance that cannot compute must not look alive."""
+        return next((task.exception() for task in self.tasks if task.done() and not task.cancelled()), None)
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.page_server.close()
+        await self.puller.close()
+
+    async def _probe_links(self) -> None:
+        """Keep an estimate of every link into this instance; links with traffic of their own are left alone."""
+        others = {peer.node: peer for peer in self.registry.values() if peer.instance != self.settings.id}
+        while True:
+            for peer in others.values():
+                await self.puller.probe(peer)
+            await asyncio.sleep(self.config.transfer.probe_interval_s)
+
+
+def measure_prefill(worker: Worker, max_model_len: int) -> PrefillTable:
+    """Time prefill of a few lengths on this machine, before any page is in use: the instance's own table."""
+    longest = min(max_model_len, WARM_UP_LONGEST_TOKENS, worker.pool.pages * worker.geometry.page_size_tokens)
+    step = max(1, longest // 8)
+    # One token is the overhead of a step, which stands at zero tokens; it also warms the first run up.
+    lengths = {0: 1, step: step, 2 * step: 2 * step, 4 * step: 4 * step, 8 * step: 8 * step}
+    times = {at: statistics.median(_prefill_s(worker, tokens) for _ in range(WARM_UP_REPEATS)) for at, tokens in lengths.items()}
+    return PrefillTable.from_points(f"measured at start on {worker.settings.device}", "this instance", times)
+
+
+def _prefill_s(worker: Worker, tokens: int) -> float:
+    size, step = worker.geometry.page_size_tokens, worker.settings.max_batch_tokens
+    pages = range(-(-tokens // size))
+    started_s = time.perf_counter()
+    for first in range(0, tokens, step):
+        ids = [1 + position % (worker.vocab_size - 1) for position in range(first, min(first + step, tokens))]
+        worker.execute([Chunk(token_ids=ids, first_position=first, pages=pages, wants_logits=first + step >= tokens)])
+    return time.perf_counter() - started_s
+
+
+def _find(config: Config, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
+    for node, instance in config.cluster.instances():
+        if instance.id == instance_id:
+            return node, instance
+    allowed = ", ".join(instance.id for _, instance in config.cluster.instances())
+    raise ConfigError([f"instance {instance_id!r} is not in cluster.nodes; allowed: {allowed}"])

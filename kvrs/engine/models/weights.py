@@ -1,0 +1,84 @@
+"""Reading a model's tensors from safetensors files, one or several."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvrs.errors import ConfigError
+
+_WIDENED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Weights:
+    """The tensors of a model directory by name, each widened to float32 when it is read."""
+
+    def __init__(self, directory: Path) -> None:
+        """Find which file holds which tensor.
+
+        Raises:
+            ConfigError: there is no weight file, or the index is broken.
+        """
+        self._directory = directory
+        self._files = _files_by_tensor(directory)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A copy of one tensor (aligned memory of its own, wherever it lay in the file).
+
+        Raises:
+            ConfigError: it is missing, or of another shape or type.
+        """
+        if name not in self._files:
+            raise ConfigError([f"{self._directory}: tensor {name}: missing"])
+        path = self._files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError([f"{path}: tensor {name}: {error}"]) from None
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                [f"{path}: tensor {name}: got shape {list(tensor.shape)}; allowed: {list(shape)}, from config.json"]
+            )
+        if tensor.dtype not in _WIDENED:
+            raise ConfigError([f"{path}: tensor {name}: got {tensor.dtype}; allowed: float32, float16, bfloat16"])
+        return tensor.to(torch.float32, copy=True)
+
+    def digest(self) -> bytes:
+        """Hash of the bytes of every weight file, in order of their names."""
+        total = hashlib.blake2b(digest_size=32)
+        for path in sorted(set(self._files.values())):
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, hashlib.blake2b).digest())
+        return total.digest()
+
+
+def _files_by_tensor(directory: Path) -> Mapping[str, Path]:
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if index.exists():
+        return _files_of_index(index)
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except FileNotFoundError:
+        raise ConfigError([f"{directory}: neither model.safetensors nor model.safetensors.index.json is there"]) from None
+    except (OSError, SafetensorError) as error:
+        raise ConfigError([f"{single}: {error}"]) from None
+
+
+def _files_of_index(index: Path) -> Mapping[str, Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {tensor: index.parent / name for tensor, name in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError([f"{index}: weight_map: cannot be read: {error}"]) from None
+    for path in set(files.values()):
+        # A file name that climbs out of the directory has no business in an index.
+        if path.parent != index.parent or not path.is_file():
+            raise ConfigError([f"{index}: weight_map: {path.name}: not a file of this directory"])
+    return files

@@ -1,0 +1,31 @@
+"""Another GPU's clock: how long a batch would have taken there."""
+
+from collections.abc import Sequence
+
+from kvrs.profiles.catalog import decode_table, load_s, prefill_table
+from kvrs.scheduling.chunks import Chunk
+
+
+class Pace:
+    """Times of a named profile. The tokens and the KV stay real; only the time is another machine's."""
+
+    def __init__(self, profile: str) -> None:
+        self.prefill = prefill_table(profile)
+        self.load_s = load_s(profile)
+        self._decode = decode_table(profile)
+
+    def batch_s(self, chunks: Sequence[Chunk]) -> float:
+        """Time of one step: all its pieces of prefill as one batch, then all its decode steps as another.
+
+        The tables' fits are of such batches, so a step's overhead is paid once for all pieces of prefill together.
+        """
+        prefill_s = 0.0
+        decode_batch = context_tokens = 0
+        for chunk in chunks:
+            if len(chunk.token_ids) > 1:
+                prefill_s += self.prefill.extra(chunk.first_position, len(chunk.token_ids)) - self.prefill.step_overhead_s
+            else:
+                decode_batch += 1
+                context_tokens += chunk.first_position + 1
+        decode_s = self._decode.seconds_for(decode_batch, context_tokens) if decode_batch else 0.0
+        return decode_s + (prefill_s + self.prefill.step_overhead_s if prefill_s else 0.0)

@@ -1,0 +1,52 @@
+"""Choosing the next token from logits: a function of (logits, parameters, seed, position) and nothing else.
+
+So an attempt that continues a stream elsewhere draws what the lost one would have drawn.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    temperature: float = 1.0  # 0: the likeliest token.
+    top_p: float = 1.0  # The likeliest tokens that together reach this probability.
+    top_k: int = 0  # That many of the likeliest tokens; 0 and -1: all.
+    seed: int = 0
+
+
+def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
+    """Draw the token at `position` of a sequence from float32 CPU logits `[vocab]`.
+
+    Equal logits are ordered by id, the lowest first.
+    """
+    logits = logits_row.numpy()
+    if params.temperature == 0:
+        return int(logits.argmax())
+    ids = _candidates(logits, params.top_k)
+    scaled = logits[ids].astype(np.float64) / params.temperature
+    cumulative = np.cumsum(np.exp(scaled - scaled[0]))
+    kept = int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1 if params.top_p < 1 else len(ids)
+    # The last kept token is the answer when rounding puts the target at the very end.
+    chosen = np.searchsorted(cumulative[: kept - 1], uniform(params.seed, position) * cumulative[kept - 1], side="right")
+    return int(ids[chosen])
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1), evenly spread over seeds and positions."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8, person=b"kvrs-sample").digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def _candidates(logits: npt.NDArray[np.float32], top_k: int) -> npt.NDArray[np.intp]:
+    """Ids from the likeliest on; a stable sort keeps the lowest id first among equals."""
+    if not 0 < top_k < len(logits):
+        return np.argsort(-logits, kind="stable")
+    # Sorting a whole vocabulary costs milliseconds, so first everything below the k-th value is dropped (its equals stay).
+    threshold = np.partition(logits, -top_k)[-top_k]
+    above = np.flatnonzero(logits >= threshold)
+    return above[np.argsort(-logits[above], kind="stable")][:top_k]

@@ -1,0 +1,40 @@
+"""Runs one instance until it is told to stop."""
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+
+from kvrs.config import Config
+from kvrs.engine.http import make_app
+from kvrs.engine.instance import EngineInstance
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+
+
+async def serve(
+    config: Config, instance_id: InstanceId, epoch: int, secret: bytes, stop: asyncio.Event, ready: Callable[[], None]
+) -> None:
+    """Serve until `stop` is set; `ready` is called once requests are taken.
+
+    Raises:
+        ConfigError: a port is in use.
+    """
+    instance = EngineInstance(config, instance_id, epoch, secret)
+    # A client that leaves cancels its handler, and with it the run.
+    runner = web.AppRunner(make_app(instance), handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+    await runner.setup()
+    settings = instance.settings
+    try:
+        try:
+            await instance.start()
+            await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
+        except OSError as error:
+            raise ConfigError([f"instance {settings.id}: {error}"]) from None
+        ready()
+        await asyncio.wait({asyncio.ensure_future(stop.wait()), *instance.tasks}, return_when=asyncio.FIRST_COMPLETED)
+        if (bug := instance.failed()) is not None:
+            raise bug
+    finally:
+        await runner.cleanup()
+        await instance.close()

@@ -1,0 +1,106 @@
+"""The part of an engine that owns weights and KV: it computes batches, and knows nothing of requests."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kvrs.engine.config import EngineSettings
+from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.layers.step import build_step, pages_per_block
+from kvrs.engine.layers.tiles import TILE_ROWS, check_batched_products
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.models.llama import LlamaModel
+from kvrs.engine.models.weights import Weights
+from kvrs.errors import ConfigError
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.scheduling.chunks import Chunk
+
+_DTYPE_BYTES = 4  # Everything is computed and kept in float32.
+
+
+class Worker:
+    """One copy of a model with its KV pages.
+
+    The logits of a token depend on the tokens before it in its own sequence and on nothing else, to the last bit: not on the
+    batch, not on how a prompt was cut into chunks, not on whether KV was computed here or brought in as pages.
+    """
+
+    def __init__(self, model_directory: Path, settings: EngineSettings) -> None:
+        """Load a Hugging Face directory.
+
+        Raises:
+            ConfigError: the directory or the settings are wrong.
+            KvrsError: this machine's matrix library cannot compute exactly.
+        """
+        self.settings = settings
+        _check_page_size(settings.page_size_tokens)
+        device = _device(settings.device)
+        # Four engines share a machine; and a loop split between threads would end in other SIMD remainders.
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("highest")
+        config = ModelConfig.from_directory(model_directory)
+        weights = Weights(model_directory)
+        self.geometry = KvGeometry(
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype_bytes=_DTYPE_BYTES,
+            page_size_tokens=settings.page_size_tokens,
+        )
+        self.vocab_size = config.vocab
+        self.eos_token_ids = config.eos_token_ids
+        self.max_positions = min(settings.max_model_len, config.max_positions)
+        self.fingerprint = _fingerprint(config, weights, self.geometry)
+        # Outside of inference mode: `store` writes into the pool from other threads too.
+        self.pool = KvPool(self.geometry, settings.pages, device)
+        with torch.inference_mode():
+            self._model = LlamaModel(config, weights, self.max_positions, device)
+            _check_attention(config, settings.page_size_tokens, device)
+
+    def execute(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute one batch: its KV goes into the chunks' pages.
+
+        Returns:
+            Logits `[number of chunks that want them, vocab]`, float32, on the CPU, in the order of the chunks.
+        """
+        assert chunks, "a batch has at least one chunk"
+        for chunk in chunks:
+            assert chunk.first_position + len(chunk.token_ids) <= self.max_positions, "the scheduler keeps to max_positions"
+            assert all(0 <= token < self.vocab_size for token in chunk.token_ids), "token ids are checked on arrival"
+        with torch.inference_mode():
+            return self._model.forward(build_step(chunks, self.pool), self.pool).cpu()
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            ["cluster.engine.device: got 'cuda'; allowed: 'cpu' (this machine has no CUDA device that torch can use)"]
+        )
+    return torch.device(name)
+
+
+def _check_page_size(page_size_tokens: int) -> None:
+    # Blocks of keys are made of whole pages and must fill whole SIMD vectors.
+    if page_size_tokens & (page_size_tokens - 1):
+        raise ConfigError([f"cluster.engine.page_size_tokens: got {page_size_tokens}; allowed: a power of two"])
+
+
+def _check_attention(config: ModelConfig, page_size_tokens: int, device: torch.device) -> None:
+    rows = config.heads // config.kv_heads * TILE_ROWS
+    block_tokens = pages_per_block(page_size_tokens) * page_size_tokens
+    check_batched_products(rows, config.head_dim, block_tokens, device)
+    check_batched_products(rows, block_tokens, config.head_dim, device)
+
+
+def _fingerprint(config: ModelConfig, weights: Weights, geometry: KvGeometry) -> str:
+    """Equal for two workers exactly when their KV pages mean the same."""
+    total = hashlib.blake2b(digest_size=16, person=b"kvrs-model")
+    # A set has no order of its own, and the end token is no part of what KV means.
+    fields = {name: value for name, value in msgspec.to_builtins(config).items() if name != "eos_token_ids"}
+    total.update(msgspec.json.encode([fields, geometry], order="sorted"))
+    total.update(weights.digest())
+    return total.hexdigest()

@@ -1,0 +1,111 @@
+"""Slots: at most `slots_max` recovery transfers into one target at a time, and who waits for the next one.
+
+First in, first out: a stream may take a slot only when one is left over for everybody who asked before it.
+"""
+
+from dataclasses import dataclass, field
+
+from kvrs.ids import InstanceId, StreamId
+
+# The least that a denial says: a transfer that is late by its prediction does not free its slot at this very moment.
+SHORTEST_WAIT_S = 0.05
+
+
+@dataclass(slots=True)
+class _Target:
+    held: dict[StreamId, tuple[float, float]] = field(default_factory=dict)  # Predicted end, predicted duration.
+    waiting: dict[StreamId, int] = field(default_factory=dict)  # Ticket numbers, in order.
+    next_ticket: int = 0
+    # Kept up to date at every change, so that a look is O(1):
+    first_end_s: float = 0.0
+    mean_duration_s: float = 0.0
+
+    def ahead_of(self, stream: StreamId) -> int:
+        """How many wait before this stream; an upper bound when some have left the middle of the queue."""
+        ticket = self.waiting.get(stream)
+        if ticket is None:
+            return len(self.waiting)
+        return min(ticket - next(iter(self.waiting.values())), len(self.waiting) - 1)
+
+    def recount(self) -> None:
+        if self.held:
+            self.first_end_s = min(end_s for end_s, _ in self.held.values())
+            self.mean_duration_s = sum(duration_s for _, duration_s in self.held.values()) / len(self.held)
+
+
+class SlotBook:
+    def __init__(self, slots_max: int) -> None:
+        self._slots_max = slots_max
+        self._targets: dict[InstanceId, _Target] = {}
+        self._target_held: dict[StreamId, InstanceId] = {}
+        self._target_awaited: dict[StreamId, InstanceId] = {}
+
+    def expected_wait_s(self, target: InstanceId, stream: StreamId, now_s: float) -> float:
+        """0 when the stream may take a slot now; else until the first transfer ends, and its turn among those waiting comes."""
+        book = self._targets.get(target)
+        if book is None:
+            return 0.0
+        ahead = book.ahead_of(stream) if book.waiting else 0
+        if len(book.held) + ahead < self._slots_max:
+            return 0.0
+        first_s = book.first_end_s - now_s
+        return (first_s if first_s > SHORTEST_WAIT_S else SHORTEST_WAIT_S) + ahead * book.mean_duration_s / self._slots_max
+
+    def acquire(self, target: InstanceId, stream: StreamId, now_s: float, predicted_s: float) -> bool:
+        """Take a slot for a transfer that is predicted to last this long, and leave the queue; False: denied."""
+        assert stream not in self._target_held, stream
+        book = self._targets.setdefault(target, _Target())
+        ahead = book.ahead_of(stream) if book.waiting else 0
+        if len(book.held) + ahead >= self._slots_max:
+            return False
+        self.leave(stream)
+        book.held[stream] = now_s + predicted_s, predicted_s
+        self._target_held[stream] = target
+        book.recount()
+        return True
+
+    def release(self, stream: StreamId) -> None:
+        """Give the slot back, if the stream has one."""
+        target = self._target_held.pop(stream, None)
+        if target is not None:
+            book = self._targets[target]
+            del book.held[stream]
+            book.recount()
+
+    def enqueue(self, target: InstanceId, stream: StreamId) -> None:
+        """Wait for a slot at the target. A stream that waits there already keeps its place."""
+        if self._target_awaited.get(stream) == target:
+            return
+        self.leave(stream)
+        book = self._targets.setdefault(target, _Target())
+        book.waiting[stream] = book.next_ticket
+        book.next_ticket += 1
+        self._target_awaited[stream] = target
+
+    def leave(self, stream: StreamId) -> None:
+        """Stop waiting, if the stream does."""
+        target = self._target_awaited.pop(stream, None)
+        if target is not None:
+            del self._targets[target].waiting[stream]
+
+    def next_served(self) -> StreamId | None:
+        """A stream that waits while a slot is free for it."""
+        if self._target_awaited:
+            for book in self._targets.values():
+                if book.waiting and len(book.held) < self._slots_max:
+                    return next(iter(book.waiting))
+        return None
+
+    def waiting_for(self, target: InstanceId) -> list[StreamId]:
+        return list(self._targets[target].waiting) if target in self._targets else []
+
+    def has_slot(self, stream: StreamId) -> bool:
+        return stream in self._target_held
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """Slots held and streams waiting, of every target that has either."""
+        return {
+            target: {"held": len(book.held), "waiting": len(book.waiting), "max": self._slots_max}
+            for target, book in self._targets.items()
+            if book.held or book.waiting
+        }

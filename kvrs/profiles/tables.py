@@ -1,0 +1,143 @@
+"""How long a prefill or a decode step takes, looked up in measured tables.
+
+A prefill table lies on a uniform grid, so a look-up is one division, whatever the length. Beyond the grid a quadratic
+that was fitted to it takes over (attention makes prefill quadratic in the long run); it starts where the grid ends, so
+there is no jump, and it never falls. `covers` says whether an answer rests on measurement.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import gcd
+from typing import Self
+
+from kvrs.protocol.instance import MeasuredPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTable:
+    """`seconds[i]` is the prefill time of `i * step_tokens` tokens, alone in its batch; `seconds[0]` a step's overhead.
+
+    A measured dip (more tokens in less time) is noise and is levelled: the cost of one more token is never negative.
+    """
+
+    label: str
+    source: str
+    step_tokens: int
+    seconds: Sequence[float]
+    covered_from_tokens: int = 0  # Grid values below this are extrapolated, not measured.
+    _last_tokens: int = field(init=False, repr=False, compare=False)
+    _levelled: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _slopes: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _linear: float = field(init=False, repr=False, compare=False)
+    _quadratic: float = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert self.step_tokens >= 1, self.step_tokens
+        assert len(self.seconds) >= 2, "a table needs at least its overhead and one length"
+        assert min(self.seconds) >= 0, self.seconds
+        levelled = tuple(accumulate(self.seconds, max))
+        slopes = tuple((after - before) / self.step_tokens for before, after in pairwise(levelled))
+        linear, quadratic = _fit_from_edge(levelled, self.step_tokens)
+        object.__setattr__(self, "seconds", tuple(self.seconds))
+        object.__setattr__(self, "_levelled", levelled)
+        object.__setattr__(self, "_last_tokens", self.step_tokens * (len(levelled) - 1))
+        object.__setattr__(self, "_slopes", (*slopes, 0.0))  # The last grid point itself has no interval behind it.
+        object.__setattr__(self, "_linear", linear)
+        object.__setattr__(self, "_quadratic", quadratic)
+
+    @classmethod
+    def from_points(cls, label: str, source: str, points: Mapping[int, float]) -> Self:
+        """A table from a few (tokens: seconds) points at any distances, with straight lines between them.
+
+        The line through the first two points is drawn on down to zero tokens; that part counts as not covered.
+        """
+        assert len(points) >= 2, points
+        known = sorted(points.items())
+        step = gcd(*(tokens for tokens, _ in known))
+        (first, first_s), (second, second_s) = known[0], known[1]
+        if first > 0:
+            known.insert(0, (0, max(0.0, first_s - first * (second_s - first_s) / (second - first))))
+        seconds = [known[0][1]]
+        for (start, start_s), (end, end_s) in pairwise(known):
+            slope = (end_s - start_s) / (end - start)
+            seconds += [start_s + slope * (tokens - start) for tokens in range(start + step, end, step)]
+            seconds.append(end_s)
+        return cls(label, source, step, seconds, covered_from_tokens=first)
+
+    @classmethod
+    def from_quadratic(
+        cls, label: str, source: str, coefficients_ms: tuple[float, float, float], *, max_tokens: int, step_tokens: int = 64
+    ) -> Self:
+        """A table from DistServe's fit `a + b * n + c * n * n` in milliseconds, as valid up to `max_tokens`."""
+        a, b, c = coefficients_ms
+        grid = range(0, max_tokens + step_tokens, step_tokens)
+        return cls(label, source, step_tokens, [(a + b * n + c * n * n) / 1e3 for n in grid])
+
+    @classmethod
+    def from_measured(cls, measured: MeasuredPrefill) -> Self:
+        """What an instance measured of itself when it started."""
+        return cls(measured.label, "measured by the instance at its start", measured.step_tokens, measured.seconds)
+
+    @property
+    def step_overhead_s(self) -> float:
+        return self._levelled[0]
+
+    def covers(self, tokens: int) -> bool:
+        return self.covered_from_tokens <= tokens <= self._last_tokens
+
+    def seconds_for(self, tokens: int) -> float:
+        """Prefill time of `tokens` tokens without any prefix."""
+        last = self._last_tokens
+        if tokens > last:
+            beyond = tokens - last
+            return self._levelled[-1] + beyond * (self._linear + self._quadratic * (tokens + last))
+        step = self.step_tokens
+        index = tokens // step
+        return self._levelled[index] + (tokens - index * step) * self._slopes[index]
+
+    def extra(self, prefix: int, new: int) -> float:
+        """Prefill time of `new` tokens whose `prefix` is there already: `T(prefix + new) - T(prefix)` and one step's overhead."""
+        return self.seconds_for(prefix + new) - self.seconds_for(prefix) + self._levelled[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTable:
+    """DistServe's fit of one decode step: `a + b * (sum of context tokens) + c * batch`, in two regimes of the batch size."""
+
+    label: str
+    source: str
+    large_from_batch: int  # Batches of this size and above take the second fit.
+    small_ms: tuple[float, float, float]
+    large_ms: tuple[float, float, float]
+
+    def seconds_for(self, batch: int, context_tokens: int) -> float:
+        """Time of one step of `batch` sequences that have `context_tokens` tokens of context together."""
+        a, b, c = self.small_ms if batch < self.large_from_batch else self.large_ms
+        return (a + b * context_tokens + c * batch) / 1e3
+
+
+def _fit_from_edge(seconds: Sequence[float], step_tokens: int) -> tuple[float, float]:
+    """(b, c) of `T(n) = T(e) + b * (n - e) + c * (n * n - e * e)`, which meets the grid at its edge e.
+
+    Least squares over the grid, with b and c never negative: a curve that bends down cannot be trusted beyond its data.
+    """
+    edge = step_tokens * (len(seconds) - 1)
+    # Tokens in units of the edge keep the normal equations well scaled.
+    rows = [(i * step_tokens / edge - 1.0, (i * step_tokens / edge) ** 2 - 1.0, s - seconds[-1]) for i, s in enumerate(seconds)]
+    xx = sum(x * x for x, _, _ in rows)
+    zz = sum(z * z for _, z, _ in rows)
+    xz = sum(x * z for x, z, _ in rows)
+    xy = sum(x * y for x, _, y in rows)
+    zy = sum(z * y for _, z, y in rows)
+    determinant = xx * zz - xz * xz
+    linear, quadratic = xy / xx, 0.0
+    if determinant > 1e-9 * xx * zz:
+        linear, quadratic = (xy * zz - zy * xz) / determinant, (zy * xx - xy * xz) / determinant
+        if quadratic < 0:
+            linear, quadratic = xy / xx, 0.0
+        elif linear < 0:
+            linear, quadratic = 0.0, zy / zz
+    if linear <= 0 and quadratic <= 0:
+        linear = seconds[-1]  # A table without any slope: proportional to the length, because flat is surely wrong.
+    return linear / edge, quadratic / edge**2

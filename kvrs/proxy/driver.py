@@ -1,0 +1,283 @@
+"""Turns the world into events for the policy, and its actions into the world. Decides nothing."""
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import assert_never
+
+from kvrs.config import Config
+from kvrs.errors import UpstreamError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.actions import Action, GiveUp, Reason, Recovered, Start, WakeAt
+from kvrs.policy.events import (
+    AttemptFailed,
+    Event,
+    InstanceLost,
+    InstanceUp,
+    LinkMeasured,
+    LoadReported,
+    PrefillDone,
+    RetentionLost,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+    TimerFired,
+)
+from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.protocol.instance import InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
+from kvrs.protocol.openai import error_body
+from kvrs.proxy.attempts import Attempt
+from kvrs.proxy.backends.pd import RefusedError
+from kvrs.proxy.clients import Client
+from kvrs.proxy.instances import Health, Instances, Known
+from kvrs.proxy.journal import Journal
+from kvrs.proxy.leases import Leases
+from kvrs.proxy.metrics import Metrics
+from kvrs.proxy.recoveries import RecoveryLog
+from kvrs.proxy.streams import Complete, Failed, LiveStream, Outcome, Stage
+
+log = logging.getLogger(__name__)
+
+# A text prompt's length in tokens until prefill has counted it.
+_BYTES_PER_TOKEN = 4
+
+_STATUS = {Reason.NO_INSTANCE: 503, Reason.SLO: 503, Reason.RETRIES: 502}
+
+
+class Driver:
+    """Owns the policy and every live stream. All methods run on one event loop."""
+
+    def __init__(
+        self, config: Config, instances: Instances, metrics: Metrics, clock: Callable[[], float], wall_clock: Callable[[], float]
+    ) -> None:
+        self.policy = RecoveryPolicy(config.policy, config.slo)
+        self.instances = instances
+        self.streams: dict[StreamId, LiveStream] = {}
+        self.recoveries = RecoveryLog(clock, wall_clock, metrics.recovery_settled)
+        self.leases = Leases(config.transfer.lease_s, self._send_leases, self._retention_lost)
+        self._token_gap_s = config.proxy.token_gap_s
+        self._metrics = metrics
+        self._clock = clock
+        self._events: deque[Event] = deque()
+        self._telling = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wakes: set[asyncio.TimerHandle] = set()
+        # Attempts that may still run at an instance, for the day on which it has to be fenced.
+        self._writers: defaultdict[InstanceId, dict[StreamId, int]] = defaultdict(dict)
+
+    # Streams.
+
+    async def run(self, journal: Journal, client: Client) -> Outcome:
+        """See one stream through; a caller that is cancelled takes the stream with it."""
+        loop = asyncio.get_running_loop()
+        live = LiveStream(journal, client, loop.create_future())
+        self.streams[live.id] = live
+        self._metrics.streams.inc()
+        try:
+            guess = len(journal.request.prompt) // _BYTES_PER_TOKEN + 1 if journal.prompt_ids is None else journal.prompt_tokens
+            self.tell(StreamArrived(live.id, guess))
+            return await live.outcome
+        finally:
+            self._forget(live)
+
+    def _forget(self, live: LiveStream) -> None:
+        """The stream has ended, however; safe to call again."""
+        live.halt()
+        if self.streams.pop(live.id, None) is None:
+            return
+        self._metrics.streams.dec()
+        self._metrics.stream_ended(live.journal)
+        self.recoveries.ended(live.id)
+        for instance in live.prefilled_at:
+            self.leases.release(instance, live.id)
+        for instance, writers in self._writers.items():
+            # One that is up drops the attempt because its connection is closed; one that is cut off cannot know.
+            if self.instances.is_up(instance):
+                writers.pop(live.id, None)
+        self.tell(StreamEnded(live.id, live.journal.attempt))
+
+    def _end(self, live: LiveStream, outcome: Outcome) -> None:
+        live.resolve(outcome)
+        self._forget(live)
+
+    # Events, in the order in which they came; actions may cause more of them.
+
+    def tell(self, event: Event) -> None:
+        self._events.append(event)
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._events:
+                for action in self.policy.handle(self._events.popleft(), self._clock()):
+                    self._carry_out(action)
+        finally:
+            self._telling = False
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Start():
+                self._start(action)
+            case Recovered():
+                if (live := self.streams.get(action.stream)) is not None:
+                    self.recoveries.decided(action, live)
+            case GiveUp():
+                self._give_up(action)
+            case WakeAt():
+                self._wake_at(action.at_s)
+            case _:
+                assert_never(action)
+
+    def _start(self, action: Start) -> None:
+        live = self.streams.get(action.stream)
+        if live is None or live.outcome.done():
+            return
+        live.halt()
+        live.journal.attempt = action.attempt
+        live.plan = action.plan
+        for instance in filter(None, (action.plan.prefill, action.plan.decode)):
+            self._writers[instance][live.id] = action.attempt
+        attempt = Attempt(
+            live,
+            action.attempt,
+            action.plan,
+            backends=lambda instance: self.instances.known[instance].backend,
+            patience_s=lambda instance: self._token_gap_s + self.instances.queue_delay_s(instance),
+            clock=self._clock,
+            reports=self,
+        )
+        # Before the task's first step, because an instance can be lost before it.
+        live.enter(Stage.PREFILL if action.plan.prefill else Stage.DECODE, action.plan.prefill or action.plan.decode)
+        live.task = asyncio.get_running_loop().create_task(attempt.run())
+        self._tasks.add(live.task)
+        live.task.add_done_callback(lambda task: self._task_ended(task, live))
+
+    def _task_ended(self, task: asyncio.Task[None], live: LiveStream) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A bug of ours. The client's handler raises it, so that neither of them goes on as if nothing had happened.
+            log.error("attempt ended by a bug", exc_info=error)
+            if not live.outcome.done():
+                live.outcome.set_exception(error)
+
+    def _give_up(self, action: GiveUp) -> None:
+        if (live := self.streams.get(action.stream)) is not None:
+            log.warning("stream given up", extra={"stream": live.id, "reason": action.reason, "cause": action.message})
+            body = error_body(action.message, kind="server_error", code=action.reason)
+            self._end(live, Failed(_STATUS[action.reason], body, action.retry_after_s))
+
+    def _wake_at(self, at_s: float) -> None:
+        def wake() -> None:
+            self._wakes.discard(handle)
+            self.tell(TimerFired())
+
+        handle = asyncio.get_running_loop().call_later(max(0.0, at_s - self._clock()), wake)
+        self._wakes.add(handle)
+
+    # What attempts report.
+
+    def prefill_done(self, live: LiveStream, attempt: int, instance: InstanceId) -> bool:
+        assert live.plan is not None
+        decode = live.plan.decode
+        if instance != decode:
+            self._writers[instance].pop(live.id, None)
+        self.leases.hold(instance, live.id)
+        self.tell(PrefillDone(live.id, attempt, live.journal.history_tokens))
+        if attempt != live.journal.attempt:
+            return False
+        if not self.instances.is_up(decode):
+            # The policy knows as well; the stream waits for its next attempt.
+            live.halt()
+            return False
+        return True
+
+    def resumed(self, live: LiveStream, attempt: int) -> None:
+        self.recoveries.resumed(live.id, attempt)
+        self.tell(StreamResumed(live.id, attempt))
+
+    def relayed(self, tokens: int) -> None:
+        self._metrics.tokens.inc(tokens)
+
+    def attempt_failed(self, live: LiveStream, attempt: int, instance: InstanceId, cause: str) -> None:
+        if live.id not in self.streams or attempt != live.journal.attempt:
+            return
+        log.warning("attempt failed", extra={"stream": live.id, "attempt": attempt, "instance": instance, "cause": cause})
+        self._metrics.failures.labels(instance).inc()
+        live.task = None
+        live.halt()
+        if live.journal.delivered:
+            self._end(live, Complete())
+            return
+        self.tell(AttemptFailed(live.id, attempt, instance, cause, len(live.journal.output_ids)))
+
+    def refused(self, live: LiveStream, error: RefusedError) -> None:
+        self._end(live, Failed(error.status, error.body))
+
+    def completed(self, live: LiveStream) -> None:
+        # Its task still reads the last bytes of the response, so that the connection can be used again.
+        live.task = None
+        self._end(live, Complete())
+
+    def client_gone(self, live: LiveStream) -> None:
+        self._end(live, Failed(499, error_body("the client is gone", kind="client_gone")))
+
+    # What watchers report.
+
+    def instance_up(self, known: Known, info: InstanceInfo) -> None:
+        log.info("instance up", extra={"instance": known.id, "epoch": info.epoch})
+        instance = self.instances.accept(known, info)
+        self._metrics.up.labels(known.id).set(1)
+        self.tell(InstanceUp(instance))
+
+    def load_reported(self, known: Known, report: LoadReport) -> None:
+        known.load = report
+        self.tell(LoadReported(known.id, report.queue_delay_s))
+        for link in report.links:
+            self.tell(LinkMeasured(link.source, known.node, link.bytes_per_s))
+
+    def instance_lost(self, known: Known, cause: str) -> None:
+        """All its victims in one event, so that the policy can spread them."""
+        assert known.info is not None
+        log.warning("instance lost", extra={"instance": known.id, "cause": cause})
+        known.health = Health.DOWN
+        known.reason = cause
+        known.load = None
+        self._metrics.up.labels(known.id).set(0)
+        self.leases.forget(known.id)
+        produced = {}
+        for live in [live for live in self.streams.values() if live.instance == known.id]:
+            live.halt()
+            if live.journal.delivered:
+                self._end(live, Complete())
+            else:
+                produced[live.id] = len(live.journal.output_ids)
+        self.tell(InstanceLost(known.id, known.info.epoch, cause, produced))
+
+    def former_attempts(self, instance: InstanceId) -> dict[StreamId, int]:
+        """What a fence must name: one above every attempt that may still run at the instance."""
+        return {stream: attempt + 1 for stream, attempt in self._writers[instance].items()}
+
+    def fenced(self, instance: InstanceId) -> None:
+        self._writers.pop(instance, None)
+
+    # Leases.
+
+    async def _send_leases(self, instance: InstanceId, update: LeaseUpdate) -> LeaseAnswer:
+        if not self.instances.is_up(instance):
+            raise UpstreamError("not up")
+        return await self.instances.known[instance].backend.leases(update)
+
+    def _retention_lost(self, instance: InstanceId, streams: tuple[StreamId, ...]) -> None:
+        self.tell(RetentionLost(instance, streams))
+
+    async def close(self) -> None:
+        """End every stream with an explicit error, and wait for what runs on their behalf."""
+        for handle in self._wakes:
+            handle.cancel()
+        body = error_body("the proxy is shutting down", kind="server_error", code="shutting_down")
+        for live in list(self.streams.values()):
+            self._end(live, Failed(503, body, retry_after_s=1.0))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,94 @@
+"""The instances of the configuration, and what this proxy knows of each. Only one model is served at a time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvrs.config import Config
+from kvrs.ids import InstanceId, NodeId
+from kvrs.policy.costs import Instance
+from kvrs.profiles.catalog import prefill_table
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import InstanceInfo, LoadReport, Role
+from kvrs.proxy.backends.pd import PdBackend
+
+
+class Health(StrEnum):
+    STARTING = "starting"  # Never seen up.
+    UP = "up"
+    DOWN = "down"
+    REFUSED = "refused"  # It answers, and must not be used; `reason` says why.
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """One configured instance."""
+
+    id: InstanceId
+    node: NodeId
+    role: Role
+    backend: PdBackend
+    health: Health = Health.STARTING
+    reason: str | None = None
+    info: InstanceInfo | None = None
+    load: LoadReport | None = None
+
+
+class Instances:
+    def __init__(self, config: Config, backends: Mapping[InstanceId, PdBackend]) -> None:
+        self.known = {
+            instance.id: Known(instance.id, node.id, instance.role, backends[instance.id])
+            for node, instance in config.cluster.instances()
+        }
+        # Looked up now, so that an unknown name is told before anything starts.
+        self._table = prefill_table(config.profiles.prefill) if config.profiles.prefill else None
+        # What the first instance serves, all must: a stream continues exactly only on equal weights.
+        self._served: InstanceInfo | None = None
+
+    @property
+    def model(self) -> str | None:
+        return None if self._served is None else self._served.model
+
+    def is_up(self, instance: InstanceId) -> bool:
+        return self.known[instance].health is Health.UP
+
+    def ready(self) -> bool:
+        """Whether a new stream could start now."""
+        roles = {known.role for known in self.known.values() if known.health is Health.UP}
+        return Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
+
+    def queue_delay_s(self, instance: InstanceId) -> float:
+        load = self.known[instance].load
+        return 0.0 if load is None else load.queue_delay_s
+
+    def fault(self, known: Known, info: InstanceInfo, *, streams_open: bool) -> str | None:
+        """Why an instance that answered cannot be used."""
+        for what, wanted, got in (("id", known.id, info.id), ("node", known.node, info.node), ("role", known.role, info.role)):
+            if wanted != got:
+                return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"
+        if len(info.prefill.seconds) < 2:
+            return f"its prefill table has {len(info.prefill.seconds)} entries, at least 2 are needed"
+        served = self._served
+        others_up = any(other.health is Health.UP for other in self.known.values() if other is not known)
+        if served is None or not (others_up or streams_open):
+            return None
+        for what in ("fingerprint", "geometry", "model"):
+            if getattr(served, what) != getattr(info, what):
+                return f"{what} is {getattr(info, what)!r}, instance {served.id} has {getattr(served, what)!r}"
+        return None
+
+    def accept(self, known: Known, info: InstanceInfo) -> Instance:
+        """Note that the instance is used from now on; what the policy needs of it."""
+        known.info = info
+        known.health = Health.UP
+        known.reason = None
+        self._served = info
+        return Instance(
+            id=info.id,
+            node=info.node,
+            role=info.role,
+            epoch=info.epoch,
+            geometry=info.geometry,
+            prefill=self._table or PrefillTable.from_measured(info.prefill),
+            capabilities=frozenset(info.capabilities),
+        )

@@ -1,0 +1,51 @@
+"""What the proxy tells Prometheus. One registry per proxy, so that several can live in one process."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvrs.proxy.journal import Journal
+from kvrs.proxy.recoveries import Recovery
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "kvrs_requests", "Requests by outcome: complete, failed, client_gone, rejected.", ["outcome"], registry=self.registry
+        )
+        self.streams = Gauge("kvrs_streams_active", "Streams that are open now.", registry=self.registry)
+        self.tokens = Counter("kvrs_tokens_relayed", "Output tokens given to clients.", registry=self.registry)
+        self.failures = Counter("kvrs_attempts_failed", "Attempts that broke, by instance.", ["instance"], registry=self.registry)
+        self.recoveries = Counter(
+            "kvrs_recoveries", "Recoveries by option and outcome.", ["option", "outcome"], registry=self.registry
+        )
+        self.predicted = Histogram(
+            "kvrs_recovery_predicted_seconds",
+            "What recoveries were predicted to cost.",
+            ["option"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.real = Histogram(
+            "kvrs_recovery_real_seconds", "What recoveries did cost.", ["option"], buckets=_SECONDS, registry=self.registry
+        )
+        self.gap = Histogram(
+            "kvrs_client_gap_seconds", "Longest pause between two writes of a stream.", buckets=_SECONDS, registry=self.registry
+        )
+        self.ttft = Histogram("kvrs_ttft_seconds", "Time to first token.", buckets=_SECONDS, registry=self.registry)
+        self.up = Gauge("kvrs_instance_up", "1 while the instance is used.", ["instance"], registry=self.registry)
+
+    def stream_ended(self, journal: Journal) -> None:
+        if journal.first_write_s is not None:
+            self.ttft.observe(journal.first_write_s - journal.arrived_s)
+            self.gap.observe(journal.longest_gap_s)
+
+    def recovery_settled(self, recovery: Recovery) -> None:
+        self.recoveries.labels(recovery.option, recovery.outcome).inc()
+        if recovery.real_s is not None:
+            self.predicted.labels(recovery.option).observe(recovery.predicted_s)
+            self.real.labels(recovery.option).observe(recovery.real_s)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,183 @@
+"""Copies one attempt's events to the client.
+
+The healthy path of a token: one search, one small list decoded, one append, one write.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from kvrs.errors import UpstreamError
+from kvrs.protocol.openai import Usage
+from kvrs.proxy.clients import Client
+from kvrs.proxy.journal import Journal
+from kvrs.proxy.sse import PROMPT_TOKEN_IDS, TOKEN_IDS, EventSplitter, cut_list, head_of, next_token_ids
+
+# Ends that mean "broken" rather than "complete" (vLLM: the request was aborted, or its engine failed).
+_COMPLETE_REASONS = frozenset({"stop", "length"})
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+class Relay:
+    """One attempt's way into the journal and to the client. `resumed` is called once, at its first new token."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        client: Client,
+        attempt: int,
+        *,
+        clock: Callable[[], float],
+        resumed: Callable[[], None],
+        relayed: Callable[[int], None],
+    ) -> None:
+        self._journal = journal
+        self._client = client
+        self._attempt = attempt
+        self._clock = clock
+        self._resumed = resumed
+        self._relayed = relayed
+        self._splitter = EventSplitter()
+        self._first_event = True
+        self._foreign_head = False  # A later attempt's events carry another time of creation: exchange it.
+        self._any_token = False
+
+    async def copy(self, chunks: AsyncIterator[bytes], heard: Callable[[], None]) -> bool:
+        """Relay until the stream is complete (True), or this attempt is no longer its writer (False).
+
+        `heard` is called for every chunk.
+
+        Raises:
+            UpstreamError: the attempt failed; what it delivered before stays delivered.
+            ClientGoneError: nobody reads any more.
+        """
+        async for chunk in chunks:
+            heard()
+            # A late token of a writer we gave up on.
+            if self._attempt != self._journal.attempt:
+                return False
+            if await self._pass_on(self._splitter.feed(chunk)):
+                return True
+        raise UpstreamError("ended without a finish reason and [DONE]")
+
+    async def _pass_on(self, payloads: list[bytes]) -> bool:
+        """Relay the events of one chunk in one write; whether the stream is complete."""
+        had_tokens = len(self._journal.output_ids)
+        events: list[bytes] = []
+        fault: UpstreamError | None = None
+        done = False
+        try:
+            for payload in payloads:
+                done = self._is_done(payload)
+                if done:
+                    break
+                if (event := self._take(payload)) is not None:
+                    events.append(event)
+        except UpstreamError as error:
+            # What came before the fault in the same chunk is in the journal already, so the client must get it.
+            fault = error
+        new_tokens = len(self._journal.output_ids) - had_tokens
+        if events:
+            await self._client.send(events)
+        if new_tokens:
+            self._note(new_tokens)
+        if fault is not None:
+            raise fault
+        return done
+
+    def _note(self, new_tokens: int) -> None:
+        # The gap to the last write is read by whoever hears of the resumption.
+        if not self._any_token:
+            self._any_token = True
+            self._resumed()
+        self._journal.wrote(self._clock())
+        self._relayed(new_tokens)
+
+    def _is_done(self, payload: bytes) -> bool:
+        if payload != b"[DONE]":
+            return False
+        if self._journal.finish_reason is None:
+            raise UpstreamError("sent [DONE] without a finish reason")
+        return True
+
+    def _take(self, data: bytes) -> bytes | None:
+        """Journal one event; what the client gets of it, if anything."""
+        ids = next_token_ids(data)
+        if not ids:
+            return self._take_rare(data)
+        event = self._trim(data)
+        self._append(ids)
+        return event
+
+    def _take_rare(self, data: bytes) -> bytes | None:
+        """As `_take`, for the first, the last and the unusual: decoded whole."""
+        try:
+            event = _EVENT.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise UpstreamError("sent an event that is not a completion chunk") from None
+        if event.error is not None:
+            raise UpstreamError(f"sent an error event: {str(event.error)[:300]}")
+        if not event.choices:
+            return self._take_usage(data, event)
+        choice = event.choices[0]
+        if choice.token_ids is None and choice.text:
+            raise UpstreamError("sent text without token ids, which cannot be continued elsewhere")
+        if choice.finish_reason is not None and choice.finish_reason not in _COMPLETE_REASONS:
+            raise UpstreamError(f"finished with {choice.finish_reason[:40]!r}")
+        ids = choice.token_ids or []
+        # A later attempt may open with an event that says nothing; the stream was opened long ago.
+        if not ids and not choice.text and choice.finish_reason is None and self._journal.head is not None:
+            return None
+        trimmed = self._trim(data)
+        self._append(ids)
+        self._journal.finish_reason = choice.finish_reason
+        self._journal.stop_reason = choice.stop_reason
+        return trimmed
+
+    def _take_usage(self, data: bytes, event: _Event) -> bytes | None:
+        if event.usage is None or not self._journal.wants_usage or self._journal.usage_sent:
+            return None
+        self._journal.usage_sent = True
+        return self._trim(data)
+
+    def _append(self, ids: list[int]) -> None:
+        journal = self._journal
+        if journal.finish_reason is not None:
+            raise UpstreamError("went on after its finish reason")
+        if len(journal.output_ids) + len(ids) > journal.request.max_tokens:
+            raise UpstreamError("sent more than max_tokens tokens")
+        journal.output_ids += ids
+
+    def _trim(self, data: bytes) -> bytes:
+        """The client's form of an event: without ids it did not ask for, and under the stream's one head."""
+        journal = self._journal
+        if self._first_event:
+            self._first_event = False
+            head = head_of(data)
+            # Prompt ids belong to the stream's first event; a later attempt's would be of the whole history.
+            if journal.head is not None or not journal.request.return_token_ids:
+                data = cut_list(data, PROMPT_TOKEN_IDS)
+            journal.head = journal.head or head
+            self._foreign_head = head != journal.head
+        if self._foreign_head:
+            assert journal.head is not None
+            data = journal.head + data[len(head_of(data)) :]
+        if not journal.request.return_token_ids:
+            data = cut_list(data, TOKEN_IDS)
+        return data

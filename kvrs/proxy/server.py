@@ -1,0 +1,134 @@
+"""One proxy: both ports, the watchers, the leases, and their common end."""
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import time
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from kvrs.config import Config
+from kvrs.errors import ConfigError
+from kvrs.protocol.secrets import http_token
+from kvrs.proxy.admin import Admin
+from kvrs.proxy.app import Api
+from kvrs.proxy.backends.pd import PdBackend, new_session
+from kvrs.proxy.driver import Driver
+from kvrs.proxy.instances import Instances
+from kvrs.proxy.metrics import Metrics
+from kvrs.proxy.watcher import Watcher
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 1024
+_LAST_WORDS_S = 2.0  # For clients to read how their streams ended when the proxy stops.
+
+
+class Proxy:
+    """Start and close it on one event loop. `port` and `admin_port` are the bound ones."""
+
+    def __init__(self, config: Config, secret: bytes) -> None:
+        self._config = config
+        self._token = http_token(secret)
+        self._session: aiohttp.ClientSession | None = None
+        self._driver: Driver | None = None
+        self._runners: list[web.AppRunner] = []
+        self._sites: list[web.TCPSite] = []
+        self._background: list[asyncio.Task[None]] = []
+        self.port = 0
+        self.admin_port = 0
+
+    async def start(self) -> None:
+        """Bind both ports, then look for the instances.
+
+        Raises:
+            ConfigError: a port cannot be bound, or the configuration names an instance without a port or an unknown profile.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
+        config, clock = self._config, time.monotonic
+        _check_addresses(config)
+        self._session = new_session(self._token)
+        metrics = Metrics()
+        backends = {instance.id: PdBackend(self._session, instance.url) for _, instance in config.cluster.instances()}
+        instances = Instances(config, backends)
+        self._driver = driver = Driver(config, instances, metrics, clock, time.time)
+        api = Api(config.proxy, driver, metrics, clock)
+        admin = Admin(driver, metrics, self._describe, clock)
+        self.port = await self._listen(api.application(), "proxy.port", config.proxy.port)
+        self.admin_port = await self._listen(admin.application(), "proxy.admin_port", config.proxy.admin_port)
+        loop = asyncio.get_running_loop()
+        self._background = [loop.create_task(Watcher(known, driver, config.proxy).run()) for known in instances.known.values()]
+        self._background.append(loop.create_task(driver.leases.run()))
+
+    async def run(self) -> None:
+        """Serve until cancelled; ends with an exception only for a bug of ours."""
+        await asyncio.gather(*self._background)
+
+    async def close(self) -> None:
+        """Tell every stream that it is over, then leave nothing behind."""
+        for site in self._sites:
+            await site.stop()
+        if self._driver is not None:
+            await self._driver.close()
+        for runner in self._runners:
+            await runner.cleanup()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        self._sites, self._runners, self._background = [], [], []
+
+    def _describe(self) -> dict[str, Any]:
+        return {"node": socket.gethostname(), "url": f"http://{self._config.proxy.host}:{self.port}", "pid": os.getpid()}
+
+    async def _listen(self, app: web.Application, key: str, port: int) -> int:
+        host = self._config.proxy.host
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            auto_decompress=False,
+            handler_cancellation=True,
+            keepalive_timeout=20.0,
+            lingering_time=2.0,
+            max_headers=64,
+            shutdown_timeout=_LAST_WORDS_S,
+        )
+        await runner.setup()
+        self._runners.append(runner)
+        site = web.TCPSite(runner, host, port, backlog=_BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            reason = "is already in use" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror}"
+            raise ConfigError([f"{key}: port {host}:{port} {reason}; allowed: a free port, or 0 for any"]) from None
+        self._sites.append(site)
+        bound: int = runner.addresses[-1][1]
+        return bound
+
+
+def _check_addresses(config: Config) -> None:
+    missing = [instance.id for _, instance in config.cluster.instances() if instance.port == 0]
+    if missing:
+        raise ConfigError([f"cluster.nodes: instance {name!r} has no port; allowed: the port it listens on" for name in missing])
+
+
+async def serve(config: Config, secret: bytes) -> None:
+    """Run a proxy until cancelled."""
+    proxy = Proxy(config, secret)
+    await proxy.start()
+    log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
+    try:
+        await proxy.run()
+    finally:
+        await proxy.close()

@@ -1,0 +1,73 @@
+"""Server-sent events as bytes: taken apart and trimmed by offset, never re-encoded.
+
+Why a plain byte search is enough: inside a JSON string every quote is escaped, so the bytes `,"name":[`, whose quotes
+are not, can only be a key of an object. This holds for compact JSON, as engines write it.
+"""
+
+import re
+
+import msgspec
+
+from kvrs.errors import UpstreamError
+
+MAX_EVENT_BYTES = 1 << 20
+
+TOKEN_IDS = b',"token_ids":['
+PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
+_UNFINISHED = b',"finish_reason":null'
+_CHOICES = b',"choices":['
+_IDS = msgspec.json.Decoder(list[int])
+_BOUNDARY = re.compile(rb"\r?\n\r?\n")
+
+
+class EventSplitter:
+    """Cuts a byte stream into the payloads of its `data:` events, wherever the chunks happen to end."""
+
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._rest = b""
+        self._max_event_bytes = max_event_bytes
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The payloads that `chunk` completes.
+
+        Raises:
+            UpstreamError: an event exceeds the limit.
+        """
+        if self._rest:
+            chunk = self._rest + chunk
+        parts = chunk.split(b"\n\n") if b"\r" not in chunk else _BOUNDARY.split(chunk)
+        self._rest = parts.pop()
+        if len(self._rest) > self._max_event_bytes:
+            raise UpstreamError(f"sent an event of more than {self._max_event_bytes} bytes")
+        return [part[5:].strip() for part in parts if part.startswith(b"data:")]
+
+
+def next_token_ids(data: bytes) -> list[int] | None:
+    """The ids of a plain token event; None for every rarer kind (no ids, a finish, usage, an error)."""
+    at = data.find(TOKEN_IDS)
+    if at < 0 or data.rfind(_UNFINISHED, 0, at) < 0:
+        return None
+    start = at + len(TOKEN_IDS) - 1
+    try:
+        return _IDS.decode(data[start : data.index(b"]", start) + 1])
+    except ValueError:  # msgspec's errors are ValueErrors too.
+        raise UpstreamError("sent token ids that are not a list of integers") from None
+
+
+def cut_list(data: bytes, key: bytes) -> bytes:
+    """`data` without the list of integers under `key` (one of the constants above)."""
+    at = data.find(key)
+    if at < 0:
+        return data
+    end = data.find(b"]", at)
+    if end < 0:
+        raise UpstreamError("sent an event that is not a completion chunk")
+    return data[:at] + data[end + 1 :]
+
+
+def head_of(data: bytes) -> bytes:
+    """What an event says before its choices: id, time of creation, model."""
+    at = data.find(_CHOICES)
+    if at < 0:
+        raise UpstreamError("sent an event without choices")
+    return data[:at]

@@ -1,0 +1,313 @@
+"""Continuous batching with chunked prefill over paged KV.
+
+The laws, which `check` and the tests hold it to:
+1. First come, first served. Age is the order of arrival and never changes; waiting and admitted sequences are kept by age.
+2. When pages run short the youngest running sequence is preempted, and only for an older one. It keeps its tokens and
+   computes again, mostly from the prefix cache. Who finds nobody younger waits where it is, and nobody new is admitted
+   meanwhile. So the oldest that is admitted always proceeds, nobody passes the head of the queue, and nobody starves.
+3. A page that somebody outside may still be writing into (the executor: a batch in flight; a socket: a pull) is not
+   given back, whatever happened to its sequence, before `complete` or `pulled` says that the writing is over.
+4. A page is registered in the prefix cache only when all its tokens are computed or have arrived.
+"""
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Run
+from itertools import pairwise
+
+from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.config import BatchSettings
+from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.sequences import Phase, Pull, Sequence
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+class BatchScheduler:
+    """Drive it as: `admit`, then `next_batch`; if that is not empty execute it, `complete`, and `finish` who is done.
+
+    Between `next_batch` and `complete` everything else may be called. After `add`, `abort`, `pulled`, and after
+    a peer's pins were released, another round may find more to do.
+    """
+
+    def __init__(self, settings: BatchSettings, pages: PageManager) -> None:
+        assert settings.page_size_tokens == pages.page_size_tokens
+        self._max_batch_tokens = settings.max_batch_tokens
+        self._max_running = settings.max_running
+        self._page_size = settings.page_size_tokens
+        self._pages = pages
+        self._waiting: deque[Sequence] = deque()
+        self._admitted: list[Sequence] = []  # PULLING and RUNNING.
+        self._pulls: dict[Sequence, Pull] = {}  # Of the PULLING, and of those that were aborted while PULLING.
+        self._in_flight: frozenset[Sequence] = frozenset()
+        self._stalled: list[Sequence] = []  # Had no page for its decode step in the last batch, nor anyone to preempt.
+        self._arrivals = 0
+        self._queued_tokens = 0
+        # The head of the queue that did not fit, and the free pages when we last looked: nothing is tried again before
+        # there are more, since a try walks over all the tags of a history.
+        self._blocked: Sequence | None = None
+        self._seen_free_pages = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def pulling(self) -> int:
+        return sum(sequence.phase is Phase.PULLING for sequence in self._pulls)
+
+    @property
+    def running(self) -> int:
+        return len(self._admitted) - self.pulling
+
+    @property
+    def queued_tokens(self) -> int:
+        """Uncomputed tokens of all sequences that are not finished."""
+        return self._queued_tokens
+
+    def fits(self, history_tokens: int, max_new_tokens: int) -> bool:
+        """Whether such a sequence could finish if it were alone. The last token produced needs no KV."""
+        return self._pages_for(history_tokens + max(0, max_new_tokens - 1)) <= self._pages.pages
+
+    def add(self, sequence: Sequence) -> None:
+        assert self.fits(len(sequence.token_ids), 0), "refuse what `fits` refuses: it would wait for ever"
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        sequence.extend_tags(self._page_size)
+        self._queued_tokens += sequence.uncomputed_tokens
+        self._waiting.append(sequence)
+
+    # From the queue to pages of one's own.
+
+    def admit(self) -> list[Pull]:
+        """Give pages to waiting sequences, oldest first, while there are any. Returns what shall be fetched for them."""
+        pulls: list[Pull] = []
+        # Pages that come free belong to who is stalled; a newcomer that starts to pull could not be made to return them.
+        if any(sequence.phase is Phase.RUNNING for sequence in self._stalled):
+            return pulls
+        while self._waiting and len(self._admitted) < self._max_running and self._reserve(self._waiting[0]):
+            sequence = self._waiting.popleft()
+            insort(self._admitted, sequence, key=_age)
+            pull = self._wanted_from_peer(sequence)
+            if pull is None:
+                sequence.phase = Phase.RUNNING
+            else:
+                sequence.phase = Phase.PULLING
+                self._pulls[sequence] = pull
+                pulls.append(pull)
+        return pulls
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Pages for the whole history: from the prefix cache what is there, else new ones."""
+        free_pages, seen = self._pages.free_pages, self._seen_free_pages
+        self._seen_free_pages = free_pages
+        if self._blocked is sequence and free_pages <= seen:
+            return False
+        found = self._pages.match(sequence.tags[: self._coverable_pages(sequence)])
+        missing = self._pages_for(len(sequence.token_ids)) - len(found)
+        # One page of headroom for each that is producing, so that a newcomer is not preempted, or in the way, at once.
+        headroom = sum(not admitted.prefill_only for admitted in self._admitted)
+        new = self._pages.allocate(missing) if missing + headroom <= self._pages.free_pages else None
+        if new is None:
+            self._pages.release(found)
+            self._blocked = sequence
+            return False
+        sequence.pages = found + new
+        self._set_computed(sequence, len(found) * self._page_size)
+        return True
+
+    def _wanted_from_peer(self, sequence: Sequence) -> Pull | None:
+        first, coverable = sequence.computed_tokens // self._page_size, self._coverable_pages(sequence)
+        end = max(first, min(sequence.pull_pages, coverable))
+        tail_tokens = (len(sequence.token_ids) - 1) % self._page_size if sequence.pull_tail and end == coverable else 0
+        if end == first and not tail_tokens:
+            return None
+        return Pull(
+            sequence=sequence,
+            first_page=first,
+            tags=tuple(sequence.tags[first:end]),
+            pages=tuple(sequence.pages[first:end]),
+            tail_page=sequence.pages[end] if tail_tokens else None,
+            tail_tokens=tail_tokens,
+        )
+
+    def pulled(self, sequence: Sequence, full_pages: int, tail: bool) -> None:
+        """The pull is over and nobody writes into its pages any more.
+
+        The first `full_pages` pages that were asked for have arrived whole, and `tail` says whether the partial one did;
+        what is missing will be computed.
+        """
+        pull = self._pulls.pop(sequence)
+        assert 0 <= full_pages <= len(pull.tags)
+        assert not tail or (pull.tail_page is not None and full_pages == len(pull.tags)), "a tail needs all before it"
+        if sequence.phase is Phase.FINISHED:
+            self._give_back(sequence)
+            return
+        end = pull.first_page + full_pages
+        self._register(sequence, range(pull.first_page, end))
+        self._set_computed(sequence, end * self._page_size + (pull.tail_tokens if tail else 0))
+        sequence.phase = Phase.RUNNING
+
+    # From pages to tokens.
+
+    def next_batch(self) -> list[tuple[Sequence, Chunk]]:
+        """What to compute next: the decode steps, then prefill with what is left of the token budget. May be empty."""
+        assert not self._in_flight, "one batch at a time"
+        self._stalled = []
+        batch: list[tuple[Sequence, Chunk]] = []
+        budget = self._max_batch_tokens
+        oldest = next((one for one in self._admitted if one.phase is Phase.RUNNING), None)
+        # Where decode steps alone can fill a batch, the oldest would wait for ever to prefill while others come and go.
+        reserved = 1 if oldest is not None and oldest.uncomputed_tokens > 1 else 0
+        for sequence in [one for one in self._admitted if one.phase is Phase.RUNNING and one.uncomputed_tokens == 1]:
+            if budget == reserved:
+                break
+            # An older one may have preempted it a moment ago.
+            if sequence.phase is Phase.RUNNING and self._has_page(sequence):
+                batch.append((sequence, self._chunk(sequence, 1)))
+                budget -= 1
+        for sequence in [one for one in self._admitted if one.phase is Phase.RUNNING and one.uncomputed_tokens > 1]:
+            if budget == 0:
+                break
+            tokens = min(budget, sequence.uncomputed_tokens)
+            batch.append((sequence, self._chunk(sequence, tokens)))
+            budget -= tokens
+        self._in_flight = frozenset(sequence for sequence, _ in batch)
+        return batch
+
+    def _chunk(self, sequence: Sequence, tokens: int) -> Chunk:
+        # Copies, because the executor reads them while we may be changing the sequence.
+        end = sequence.computed_tokens + tokens
+        return Chunk(
+            token_ids=sequence.token_ids[sequence.computed_tokens : end],
+            first_position=sequence.computed_tokens,
+            pages=sequence.pages[: self._pages_for(end)],
+            wants_logits=end == len(sequence.token_ids) and not sequence.prefill_only,
+        )
+
+    def _has_page(self, sequence: Sequence) -> bool:
+        """Make sure that there is a page for the decode step, at the cost of younger sequences if need be."""
+        if sequence.computed_tokens < len(sequence.pages) * self._page_size:
+            return True
+        while (page := self._pages.allocate(1)) is None:
+            youngest = next(one for one in reversed(self._admitted) if one.phase is Phase.RUNNING)
+            if youngest is sequence:
+                # The rest is with older ones, with pulls, or with peers that are being sent pages: it will come free.
+                assert len(sequence.pages) < self._pages.pages, "refuse what `fits` refuses: it has outgrown all pages"
+                self._stalled.append(sequence)
+                return False
+            self._preempt(youngest)
+        sequence.pages += page
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._admitted.remove(sequence)
+        self._give_back(sequence)
+        self._set_computed(sequence, 0)
+        # What it pulled is in the prefix cache now, and the peer may have let go of its pages.
+        sequence.pull_pages, sequence.pull_tail = 0, False
+        sequence.phase = Phase.WAITING
+        # The front of the queue, behind older ones that were preempted too.
+        older = next((index for index, one in enumerate(self._waiting) if one.arrival > sequence.arrival), len(self._waiting))
+        self._waiting.insert(older, sequence)
+
+    def complete(self, batch: Run[tuple[Sequence, Chunk]], sampled: Mapping[Sequence, int]) -> list[Sequence]:
+        """The batch is computed; `sampled` has the next token of every chunk that wanted logits and is still wanted.
+
+        Returns the `prefill_only` sequences that are now computed whole; they are to be finished before the next batch.
+        """
+        assert frozenset(sequence for sequence, _ in batch) == self._in_flight, "not the batch that is in flight"
+        self._in_flight = frozenset()
+        prefilled: list[Sequence] = []
+        for sequence, chunk in batch:
+            if sequence.phase is Phase.FINISHED:
+                self._give_back(sequence)
+                continue
+            first, end = sequence.computed_tokens, sequence.computed_tokens + len(chunk.token_ids)
+            self._set_computed(sequence, end)
+            self._register(sequence, range(first // self._page_size, end // self._page_size))
+            if chunk.wants_logits:
+                sequence.token_ids.append(sampled[sequence])
+                sequence.extend_tags(self._page_size)
+                self._queued_tokens += 1
+            elif sequence.uncomputed_tokens == 0:
+                prefilled.append(sequence)
+        return prefilled
+
+    # The end.
+
+    def finish(self, sequence: Sequence, retain_until_s: float | None = None) -> None:
+        """End a sequence in any phase; to end it twice is harmless.
+
+        With `retain_until_s` everything that a RUNNING sequence has computed stays under a lease named by its stream.
+        """
+        match sequence.phase:
+            case Phase.FINISHED:
+                return
+            case Phase.WAITING:
+                self._waiting.remove(sequence)
+            case Phase.PULLING:
+                self._admitted.remove(sequence)
+            case Phase.RUNNING:
+                self._admitted.remove(sequence)
+                if retain_until_s is not None and sequence.computed_tokens:
+                    pages = sequence.pages[: self._pages_for(sequence.computed_tokens)]
+                    self._pages.retain(sequence.stream, pages, sequence.computed_tokens, retain_until_s)
+        self._queued_tokens -= sequence.uncomputed_tokens
+        sequence.phase = Phase.FINISHED
+        if sequence not in self._in_flight and sequence not in self._pulls:
+            self._give_back(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence in any phase and keep nothing. Nothing more is sampled for it."""
+        self.finish(sequence)
+
+    # Small change.
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
+
+    def _coverable_pages(self, sequence: Sequence) -> int:
+        """How many full pages may come from elsewhere: the last position is always computed here, for its logits."""
+        return (len(sequence.token_ids) - 1) // self._page_size
+
+    def _set_computed(self, sequence: Sequence, tokens: int) -> None:
+        self._queued_tokens += sequence.computed_tokens - tokens
+        sequence.computed_tokens = tokens
+
+    def _register(self, sequence: Sequence, indexes: Iterable[int]) -> None:
+        for index in indexes:
+            page = sequence.pages[index]
+            found = self._pages.register(page, sequence.tags[index])
+            if found != page:
+                # Someone computed the same page meanwhile. Two copies would waste one, and a lease on ours would
+                # protect the copy that nobody finds.
+                self._pages.pin(found)
+                self._pages.release([page])
+                sequence.pages[index] = found
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._pages.release(sequence.pages)
+        sequence.pages = []
+        self._blocked = None
+
+    def check(self) -> None:
+        """Assert the laws and that all books agree. O(sequences and their pages)."""
+        leaving = {one for one in self._in_flight | self._pulls.keys() if one.phase is Phase.FINISHED}
+        assert all(one.phase is Phase.WAITING and not one.pages and not one.computed_tokens for one in self._waiting)
+        assert all(one.phase in (Phase.PULLING, Phase.RUNNING) for one in self._admitted)
+        assert {one for one in self._admitted if one.phase is Phase.PULLING} == self._pulls.keys() - leaving
+        assert all(one.phase in (Phase.RUNNING, Phase.FINISHED) for one in self._in_flight)
+        assert all(
+            older.arrival < younger.arrival for queue in (self._waiting, self._admitted) for older, younger in pairwise(queue)
+        )
+        assert len(self._admitted) <= self._max_running
+        assert self._queued_tokens == sum(one.uncomputed_tokens for queue in (self._waiting, self._admitted) for one in queue)
+        for one in (*self._waiting, *self._admitted):
+            assert len(one.tags) == len(one.token_ids) // self._page_size
+            assert one.phase is Phase.WAITING or one.computed_tokens <= len(one.pages) * self._page_size
+        owners = Counter(page for one in (*self._admitted, *leaving) for page in one.pages)
+        assert all(self._pages.references(page) >= count for page, count in owners.items()), "a page is owned without a pin"

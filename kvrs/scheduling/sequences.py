@@ -1,0 +1,65 @@
+"""One attempt at a stream, as the scheduler of one engine sees it."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvrs.ids import StreamId
+from kvrs.protocol.tags import Tag, next_tag
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"  # Owns no pages.
+    PULLING = "pulling"  # Owns pages for its whole history; a peer's pages are being written into some of them.
+    RUNNING = "running"  # Owns pages; computes.
+    FINISHED = "finished"  # Ended or aborted; may own pages until nobody writes into them any more.
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Equal only to itself: two attempts at one stream may be known to an engine at the same time."""
+
+    stream: StreamId
+    attempt: tuple[int, int]  # (owner_epoch, attempt)
+    token_ids: list[int]  # The history, then what this attempt produced.
+    prompt_tokens: int  # How many of them the client wrote.
+    root: Tag  # Of the model and the tenant.
+    prefill_only: bool  # Compute the whole history, produce nothing.
+    pull_pages: int = 0  # How many leading full pages of the history a peer is believed to hold.
+    pull_tail: bool = False  # That peer retains exactly this history, so its partial last page may be pulled too.
+
+    # Kept by the scheduler.
+    phase: Phase = field(default=Phase.WAITING, init=False)
+    arrival: int = field(default=0, init=False)  # Order of arrival: of two sequences the lower is the older.
+    pages: list[int] = field(default_factory=list, init=False)  # `pages[i]` holds the i-th page of `token_ids`.
+    tags: list[Tag] = field(default_factory=list, init=False)  # Of all full pages of `token_ids`, computed or not.
+    computed_tokens: int = field(default=0, init=False)  # The KV of that many leading tokens is in `pages`.
+    history_tokens: int = field(init=False)  # Length of `token_ids` on arrival.
+
+    def __post_init__(self) -> None:
+        assert self.token_ids, "a sequence has at least one token, else there is nothing to compute"
+        self.history_tokens = len(self.token_ids)
+
+    @property
+    def uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.computed_tokens
+
+    def extend_tags(self, page_size_tokens: int) -> None:
+        """Tag the pages that `token_ids` has filled since the last call."""
+        for start in range(len(self.tags) * page_size_tokens, len(self.token_ids) - page_size_tokens + 1, page_size_tokens):
+            parent = self.tags[-1] if self.tags else self.root
+            self.tags.append(next_tag(parent, self.token_ids[start : start + page_size_tokens]))
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What an admitted sequence hopes to get from a peer; the engine fetches it and then calls `BatchScheduler.pulled`.
+
+    The pages of the sequence before `first_page` were found in the local prefix cache.
+    """
+
+    sequence: Sequence
+    first_page: int  # Index into `sequence.pages`.
+    tags: tuple[Tag, ...]  # Of the full pages `first_page`, `first_page + 1`, ...
+    pages: tuple[int, ...]  # The page numbers to fill, one for each tag.
+    tail_page: int | None  # The page number for the partial page, which comes after all full ones.
+    tail_tokens: int  # How many tokens of the partial page are wanted.

@@ -1,0 +1,137 @@
+"""Connections to the page ports of peers, used again where that is safe."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvrs.errors import TransferError
+from kvrs.ids import InstanceId
+from kvrs.protocol.frames import ANSWER_BYTES, Answer, FrameType, decode_answer
+from kvrs.transfer.handshake import introduce
+from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.stream import SocketStream, StalledError, page_socket
+
+_MAX_IDLE_PER_PEER = 4
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """Speaks for one epoch of either end: a server whose epoch has risen closes it."""
+
+    stream: SocketStream
+    peer: Peer
+    own: Identity
+    server: Identity
+    request_id: int = 0  # Of the question that is being answered.
+
+    async def ask(self, question: Callable[[int], bytes], *expected: FrameType) -> Answer:
+        """Send what `question` makes of the request's id; returns the start of the answer."""
+        self.request_id = (self.request_id + 1) & 0xFFFFFFFF
+        await self.stream.send(question(self.request_id))
+        prologue = memoryview(bytearray(ANSWER_BYTES))
+        await self.stream.receive_into(prologue)
+        return decode_answer(prologue, *expected)
+
+
+class ConnectionPool:
+    """A connection is kept only after a whole answer: after anything else, what comes next on it is anybody's guess."""
+
+    def __init__(self, identity: Callable[[], Identity], key: bytes, stall_timeout_s: float) -> None:
+        self._identity = identity
+        self._key = key
+        self._stall_timeout_s = stall_timeout_s
+        self._idle: dict[InstanceId, list[Connection]] = {}
+        self._streams: set[SocketStream] = set()
+        self._closed = False
+
+    async def ask(
+        self, peer: Peer, expected_epoch: int | None, question: Callable[[int], bytes], *expected: FrameType
+    ) -> tuple[Connection, Answer]:
+        """Put a question to `peer`; the caller receives the rest of the answer in `using(connection)`.
+
+        Raises:
+            TransferError: the peer cannot be reached, refuses, is of another epoch, or answers out of turn.
+        """
+        if (idle := self._take_idle(peer, expected_epoch)) is not None:
+            try:
+                return idle, await self._ask(idle, question, *expected)
+            except StalledError:
+                raise
+            except TransferError:
+                # It may have been closed while it was idle; only a new connection can tell how the peer is.
+                pass
+        connection = await self._connect(peer)
+        if expected_epoch is not None and connection.server.epoch != expected_epoch:
+            self._discard(connection.stream)
+            raise TransferError(
+                f"{peer.instance!r} is in epoch {connection.server.epoch}, pages of epoch {expected_epoch} are wanted"
+            )
+        return connection, await self._ask(connection, question, *expected)
+
+    @contextmanager
+    def using(self, connection: Connection) -> Iterator[None]:
+        """Keep the connection after a clean end; close it after any other, cancellation included."""
+        try:
+            yield
+        except BaseException:
+            self._discard(connection.stream)
+            raise
+        idle = self._idle.setdefault(connection.peer.instance, [])
+        if self._closed or len(idle) >= _MAX_IDLE_PER_PEER:
+            self._discard(connection.stream)
+        else:
+            idle.append(connection)
+
+    def close(self) -> None:
+        """Close what is idle, and end what is in use under the tasks that use it."""
+        self._closed = True
+        for connection in [connection for idle in self._idle.values() for connection in idle]:
+            self._discard(connection.stream)
+        self._idle.clear()
+        for stream in self._streams:
+            stream.shut()
+
+    async def _ask(self, connection: Connection, question: Callable[[int], bytes], *expected: FrameType) -> Answer:
+        try:
+            return await connection.ask(question, *expected)
+        except BaseException:
+            self._discard(connection.stream)
+            raise
+
+    def _take_idle(self, peer: Peer, expected_epoch: int | None) -> Connection | None:
+        own = self._identity()
+        idle = self._idle.get(peer.instance, [])
+        while idle:
+            connection = idle.pop()
+            current = connection.peer == peer and connection.own == own
+            if current and expected_epoch in (None, connection.server.epoch):
+                return connection
+            self._discard(connection.stream)
+        return None
+
+    async def _connect(self, peer: Peer) -> Connection:
+        if self._closed:
+            raise TransferError("the puller is closed")
+        own = self._identity()
+        sock = page_socket(peer.host)
+        stream = SocketStream(sock, self._stall_timeout_s)
+        self._streams.add(stream)
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await asyncio.get_running_loop().sock_connect(sock, (peer.host, peer.port))
+                server = await introduce(stream, self._key, own, peer)
+        except TimeoutError:
+            self._discard(stream)
+            raise StalledError(f"no hand-shake with {peer.instance!r} within {self._stall_timeout_s} s") from None
+        except OSError as error:
+            self._discard(stream)
+            raise TransferError(f"cannot connect to {peer.instance!r}: {error.strerror or error}") from None
+        except BaseException:
+            self._discard(stream)
+            raise
+        return Connection(stream, peer, own, server)
+
+    def _discard(self, stream: SocketStream) -> None:
+        self._streams.discard(stream)
+        stream.close()

@@ -1,0 +1,151 @@
+"""Fetches pages from other instances, and measures the links on the way."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvrs.errors import TransferError
+from kvrs.ids import NodeId
+from kvrs.protocol import frames
+from kvrs.protocol.frames import ANSWER_BYTES, Answer, FrameType, Probe, Pull
+from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.connections import Connection, ConnectionPool
+from kvrs.transfer.handshake import page_key
+from kvrs.transfer.meter import LinkMeter
+from kvrs.transfer.peers import Identity, Peer, PullRequest, PullResult
+from kvrs.transfer.stream import Filling
+
+# Less than this is over before a rate can be seen in it; never more than a probe, or probes would count for nothing.
+_MIN_SAMPLE_BYTES = 1 << 15
+
+_PROBE_PIECE_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class _Pulling:
+    """One pull on its way: where its pages go, and how many are there and right."""
+
+    request: PullRequest
+    views: list[memoryview]  # The full pages, then perhaps the tail.
+    verified: int = 0
+    gone: bool = False
+
+
+class PagePuller:
+    """One per instance."""
+
+    def __init__(
+        self, identity: Callable[[], Identity], secret: bytes, settings: TransferSettings, clock: Callable[[], float]
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._meter = LinkMeter(min(settings.probe_bytes, _MIN_SAMPLE_BYTES))
+        self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
+
+    async def pull(
+        self,
+        peer: Peer,
+        request: PullRequest,
+        pages: Sequence[memoryview],
+        tail: memoryview | None,
+        expected_epoch: int | None = None,
+    ) -> PullResult:
+        """Fill `pages` with the pages of `request.tags`, then `tail` with its tail page, in order and as far as it goes.
+
+        Whatever the peer does wrong ends the pull early and is told in the result. Once this has returned or was
+        cancelled, nothing writes into the buffers any more.
+        """
+        assert len(pages) == len(request.tags)
+        assert (tail is None) == (request.tail_index is None)
+        started_s = self._clock()
+        pulling = _Pulling(request, [*pages, *([] if tail is None else [tail])])
+        error: str | None = None
+        try:
+            await self._pull(peer, pulling, expected_epoch)
+        except TransferError as fault:
+            error = str(fault)
+        return PullResult(
+            full_pages=min(pulling.verified, len(pages)),
+            tail=pulling.verified > len(pages),
+            bytes=sum(view.nbytes for view in pulling.views[: pulling.verified]),
+            seconds=self._clock() - started_s,
+            gone=pulling.gone,
+            error=error,
+        )
+
+    async def probe(self, peer: Peer) -> None:
+        """Measure the link from the peer's node with a small transfer, unless its traffic was measured lately."""
+        if self._meter.unmeasured_s(peer.node, self._clock()) < self._settings.probe_interval_s:
+            return
+        try:
+            await self._probe(peer, self._settings.probe_bytes)
+        except TransferError:
+            # A peer that cannot be reached leaves its link unmeasured. That it is gone is for others to notice.
+            return
+
+    def links(self) -> dict[NodeId, float]:
+        """Estimated bytes per second from every node that pages or probes came from."""
+        return self._meter.estimates()
+
+    async def close(self) -> None:
+        """End all connections. Pulls that are still going on return early, with an error."""
+        self._pool.close()
+
+    async def _pull(self, peer: Peer, pulling: _Pulling, expected_epoch: int | None) -> None:
+        def question(request_id: int) -> bytes:
+            return frames.encode_pull(Pull(request_id, pulling.request))
+
+        expected = (FrameType.PAGE, FrameType.GONE, FrameType.END)
+        connection, answer = await self._pool.ask(peer, expected_epoch, question, *expected)
+        with self._pool.using(connection), self._metered(peer.node):
+            await self._receive_pages(connection, pulling, answer)
+
+    async def _receive_pages(self, connection: Connection, pulling: _Pulling, answer: Answer) -> None:
+        page_bytes = connection.server.page_bytes
+        assert all(view.nbytes == page_bytes for view in pulling.views)
+        filling = Filling(connection.stream, _with_prologues(pulling.views))
+        while pulling.verified < len(pulling.views) and answer.type is not FrameType.GONE:
+            _check(answer, FrameType.PAGE, connection.request_id, pulling.verified, page_bytes)
+            page = await filling.next()
+            self._meter.add(connection.peer.node, page_bytes, self._clock())
+            if frames.checksum(page) != answer.checksum:
+                raise TransferError(f"checksum of page {answer.index} is wrong")
+            # Counted before anything else can fail: what follows the page says nothing about the page.
+            pulling.verified += 1
+            answer = frames.decode_answer(await filling.next(), FrameType.PAGE, FrameType.GONE, FrameType.END)
+        gone = answer.type is FrameType.GONE and pulling.verified < len(pulling.views)
+        _check(answer, FrameType.GONE if gone else FrameType.END, connection.request_id, pulling.verified, 0)
+        pulling.gone = gone
+
+    async def _probe(self, peer: Peer, size_bytes: int) -> None:
+        connection, answer = await self._pool.ask(
+            peer, None, lambda request_id: frames.encode_probe(Probe(request_id, size_bytes)), FrameType.PROBE_DATA
+        )
+        with self._pool.using(connection), self._metered(peer.node):
+            _check(answer, FrameType.PROBE_DATA, connection.request_id, 0, size_bytes)
+            scratch = memoryview(bytearray(min(size_bytes, _PROBE_PIECE_BYTES)))
+            for start in range(0, size_bytes, len(scratch)):
+                piece = scratch[: size_bytes - start]
+                await connection.stream.receive_into(piece)
+                self._meter.add(peer.node, len(piece), self._clock())
+
+    @contextmanager
+    def _metered(self, source: NodeId) -> Iterator[None]:
+        self._meter.begin(source, self._clock())
+        try:
+            yield
+        finally:
+            self._meter.end(source, self._clock())
+
+
+def _with_prologues(pages: Sequence[memoryview]) -> list[memoryview]:
+    """What is to be filled: every page, each followed by the start of the next answer."""
+    prologues = memoryview(bytearray(len(pages) * ANSWER_BYTES))
+    starts = range(0, len(prologues), ANSWER_BYTES)
+    return [view for page, start in zip(pages, starts, strict=True) for view in (page, prologues[start : start + ANSWER_BYTES])]
+
+
+def _check(answer: Answer, type_: FrameType, request_id: int, index: int, payload_bytes: int) -> None:
+    due = (type_, request_id, index, payload_bytes)
+    if (answer.type, answer.request_id, answer.index, answer.payload_bytes) != due:
+        raise TransferError(f"answer out of turn: {answer} where {due} is due")

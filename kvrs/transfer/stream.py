@@ -1,0 +1,192 @@
+"""Bytes over a non-blocking socket, as fast as the kernel copies them.
+
+Data is copied once, from the page to the socket or from the socket to the page, by the coroutine that asked for it and in no
+other place: when that coroutine has ended, cancelled or not, nothing touches its buffers any more. Works on any event loop
+that can watch a socket. One task uses a stream at a time.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from kvrs.errors import TransferError
+from kvrs.protocol.frames import HEADER_BYTES, Bytes, FrameType, decode_header
+
+# A transfer that never has to wait would keep everything else on the loop waiting: let others run after this much.
+_BYTES_PER_TURN = 1 << 20
+
+# More per call saves nothing: what was copied should still be in the cache when its checksum is taken.
+_BYTES_PER_CALL = 1 << 18
+_MAX_VIEWS_PER_CALL = 64
+
+# Bodies are read in pieces: memory is made for bytes that came, never for bytes that were announced.
+_PIECE_BYTES = 1 << 16
+
+_KEEPALIVE_IDLE_S = 5
+_KEEPALIVE_INTERVAL_S = 2
+_KEEPALIVE_PROBES = 3
+
+
+class StalledError(TransferError):
+    """The peer neither sends nor takes anything, though its connection stands."""
+
+
+def page_socket(host: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    return sock
+
+
+class SocketStream:
+    """A connected socket. Every failure of it is a `TransferError`."""
+
+    def __init__(self, sock: socket.socket, stall_timeout_s: float) -> None:
+        self._sock = sock
+        self._stall_timeout_s = stall_timeout_s
+        self._bytes_this_turn = 0
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall_timeout_s * 1000)))
+
+    async def send(self, *buffers: Bytes) -> None:
+        """Send all buffers, gathered into as few calls as the kernel takes."""
+        left: Sequence[Bytes] = buffers
+        while left:
+            sent = await self._attempt(partial(self._sock.sendmsg, left), self._writable)
+            left = _after(left, sent)
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Fill `view`."""
+        await Filling(self, [view]).next()
+
+    async def receive_frame(self, *expected: FrameType) -> tuple[FrameType, bytes]:
+        """The next frame, which must be one of `expected` and within its bounds."""
+        frame_type, length = decode_header(await self._receive(HEADER_BYTES), *expected)
+        return frame_type, await self._receive(length)
+
+    async def wait_for_data(self) -> None:
+        """Wait without limit: a connection may be idle for as long as both ends stand."""
+        await self._readable(None)
+
+    def shut(self) -> None:
+        """End the connection under a task that is using it; that task then closes it."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:  # Not connected any more, which is what was wanted.
+            return
+
+    def close(self) -> None:
+        self._sock.close()
+
+    async def receive_some(self, views: Sequence[memoryview]) -> int:
+        """Wait for bytes and scatter what is there over `views`; returns how many came."""
+        return await self._attempt(partial(self._scatter, views), self._readable)
+
+    def _scatter(self, views: Sequence[memoryview]) -> int:
+        return _or_closed(self._sock.recvmsg_into(views)[0])
+
+    async def _receive(self, size: int) -> bytes:
+        piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
+        body = bytearray()
+        while len(body) < size:
+            part = piece[: size - len(body)]
+            received = await self._attempt(partial(self._sock.recv_into, part), self._readable)
+            body += part[: _or_closed(received)]
+        return bytes(body)
+
+    async def _attempt(self, call: Callable[[], int], ready: Callable[[float | None], Awaitable[None]]) -> int:
+        """Do `call`, which moves bytes and says how many, as soon as the socket lets it."""
+        while True:
+            if self._bytes_this_turn >= _BYTES_PER_TURN:
+                self._bytes_this_turn = 0
+                await asyncio.sleep(0)
+            try:
+                moved = call()
+            except BlockingIOError:
+                await ready(self._stall_timeout_s)
+            except OSError as error:
+                raise TransferError(f"connection lost: {error.strerror or error}") from None
+            else:
+                self._bytes_this_turn += moved
+                return moved
+
+    async def _readable(self, timeout_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        await self._wait(loop.add_reader, loop.remove_reader, timeout_s)
+
+    async def _writable(self, timeout_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        await self._wait(loop.add_writer, loop.remove_writer, timeout_s)
+
+    async def _wait(self, watch: Callable[..., object], unwatch: Callable[..., object], timeout_s: float | None) -> None:
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        watch(self._sock, _wake, ready)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ready
+        except TimeoutError:
+            raise StalledError(f"the peer stalled for {timeout_s} s") from None
+        finally:
+            unwatch(self._sock)
+        self._bytes_this_turn = 0
+
+
+class Filling:
+    """Fills views one after the other with what arrives.
+
+    Reads on into the views that follow, as far as bytes are there, so that small ones cost no calls of their own.
+    """
+
+    def __init__(self, stream: SocketStream, views: Sequence[memoryview]) -> None:
+        self._stream = stream
+        self._views = views
+        self._taken = 0
+        self._whole = 0  # So many views are whole ...
+        self._offset = 0  # ... and so many bytes of the next one are there.
+
+    async def next(self) -> memoryview:
+        """The next view, once it is whole."""
+        while self._whole <= self._taken:
+            self._offset += await self._stream.receive_some(self._ahead())
+            while self._whole < len(self._views) and self._offset >= len(self._views[self._whole]):
+                self._offset -= len(self._views[self._whole])
+                self._whole += 1
+        self._taken += 1
+        return self._views[self._taken - 1]
+
+    def _ahead(self) -> list[memoryview]:
+        """What one call may fill: the rest of a view and some of those that follow."""
+        ahead = [self._views[self._whole][self._offset :]]
+        size = len(ahead[0])
+        for view in self._views[self._whole + 1 : self._whole + _MAX_VIEWS_PER_CALL]:
+            if size >= _BYTES_PER_CALL:
+                break
+            ahead.append(view)
+            size += len(view)
+        return ahead
+
+
+def _wake(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+def _or_closed(received: int) -> int:
+    if received == 0:
+        raise TransferError("connection closed by the peer")
+    return received
+
+
+def _after(buffers: Sequence[Bytes], moved: int) -> Sequence[Bytes]:
+    """What is left of `buffers` when their first `moved` bytes are done."""
+    for index, buffer in enumerate(buffers):
+        size = len(buffer)
+        if moved < size:
+            return [memoryview(buffer)[moved:], *buffers[index + 1 :]]
+        moved -= size
+    return []

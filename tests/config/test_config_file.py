@@ -1,0 +1,100 @@
+"""The YAML file: every fault at once, each with its place, value and what is allowed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvrs.config import Config, SecuritySettings, dump_config, load_config, parse_config, read_secret
+from kvrs.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "kvrs.example.yaml"
+
+
+def faults_of(document: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(document)
+    return caught.value.faults
+
+
+def test_every_fault_of_a_file_is_named_at_once() -> None:
+    """A user mends a file in one go."""
+    faults = faults_of({"proxy": {"port": "x", "foo": 1}, "policy": {"name": "fastest", "slots_max": 0}})
+
+    assert len(faults) == 4
+    assert any(line.startswith("proxy.port: got 'x'") for line in faults)
+    assert any(line.startswith("proxy.foo: unknown key; allowed: ") and "admin_port" in line for line in faults)
+    assert any("policy.name" in line and "'rom' or 'auto'" in line for line in faults)
+    assert any("policy.slots_max: got 0" in line and "greater than or equal to 1" in line for line in faults)
+
+
+@pytest.mark.parametrize("document", [[], "text", 3, {"nonsense": {}}])
+def test_a_document_that_is_no_configuration_is_refused(document: Any) -> None:
+    """Whatever YAML can hold is answered by faults, not by a crash."""
+    assert faults_of(document)
+
+
+def test_an_empty_file_is_the_default_configuration() -> None:
+    """Every key has a default."""
+    assert parse_config(None) == Config()
+
+
+def test_unknown_keys_deep_in_a_list_name_what_is_allowed_there() -> None:
+    """The place counts list items, and the allowed keys are those of that very section."""
+    nodes = [{"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode", "prot": 1}]}]
+
+    (fault,) = faults_of({"cluster": {"nodes": nodes}})
+
+    assert fault.startswith("cluster.nodes.0.instances.1.prot: unknown key; allowed: host, id, page_port, port, role")
+
+
+def test_ids_ports_and_roles_are_checked_across_sections() -> None:
+    """What no single value shows: doubles, and a cluster that could never serve."""
+    nodes = [{"id": "n0", "instances": [{"id": "p0", "role": "prefill", "port": 9000, "page_port": 9000}] * 2}]
+
+    text = "\n".join(faults_of({"cluster": {"nodes": nodes}}))
+
+    assert "instance id 'p0' is used 2 times" in text
+    assert "no instance of role 'decode'" in text
+    assert "port 127.0.0.1:9000 is used 4 times" in text
+
+
+def test_a_dumped_configuration_reads_back_equal() -> None:
+    """The launcher hands its resolved configuration to every process as a file."""
+    assert parse_config(yaml.safe_load(dump_config(Config()))) == Config()
+
+
+def test_the_commented_example_holds_every_key_and_every_default() -> None:
+    """The example is the reference of all keys, so it must not drift from the code."""
+    assert load_config(EXAMPLE) == Config()
+    assert yaml.safe_load(EXAMPLE.read_text()) == yaml.safe_load(dump_config(Config()))
+
+
+def test_a_file_that_is_not_yaml_says_so(tmp_path: Path) -> None:
+    """A parser's error is one line with the file's name."""
+    path = tmp_path / "broken.yaml"
+    path.write_text("proxy: [1, 2")
+
+    with pytest.raises(ConfigError, match=r"broken\.yaml: not valid YAML"):
+        load_config(path)
+
+
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    """Secrets come from the environment or a file of mode 0600."""
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o640)
+
+    with pytest.raises(ConfigError, match="allowed: 0600"):
+        read_secret(SecuritySettings(secret_file=str(path)), {})
+    path.chmod(0o600)
+
+    assert read_secret(SecuritySettings(secret_file=str(path)), {}) == b"0123456789abcdef"
+
+
+@pytest.mark.parametrize("environ", [{}, {"KVRS_SECRET": "short"}])
+def test_a_missing_or_short_secret_is_refused_by_name(environ: dict[str, str]) -> None:
+    """Nothing starts unauthenticated by accident."""
+    with pytest.raises(ConfigError, match=r"KVRS_SECRET: a secret of \d+ bytes; allowed: at least 16"):
+        read_secret(SecuritySettings(), environ)

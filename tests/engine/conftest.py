@@ -1,0 +1,40 @@
+"""Models for the engine's tests: generated, never downloaded."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrs.engine.tiny import write_tiny_model
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(directory, seed=0)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a Hugging Face directory with random weights of any Llama configuration, by Hugging Face's own code."""
+
+    def write(seed: int = 0, max_shard_size: str = "5GB", **fields: Any) -> Path:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        directory = tmp_path_factory.mktemp("models") / "random"
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**fields))
+        for name, weight in model.named_parameters():
+            # Freshly made biases and norms are zeros and ones; those would hide that they are left out.
+            if name.endswith("bias") or "norm" in name:
+                torch.nn.init.normal_(weight, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
+        return directory
+
+    return write

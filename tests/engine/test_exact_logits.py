@@ -1,0 +1,182 @@
+"""The logits of a token are the same bits whatever happened around it."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvrs.engine.config import EngineSettings
+from kvrs.engine.worker import Worker
+from kvrs.scheduling.chunks import Chunk
+
+SEQUENCES = 5
+LENGTH = 230
+PAGES = 1024
+ODD_LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 20,
+    "intermediate_size": 101,
+    "vocab_size": 97,
+    "attention_bias": True,
+    "initializer_range": 0.2,
+}
+
+
+@dataclass
+class Bench:
+    """Two engines of one model, and what a plain run of each sequence alone, token by token, gave at every position."""
+
+    workers: list[Worker]
+    token_ids: list[list[int]]
+    expected: list[Tensor]  # [length, vocab] for each sequence
+
+
+def bench_of(directory: Path, page_size_tokens: int) -> Bench:
+    engine = EngineSettings(page_size_tokens=page_size_tokens, pages=PAGES)
+    workers = [Worker(directory, engine) for _ in range(2)]
+    choose = random.Random(1)
+    token_ids = [choose.choices(range(workers[0].vocab_size), k=LENGTH) for _ in range(SEQUENCES)]
+    pages = range(PAGES)
+    expected = [
+        torch.cat([workers[0].execute([Chunk(ids[at : at + 1], at, pages, wants_logits=True)]) for at in range(LENGTH)])
+        for ids in token_ids
+    ]
+    return Bench(workers, token_ids, expected)
+
+
+@pytest.fixture(scope="session", params=["tiny model", "odd sizes, pages of 4", "odd sizes, pages of 128"])
+def bench(request: pytest.FixtureRequest, tiny_model: Path, random_llama: Callable[..., Path]) -> Bench:
+    match request.param:
+        case "tiny model":
+            return bench_of(tiny_model, 16)
+        case "odd sizes, pages of 4":
+            return bench_of(random_llama(seed=3, **ODD_LLAMA), 4)
+        case _:
+            return bench_of(random_llama(seed=3, **ODD_LLAMA), 128)
+
+
+@dataclass
+class Place:
+    """Where a sequence lives just now."""
+
+    worker: int
+    pages: list[int]
+    computed: int = 0
+
+
+@dataclass
+class Run:
+    """Carries out a schedule and compares every logit on the way."""
+
+    bench: Bench
+    places: list[Place]
+    free: list[Iterator[int]] = field(default_factory=list)
+
+    @classmethod
+    def on(cls, bench: Bench, seed: int) -> "Run":
+        choose = random.Random(seed)
+        free = [iter(choose.sample(range(PAGES), k=PAGES)) for _ in bench.workers]
+        for worker in bench.workers:
+            # The worst that an earlier owner can leave behind.
+            worker.pool.tensor[:PAGES] = torch.nan
+        return cls(bench, [Place(choose.randrange(2), []) for _ in range(SEQUENCES)], free)
+
+    def recover(self, sequence: int) -> None:
+        """Copy the pages, byte by byte, to other numbers in the other engine, and continue there."""
+        old = self.places[sequence]
+        new = Place(1 - old.worker, [next(self.free[1 - old.worker]) for _ in old.pages], old.computed)
+        for source, target in zip(old.pages, new.pages, strict=True):
+            self.bench.workers[new.worker].pool.view(target)[:] = self.bench.workers[old.worker].pool.view(source)
+            self.bench.workers[old.worker].pool.tensor[source] = torch.nan
+        self.places[sequence] = new
+
+    def execute(self, sizes: list[tuple[int, int]]) -> None:
+        """One batch on each engine: that many next tokens of those sequences."""
+        for index, worker in enumerate(self.bench.workers):
+            members = [(sequence, size) for sequence, size in sizes if self.places[sequence].worker == index]
+            chunks = [chunk for member in members for chunk in self._chunk(*member)]
+            if not chunks:
+                continue
+            logits = worker.execute(chunks)
+            done = [sequence for sequence, _ in members if self.places[sequence].computed < LENGTH]
+            for sequence, chunk, row in zip(done, chunks, logits, strict=True):
+                self.places[sequence].computed += len(chunk.token_ids)
+                assert torch.equal(row, self.bench.expected[sequence][self.places[sequence].computed - 1])
+
+    def _chunk(self, sequence: int, size: int) -> Iterator[Chunk]:
+        place = self.places[sequence]
+        token_ids = self.bench.token_ids[sequence][place.computed : place.computed + size]
+        if not token_ids:
+            return
+        page_size = self.bench.workers[0].geometry.page_size_tokens
+        while len(place.pages) * page_size < place.computed + len(token_ids):
+            place.pages.append(next(self.free[place.worker]))
+        yield Chunk(token_ids, place.computed, place.pages, wants_logits=True)
+
+
+moves = st.tuples(st.integers(0, SEQUENCES - 1), st.sampled_from([1, 1, 1, 2, 5, 15, 16, 17, 33, 64, 100, 230]), st.booleans())
+schedules = st.lists(
+    st.lists(moves, min_size=1, max_size=SEQUENCES, unique_by=lambda move: move[0]),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedule=schedules, seed=st.integers(0, 1000))
+def test_logits_do_not_depend_on_batch_chunking_or_where_pages_came_from(
+    bench: Bench, schedule: list[list[tuple[int, int, bool]]], seed: int
+) -> None:
+    """A resumed stream equals the uninterrupted one only if arithmetic sees the sequence and nothing else."""
+    run = Run.on(bench, seed)
+
+    for batch in schedule:
+        for sequence, _, recovered in batch:
+            if recovered:
+                run.recover(sequence)
+
+        run.execute([(sequence, size) for sequence, size, _ in batch])  # Compares bit for bit.
+
+
+def test_a_full_batch_of_decode_steps_equals_single_steps(bench: Bench) -> None:
+    """Nor does a row's place in its tile matter: each sequence takes every place of a batch larger than one tile."""
+    worker = bench.workers[0]
+    page_size = worker.geometry.page_size_tokens
+    per_sequence = -(-LENGTH // page_size)
+    pages = [list(range(index * per_sequence, (index + 1) * per_sequence)) for index in range(SEQUENCES)]
+    for ids, held in zip(bench.token_ids, pages, strict=True):
+        worker.execute([Chunk(ids[:200], 0, held, wants_logits=False)])
+
+    for shift in range(17):
+        members = [(shift + index) % SEQUENCES for index in range(SEQUENCES)]
+        filler = [Chunk([0], 0, [PAGES - 1 - index], wants_logits=True) for index in range(shift)]
+        steps = [Chunk(bench.token_ids[index][200:201], 200, pages[index], wants_logits=True) for index in members]
+        logits = worker.execute(filler + steps)[shift:]
+
+        assert all(torch.equal(row, bench.expected[index][200]) for index, row in zip(members, logits, strict=True))
+
+
+def test_logits_come_for_the_chunks_that_ask_in_their_order(tiny_model: Path) -> None:
+    """Most chunks of a long prompt want none."""
+    worker = Worker(tiny_model, EngineSettings(pages=64))
+    chunks = [
+        Chunk([5, 6, 7], 0, [0], wants_logits=True),
+        Chunk([8, 9], 0, [1], wants_logits=False),
+        Chunk([9, 8], 0, [2], wants_logits=True),
+    ]
+
+    logits = worker.execute(chunks)
+    first, last = (worker.execute([chunks[index]]) for index in (0, 2))
+    none = worker.execute([chunks[1]])
+
+    assert torch.equal(logits, torch.cat((first, last)))
+    assert none.shape == (0, worker.vocab_size)

@@ -1,0 +1,111 @@
+"""What a model directory says is checked, and refused by file and field."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrs.engine.config import EngineSettings
+from kvrs.engine.layers.rotary import RopeScaling
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.worker import Worker
+from kvrs.errors import ConfigError
+
+
+@pytest.fixture
+def directory(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def change(directory: Path, file: str = "config.json", **fields: Any) -> None:
+    path = directory / file
+    values = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in values.items() if value != "absent"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "mamba"}, "config.json: model_type: got 'mamba'; allowed: llama"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'; allowed: silu"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type: got 'yarn'; allowed: default, linear, llama3"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type: got 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: missing"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads: got 3; allowed: a divisor of num_attention_heads \(4\)"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers: got 'four'; allowed: a whole number from 1"),
+        ({"vocab_size": "absent"}, "vocab_size: missing"),
+        ({"head_dim": 31}, "head_dim: got 31; allowed: an even number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings: got 'no'; allowed: true or false"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: got 0; allowed: a number above 0"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_field(directory: Path, fields: dict[str, Any], message: str) -> None:
+    """A model that is computed a little wrong is worse than one that does not start."""
+    change(directory, **fields)
+
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_directory(directory)
+
+
+def test_both_spellings_of_rope_mean_the_same(directory: Path) -> None:
+    """Checkpoints of all ages are around."""
+    change(directory, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    old = ModelConfig.from_directory(directory)
+
+    change(
+        directory,
+        rope_theta="absent",
+        rope_scaling="absent",
+        rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+    )
+    new = ModelConfig.from_directory(directory)
+
+    assert old == new
+    assert (new.rope_theta, new.rope_scaling) == (5e5, RopeScaling("linear", 2.0))
+
+
+def test_generation_config_names_the_end_tokens(directory: Path) -> None:
+    """It wins over config.json, and may hold several."""
+    change(directory, eos_token_id=3)
+    change(directory, "generation_config.json", eos_token_id=[5, 7])
+    both = ModelConfig.from_directory(directory).eos_token_ids
+    change(directory, "generation_config.json", eos_token_id="absent")
+
+    assert both == {5, 7}
+    assert ModelConfig.from_directory(directory).eos_token_ids == {3}
+
+
+def test_missing_weights_are_named(directory: Path) -> None:
+    """Tensor or file, the message says which."""
+    change(directory, attention_bias=True)
+    with pytest.raises(ConfigError, match=r"tensor model\.layers\.0\.self_attn\.q_proj\.bias: missing"):
+        Worker(directory, EngineSettings(pages=2))
+
+    change(directory, attention_bias=False, intermediate_size=300)
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight: got shape \[256, 128\]; allowed: \[300, 128\]"):
+        Worker(directory, EngineSettings(pages=2))
+
+    (directory / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(ConfigError, match=r"model\.safetensors: "):
+        Worker(directory, EngineSettings(pages=2))
+
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        Worker(directory, EngineSettings(pages=2))
+
+
+def test_an_index_cannot_name_files_elsewhere(directory: Path) -> None:
+    """Nothing outside of the directory is read because a file in it says so."""
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../other.safetensors"}}))
+
+    with pytest.raises(ConfigError, match=r"weight_map: other\.safetensors: not a file of this directory"):
+        Worker(directory, EngineSettings(pages=2))
+
+
+def test_page_sizes_that_are_no_power_of_two_are_refused(directory: Path) -> None:
+    """Blocks of keys are whole pages and whole SIMD vectors."""
+    with pytest.raises(ConfigError, match="page_size_tokens: got 24; allowed: a power of two"):
+        Worker(directory, EngineSettings(pages=2, page_size_tokens=24))

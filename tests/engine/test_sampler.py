@@ -1,0 +1,75 @@
+"""Sampling is a function of logits, parameters, seed and position."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.engine.sampler import SamplingParams, sample, uniform
+
+finite = st.floats(-50, 50, width=32)
+rows = st.lists(finite, min_size=1, max_size=40)
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    """Ties must fall the same way on every engine."""
+    row = torch.tensor([0.0, 3.0, 1.0, 3.0])
+
+    assert sample(row, SamplingParams(temperature=0.0), position=0) == 1
+
+
+@settings(deadline=None)
+@given(
+    row=rows,
+    temperature=st.floats(0.05, 2.0),
+    top_p=st.floats(1e-6, 1.0),
+    top_k=st.integers(-1, 50),
+    seed=st.integers(-(1 << 63), (1 << 63) - 1),
+    position=st.integers(0, 1 << 20),
+)
+def test_a_draw_repeats_and_keeps_to_its_candidates(
+    row: list[float], temperature: float, top_p: float, top_k: int, seed: int, position: int
+) -> None:
+    """Another engine draws the same token, and never one that top_k or top_p excluded."""
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    logits = torch.tensor(row)
+
+    token = sample(logits, params, position)
+
+    assert sample(logits.clone(), params, position) == token
+    order = sorted(range(len(row)), key=lambda index: (-row[index], index))
+    allowed = order[:top_k] if top_k > 0 else order
+    assert token in allowed
+    weights = [math.exp((row[index] - row[order[0]]) / temperature) for index in allowed]
+    mass_before = sum(weights[: allowed.index(token)]) / sum(weights)
+    assert mass_before < top_p + 1e-9
+
+
+def test_draws_follow_the_distribution() -> None:
+    """The inverse of the cumulative distribution at an even number: each token as often as it is likely."""
+    row = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    params = SamplingParams(temperature=1.0, seed=5)
+
+    drawn = [sample(row, params, position) for position in range(8000)]
+
+    for token, share in enumerate([0.1, 0.2, 0.3, 0.4]):
+        assert drawn.count(token) / len(drawn) == pytest.approx(share, abs=0.02)
+
+
+def test_seed_and_position_each_change_the_draw() -> None:
+    """A resumed stream needs its position's number, and two streams need different ones."""
+    numbers = {uniform(seed, position) for seed in range(50) for position in range(50)}
+
+    assert len(numbers) == 2500
+    assert all(0 <= number < 1 for number in numbers)
+    assert uniform(7, 3) == 0.49159767388235287, "the numbers are part of the protocol between engines: they never change"
+
+
+def test_top_k_with_equal_logits_keeps_the_lowest_ids() -> None:
+    """The cut among equals must not depend on how a library partitions."""
+    row = torch.tensor([-1.0, 0.0] * 100)
+    params = SamplingParams(temperature=1.0, top_k=3)
+
+    assert {sample(row, params, position) for position in range(200)} == {1, 3, 5}

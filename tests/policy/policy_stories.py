@@ -1,0 +1,82 @@
+"""Small builders that make the policy's tests read as stories."""
+
+from typing import Any, TypeVar
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.actions import Action, Start
+from kvrs.policy.config import PolicyName, PolicySettings, RecoverySettings, SloSettings
+from kvrs.policy.costs import Instance
+from kvrs.policy.events import Event, InstanceLost, InstanceUp, PrefillDone, StreamArrived, StreamResumed
+from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import Capability, Role
+
+GEOMETRY = KvGeometry(layers=4, kv_heads=2, head_dim=32, dtype_bytes=4, page_size_tokens=16)  # 2,048 bytes per token
+TABLE = PrefillTable("test", "made up", 100, [0.0, 0.1, 0.2, 0.3, 0.4])  # 1 ms per token
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
+
+ActionT = TypeVar("ActionT")
+
+
+def instance(name: str, epoch: int = 1, **changes: Any) -> Instance:
+    """`p0` is a prefill instance on node `n0`, `d1` a decode instance on `n1`, `b2` both on `n2`."""
+    fields: dict[str, Any] = {
+        "id": InstanceId(name),
+        "node": NodeId("n" + name[1:2]),
+        "role": ROLES[name[0]],
+        "epoch": epoch,
+        "geometry": GEOMETRY,
+        "prefill": TABLE,
+        "capabilities": frozenset(Capability),
+    }
+    return Instance(**{**fields, **changes})
+
+
+class Story:
+    """A policy, a clock that is set by hand, and everything that the policy has asked for so far."""
+
+    def __init__(
+        self,
+        *up: str,
+        name: PolicyName = PolicyName.AUTO,
+        slo: SloSettings | None = None,
+        wait_s: float = 30.0,
+        max_attempts: int = 8,
+        **settings: Any,
+    ) -> None:
+        recovery = RecoverySettings(wait_s=wait_s, max_attempts=max_attempts)
+        self.policy = RecoveryPolicy(PolicySettings(name=name, recovery=recovery, **settings), slo or SloSettings())
+        self.now_s = 0.0
+        self.actions: list[Action] = []
+        for each in up:
+            self.tell(InstanceUp(instance(each)))
+
+    def tell(self, event: Event, at_s: float | None = None) -> list[Action]:
+        """One event; the actions it led to."""
+        self.now_s = self.now_s if at_s is None else at_s
+        actions = self.policy.handle(event, self.now_s)
+        self.actions += actions
+        return actions
+
+    def decoding(self, name: str, prompt_tokens: int = 100, *, resumed: bool = True) -> Start:
+        """A stream that has arrived, was prefilled, and (if resumed) has brought its first token."""
+        start = only(self.tell(StreamArrived(StreamId(name), prompt_tokens)), Start)
+        self.tell(PrefillDone(StreamId(name), 1, prompt_tokens))
+        if resumed:
+            self.tell(StreamResumed(StreamId(name), 1))
+        return start
+
+    def lose(self, name: str, epoch: int = 1, at_s: float | None = None, **produced: int) -> list[Action]:
+        """The instance is lost; `produced` are the tokens that clients had by then."""
+        return self.tell(InstanceLost(InstanceId(name), epoch, "killed", {StreamId(s): n for s, n in produced.items()}), at_s)
+
+
+def of(actions: list[Action], kind: type[ActionT]) -> list[ActionT]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def only(actions: list[Action], kind: type[ActionT]) -> ActionT:
+    found = of(actions, kind)
+    assert len(found) == 1, actions
+    return found[0]

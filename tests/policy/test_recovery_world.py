@@ -1,0 +1,92 @@
+"""The laws of the recovery policy, in worlds drawn at random."""
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.policy.actions import Recovered, WakeAt
+from kvrs.policy.config import PolicyName, PolicySettings, RecoverySettings, SloSettings
+from kvrs.policy.costs import Option
+from kvrs.policy.recovery import RecoveryPolicy
+from tests.policy.policy_world import World
+
+CLUSTERS = [["p0", "d0"], ["p0", "d0", "p1", "d1"], ["p0", "d0", "d1", "d2"], ["b0", "b1"], ["p0", "b0", "d1"]]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    recovery = RecoverySettings(wait_s=draw(st.sampled_from([0.0, 1.0, 30.0])), max_attempts=draw(st.sampled_from([2, 8, 50])))
+    policy = PolicySettings(
+        name=draw(st.sampled_from(PolicyName)),
+        slots_max=draw(st.integers(1, 4)),
+        slot_lease_s=draw(st.sampled_from([0.3, 2.0, 30.0])),
+        recovery=recovery,
+    )
+    slo = SloSettings(abort=draw(st.booleans()), recovery_gap_s=draw(st.sampled_from([0.5, 10.0])))
+    failure_rate = draw(st.sampled_from([0.0, 0.1, 0.4]))
+    world = World(draw(st.integers(0, 1 << 32)), draw(st.sampled_from(CLUSTERS)), policy, slo, failure_rate, draw(st.booleans()))
+    world.run(streams=draw(st.integers(1, 25)), kills=draw(st.integers(0, 8)))
+    return world
+
+
+@given(worlds())
+@settings(max_examples=300, deadline=None)
+def test_every_stream_ends_and_nothing_is_left_in_the_books(world: World) -> None:
+    """Complete or given up on, whatever broke; slots, work, bytes in flight and streams are back to zero.
+
+    On the way the world itself checks that numbers rise by one, that nothing starts where nothing is up, that sources
+    really hold what is fetched from them, and that transfers never exceed the slots.
+    """
+    assert all(client.outcome for client in world.clients.values())
+
+    snapshot = world.policy.snapshot()
+    assert snapshot["slots"] == {}
+    assert snapshot["waiting"] == []
+    assert set(snapshot["streams"].values()) == {0}
+    assert {link["in_flight_bytes"] for link in snapshot["links"]} <= {0}
+    for member in snapshot["instances"]:
+        assert (member["work_s"], member["running"], member["decode_streams"], member["retained_streams"]) == (0.0, 0, 0, 0)
+
+
+@given(worlds())
+@settings(max_examples=50, deadline=None)
+def test_the_same_events_lead_to_the_same_actions(world: World) -> None:
+    """A recorded incident can be run again."""
+    again = RecoveryPolicy(world.settings, world.policy._slo)
+
+    assert [again.handle(event, now_s) for event, now_s in world.log] == world.answers
+
+
+@given(worlds())
+@settings(max_examples=50, deadline=None)
+def test_wake_ups_are_few(world: World) -> None:
+    """No storm of timers: a wake-up is asked for only because of an alarm that some event has set."""
+    wakes = sum(isinstance(action, WakeAt) for answer in world.answers for action in answer)
+
+    assert wakes <= 2 * len(world.log)
+
+
+def test_the_worlds_are_rough_enough() -> None:
+    """Guards the tests above: every option, every kind of end and a queue for slots must really occur."""
+    options: Counter[Option] = Counter()
+    outcomes: Counter[str] = Counter()
+    waited = 0
+    for seed in range(40):
+        world = World(
+            seed, CLUSTERS[seed % 5], settings_for(seed), SloSettings(abort=seed % 3 == 0, recovery_gap_s=1.0), 0.2, True
+        )
+        world.run(streams=20, kills=6)
+        options.update(action.option for answer in world.answers for action in answer if isinstance(action, Recovered))
+        outcomes.update(client.outcome for client in world.clients.values())
+        waited += sum(isinstance(action, WakeAt) for answer in world.answers for action in answer)
+
+    assert set(options) == {Option.START, Option.MIGRATE, Option.RECOMPUTE}
+    assert set(outcomes) == {"complete", "no_instance", "slo", "retries"}
+    assert min(*options.values(), *outcomes.values(), waited) > 10
+
+
+def settings_for(seed: int) -> PolicySettings:
+    recovery: dict[str, Any] = {"wait_s": 0.5 if seed % 4 == 0 else 20.0, "max_attempts": 3 if seed % 2 else 20}
+    return PolicySettings(name=list(PolicyName)[seed % 4], slots_max=1 + seed % 2, recovery=RecoverySettings(**recovery))

@@ -1,0 +1,160 @@
+"""Where new streams go, and how long they wait when they can go nowhere."""
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.actions import GiveUp, Plan, Reason, Recovered, Start, WakeAt
+from kvrs.policy.events import InstanceUp, LoadReported, PrefillDone, StreamArrived, StreamEnded, TimerFired
+from kvrs.protocol.instance import Role
+from tests.policy.policy_stories import Story, instance, of, only
+
+P0, P1, D0, D1 = (InstanceId(name) for name in ("p0", "p1", "d0", "d1"))
+A, B, C = (StreamId(name) for name in "ABC")
+
+
+def test_a_new_stream_starts_at_once_as_attempt_1_at_a_pair_of_one_node() -> None:
+    """Own pair first; the first start is no recovery."""
+    story = Story("p0", "d0", "p1", "d1")
+
+    actions = story.tell(StreamArrived(A, 100))
+
+    assert actions == [Start(A, 1, Plan(decode=D0, prefill=P0))]
+
+
+def test_the_prefill_instance_with_the_least_predicted_work_is_taken() -> None:
+    """The policy's own book knows of what it has just sent, long before any report."""
+    story = Story("p0", "d0", "p1", "d1")
+
+    plans = [
+        only(story.tell(StreamArrived(StreamId(f"s{n}"), tokens)), Start).plan for n, tokens in enumerate([300, 100, 100, 50])
+    ]
+
+    assert [plan.prefill for plan in plans] == [P0, P1, P1, P1]
+    assert [plan.decode for plan in plans] == [D0, D1, D1, D1]
+
+
+def test_a_reported_queue_counts_when_it_is_longer_than_the_own_book() -> None:
+    """Other proxies' work is known from reports only."""
+    story = Story("p0", "d0", "p1", "d1")
+    story.tell(LoadReported(P0, 0.5))
+
+    start = only(story.tell(StreamArrived(A, 100)), Start)
+
+    assert start.plan.prefill == P1
+
+
+def test_work_leaves_the_book_when_prefill_answers() -> None:
+    """What is done burdens nobody: the next stream is placed by what each pair decodes."""
+    story = Story("p0", "d0", "p1", "d1")
+    story.decoding("A", 400)
+
+    plans = [only(story.tell(StreamArrived(stream, 10)), Start).plan for stream in (B, C)]
+
+    assert [plan.prefill for plan in plans] == [P1, P0]
+
+
+def test_without_its_own_pair_the_decode_instance_with_the_fewest_streams_is_taken() -> None:
+    """A prefill instance whose decode partner is gone still works."""
+    story = Story("p0", "p1", "d1", "p2", "d2")
+    story.tell(LoadReported(P0, 1.0))
+    story.tell(StreamArrived(A, 100))
+    story.tell(LoadReported(P0, 0.0))
+    story.tell(LoadReported(P1, 9.0))
+    story.tell(LoadReported(InstanceId("p2"), 9.0))
+
+    start = only(story.tell(StreamArrived(B, 100)), Start)
+
+    assert start.plan == Plan(decode=InstanceId("d2"), prefill=P0)
+
+
+def test_an_instance_of_both_roles_takes_the_stream_alone() -> None:
+    """There is nothing to hand off within one instance."""
+    story = Story("b0")
+
+    start = only(story.tell(StreamArrived(A, 100)), Start)
+
+    assert start.plan == Plan(decode=InstanceId("b0"))
+
+
+def test_streams_wait_for_a_pair_and_start_in_order_of_arrival() -> None:
+    """A prefill instance alone is no pair; when one is complete, first come, first served."""
+    story = Story("p0")
+
+    waiting = [story.tell(StreamArrived(stream, 100)) for stream in (B, A, C)]
+    started = story.tell(InstanceUp(instance("d0")), at_s=1.0)
+
+    assert waiting[0] == [WakeAt(30.0)]
+    assert [start.stream for start in of(started, Start)] == [B, A, C]
+
+
+def test_a_stream_that_waited_in_vain_is_given_up_with_retry_after() -> None:
+    """No instance within `recovery.wait_s`: an explicit end, and not a moment earlier."""
+    story = Story("d0", wait_s=5.0)
+    story.tell(StreamArrived(A, 100), at_s=1.0)
+
+    early = story.tell(TimerFired(), at_s=5.5)
+    late = story.tell(TimerFired(), at_s=6.0)
+
+    assert of(early, GiveUp) == []
+    given_up = only(late, GiveUp)
+    assert (given_up.stream, given_up.reason, given_up.retry_after_s) == (A, Reason.NO_INSTANCE, 5.0)
+
+
+def test_without_patience_a_stream_is_given_up_at_once() -> None:
+    """`recovery.wait_s: 0`."""
+    story = Story(wait_s=0.0)
+
+    assert only(story.tell(StreamArrived(A, 100)), GiveUp).reason is Reason.NO_INSTANCE
+
+
+def test_the_prompts_length_is_known_from_prefill_on() -> None:
+    """The first figure is a guess while the prompt is text; costs are computed from the true one."""
+    story = Story("p0", "d0", "d1")
+    story.tell(StreamArrived(A, 1))
+    story.tell(PrefillDone(A, 1, 330))
+
+    estimates = only(story.lose("d0", A=10), Recovered).estimates
+
+    assert {round(e.compute_s, 6) for e in estimates} == {0.340, 0.020}
+
+
+def test_one_timer_is_asked_for_however_many_streams_wait() -> None:
+    """No storm of wake-ups: the earliest pending one is enough."""
+    story = Story()
+
+    actions = [story.tell(StreamArrived(StreamId(f"s{n}"), 1), at_s=n / 10) for n in range(50)]
+
+    assert [a for each in actions for a in each] == [WakeAt(30.0)]
+    assert of(story.tell(TimerFired(), at_s=30.0), WakeAt) == [WakeAt(30.1)]
+
+
+def test_an_ended_stream_leaves_no_trace() -> None:
+    """Everything is forgotten, and whatever comes late is ignored."""
+    story = Story("p0", "d0")
+    before = story.policy.snapshot()
+    story.decoding("A")
+
+    story.tell(StreamEnded(A, 1))
+    late = [story.tell(PrefillDone(A, 1, 100)), story.tell(StreamEnded(A, 1)), story.lose("d9")]
+
+    assert late == [[], [], []]
+    assert story.policy.snapshot() == before
+
+
+def test_the_snapshot_is_plain_data() -> None:
+    """It goes out as JSON on the admin port."""
+    story = Story("p0", "d0")
+    story.tell(StreamArrived(A, 100))
+
+    snapshot = story.policy.snapshot()
+
+    assert snapshot["streams"] == {"waiting": 0, "queued": 0, "prefill": 1, "decode": 0}
+    assert snapshot["instances"][0] == {
+        "id": "p0",
+        "node": "n0",
+        "role": Role.PREFILL.value,
+        "epoch": 1,
+        "queue_s": 0.1,
+        "work_s": 0.1,
+        "running": 1,
+        "decode_streams": 0,
+        "retained_streams": 0,
+    }

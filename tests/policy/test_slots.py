@@ -1,0 +1,172 @@
+"""At most `slots_max` recovery transfers into one target at a time."""
+
+from typing import Any
+
+import pytest
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.actions import Recovered, Start, WakeAt
+from kvrs.policy.config import PolicyName
+from kvrs.policy.costs import Option
+from kvrs.policy.events import (
+    AttemptFailed,
+    InstanceUp,
+    LinkMeasured,
+    PrefillDone,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+    TimerFired,
+)
+from kvrs.policy.slots import SHORTEST_WAIT_S, SlotBook
+from tests.policy.policy_stories import Story, instance, of, only
+
+D, D1 = InstanceId("d"), InstanceId("d1")
+A, B, C, E = (StreamId(name) for name in "ABCE")
+
+
+def migrating(count: int, slots_max: int, name: PolicyName = PolicyName.ALWAYS_MIGRATE, **settings: Any) -> Story:
+    """`count` victims s0, s1, ... of which as many as there are slots migrate to d1."""
+    story = Story("p0", "d0", name=name, slots_max=slots_max, **settings)
+    for n in range(count):
+        story.decoding(f"s{n}")
+    story.tell(InstanceUp(instance("d1")))
+    story.lose("d0")
+    return story
+
+
+def test_a_denial_says_how_long_the_wait_is_expected_to_be() -> None:
+    """Until the first transfer ends; whoever waits ahead adds a share of a mean transfer."""
+    book = SlotBook(2)
+    book.acquire(D, A, 0.0, 4.0)
+    free = book.expected_wait_s(D, B, 1.0)
+    book.acquire(D, B, 0.0, 2.0)
+
+    full = book.expected_wait_s(D, C, 0.5)
+    book.enqueue(D, C)
+    behind = book.expected_wait_s(D, E, 0.5)
+
+    assert (free, full, behind) == (0.0, 1.5, 1.5 + 3.0 / 2)
+    assert book.expected_wait_s(D, C, 9.0) == SHORTEST_WAIT_S
+
+
+def test_a_freed_slot_belongs_to_whoever_waits_first() -> None:
+    """First in, first out: a newcomer does not overtake."""
+    book = SlotBook(1)
+    book.acquire(D, A, 0.0, 1.0)
+    book.enqueue(D, B)
+    book.release(A)
+
+    assert not book.acquire(D, C, 0.0, 1.0)
+    assert book.next_served() == B
+    assert book.acquire(D, B, 0.0, 1.0)
+    assert book.next_served() is None
+
+
+def test_transfers_into_one_target_never_exceed_the_cap() -> None:
+    """The others wait for a slot, in order."""
+    story = migrating(5, slots_max=2)
+
+    snapshot = story.policy.snapshot()
+
+    assert [start.stream for start in of(story.actions, Start) if start.attempt == 2] == ["s0", "s1"]
+    assert snapshot["slots"] == {"d1": {"held": 2, "waiting": 3, "max": 2}}
+    assert snapshot["streams"]["queued"] == 3
+
+
+def test_a_slot_is_free_again_when_the_stream_flows_fails_or_ends() -> None:
+    """Each of the three lets the next one in."""
+    story = migrating(5, slots_max=1)
+
+    resumed = story.tell(StreamResumed(StreamId("s0"), 2))
+    failed = story.tell(AttemptFailed(StreamId("s1"), 2, D1, "reset", 0))
+    ended = story.tell(StreamEnded(StreamId("s2"), 2))
+
+    assert [start.stream for start in of(resumed, Start)] == ["s1"]
+    assert [start.stream for start in of(failed, Start)] == ["s2"]
+    assert [start.stream for start in of(ended, Start)] == ["s3"]
+
+
+@pytest.mark.parametrize(("slots_max", "second"), [(1, Option.RECOMPUTE), (2, Option.MIGRATE)])
+def test_auto_weighs_the_wait_for_a_slot(slots_max: int, second: Option) -> None:
+    """Two victims fetch over two links, so only the slot is between them: who would wait for it recomputes."""
+    story = Story("p0", "d0", "p2", slots_max=slots_max)
+    story.tell(LinkMeasured(NodeId("n0"), NodeId("n1"), 3e6))
+    story.tell(LinkMeasured(NodeId("n2"), NodeId("n1"), 3e6))
+    story.tell(StreamArrived(A, 400))
+    story.tell(StreamArrived(B, 400))
+    story.tell(PrefillDone(A, 1, 400))
+    story.tell(PrefillDone(B, 1, 400))
+    story.tell(InstanceUp(instance("p1")))
+    story.tell(InstanceUp(instance("d1")))
+
+    records = of(story.lose("d0"), Recovered)
+
+    assert [record.option for record in records] == [Option.MIGRATE, second]
+
+
+def test_an_expired_slot_ends_its_transfer_and_removes_the_option() -> None:
+    """`slot_lease_s`: a transfer that hangs does not keep others out, nor does its stream try the same again."""
+    story = migrating(2, slots_max=1, slot_lease_s=7.0)
+
+    actions = story.tell(TimerFired(), at_s=7.0)
+
+    first, second = of(actions, Recovered)
+    assert (first.stream, first.attempt, first.option) == ("s0", 3, Option.RECOMPUTE)
+    assert (second.stream, second.attempt, second.option) == ("s1", 2, Option.MIGRATE)
+
+
+def test_when_every_way_has_failed_only_the_last_stays_removed() -> None:
+    """The ways take turns; a transfer that was given up is always replaced at once, so its slot is really free."""
+    story = migrating(1, slots_max=1, slot_lease_s=7.0)
+    options = []
+
+    for attempt in (2, 3, 4):
+        options.append(of(story.actions, Recovered)[-1].option)
+        story.tell(AttemptFailed(StreamId("s0"), attempt, D1, "reset", 0))
+        story.tell(TimerFired(), at_s=story.now_s + 2.0)
+
+    assert options == [Option.MIGRATE, Option.RECOMPUTE, Option.MIGRATE]
+    assert of(story.actions, Recovered)[-1].option is Option.RECOMPUTE
+
+
+def test_a_stream_in_the_queue_is_decided_again_when_its_wait_is_over() -> None:
+    """The denial's prediction may have been wrong: it looks again, and keeps its place while nothing is better."""
+    story = migrating(3, slots_max=1)
+    wake = story.actions[-1]
+    assert isinstance(wake, WakeAt)
+
+    looked = story.tell(TimerFired(), at_s=wake.at_s)
+    served = story.tell(StreamResumed(StreamId("s0"), 2))
+
+    assert of(looked, Start) == []
+    assert only(served, Start).stream == "s1"
+
+
+def test_nobody_queues_longer_than_anybody_waits() -> None:
+    """After `recovery.wait_s` even a policy that always migrates takes the other way."""
+    story = migrating(2, slots_max=1, wait_s=3.0)
+
+    actions = story.tell(TimerFired(), at_s=3.0)
+
+    assert (only(actions, Recovered).stream, only(actions, Recovered).option) == ("s1", Option.RECOMPUTE)
+
+
+def test_those_who_queue_for_a_lost_target_are_decided_again() -> None:
+    """A queue dies with its target."""
+    story = migrating(3, slots_max=1)
+    story.tell(InstanceUp(instance("d2")))
+
+    story.lose("d1")
+
+    assert "d1" not in story.policy.snapshot()["slots"]
+    assert story.policy.snapshot()["slots"]["d2"]["held"] == 1
+
+
+def test_a_new_target_serves_the_queue_at_once() -> None:
+    """Its slots are all free."""
+    story = migrating(3, slots_max=1)
+
+    actions = story.tell(InstanceUp(instance("d2")))
+
+    assert [(start.stream, start.plan.decode) for start in of(actions, Start)] == [("s1", "d2")]

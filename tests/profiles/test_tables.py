@@ -1,0 +1,102 @@
+"""Prefill and decode tables."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.profiles.tables import DecodeTable, PrefillTable
+from kvrs.protocol.instance import MeasuredPrefill
+
+SEED_POINTS = {512: 0.03, 1024: 0.06, 2048: 0.12}
+
+tables = st.builds(
+    PrefillTable,
+    st.just("drawn"),
+    st.just("hypothesis"),
+    st.integers(1, 512),
+    st.lists(st.floats(0, 10, allow_subnormal=False), min_size=2, max_size=12),
+)
+
+
+def test_a_look_up_between_two_grid_points_lies_on_the_line_between_them() -> None:
+    """Linear interpolation on a uniform grid."""
+    table = PrefillTable("t", "s", 100, [0.01, 0.02, 0.06])
+
+    assert table.seconds_for(0) == 0.01
+    assert table.seconds_for(100) == 0.02
+    assert table.seconds_for(150) == pytest.approx(0.04)
+    assert table.seconds_for(200) == 0.06
+
+
+def test_points_at_any_distances_become_a_table_through_all_of_them() -> None:
+    """The seed lists 512, 1024 and 2048 tokens; 1536 lies on the line between two of them."""
+    table = PrefillTable.from_points("t", "s", SEED_POINTS)
+
+    assert [table.seconds_for(n) for n in SEED_POINTS] == pytest.approx(list(SEED_POINTS.values()))
+    assert table.seconds_for(1536) == pytest.approx(0.09)
+
+
+def test_only_lengths_within_the_measurements_are_covered() -> None:
+    """What no measurement stands behind is marked."""
+    table = PrefillTable.from_points("t", "s", SEED_POINTS)
+
+    assert [table.covers(n) for n in (0, 511, 512, 2048, 2049)] == [False, False, True, True, False]
+
+
+def test_beyond_its_grid_a_quadratic_table_follows_the_same_quadratic() -> None:
+    """Outside the measured range the fitted quadratic answers: for data that are quadratic, exactly."""
+    table = PrefillTable.from_quadratic("t", "s", (18.0, 0.1, 7e-6), max_tokens=2048)
+
+    assert table.seconds_for(100_000) == pytest.approx((18.0 + 0.1 * 1e5 + 7e-6 * 1e10) / 1e3, rel=1e-6)
+
+
+@given(tables, st.integers(0, 10_000), st.integers(1, 10_000))
+@settings(max_examples=150, deadline=None)
+def test_more_tokens_never_take_less_time(table: PrefillTable, tokens: int, more: int) -> None:
+    """Non-decreasing everywhere: inside, outside, across the edge, and when the measurement dips."""
+    assert table.seconds_for(tokens + more) >= table.seconds_for(tokens) - 1e-9
+
+
+@given(tables)
+@settings(max_examples=100, deadline=None)
+def test_there_is_no_jump_at_the_edge_of_the_grid(table: PrefillTable) -> None:
+    """The quadratic starts where the grid ends."""
+    edge = table.step_tokens * (len(table.seconds) - 1)
+    slope_scale = max(table.seconds) * len(table.seconds)
+
+    jump = table.seconds_for(edge + 1) - table.seconds_for(edge)
+
+    assert 0 <= jump <= 4 * slope_scale / table.step_tokens + 1e-9
+
+
+@given(st.floats(0.001, 1), st.integers(1, 512))
+@settings(max_examples=30, deadline=None)
+def test_beyond_its_grid_no_table_is_flat(seconds: float, step: int) -> None:
+    """Also a table that measured the same time everywhere does not promise that any length takes no longer."""
+    table = PrefillTable("t", "s", step, [seconds, seconds, seconds])
+
+    assert table.seconds_for(20 * step) > table.seconds_for(2 * step)
+
+
+def test_extra_is_the_difference_of_two_lengths_and_one_steps_overhead() -> None:
+    """`prefill(n given p) = T(p + n) - T(p) + step_overhead`; with no prefix it is T(n)."""
+    table = PrefillTable("t", "s", 100, [0.01, 0.02, 0.06])
+
+    assert table.extra(100, 50) == pytest.approx(0.04 - 0.02 + 0.01)
+    assert table.extra(0, 150) == pytest.approx(table.seconds_for(150))
+
+
+def test_what_an_instance_measured_of_itself_becomes_a_table() -> None:
+    """The instance protocol carries a uniform grid."""
+    table = PrefillTable.from_measured(MeasuredPrefill("self", 64, [0.001, 0.002, 0.004]))
+
+    assert (table.label, table.step_overhead_s) == ("self", 0.001)
+    assert table.seconds_for(96) == pytest.approx(0.003)
+
+
+def test_a_decode_step_takes_the_fit_of_its_batch_size() -> None:
+    """DistServe's two regimes: the second from the threshold on."""
+    table = DecodeTable("t", "s", 10, (10.0, 0.1, 1.0), (5.0, 0.1, 2.0))
+
+    assert table.seconds_for(9, 100) == pytest.approx(0.029)
+    assert table.seconds_for(10, 100) == pytest.approx(0.035)

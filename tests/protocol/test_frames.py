@@ -1,0 +1,162 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.errors import TransferError
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol import frames
+from kvrs.protocol.frames import Answer, FrameType, Hello, Identity, Probe, Pull, PullRequest, Welcome
+from kvrs.protocol.tags import TAG_BYTES, Tag
+
+NAMES = st.text(max_size=60)
+IDENTITIES = st.builds(
+    Identity,
+    instance=NAMES.map(InstanceId),
+    node=NAMES.map(NodeId),
+    epoch=st.integers(0, 2**64 - 1),
+    fingerprint=NAMES,
+    page_bytes=st.integers(1, frames.MAX_PAGE_BYTES),
+)
+NONCES = st.binary(min_size=frames.NONCE_BYTES, max_size=frames.NONCE_BYTES)
+MACS = st.binary(min_size=frames.MAC_BYTES, max_size=frames.MAC_BYTES)
+HELLOS = st.builds(Hello, NONCES, IDENTITIES, NAMES.map(InstanceId), NAMES.map(NodeId), MACS)
+TAGS = st.binary(min_size=TAG_BYTES, max_size=TAG_BYTES).map(Tag)
+U32 = st.integers(0, 2**32 - 1)
+REQUESTS = st.one_of(
+    st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple)),
+    st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple), st.text(min_size=1, max_size=60).map(StreamId), U32),
+)
+
+# what can be sent, its type, how it is encoded and how it is decoded
+KINDS: list[tuple[st.SearchStrategy[Any], FrameType, Callable[[Any], bytes], Callable[[bytes], Any]]] = [
+    (NONCES, FrameType.CHALLENGE, frames.encode_challenge, frames.decode_challenge),
+    (HELLOS, FrameType.HELLO, frames.encode_hello, frames.decode_hello),
+    (st.builds(Welcome, IDENTITIES, MACS), FrameType.WELCOME, frames.encode_welcome, frames.decode_welcome),
+    (st.builds(Pull, U32, REQUESTS), FrameType.PULL, frames.encode_pull, frames.decode_pull),
+    (
+        st.builds(Probe, U32, st.integers(1, frames.MAX_PROBE_BYTES)),
+        FrameType.PROBE,
+        frames.encode_probe,
+        frames.decode_probe,
+    ),
+]
+DECODERS = [decode for _, _, _, decode in KINDS]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(KINDS).flatmap(lambda kind: st.tuples(st.just(kind), kind[0])))
+def test_what_was_encoded_is_what_is_decoded(case: Any) -> None:
+    """Every frame of a hand-shake and every question survives the wire."""
+    (_, frame_type, encode, decode), value = case
+
+    frame = encode(value)
+
+    header, body = frame[: frames.HEADER_BYTES], frame[frames.HEADER_BYTES :]
+    assert frames.decode_header(header, frame_type) == (frame_type, len(body))
+    assert decode(body) == value
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(KINDS).flatmap(lambda kind: st.tuples(st.just(kind), kind[0])),
+    st.data(),
+)
+def test_a_body_that_is_cut_off_or_too_long_is_refused(case: Any, data: st.DataObject) -> None:
+    """A body has exactly the bytes that its own fields call for."""
+    (_, _, encode, decode), value = case
+    body = encode(value)[frames.HEADER_BYTES :]
+    cut = data.draw(st.integers(0, len(body) - 1))
+
+    with pytest.raises(TransferError):
+        decode(body[:cut])
+    with pytest.raises(TransferError, match="too many"):
+        decode(body + b"\0")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(DECODERS), st.binary(max_size=300))
+def test_random_bodies_are_decoded_or_refused_and_nothing_else(decode: Callable[[bytes], object], body: bytes) -> None:
+    """Whatever a peer sends, the only error it can cause is a TransferError."""
+    try:
+        decode(body)
+    except TransferError:
+        return
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=40), st.sampled_from(FrameType))
+def test_random_headers_are_decoded_or_refused_and_nothing_else(header: bytes, expected: FrameType) -> None:
+    """As for bodies."""
+    for decode in (frames.decode_header, frames.decode_answer):
+        try:
+            decode(header, expected)
+        except TransferError:
+            continue
+
+
+@given(
+    st.builds(
+        Answer,
+        type=st.sampled_from([FrameType.PAGE, FrameType.PROBE_DATA]),
+        request_id=U32,
+        index=U32,
+        checksum=st.integers(0, 2**64 - 1),
+        payload_bytes=st.integers(0, frames.MAX_PROBE_BYTES),
+    )
+)
+def test_the_start_of_an_answer_has_one_size(answer: Answer) -> None:
+    """A receiver reads a fixed number of bytes and then knows what follows."""
+    prologue = frames.encode_answer(answer)
+
+    assert len(prologue) == frames.ANSWER_BYTES
+    assert frames.decode_answer(prologue, answer.type) == answer
+
+
+@pytest.mark.parametrize(
+    ("header", "fault"),
+    [
+        (b"PK\x01\x05\0\0\0\0", "not a frame"),
+        (b"KV\x02\x05\0\0\0\0", "version 2"),
+        (b"KV\x01\x63\0\0\0\0", "type 99"),
+        (b"KV\x01\x02\0\0\0\0", "type 2"),
+        (b"KV\x01\x05\xff\xff\xff\xff", "at most"),
+    ],
+)
+def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str) -> None:
+    """Magic, version, type and length are checked before a body is read."""
+    with pytest.raises(TransferError, match=fault):
+        frames.decode_header(header, FrameType.PULL)
+
+
+def test_every_type_has_a_bound_on_its_length() -> None:
+    """No claimed length is believed."""
+    for frame_type in FrameType:
+        header = b"KV\x01" + bytes((frame_type,)) + b"\xff\xff\xff\xff"
+
+        with pytest.raises(TransferError, match="at most"):
+            frames.decode_header(header, frame_type)
+
+
+def test_a_pull_that_claims_more_tags_than_it_holds_is_refused() -> None:
+    """The number of tags is compared with the bound and with the bytes that are there."""
+    body = bytearray(frames.encode_pull(Pull(1, PullRequest((Tag(bytes(TAG_BYTES)),))))[frames.HEADER_BYTES :])
+
+    body[4:8] = (2).to_bytes(4)
+    with pytest.raises(TransferError, match="cut off"):
+        frames.decode_pull(bytes(body))
+    body[4:8] = (1 << 31).to_bytes(4)
+    with pytest.raises(TransferError, match="tags"):
+        frames.decode_pull(bytes(body))
+
+
+def test_a_reason_is_bounded_and_fit_for_a_log() -> None:
+    """Whoever refuses has not proved who it is, so it must not write lines or control characters into a log."""
+    frame = frames.encode_refused("no\nway\x1b[31m" + "é" * 1000)
+
+    reason = frames.decode_refused(frame[frames.HEADER_BYTES :])
+
+    assert reason.startswith("no?way?[31m")
+    assert len(frame) <= frames.HEADER_BYTES + frames.MAX_REASON_BYTES

@@ -1,0 +1,323 @@
+"""How the proxy meets instances, loses them, and takes them back."""
+
+import asyncio
+import re
+
+import msgspec
+
+from kvrs.protocol.instance import Capability, PageRun
+from tests.proxy.conftest import House, HouseBuilder
+from tests.proxy.scripted import Fault, Scripted, expected_ids, text_of
+
+PROMPT = list(range(40))  # Two full pages and a part of a third.
+TOKENS = 8
+ASKED = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+
+
+def text(count: int = TOKENS) -> str:
+    return "".join(map(text_of, expected_ids(PROMPT, count)))
+
+
+async def answer_text(house: House, **fields: object) -> str:
+    status, body = await house.complete(**(ASKED | fields))
+    assert status == 200, body
+    answer: str = msgspec.json.decode(body)["choices"][0]["text"]
+    return answer
+
+
+async def test_all_streams_of_a_killed_instance_are_decided_together(build: HouseBuilder) -> None:
+    """One lost instance is one event, whichever of its sockets is read first."""
+    house = await build()
+    house.script.gate, house.script.gate_at = asyncio.Event(), 3
+    asked = [asyncio.create_task(answer_text(house)) for _ in range(8)]
+    await house.until_streams_hold(3, count=8)
+    on_d0 = [s["id"] for s in (await house.state())["streams"] if s["decode"] == "d0"]
+
+    await house.instances["d0"].kill()
+    await house.until_health(d0="down")
+    house.script.gate.set()
+
+    assert await asyncio.gather(*asked) == [text()] * 8
+    recoveries = (await house.state())["recoveries"]
+    assert sorted(r["stream"] for r in recoveries) == sorted(on_d0)
+    assert on_d0
+    assert {r["from"] for r in recoveries} == {"d0"}
+    assert {r["to"] for r in recoveries} == {"d1"}
+    assert {r["produced_tokens"] for r in recoveries} == {3}
+    assert all(r["outcome"] == "resumed" and r["real_s"] > 0 and r["gap_s"] > 0 and r["estimates"] for r in recoveries)
+    assert "kvrs_attempts_failed_total{" not in await house.metrics(), "no stream was put down to its own connection"
+
+
+async def test_a_killed_instance_returns_with_a_higher_epoch(build: HouseBuilder) -> None:
+    """`up` is left at once, and a new process is another life."""
+    house = await build()
+
+    await house.instances["d0"].kill()
+    await house.until_health(d0="down")
+    await house.instances["d0"].restart()
+    await house.until_health(d0="up")
+
+    epochs = {i["id"]: (i["epoch"], i["pid"]) for i in (await house.state())["instances"]}
+    assert epochs["d0"] == (2, house.instances["d0"].pid)
+    assert house.instances["d0"].fences == [], "a new process has nothing to fence"
+
+
+async def test_an_instance_that_lived_on_is_fenced_before_it_is_used_again(build: HouseBuilder) -> None:
+    """Cut off is not dead: its former attempts are dropped by name, and its epoch rises."""
+    house = await build()
+    house.script.gate, house.script.gate_at = asyncio.Event(), 3
+    asked = [asyncio.create_task(answer_text(house)) for _ in range(2)]
+    await house.until_streams_hold(3, count=2)
+    victims = {s["id"]: s["attempt"] for s in (await house.state())["streams"] if s["decode"] == "d0"}
+
+    house.instances["d0"].cut_watch()
+    await house.until(lambda: _is(house, "d0", epoch=2))
+    house.script.gate.set()
+
+    assert await asyncio.gather(*asked) == [text()] * 2
+    assert victims
+    assert house.instances["d0"].fences == [{stream: attempt + 1 for stream, attempt in victims.items()}]
+    assert (await house.health())["d0"] == "up"
+
+
+async def test_nobody_writes_while_a_stream_waits_for_an_instance(build: HouseBuilder) -> None:
+    """The attempt on a lost instance is over at once, also when there is nowhere to go."""
+    house = await build(pairs=1)
+    house.script.gate, house.script.gate_at = asyncio.Event(), 3
+    asked = asyncio.create_task(answer_text(house))
+    await house.until_streams_hold(3)
+
+    house.instances["d0"].cut_watch()
+    await house.until(lambda: _truth(house.instances["d0"].aborted == 1))
+    house.script.gate.set()
+
+    assert await asked == text()
+    assert [r.kvrs.attempt for r in house.instances["d0"].completions if r.kvrs] == [1, 2]
+
+
+async def test_an_engine_without_a_fence_returns_when_it_runs_nothing(build: HouseBuilder) -> None:
+    """Who cannot drop old attempts is waited for."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        instances["d0"].capabilities = [Capability.EXACT_RESUME]
+
+    house = await build(prepare=prepare)
+    house.instances["d0"].running = 1
+    house.instances["d0"].cut_watch()
+    await house.until_health(d0="down")
+    await asyncio.sleep(0.3)
+    assert (await house.health())["d0"] == "down"
+
+    house.instances["d0"].running = 0
+
+    await house.until_health(d0="up")
+    assert house.instances["d0"].fences == []
+
+
+async def test_an_instance_with_other_weights_is_refused(build: HouseBuilder) -> None:
+    """A stream cannot continue on another model; the mismatch is named and nothing is sent there."""
+
+    house = await build(pairs=2)
+    await house.instances["d1"].kill()
+    house.instances["d1"].fingerprint = "other"
+
+    await house.instances["d1"].restart()
+    await house.until_health(d1="refused")
+
+    texts = [await answer_text(house) for _ in range(4)]
+
+    assert texts == [text()] * 4
+    assert house.instances["d1"].completions == []
+    (shown,) = [i for i in (await house.state())["instances"] if i["id"] == "d1"]
+    assert "fingerprint is 'other'" in shown["reason"]
+
+
+async def test_of_two_models_only_one_is_served(build: HouseBuilder) -> None:
+    """Whichever answers first is the measure, also when all answer at once."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        instances["d1"].fingerprint = instances["p1"].fingerprint = "other"
+
+    house = await build(pairs=2, wait=False, prepare=prepare)
+
+    await house.until(lambda: _served(house, 2))
+    assert {i["load"] is not None for i in (await house.state())["instances"] if i["health"] == "refused"} == {False}
+
+
+async def test_an_instance_that_is_not_the_configured_one_is_refused(build: HouseBuilder) -> None:
+    """Ports get mixed up."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        instances["d1"].id = "someone"
+
+    house = await build(wait=False, prepare=prepare)
+
+    await house.until_health(d1="refused", d0="up")
+
+
+async def test_a_request_waits_for_an_instance_to_come_up(build: HouseBuilder) -> None:
+    """Starting is not failing."""
+    house = await build(pairs=1)
+    await house.instances["d0"].kill()
+    await house.until_health(d0="down")
+
+    asked = asyncio.create_task(answer_text(house))
+    await asyncio.sleep(0.1)
+    await house.instances["d0"].restart()
+
+    assert await asked == text()
+
+
+async def test_without_any_instance_the_answer_is_503_with_retry_after(build: HouseBuilder) -> None:
+    """After `policy.recovery.wait_s`; a status, for nothing was sent yet."""
+    house = await build(pairs=1, policy={"recovery": {"wait_s": 0.1}})
+    await house.instances["d0"].kill()
+    await house.until_health(d0="down")
+
+    async with house.http.post(f"{house.url}/v1/completions", json=ASKED | {"stream": True}) as response:
+        body = await response.read()
+
+    assert response.status == 503
+    assert int(response.headers["Retry-After"]) >= 1
+    assert msgspec.json.decode(body)["error"]["code"] == "no_instance"
+
+
+async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(build: HouseBuilder) -> None:
+    """Never by silent truncation, and never with [DONE]."""
+    house = await build(pairs=1, policy={"recovery": {"wait_s": 0.1}})
+    house.script.gate, house.script.gate_at = asyncio.Event(), 3
+    asked = asyncio.create_task(house.complete(**ASKED, stream=True))
+    await house.until_streams_hold(3)
+
+    await house.instances["d0"].kill()
+
+    status, body = await asked
+    assert status == 200
+    last = body.split(b"\n\n")[-2]
+    assert msgspec.json.decode(last[6:])["error"]["code"] == "no_instance"
+    assert b"data: [DONE]" not in body
+    assert (await house.state())["streams"] == []
+
+
+async def test_a_poisoned_request_is_given_up_after_max_attempts(build: HouseBuilder) -> None:
+    """One request must not go on breaking instances."""
+    house = await build(policy={"recovery": {"max_attempts": 3, "retry_pause_s": 0.01}})
+    house.script.prefill_faults = [Fault.RESET] * 10
+
+    status, body = await house.complete(**ASKED)
+
+    assert status == 502
+    assert msgspec.json.decode(body)["error"]["code"] == "retries"
+    assert len(house.script.prefill_faults) == 7
+
+
+async def test_a_stream_costs_two_calls_and_an_instance_one_watch(build: HouseBuilder) -> None:
+    """The healthy path sends what plain P/D sends, and no more."""
+    house = await build(pairs=1, transfer={"lease_s": 3600.0})
+
+    for _ in range(5):
+        await answer_text(house)
+
+    for name in ("p0", "d0"):
+        calls = house.instances[name].calls
+        assert calls.count("POST /v1/completions") == 5
+        assert len(calls) == 7, "and one for its info, one for the watch"
+        assert house.instances[name].watches == 1
+
+
+async def test_hand_off_parameters_reach_decode_unchanged(build: HouseBuilder) -> None:
+    """Fields that the proxy does not know are forwarded too, and ids name who writes what."""
+    house = await build(pairs=1)
+
+    await answer_text(house)
+
+    (prefill,), (decode,) = house.instances["p0"].completions, house.instances["d0"].completions
+    assert prefill.max_tokens == 1
+    assert decode.kv_transfer_params is not None
+    assert decode.kv_transfer_params.remote_engine_id == "p0"
+    assert decode.kvrs is not None
+    assert prefill.kvrs is not None
+    assert (decode.kvrs.stream, decode.kvrs.attempt, decode.kvrs.prompt_tokens) == (prefill.kvrs.stream, 1, len(PROMPT))
+
+
+async def test_a_migration_names_who_holds_the_prompt(build: HouseBuilder) -> None:
+    """The retained pages are pulled from prefill; nothing is prefilled again."""
+    house = await build(policy={"name": "always_migrate"})
+    house.script.faults = {3: Fault.RESET}
+
+    assert await answer_text(house) == text()
+
+    (recovery,) = (await house.state())["recoveries"]
+    assert recovery["option"] == "migrate"
+    prefills = [name for name in ("p0", "p1") if house.instances[name].completions]
+    assert len(prefills) == 1
+    decode = house.instances[recovery["to"]].completions[-1]
+    assert decode.kvrs is not None
+    assert [(s.id, s.first_page, s.pages, s.generation) for s in decode.kvrs.sources] == [(prefills[0], 0, 2, 1)]
+    assert isinstance(decode.kvrs.sources[0], PageRun)
+
+
+async def test_leases_are_renewed_and_released_in_batches(build: HouseBuilder) -> None:
+    """One message per instance and third of a lease covers all its streams."""
+    house = await build(pairs=1, transfer={"lease_s": 0.3})
+    house.script.gate, house.script.gate_at = asyncio.Event(), 3
+    asked = [asyncio.create_task(answer_text(house)) for _ in range(5)]
+    await house.until_streams_hold(3, count=5)
+    streams = sorted(s["id"] for s in (await house.state())["streams"])
+    p0 = house.instances["p0"]
+
+    await house.until(lambda: _truth(any(sorted(u.renew) == streams for u in p0.lease_updates)))
+    house.script.gate.set()
+    await asyncio.gather(*asked)
+    await house.until(lambda: _truth(any(u.release for u in p0.lease_updates)))
+
+    assert sorted(stream for update in p0.lease_updates for stream in update.release) == streams
+    assert house.instances["d0"].lease_updates == []
+
+
+async def test_a_lost_lease_is_no_source_any_more(build: HouseBuilder) -> None:
+    """What an instance no longer retains is computed again."""
+    house = await build(pairs=2, transfer={"lease_s": 0.15}, policy={"name": "always_migrate"})
+    house.script.gate, house.script.gate_at = asyncio.Event(), 3
+    asked = asyncio.create_task(answer_text(house))
+    await house.until_streams_hold(3)
+    (stream,) = (await house.state())["streams"]
+    holder = house.instances[stream["prefill"]]
+    holder.forgotten.add(stream["id"])
+    seen = len(holder.lease_updates)
+    await house.until(lambda: _truth(any(stream["id"] in u.renew for u in holder.lease_updates[seen:])))
+    await house.instances[stream["decode"]].kill()
+    house.script.gate.set()
+
+    assert await asked == text()
+    (recovery,) = (await house.state())["recoveries"]
+    assert recovery["option"] == "recompute"
+
+
+async def test_metrics_count_what_happened(build: HouseBuilder) -> None:
+    """Requests, tokens, recoveries by option and outcome, and which instance is up."""
+    house = await build(policy={"name": "always_recompute"})
+    house.script.faults = {3: Fault.RESET}
+    await answer_text(house)
+
+    metrics = await house.metrics()
+
+    assert 'kvrs_requests_total{outcome="complete"} 1.0' in metrics
+    assert f"kvrs_tokens_relayed_total {TOKENS}.0" in metrics
+    assert 'kvrs_recoveries_total{option="recompute",outcome="resumed"} 1.0' in metrics
+    assert 'kvrs_instance_up{instance="d1"} 1.0' in metrics
+    assert re.search(r"kvrs_ttft_seconds_count 1\.0", metrics)
+    assert "kvrs_streams_active 0.0" in metrics
+
+
+async def _is(house: House, name: str, **wanted: object) -> bool:
+    (shown,) = [i for i in (await house.state())["instances"] if i["id"] == name]
+    return all(shown[key] == value for key, value in wanted.items())
+
+
+async def _served(house: House, refused: int) -> bool:
+    return list((await house.health()).values()).count("refused") == refused
+
+
+async def _truth(value: bool) -> bool:
+    return value

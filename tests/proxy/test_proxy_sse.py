@@ -1,0 +1,172 @@
+"""Bytes of events: split wherever chunks end, trimmed by offset, relayed once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.errors import UpstreamError
+from kvrs.ids import StreamId
+from kvrs.protocol.openai import Choice, Completion, CompletionRequest, StreamOptions, sse
+from kvrs.proxy.journal import Journal
+from kvrs.proxy.relay import Relay
+from kvrs.proxy.sse import PROMPT_TOKEN_IDS, TOKEN_IDS, EventSplitter, cut_list, head_of, next_token_ids
+
+IDS = st.lists(st.integers(0, 1 << 20), max_size=5)
+# Texts that look like what is searched for, quotes, backslashes and all.
+TEXTS = st.text(max_size=20) | st.lists(
+    st.sampled_from([',"token_ids":[1]', ',"finish_reason":null', ',"choices":[', "\\", '"', "]", "}", ":", "é", "x", ","]),
+    max_size=8,
+).map("".join)
+SETTINGS = settings(max_examples=300, deadline=None)
+
+
+def event(text: str, ids: list[int] | None, prompt_ids: list[int] | None = None, finish: str | None = None, **head: str) -> bytes:
+    choice = Choice(text=text, finish_reason=finish, stop_reason=text if finish else None)
+    if prompt_ids is not None:
+        choice.prompt_token_ids = prompt_ids
+    if ids is not None:
+        choice.token_ids = ids
+    return msgspec.json.encode(Completion(head.get("id", "cmpl-1"), 1, head.get("model", "m"), [choice]))
+
+
+@SETTINGS
+@given(text=TEXTS, model=TEXTS, ids=IDS, prompt_ids=IDS, finish=st.sampled_from([None, "stop"]))
+def test_cutting_ids_equals_encoding_without_them(
+    text: str, model: str, ids: list[int], prompt_ids: list[int], finish: str | None
+) -> None:
+    """Whatever the text says, the cut hits the field and nothing else."""
+    data = event(text, ids, prompt_ids, finish, model=model)
+
+    assert cut_list(data, TOKEN_IDS) == event(text, None, prompt_ids, finish, model=model)
+    assert cut_list(data, PROMPT_TOKEN_IDS) == event(text, ids, None, finish, model=model)
+    assert cut_list(event(text, None, finish=finish, model=model), TOKEN_IDS) == event(text, None, finish=finish, model=model)
+
+
+@SETTINGS
+@given(text=TEXTS, model=TEXTS, ids=IDS, finish=st.sampled_from([None, "stop"]))
+def test_ids_and_head_are_found_by_offset(text: str, model: str, ids: list[int], finish: str | None) -> None:
+    """A plain event gives its ids; one that finishes is left to the full decoder."""
+    data = event(text, ids, finish=finish, model=model)
+
+    assert next_token_ids(data) == (ids if finish is None else None)
+    assert msgspec.json.decode(head_of(data) + b"}") == {"id": "cmpl-1", "created": 1, "model": model}
+
+
+@SETTINGS
+@given(
+    texts=st.lists(TEXTS, max_size=5), cuts=st.lists(st.integers(0, 400), max_size=10), newline=st.sampled_from([b"\n", b"\r\n"])
+)
+def test_events_are_whole_wherever_chunks_end(texts: list[str], cuts: list[int], newline: bytes) -> None:
+    """TCP promises no boundaries."""
+    payloads = [event(text, [1]) for text in texts]
+    stream = b": a comment\n\n" + b"".join(map(sse, payloads))
+    stream = stream.replace(b"\n", newline)
+    edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    splitter = EventSplitter()
+
+    got = [payload for start, end in pairwise(edges) for payload in splitter.feed(stream[start:end])]
+
+    assert got == payloads
+
+
+def test_an_endless_event_is_refused() -> None:
+    """An engine cannot fill the proxy's memory with one event."""
+    splitter = EventSplitter(max_event_bytes=100)
+
+    with pytest.raises(UpstreamError, match="more than 100 bytes"):
+        splitter.feed(b"data: " + b"x" * 200)
+
+
+class Collector:
+    blocked = False
+
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
+
+    async def send(self, events: Sequence[bytes]) -> None:
+        self.events += events
+
+
+def journal_of(max_tokens: int = 10) -> Journal:
+    request = CompletionRequest(prompt=[1], max_tokens=max_tokens, stream=True, stream_options=StreamOptions(include_usage=True))
+    return Journal(StreamId("1"), request, arrived_s=0.0, prompt_ids=[1], attempt=1)
+
+
+async def relay(journal: Journal, *chunks: bytes, attempt: int = 1, client: Collector | None = None) -> list[bytes]:
+    client = client or Collector()
+
+    async def source() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    copier = Relay(journal, client, attempt, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None)
+    await copier.copy(source(), lambda: None)
+    return client.events
+
+
+async def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
+    """One writer per stream: the journal's attempt."""
+    journal, client = journal_of(), Collector()
+    gate = asyncio.Event()
+
+    async def source() -> AsyncIterator[bytes]:
+        yield sse(event("a", [1]))
+        await gate.wait()
+        yield sse(event("late", [2]))
+
+    copier = Relay(journal, client, 1, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None)
+    task = asyncio.create_task(copier.copy(source(), lambda: None))
+    while not client.events:
+        await asyncio.sleep(0)
+    journal.attempt = 2
+    gate.set()
+
+    assert await task is False
+    assert journal.output_ids == [1]
+    assert len(client.events) == 1
+
+
+@pytest.mark.parametrize(
+    ("chunk", "fault"),
+    [
+        (sse(b"[DONE]"), "without a finish reason"),
+        (sse(event("x", [1], finish="abort")) + sse(b"[DONE]"), "finished with 'abort'"),
+        (sse(event("x", None)), "without token ids"),
+        (sse(event("x", list(range(11)))), "more than max_tokens"),
+        (sse(event("x", [1], finish="stop")) + sse(event("y", [2])), "went on after its finish"),
+        (sse(b'{"error":{"message":"boom"}}') + sse(b"[DONE]"), "boom"),
+        (sse(b"[1]"), "not a completion chunk"),
+        (sse(event("x", [1])), "ended without"),
+        (sse(event("x", [1]).replace(b"[1]", b'["a"]')), "not a list of integers"),
+    ],
+)
+async def test_what_an_engine_must_not_do_is_a_failure(chunk: bytes, fault: str) -> None:
+    """`[DONE]` is not success, and an engine is not believed."""
+    with pytest.raises(UpstreamError, match=fault):
+        await relay(journal_of(), chunk)
+
+
+async def test_tokens_before_a_fault_in_the_same_chunk_reach_the_client() -> None:
+    """Journal and client never disagree."""
+    journal, client = journal_of(), Collector()
+
+    with pytest.raises(UpstreamError):
+        await relay(journal, sse(event("a", [1])) + sse(b'{"error":"x"}'), client=client)
+
+    assert journal.output_ids == [1]
+    assert len(client.events) == 1
+
+
+async def test_an_empty_opening_of_a_later_attempt_is_not_passed_on() -> None:
+    """The stream was opened long ago."""
+    journal = journal_of()
+    journal.head, journal.output_ids = head_of(event("a", [1])), [1]
+
+    events = await relay(journal, sse(event("", [], [1, 1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]"))
+
+    assert events == [event("b", None, finish="stop")]

@@ -1,0 +1,506 @@
+"""Claims about the batch scheduler, one by one."""
+
+import pytest
+
+from kvrs.ids import StreamId
+from kvrs.protocol.tags import page_tags, root_tag
+from kvrs.scheduling.batches import BatchScheduler
+from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.config import BatchSettings
+from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.sequences import Phase, Pull, Sequence
+
+P = 4  # Tokens per page.
+ROOT = root_tag("model")
+S = StreamId("s")
+Batch = list[tuple[Sequence, Chunk]]
+
+
+def sequence(
+    tokens: int, *, first: int = 0, prefill_only: bool = False, pull_pages: int = 0, pull_tail: bool = False, stream: StreamId = S
+) -> Sequence:
+    """With the history `first`, `first + 1`, ...: equal beginnings for equal `first`."""
+    history = list(range(first, first + tokens))
+    return Sequence(stream, (0, 1), history, tokens, ROOT, prefill_only, pull_pages, pull_tail)
+
+
+def scheduler(pages: int = 64, max_batch_tokens: int = 64, max_running: int = 8) -> tuple[BatchScheduler, PageManager]:
+    manager = PageManager(pages, P)
+    batch_settings = BatchSettings(page_size_tokens=P, pages=pages, max_batch_tokens=max_batch_tokens, max_running=max_running)
+    return BatchScheduler(batch_settings, manager), manager
+
+
+def submit(batches: BatchScheduler, *sequences: Sequence) -> list[Pull]:
+    for one in sequences:
+        batches.add(one)
+    return batches.admit()
+
+
+def step(batches: BatchScheduler) -> Batch:
+    """One batch from decision to completion; everyone samples token 7."""
+    batch = batches.next_batch()
+    batches.complete(batch, {one: 7 for one, chunk in batch if chunk.wants_logits})
+    batches.check()
+    return batch
+
+
+def shape(batch: Batch) -> list[tuple[Sequence, int, int, bool]]:
+    return [(one, chunk.first_position, len(chunk.token_ids), chunk.wants_logits) for one, chunk in batch]
+
+
+def test_prefill_is_cut_into_chunks_and_only_the_last_wants_logits() -> None:
+    """A chunk fills the token budget; logits are of use only at the end of the history."""
+    batches, _ = scheduler(max_batch_tokens=6)
+    one = sequence(14)
+    submit(batches, one)
+
+    steps = [shape(step(batches)) for _ in range(4)]
+
+    assert steps == [[(one, 0, 6, False)], [(one, 6, 6, False)], [(one, 12, 2, True)], [(one, 14, 1, True)]]
+    assert one.token_ids[14:] == [7, 7]
+
+
+def test_decode_steps_go_before_prefill() -> None:
+    """Running streams do not wait for a newcomer's prompt."""
+    batches, _ = scheduler(max_batch_tokens=8)
+    late_prompt, streaming = sequence(20, first=100), sequence(3)
+    submit(batches, streaming)
+    step(batches)
+    submit(batches, late_prompt)
+
+    batch = step(batches)
+
+    assert shape(batch) == [(streaming, 3, 1, True), (late_prompt, 0, 7, False)]
+
+
+def test_prefill_is_first_come_first_served() -> None:
+    """What the older prompt leaves of the budget goes to the next."""
+    batches, _ = scheduler(max_batch_tokens=8)
+    older, younger = sequence(10), sequence(10, first=100)
+    submit(batches, older, younger)
+
+    steps = [shape(step(batches)) for _ in range(2)]
+
+    assert steps == [[(older, 0, 8, False)], [(older, 8, 2, True), (younger, 0, 6, False)]]
+
+
+def test_decode_steps_alone_cannot_keep_the_oldest_from_prefill() -> None:
+    """Where they could fill the batch, one token is the oldest's."""
+    batches, _ = scheduler(max_batch_tokens=2)
+    oldest, other, another = sequence(9), sequence(1, first=100), sequence(1, first=200)
+    submit(batches, oldest, other, another)
+
+    batch = step(batches)
+
+    assert shape(batch) == [(other, 0, 1, True), (oldest, 0, 1, False)]
+
+
+def test_a_chunk_names_all_pages_up_to_its_end() -> None:
+    """The executor needs the pages of the past as well as those that it fills."""
+    batches, _ = scheduler(max_batch_tokens=6)
+    one = sequence(14)
+    submit(batches, one)
+
+    (_, first), (_, second) = step(batches)[0], step(batches)[0]
+
+    assert first.pages == one.pages[:2]
+    assert second.pages == one.pages[:3]
+    assert second.token_ids == [6, 7, 8, 9, 10, 11]
+
+
+def test_a_prefill_only_sequence_is_done_when_all_is_computed() -> None:
+    """It wants no logits and produces nothing; `complete` says that it is done."""
+    batches, _ = scheduler(max_batch_tokens=6)
+    one = sequence(8, prefill_only=True)
+    submit(batches, one)
+    first = batches.next_batch()
+    early = batches.complete(first, {})
+
+    second = batches.next_batch()
+    done = batches.complete(second, {})
+
+    assert shape(second) == [(one, 6, 2, False)]
+    assert (early, done) == ([], [one])
+    assert one.uncomputed_tokens == 0
+    assert len(one.token_ids) == 8
+
+
+def test_a_common_prefix_is_computed_once() -> None:
+    """The second sequence takes the full pages of the first and computes only what differs."""
+    batches, pages = scheduler()
+    first, second = sequence(10), sequence(10)
+    second.token_ids[9] = 99
+    submit(batches, first)
+    step(batches)
+
+    submit(batches, second)
+
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] != first.pages[2]
+    assert second.computed_tokens == 2 * P
+    assert [pages.references(page) for page in first.pages] == [2, 2, 1]
+
+
+def test_the_last_position_is_computed_even_when_all_is_cached() -> None:
+    """Its logits are needed, and logits are not cached."""
+    batches, _ = scheduler()
+    first, second = sequence(8), sequence(8)
+    submit(batches, first)
+    step(batches)
+
+    submit(batches, second)
+
+    assert second.computed_tokens == P
+    assert (second, P, P, True) in shape(step(batches))
+
+
+def test_equal_pages_computed_side_by_side_become_one() -> None:
+    """Two copies would waste a page, and a lease on the second would protect what nobody finds."""
+    batches, pages = scheduler()
+    first, second = sequence(8), sequence(8)
+    submit(batches, first, second)
+    free_before = pages.free_pages
+
+    step(batches)
+
+    assert first.pages == second.pages
+    assert pages.free_pages == free_before + 2
+
+
+def test_produced_tokens_fill_findable_pages_too() -> None:
+    """A resumed stream finds the pages of what it has produced, not only those of its prompt."""
+    batches, pages = scheduler()
+    one = sequence(6)
+    submit(batches, one)
+    for _ in range(3):
+        step(batches)  # Eight tokens are computed then: six of the prompt and two produced.
+
+    found = pages.match(page_tags(ROOT, [0, 1, 2, 3, 4, 5, 7, 7], P))
+
+    assert found == one.pages[:2]
+
+
+def test_a_finished_hand_off_is_retained_with_its_partial_page() -> None:
+    """The lease is named by the stream and holds everything that was computed."""
+    batches, pages = scheduler(pages=4)
+    one = sequence(10, prefill_only=True)
+    submit(batches, one)
+    step(batches)
+    run = list(one.pages)
+
+    batches.finish(one, retain_until_s=5.0)
+
+    assert [pages.retained_page(S, index) for index in range(4)] == [*run, None]
+    assert pages.retained_tokens(S) == 10
+    assert pages.free_pages == 4
+    pages.check()
+
+
+def test_admission_is_first_come_first_served() -> None:
+    """A small sequence does not overtake a big one that does not fit yet."""
+    batches, _ = scheduler(pages=4)
+    big, bigger, small = sequence(8), sequence(14, first=100), sequence(1, first=200)
+    submit(batches, big, bigger, small)
+
+    assert (batches.running, batches.waiting) == (1, 2)
+
+    batches.finish(big)
+    batches.admit()
+
+    assert bigger.phase is Phase.RUNNING
+    assert small.phase is Phase.WAITING
+
+
+def test_no_more_run_than_is_allowed() -> None:
+    """`max_running` bounds those who own pages, pulling ones included."""
+    batches, _ = scheduler(max_running=2)
+
+    submit(batches, sequence(9, pull_pages=2), sequence(9, first=100), sequence(9, first=200))
+
+    assert (batches.pulling, batches.running, batches.waiting) == (1, 1, 1)
+    assert batches.queued_tokens == 27
+    batches.check()
+
+
+def test_what_can_never_fit_is_refusable() -> None:
+    """The last token produced needs no KV; everything else does."""
+    batches, _ = scheduler(pages=4)
+
+    assert batches.fits(16, 0)
+    assert batches.fits(16, 1)
+    assert not batches.fits(16, 2)
+    assert not batches.fits(17, 0)
+    with pytest.raises(AssertionError, match="refuse"):
+        batches.add(sequence(17))
+
+
+def test_a_lone_sequence_that_just_fits_finishes() -> None:
+    """All pages are given to it, also those that cache and leases hold."""
+    batches, pages = scheduler(pages=4)
+    before, one = sequence(12, first=100, prefill_only=True), sequence(7)
+    submit(batches, before)
+    step(batches)
+    batches.finish(before, retain_until_s=100.0)
+    submit(batches, one)
+
+    for _ in range(10):
+        step(batches)
+
+    assert len(one.token_ids) == 17
+    assert len(one.pages) == pages.pages
+    assert pages.retained_page(S, 0) is None
+
+
+def crowded() -> tuple[BatchScheduler, PageManager, Sequence, Sequence]:
+    """Two streams own all six pages, and the next decode step of the older one needs a seventh."""
+    batches, pages = scheduler(pages=6)
+    older, younger = sequence(7), sequence(7, first=100, stream=StreamId("younger"))
+    submit(batches, older, younger)
+    for _ in range(6):
+        step(batches)
+    assert pages.free_pages == 0
+    assert older.computed_tokens == younger.computed_tokens == 12
+    return batches, pages, older, younger
+
+
+def test_the_youngest_is_preempted_when_pages_run_short() -> None:
+    """It keeps what it has produced and goes to the front of the queue."""
+    batches, _, older, younger = crowded()
+    behind = sequence(1, first=200)
+    batches.add(behind)
+    history = list(younger.token_ids)
+
+    batch = step(batches)
+
+    assert shape(batch) == [(older, 12, 1, True)]
+    assert (younger.phase, younger.pages, younger.computed_tokens) == (Phase.WAITING, [], 0)
+    assert younger.token_ids == history
+    batches.finish(older)
+    batches.admit()
+    assert younger.phase is Phase.RUNNING
+    assert behind.phase is Phase.RUNNING
+
+
+def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
+    """Only what was evicted meanwhile is computed a second time, produced tokens included."""
+    batches, _, older, younger = crowded()
+    step(batches)
+    batches.finish(older)
+
+    batches.admit()
+
+    assert younger.computed_tokens == 8  # Its third page was the one that the older needed.
+    assert shape(step(batches)) == [(younger, 8, 5, True)]
+    assert younger.token_ids == [*range(100, 107), *[7] * 7]
+
+
+def test_a_pull_in_progress_cannot_be_preempted_but_its_turn_comes() -> None:
+    """An older one that finds nobody to preempt waits where it is, until the younger has what it pulls."""
+    batches, pages = scheduler(pages=5)
+    older, puller = sequence(4), sequence(12, first=100, pull_pages=2)
+    submit(batches, older)
+    submit(batches, puller)
+    for _ in range(5):
+        step(batches)
+    assert pages.free_pages == 0
+
+    stalled = batches.next_batch()
+    batches.pulled(puller, 2, tail=False)
+
+    assert stalled == []
+    assert shape(step(batches)) == [(older, 8, 1, True)]
+    assert puller.phase is Phase.WAITING
+
+
+def test_nobody_new_is_admitted_while_someone_has_no_page_to_go_on() -> None:
+    """Else a newcomer that pulls could take each page that comes free, and keep it."""
+    batches, pages = scheduler(pages=4)
+    cached, streaming, newcomer = sequence(4, first=100, prefill_only=True), sequence(9), sequence(1, first=200)
+    submit(batches, cached)
+    step(batches)
+    batches.finish(cached)
+    being_sent = pages.match(cached.tags)
+    submit(batches, streaming)
+    for _ in range(4):
+        step(batches)
+    assert pages.free_pages == 0
+    assert batches.next_batch() == []
+
+    pages.release(being_sent)
+    submit(batches, newcomer)
+
+    assert newcomer.phase is Phase.WAITING
+    assert shape(step(batches)) == [(streaming, 12, 1, True)]
+
+
+def test_a_pull_asks_for_what_the_local_cache_lacks() -> None:
+    """Pages before `first_page` are here already; the last position is not asked for."""
+    batches, _ = scheduler()
+    short, long = sequence(5), sequence(13, pull_pages=3, pull_tail=True)
+    submit(batches, short)
+    step(batches)
+
+    [pull] = submit(batches, long)
+
+    assert long.phase is Phase.PULLING
+    assert (pull.first_page, pull.tags, pull.pages) == (1, tuple(long.tags[1:3]), tuple(long.pages[1:3]))
+    assert (pull.tail_page, pull.tail_tokens) == (None, 0)  # The history ends one token into page 3: nothing is left to pull.
+
+
+def test_the_tail_is_pulled_up_to_the_position_before_the_last() -> None:
+    """The last position of the history is always computed here."""
+    batches, _ = scheduler()
+    one = sequence(11, pull_pages=2, pull_tail=True)
+
+    [pull] = submit(batches, one)
+    batches.pulled(one, 2, tail=True)
+
+    assert (pull.tail_page, pull.tail_tokens) == (one.pages[2], 2)
+    assert shape(step(batches)) == [(one, 10, 1, True)]
+
+
+def test_a_last_page_that_is_just_full_is_pulled_as_a_tail() -> None:
+    """All of it but the last position is of use; its tag is not, since the last position makes the page full."""
+    batches, pages = scheduler()
+    one = sequence(8, pull_pages=2, pull_tail=True)
+
+    [pull] = submit(batches, one)
+    batches.pulled(one, 1, tail=True)
+
+    assert (len(pull.pages), pull.tail_page, pull.tail_tokens) == (1, one.pages[1], 3)
+    assert len(pages.match(one.tags)) == 1
+    assert shape(step(batches)) == [(one, 7, 1, True)]
+
+
+def test_a_tail_is_not_pulled_behind_a_gap() -> None:
+    """A peer that holds fewer full pages than the history has cannot have its tail in the right place."""
+    batches, _ = scheduler()
+    one = sequence(15, pull_pages=2, pull_tail=True)
+
+    [pull] = submit(batches, one)
+
+    assert (len(pull.pages), pull.tail_page) == (2, None)
+
+
+def test_what_did_not_arrive_is_computed() -> None:
+    """A pull that breaks off leaves a leading run; only that is registered and used."""
+    batches, pages = scheduler()
+    one = sequence(15, pull_pages=3, pull_tail=True)
+    submit(batches, one)
+
+    batches.pulled(one, 1, tail=False)
+
+    assert len(pages.match(one.tags)) == 1
+    assert shape(step(batches)) == [(one, 4, 11, True)]
+
+
+def test_abort_while_waiting_leaves_the_queue() -> None:
+    """Nothing was owned, nothing is left, and the next is not held up."""
+    batches, pages = scheduler(pages=4)
+    running, waiting, behind = sequence(9), sequence(16, first=100), sequence(1, first=200)
+    submit(batches, running, waiting, behind)
+
+    batches.abort(waiting)
+
+    assert batches.waiting == 1
+    assert batches.queued_tokens == 9 + 1
+    batches.finish(running)
+    batches.admit()
+    assert behind.phase is Phase.RUNNING
+    pages.check()
+    batches.check()
+
+
+def test_abort_while_pulling_keeps_the_pages_until_the_pull_has_ended() -> None:
+    """The socket may still be writing into them."""
+    batches, pages = scheduler(pages=4)
+    one = sequence(13, pull_pages=3)
+    submit(batches, one)
+
+    batches.abort(one)
+
+    assert (one.phase, batches.pulling, batches.queued_tokens) == (Phase.FINISHED, 0, 0)
+    assert pages.free_pages == 0
+    batches.check()
+    batches.pulled(one, 3, tail=False)
+    assert pages.free_pages == 4
+    assert pages.match(one.tags) == []
+    batches.check()
+
+
+def test_abort_in_flight_keeps_the_pages_until_the_batch_is_complete() -> None:
+    """The executor may still be writing into them; what it sampled is not wanted any more."""
+    batches, pages = scheduler(pages=5)
+    one, other = sequence(5), sequence(5, first=100)
+    submit(batches, one, other)
+    batch = batches.next_batch()
+
+    batches.abort(one)
+
+    assert pages.free_pages == 1
+    batches.check()
+    assert batches.complete(batch, {other: 7}) == []
+    assert pages.free_pages == 3
+    assert len(one.token_ids) == 5
+    assert len(other.token_ids) == 6
+    batches.check()
+
+
+def test_abort_between_batches_gives_the_pages_back_at_once() -> None:
+    """Nobody is writing; what was computed stays findable."""
+    batches, pages = scheduler(pages=4)
+    one = sequence(9)
+    submit(batches, one)
+    step(batches)
+
+    batches.abort(one)
+    batches.abort(one)
+
+    assert pages.free_pages == 4
+    assert len(pages.match(one.tags)) == 2
+    assert (batches.running, batches.queued_tokens) == (0, 0)
+
+
+def test_a_stalled_sequence_that_is_aborted_holds_nobody_up() -> None:
+    """Admission waits for a stalled sequence only while there is one."""
+    batches, _ = scheduler(pages=5, max_running=3)
+    older, puller, newcomer = sequence(4), sequence(12, first=100, pull_pages=2), sequence(1, first=200)
+    submit(batches, older)
+    submit(batches, puller)
+    for _ in range(5):
+        step(batches)
+    assert batches.next_batch() == []
+    batches.add(newcomer)
+
+    batches.abort(older)
+    batches.admit()
+
+    assert newcomer.phase is Phase.RUNNING
+
+
+def test_queued_tokens_are_those_not_computed_yet() -> None:
+    """What the cache gave and what a batch computed is not queued; a produced token is, until its own step."""
+    batches, _ = scheduler(max_batch_tokens=6)
+    one = sequence(10)
+    batches.add(one)
+    counts = [batches.queued_tokens]
+    batches.admit()
+
+    for _ in range(3):
+        step(batches)
+        counts.append(batches.queued_tokens)
+
+    assert counts == [10, 4, 1, 1]
+
+
+def test_a_batch_that_is_not_the_one_in_flight_is_our_bug() -> None:
+    """One batch at a time, and each completed once."""
+    batches, _ = scheduler()
+    submit(batches, sequence(5))
+    batch = batches.next_batch()
+
+    with pytest.raises(AssertionError, match="one batch at a time"):
+        batches.next_batch()
+    batches.complete(batch, {batch[0][0]: 7})
+    with pytest.raises(AssertionError, match="in flight"):
+        batches.complete(batch, {})

@@ -1,0 +1,218 @@
+"""The page manager against a slow and obvious model of it, over random histories."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvrs.ids import StreamId
+from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.scheduling.pages import PageManager
+
+P = 4
+# Runs of pages, some with a common beginning of two pages.
+FAMILIES = [page_tags(root_tag("model"), [0] * P * shared + [family] * P * 6, P)[:6] for family in (1, 2, 3) for shared in (0, 2)]
+
+
+@dataclass
+class ModelLease:
+    pages: list[int]
+    until_s: float
+
+
+@dataclass
+class Model:
+    """Lists and linear searches, nothing else."""
+
+    total: int
+    pins: dict[int, int] = field(default_factory=dict)
+    tags: dict[int, Tag] = field(default_factory=dict)
+    lru: list[int] = field(default_factory=list)
+    leases: dict[StreamId, ModelLease] = field(default_factory=dict)
+
+    def leased(self, page: int) -> bool:
+        return any(page in lease.pages for lease in self.leases.values())
+
+    def free(self) -> list[int]:
+        return [page for page in range(self.total) if page not in self.pins and page not in self.tags and not self.leased(page)]
+
+    def cached(self) -> list[int]:
+        return [page for page in self.lru if page in self.tags and page not in self.pins and not self.leased(page)]
+
+    def touch(self, pages: list[int]) -> None:
+        """Those pages lost a pin, in this order."""
+        for page in pages:
+            if page not in self.pins and not self.leased(page):
+                if page in self.lru:
+                    self.lru.remove(page)
+                self.lru.append(page)
+
+    def unpin(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            self.pins[page] -= 1
+            if not self.pins[page]:
+                del self.pins[page]
+                self.touch([page])
+
+    def end_lease(self, key: StreamId) -> None:
+        self.touch(self.leases.pop(key).pages[::-1])
+
+    def evict_one(self) -> None:
+        """Make one page free if none is."""
+        while not self.free():
+            if self.cached():
+                del self.tags[self.cached()[0]]
+                continue
+            key = min(self.leases, key=lambda key: self.leases[key].until_s)
+            page = self.leases[key].pages.pop()
+            if not self.leases[key].pages:
+                del self.leases[key]
+            self.touch([page])
+
+
+class PagesMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.owned: list[list[int]] = []  # Runs with a hard pin each, as sequences and senders hold them.
+
+    @initialize(total=st.integers(2, 14))
+    def start(self, total: int) -> None:
+        self.pages = PageManager(total, P)
+        self.model = Model(total)
+
+    @rule(count=st.integers(0, 6))
+    def allocate(self, count: int) -> None:
+        promised = self.model.total - len(self.model.pins)
+        got = self.pages.allocate(count)
+
+        assert (got is None) == (count > promised)
+        if got is None:
+            return
+        assert len(set(got)) == count
+        for _ in range(count):
+            self.model.evict_one()
+            # The manager may take any free page; the model follows it.
+            page = next(page for page in got if page in self.model.free())
+            self.model.pins[page] = 1
+        self.owned.append(got)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data(), family=st.sampled_from(FAMILIES))
+    def register(self, data: st.DataObject, family: list[Tag]) -> None:
+        run = data.draw(st.sampled_from(self.owned))
+        if any(page in self.model.tags for page in run) or any(self.model.pins[page] > 1 for page in run):
+            return
+        for page, tag in zip(run, family, strict=False):
+            known = [other for other, other_tag in self.model.tags.items() if other_tag == tag]
+            found = self.pages.register(page, tag)
+
+            assert found == (known[0] if known else page)
+            if not known:
+                self.model.tags[page] = tag
+
+    @rule(family=st.sampled_from(FAMILIES), length=st.integers(0, 6))
+    def match(self, family: list[Tag], length: int) -> None:
+        by_tag = {tag: page for page, tag in self.model.tags.items()}
+        expected: list[int] = []
+        for tag in family[:length]:
+            if tag not in by_tag:
+                break
+            expected.append(by_tag[tag])
+
+        assert self.pages.match(family[:length]) == expected
+        for page in expected:
+            self.model.pins[page] = self.model.pins.get(page, 0) + 1
+        self.owned.append(expected)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        run = self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1)))
+
+        self.pages.release(run)
+
+        self.model.unpin(run)
+
+    @precondition(lambda self: any(self.owned))
+    @rule(data=st.data(), key=st.sampled_from("abcd"), partial=st.integers(1, P), lasts_s=st.integers(1, 20))
+    def retain(self, data: st.DataObject, key: str, partial: int, lasts_s: int) -> None:
+        run = data.draw(st.sampled_from([run for run in self.owned if run]))
+        until_s = self._unique_end(lasts_s)
+
+        self.pages.retain(StreamId(key), run, (len(run) - 1) * P + partial, until_s)
+
+        old = self.model.leases.pop(StreamId(key), None)
+        self.model.leases[StreamId(key)] = ModelLease(list(run), until_s)
+        if old:
+            self.model.touch(old.pages[::-1])
+
+    @rule(keys=st.lists(st.sampled_from("abcd"), unique=True), lasts_s=st.integers(1, 20))
+    def renew(self, keys: list[str], lasts_s: int) -> None:
+        streams = [StreamId(key) for key in keys]
+        for stream in streams:
+            until_s = self._unique_end(lasts_s)
+            unknown = self.pages.renew([stream], until_s)
+
+            assert unknown == [stream for _ in range(stream not in self.model.leases)]
+            if not unknown:
+                self.model.leases[stream].until_s = max(until_s, self.model.leases[stream].until_s)
+
+    @rule(keys=st.lists(st.sampled_from("abcd"), unique=True))
+    def unretain(self, keys: list[str]) -> None:
+        self.pages.unretain([StreamId(key) for key in keys])
+
+        for key in keys:
+            if key in self.model.leases:
+                self.model.end_lease(StreamId(key))
+
+    @rule(passes_s=st.integers(0, 15))
+    def expire(self, passes_s: int) -> None:
+        self.now_s += passes_s
+
+        self.pages.expire(self.now_s)
+
+        for key in sorted(self.model.leases, key=lambda key: self.model.leases[key].until_s):
+            if self.model.leases[key].until_s <= self.now_s:
+                self.model.end_lease(key)
+
+    @precondition(lambda self: self.model.leases)
+    @rule(data=st.data())
+    def send_retained(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model.leases)))
+        page = data.draw(st.sampled_from(self.model.leases[key].pages))
+
+        self.pages.pin(page)
+
+        self.model.pins[page] = self.model.pins.get(page, 0) + 1
+        self.owned.append([page])
+
+    @rule()
+    def reset(self) -> None:
+        self.pages.reset_cache()
+
+        self.model.leases.clear()
+        self.model.tags = {page: tag for page, tag in self.model.tags.items() if page in self.model.pins}
+
+    def _unique_end(self, lasts_s: int) -> float:
+        # Which of two leases with the same end shrinks first is nobody's business.
+        until_s = self.now_s + lasts_s
+        while any(lease.until_s == until_s for lease in self.model.leases.values()):
+            until_s += 1 / 64
+        return until_s
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pages.check()
+        assert self.pages.free_pages == self.model.total - len(self.model.pins)
+        assert {page: tag for page, tag in enumerate(self.pages._tags) if tag is not None} == self.model.tags
+        assert list(self.pages._cached) == self.model.cached()
+        for key in "abcd":
+            lease = self.model.leases.get(StreamId(key))
+            intact = [self.pages.retained_page(StreamId(key), index) for index in range(len(lease.pages) + 1 if lease else 1)]
+            assert intact == [*(lease.pages if lease else []), None]
+
+
+TestPages = PagesMachine.TestCase
+TestPages.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

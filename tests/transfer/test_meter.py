@@ -1,0 +1,134 @@
+from math import inf, isfinite
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.ids import NodeId
+from kvrs.transfer.meter import LinkMeter
+
+A, B = NodeId("a"), NodeId("b")
+
+# One busy period: the order in which overlapping transfers get chunks of these sizes, and the idle time before it.
+CHUNKS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1 << 20)), min_size=1, max_size=30)
+PERIODS = st.lists(st.tuples(st.floats(0, 10), CHUNKS), min_size=1, max_size=8)
+
+
+def play(meter: LinkMeter, link: NodeId, period: list[tuple[int, int]], start_s: float, bytes_per_s: float) -> float:
+    """A link that carries `bytes_per_s` serves transfers that overlap; returns when it is done.
+
+    A transfer begins at some time before its first chunk is through and ends after its last.
+    """
+    now_s = start_s
+    first = {transfer: min(i for i, (t, _) in enumerate(period) if t == transfer) for transfer, _ in period}
+    last = {transfer: max(i for i, (t, _) in enumerate(period) if t == transfer) for transfer, _ in period}
+    # The period is one: the transfer of the last chunk is open all the time.
+    first[period[-1][0]] = 0
+    for index, (transfer, size_bytes) in enumerate(period):
+        for starting, at in first.items():
+            if at == index:
+                meter.begin(link, now_s)
+                assert starting in last
+        now_s += size_bytes / bytes_per_s
+        meter.add(link, size_bytes, now_s)
+        if last[transfer] == index:
+            meter.end(link, now_s)
+    return now_s
+
+
+@settings(max_examples=150, deadline=None)
+@given(PERIODS, st.floats(1e4, 1e10))
+def test_the_estimate_of_a_constant_link_is_its_rate_for_any_chunking_and_overlap(
+    periods: list[tuple[float, list[tuple[int, int]]]], bytes_per_s: float
+) -> None:
+    """What is measured is what the link can do, not how its transfers were cut or what each of them got."""
+    meter = LinkMeter(min_sample_bytes=1000)
+    now_s = 0.0
+
+    for idle_s, period in periods:
+        now_s = play(meter, A, period, now_s + idle_s, bytes_per_s)
+
+        for estimate in meter.estimates().values():
+            assert abs(estimate / bytes_per_s - 1) < 1e-2
+
+
+def test_the_estimate_follows_a_link_that_changes() -> None:
+    """A few probes are enough to see that a link has become ten times slower."""
+    meter = LinkMeter(min_sample_bytes=1000)
+    now_s = play(meter, A, [(0, 1 << 26)], 0.0, 1e9)
+
+    for _ in range(16):
+        now_s = play(meter, A, [(0, 65536)], now_s + 2.0, 1e8)
+
+    assert 0.9e8 < meter.estimates()[A] < 1.2e8
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["begin", "add", "end"]), st.integers(0, 1 << 40), st.floats(-1, 1e6)),
+        max_size=60,
+    )
+)
+def test_no_estimate_is_ever_negative_zero_or_infinite(calls: list[tuple[str, int, float]]) -> None:
+    """Whatever the clock does between the calls, a cost can be computed with what comes out."""
+    meter = LinkMeter(min_sample_bytes=1)
+    transfers, now_s = 0, 0.0
+
+    for call, size_bytes, step_s in calls:
+        now_s += step_s
+        match call:
+            case "begin":
+                meter.begin(A, now_s)
+                transfers += 1
+            case "add" if transfers:
+                meter.add(A, size_bytes, now_s)
+            case "end" if transfers:
+                meter.end(A, now_s)
+                transfers -= 1
+
+        assert all(isfinite(estimate) and estimate > 0 for estimate in meter.estimates().values())
+
+
+def test_transfers_that_are_too_small_say_nothing() -> None:
+    """A few bytes are over before a rate can be seen in them."""
+    meter = LinkMeter(min_sample_bytes=1000)
+    play(meter, A, [(0, 100_000)], 0.0, 1e6)
+
+    play(meter, A, [(0, 999)], 10.0, 1e3)
+
+    assert abs(meter.estimates()[A] / 1e6 - 1) < 1e-6
+
+
+def test_the_time_after_the_last_byte_is_not_the_links_fault() -> None:
+    """A peer that dies silently in the middle does not make its link look slow."""
+    meter = LinkMeter(min_sample_bytes=1000)
+    meter.begin(A, 0.0)
+    meter.add(A, 100_000, 0.1)
+
+    meter.end(A, 60.0)
+
+    assert abs(meter.estimates()[A] / 1e6 - 1) < 1e-6
+
+
+def test_traffic_without_an_end_is_measured_while_it_lasts() -> None:
+    """Transfers that overlap for minutes leave no gap in which a period could end."""
+    meter = LinkMeter(min_sample_bytes=1000)
+    meter.begin(A, 0.0)
+
+    for tenth in range(1, 6):
+        meter.add(A, 100_000, tenth / 10)
+
+    assert abs(meter.estimates()[A] / 1e6 - 1) < 1e-6
+
+
+def test_a_link_is_unmeasured_since_the_last_byte_of_its_last_sample() -> None:
+    """Probes are for links whose own traffic does not measure them; small transfers do not, nor does another link's traffic."""
+    meter = LinkMeter(min_sample_bytes=1000)
+    meter.begin(A, 5.0)
+    while_open = meter.unmeasured_s(A, 9.0)
+    meter.add(A, 1000, 6.0)
+    meter.end(A, 7.0)
+    play(meter, A, [(0, 999)], 8.0, 1e6)
+    play(meter, B, [(0, 999)], 8.0, 1e6)
+
+    assert (while_open, meter.unmeasured_s(A, 9.0), meter.unmeasured_s(B, 9.0)) == (0.0, 3.0, inf)

@@ -1,0 +1,338 @@
+"""The page port against peers that are not what they should be: strangers, impostors, and peers that speak nonsense."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import kvrs.transfer.server as server_module
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol import frames
+from kvrs.protocol.frames import Answer, FrameType, Identity, Pull, PullRequest
+from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.handshake import admit, introduce, page_key
+from kvrs.transfer.peers import Peer, PinnedPages, PullResult
+from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.server import PageServer
+from kvrs.transfer.stream import SocketStream
+
+PAGE_BYTES = 1024
+SECRET = b"only for the tests"
+SERVER = Identity(InstanceId("p0"), NodeId("n0"), 7, "model", PAGE_BYTES)
+CLIENT = Identity(InstanceId("d1"), NodeId("n1"), 3, "model", PAGE_BYTES)
+SETTINGS = TransferSettings(stall_timeout_s=5.0)
+PULL = PullRequest((Tag(bytes(TAG_BYTES)),))
+PAGE = b"kvrs" * (PAGE_BYTES // 4)
+
+
+class OnePage:
+    """Holds every page that is asked for; they are all alike."""
+
+    def pin(self, request: PullRequest) -> PinnedPages:
+        return PinnedPages([memoryview(PAGE)] * len(request.tags), None, None)
+
+    def unpin(self, pinned: PinnedPages) -> None:
+        assert pinned.token is None
+
+
+def peer_at(port: int) -> Peer:
+    return Peer(SERVER.instance, SERVER.node, "127.0.0.1", port)
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[int]:
+    server = PageServer(lambda: SERVER, OnePage(), SECRET, SETTINGS)
+    try:
+        yield await server.start("127.0.0.1", 0)
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def pulling() -> AsyncIterator[PagePuller]:
+    puller = PagePuller(lambda: CLIENT, SECRET, SETTINGS, time.monotonic)
+    try:
+        yield puller
+    finally:
+        await puller.close()
+
+
+async def pull(puller: PagePuller, port: int) -> PullResult:
+    return await puller.pull(peer_at(port), PULL, [memoryview(bytearray(PAGE_BYTES))], None)
+
+
+async def connect(port: int) -> socket.socket:
+    sock = socket.socket()
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    return sock
+
+
+async def all_that_comes(sock: socket.socket) -> bytes:
+    """Until the other end closes. A server that waits for more instead fails the test by the time limit."""
+    received = b""
+    async with asyncio.timeout(20):
+        try:
+            while data := await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
+                received += data
+        except ConnectionResetError:
+            pass
+    return received
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x80\x04\x95pickle me",
+        b"KV\x01\x02\xff\xff\xff\xff",  # A HELLO of four gigabytes.
+        b"KV\x01\x02\x00\x00\x00\x04abcd",  # A HELLO that is too short for what it must hold.
+        b"KV\x01\x05\x00\x00\x00\x00",  # A question before the hand-shake.
+        b"KV\x09\x02\x00\x00\x00\x00",
+        bytes(64),
+    ],
+)
+async def test_nonsense_from_a_stranger_closes_its_connection_and_no_other(nonsense: bytes) -> None:
+    """Nothing is allocated, awaited or answered for it; a pull on another connection goes on."""
+    async with serving() as port, pulling() as puller:
+        before = await pull(puller, port)
+        sock = await connect(port)
+        await asyncio.get_running_loop().sock_sendall(sock, nonsense)
+
+        received = await all_that_comes(sock)
+        after = await pull(puller, port)
+
+        sock.close()
+        assert len(received) <= frames.HEADER_BYTES + frames.NONCE_BYTES
+        assert (before.full_pages, after.full_pages, after.error) == (1, 1, None)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"KV\x01\x05\xff\xff\xff\xff",  # A PULL of four gigabytes.
+        b"KV\x01\x05\x00\x00\x00\x10" + bytes(4) + b"\xff\xff\xff\xff" + bytes(8),  # More tags than fit.
+        b"KV\x01\x09\x00\x00\x00\x08" + bytes(4) + b"\xff\xff\xff\xff",  # A probe of four gigabytes.
+        b"KV\x01\x06\x00\x00\x00\x10" + bytes(16),  # An answer instead of a question.
+        b"KV\x01\x02\x00\x00\x00\x00",  # A second HELLO.
+        b"\xff" * 100,
+    ],
+)
+async def test_nonsense_from_a_peer_closes_its_connection_and_no_other(nonsense: bytes) -> None:
+    """A peer that knows the secret may still be broken."""
+    async with serving() as port, pulling() as puller:
+        await pull(puller, port)
+        sock = await connect(port)
+        stream = SocketStream(sock, 5.0)
+        await introduce(stream, page_key(SECRET), CLIENT, peer_at(port))
+
+        await stream.send(nonsense)
+        received = await all_that_comes(sock)
+        after = await pull(puller, port)
+
+        stream.close()
+        assert received == b""
+        assert (after.full_pages, after.error) == (1, None)
+
+
+async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unauthenticated connection lasts as long as a hand-shake may."""
+    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.1)
+    async with serving() as port:
+        silent, dripping = await connect(port), await connect(port)
+        await asyncio.get_running_loop().sock_sendall(dripping, b"KV\x01")
+
+        challenges = await asyncio.gather(all_that_comes(silent), all_that_comes(dripping))
+
+        silent.close()
+        dripping.close()
+        assert [len(challenge) for challenge in challenges] == [frames.HEADER_BYTES + frames.NONCE_BYTES] * 2
+
+
+async def test_strangers_take_a_bounded_number_of_connections_and_none_of_the_peers() -> None:
+    """Those in excess are closed at once; a peer whose connection stands is served all the same."""
+    async with serving() as port, pulling() as puller:
+        await pull(puller, port)
+        strangers = [await connect(port) for _ in range(server_module.MAX_STRANGERS)]
+        for stranger in strangers:
+            await asyncio.get_running_loop().sock_recv(stranger, 1)
+        one_more = await connect(port)
+
+        refused = await all_that_comes(one_more)
+        served = await pull(puller, port)
+
+        for sock in (*strangers, one_more):
+            sock.close()
+        assert refused == b""
+        assert served.full_pages == 1
+
+
+async def test_a_hello_that_was_overheard_is_worth_nothing() -> None:
+    """The server's nonce is in the proof, and never the same."""
+    heard: list[bytes] = []
+
+    async def overhear(stream: SocketStream) -> None:
+        nonce = bytes(frames.NONCE_BYTES)
+        await stream.send(frames.encode_challenge(nonce))
+        _, body = await stream.receive_frame(FrameType.HELLO)
+        heard.append(body)
+
+    async with serving() as port, pulling() as puller:
+        async with impostor(overhear) as impostor_port:
+            await pull(puller, impostor_port)
+        sock = await connect(port)
+        stream = SocketStream(sock, 5.0)
+        await stream.receive_frame(FrameType.CHALLENGE)
+
+        await stream.send(frames.encode_hello(frames.decode_hello(heard[0])))
+        _, body = await stream.receive_frame(FrameType.REFUSED)
+
+        stream.close()
+        assert frames.decode_refused(body) == "authentication failed"
+
+
+@asynccontextmanager
+async def impostor(behave: Callable[[SocketStream], Coroutine[Any, Any, None]]) -> AsyncIterator[int]:
+    """A server that does to each connection what `behave` does, then closes it."""
+    loop = asyncio.get_running_loop()
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+
+    async def accept() -> None:
+        while True:
+            sock, _ = await loop.sock_accept(listener)
+            stream = SocketStream(sock, 5.0)
+            try:
+                await behave(stream)
+            finally:
+                stream.close()
+
+    accepting = asyncio.create_task(accept())
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
+        listener.close()
+
+
+async def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
+    """Both ends prove themselves: pages of an impostor would become tokens."""
+
+    async def pretend(stream: SocketStream) -> None:
+        await stream.send(frames.encode_challenge(bytes(frames.NONCE_BYTES)))
+        await stream.receive_frame(FrameType.HELLO)
+        await stream.send(frames.encode_welcome(frames.Welcome(SERVER, bytes(frames.MAC_BYTES))))
+
+    async with impostor(pretend) as port, pulling() as puller:
+        result = await pull(puller, port)
+
+    assert (result.full_pages, result.error) == (0, "the peer does not know the secret")
+
+
+class Recording(SocketStream):
+    def __init__(self, stream: SocketStream, sent: list[bytes]) -> None:
+        super().__init__(stream._sock, 5.0)
+        self._sent = sent
+
+    async def send(self, *buffers: frames.Bytes) -> None:
+        self._sent.append(b"".join(buffers))
+        await super().send(*buffers)
+
+
+async def test_a_servers_proof_from_another_meeting_is_not_believed() -> None:
+    """The client's nonce is in the proof, and never the same."""
+    recorded: list[bytes] = []
+
+    async def honest_once_then_play_back(stream: SocketStream) -> None:
+        if not recorded:
+            await admit(Recording(stream, recorded), page_key(SECRET), SERVER)
+            return
+        challenge, welcome = recorded
+        await stream.send(challenge)
+        await stream.receive_frame(FrameType.HELLO)
+        await stream.send(welcome)
+
+    async with impostor(honest_once_then_play_back) as port, pulling() as puller:
+        honest = await pull(puller, port)
+        played_back = await pull(puller, port)
+
+    assert honest.error in ("connection closed by the peer", "connection lost: Connection reset by peer")
+    assert played_back.error == "the peer does not know the secret"
+
+
+GOOD_PAGE = Answer(FrameType.PAGE, 1, 0, frames.checksum(PAGE), PAGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [replace(GOOD_PAGE, index=1)],
+        [replace(GOOD_PAGE, request_id=2)],
+        [replace(GOOD_PAGE, payload_bytes=PAGE_BYTES + 1)],
+        [replace(GOOD_PAGE, payload_bytes=PAGE_BYTES - 1)],
+        [replace(GOOD_PAGE, payload_bytes=0)],
+        [Answer(FrameType.END, 1, 0, 0, 0)],
+        [Answer(FrameType.GONE, 1, 1, 0, 0)],
+        [GOOD_PAGE, GOOD_PAGE],
+        [GOOD_PAGE, Answer(FrameType.GONE, 1, 1, 0, 0)],
+        [Answer(FrameType.PROBE_DATA, 1, 0, 0, PAGE_BYTES)],
+    ],
+)
+async def test_answers_out_of_turn_end_the_pull(answers: list[Answer]) -> None:
+    """Wrong page, wrong request, wrong length, an early or a false end: an error, and the pages before it."""
+
+    async def answer_wrongly(stream: SocketStream) -> None:
+        await admit(stream, page_key(SECRET), SERVER)
+        await stream.receive_frame(FrameType.PULL)
+        for answer in answers:
+            await stream.send(frames.encode_answer(answer), PAGE if answer.payload_bytes else b"")
+        await stream.wait_for_data()
+
+    async with impostor(answer_wrongly) as port, pulling() as puller:
+        result = await pull(puller, port)
+
+    assert result.full_pages == len(answers) - 1
+    assert result.error is not None
+    assert not result.gone
+
+
+async def test_a_page_that_is_not_of_the_agreed_size_never_leaves_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """A source that hands out wrong views is our bug, and is loud; its peer only sees the end."""
+
+    class WrongSize(OnePage):
+        def pin(self, request: PullRequest) -> PinnedPages:
+            return PinnedPages([memoryview(PAGE)[1:]], None, None)
+
+    server = PageServer(lambda: SERVER, WrongSize(), SECRET, SETTINGS)
+    async with pulling() as puller:
+        result = await pull(puller, await server.start("127.0.0.1", 0))
+    await server.close()
+
+    assert (result.full_pages, result.gone) == (0, False)
+    assert result.error is not None
+    assert "closed by a bug" in caplog.text
+
+
+async def test_a_pull_encodes_what_its_server_decodes() -> None:
+    """The raw exchange, byte for byte: question, page, end."""
+    async with serving() as port:
+        sock = await connect(port)
+        stream = SocketStream(sock, 5.0)
+        await introduce(stream, page_key(SECRET), CLIENT, peer_at(port))
+        await stream.send(frames.encode_pull(Pull(41, PULL)))
+        answer = memoryview(bytearray(2 * frames.ANSWER_BYTES + PAGE_BYTES))
+
+        await stream.receive_into(answer)
+
+        stream.close()
+        page_end = frames.ANSWER_BYTES + PAGE_BYTES
+        assert frames.decode_answer(answer[: frames.ANSWER_BYTES], FrameType.PAGE) == replace(GOOD_PAGE, request_id=41)
+        assert bytes(answer[frames.ANSWER_BYTES : page_end]) == PAGE
+        assert frames.decode_answer(answer[page_end:], FrameType.END) == Answer(FrameType.END, 41, 1, 0, 0)

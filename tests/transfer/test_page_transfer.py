@@ -1,0 +1,591 @@
+"""Pages over real sockets between a real server and a real puller, with a relay between them that can do harm."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.frames import ANSWER_BYTES
+from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullResult
+from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.server import PageServer
+
+PAGE_BYTES = 4096
+SECRET = b"only for the tests"
+SERVER = Identity(InstanceId("p0"), NodeId("n0"), epoch=7, fingerprint="model", page_bytes=PAGE_BYTES)
+CLIENT = Identity(InstanceId("d1"), NodeId("n1"), epoch=3, fingerprint="model", page_bytes=PAGE_BYTES)
+STREAM = StreamId("s1")
+SETTINGS = TransferSettings(stall_timeout_s=10.0)
+FRAME_BYTES = ANSWER_BYTES + PAGE_BYTES
+
+
+def tag(index: int) -> Tag:
+    return Tag(index.to_bytes(TAG_BYTES))
+
+
+def tags(count: int) -> tuple[Tag, ...]:
+    return tuple(tag(index) for index in range(count))
+
+
+def content(index: int) -> bytes:
+    """The bytes of page `index`; no two pages are alike."""
+    return (index + 1).to_bytes(4) * (PAGE_BYTES // 4)
+
+
+@dataclass
+class Pages:
+    """An engine's pages, as far as a page server is concerned."""
+
+    held: dict[Tag, bytearray] = field(default_factory=dict)
+    tails: dict[tuple[StreamId, int], bytearray] = field(default_factory=dict)
+    pinned: int = 0
+    requests: int = 0
+
+    def pin(self, request: PullRequest) -> PinnedPages:
+        self.pinned += 1
+        self.requests += 1
+        run: list[memoryview] = []
+        for wanted in request.tags:
+            if wanted not in self.held:
+                break
+            run.append(memoryview(self.held[wanted]))
+        tail = None
+        if request.handoff is not None and request.tail_index is not None:
+            tail = self.tails.get((request.handoff, request.tail_index))
+        return PinnedPages(run, None if tail is None else memoryview(tail), token=self)
+
+    def unpin(self, pinned: PinnedPages) -> None:
+        assert pinned.token is self
+        self.pinned -= 1
+
+
+def holding(count: int) -> Pages:
+    return Pages({tag(index): bytearray(content(index)) for index in range(count)})
+
+
+def buffers(count: int) -> list[memoryview]:
+    return [memoryview(bytearray(PAGE_BYTES)) for _ in range(count)]
+
+
+@dataclass
+class Relay:
+    """Passes bytes on between puller and server, and does harm to those that the server sends."""
+
+    server_port: int = 0
+    port: int = 0
+    connections: int = 0
+    flip_at: int | None = None  # Offset of a byte to damage, after the hand-shake.
+    cut_at: int | None = None  # After so many bytes after the hand-shake the connection ends.
+    hold_at: int | None = None  # After so many bytes after the hand-shake nothing passes until `release` is set.
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    held: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: bytearray = field(default_factory=bytearray)
+    handlers: list[asyncio.Task[None] | None] = field(default_factory=list)
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.handlers.append(asyncio.current_task())
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.server_port)
+        try:
+            # The server answers a HELLO with its WELCOME; both ends speak in turns, so the sizes are known.
+            for source, target in ((up_reader, writer), (reader, up_writer), (up_reader, writer)):
+                header = await source.readexactly(8)
+                frame = header + await source.readexactly(int.from_bytes(header[4:]))
+                if source is reader:
+                    self.asked += frame
+                await put(target, frame)
+            upwards = asyncio.create_task(self._pass(reader, up_writer))
+            try:
+                await self._tamper(up_reader, writer)
+            finally:
+                upwards.cancel()
+                await asyncio.gather(upwards, return_exceptions=True)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+            up_writer.close()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            self.asked += data
+            await put(writer, data)
+        writer.close()
+
+    async def _tamper(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        offset = 0
+        while data := bytearray(await reader.read(1 << 12)):
+            end = offset + len(data)
+            if self.flip_at is not None and offset <= self.flip_at < end:
+                data[self.flip_at - offset] ^= 0x10
+            if self.cut_at is not None and end >= self.cut_at:
+                await put(writer, data[: self.cut_at - offset])
+                return
+            if self.hold_at is not None and end >= self.hold_at and not self.release.is_set():
+                await put(writer, data[: self.hold_at - offset])
+                del data[: self.hold_at - offset]
+                self.held.set()
+                await self.release.wait()
+            await put(writer, data)
+            offset = end
+
+
+async def put(writer: asyncio.StreamWriter, data: bytes | bytearray) -> None:
+    if writer.is_closing():  # The event loops differ in what they raise for this.
+        raise ConnectionResetError
+    writer.write(data)
+    await writer.drain()
+
+
+@dataclass
+class World:
+    pages: Pages
+    server: PageServer
+    puller: PagePuller
+    relay: Relay
+    identity: list[Identity]  # The server's, changeable.
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(SERVER.instance, SERVER.node, "127.0.0.1", self.relay.port)
+
+    @property
+    def direct(self) -> Peer:
+        return replace(self.peer, port=self.relay.server_port)
+
+    async def pull(self, count: int, into: list[memoryview] | None = None, epoch: int | None = None) -> PullResult:
+        return await self.puller.pull(self.peer, PullRequest(tags(count)), into or buffers(count), None, epoch)
+
+
+@asynccontextmanager
+async def world(
+    pages: Pages,
+    settings: TransferSettings = SETTINGS,
+    client: Identity = CLIENT,
+    secret: bytes = SECRET,
+) -> AsyncIterator[World]:
+    identity = [SERVER]
+    server = PageServer(lambda: identity[0], pages, SECRET, settings)
+    puller = PagePuller(lambda: client, secret, settings, time.monotonic)
+    relay = Relay(server_port=await server.start("127.0.0.1", 0))
+    listener = await asyncio.start_server(relay.handle, "127.0.0.1", 0)
+    relay.port = listener.sockets[0].getsockname()[1]
+    try:
+        yield World(pages, server, puller, relay, identity)
+    finally:
+        relay.release.set()
+        await puller.close()
+        await server.close()
+        listener.close()
+        # Both ends are closed, so the relay's connections end by themselves.
+        await asyncio.wait_for(asyncio.gather(*(handler for handler in relay.handlers if handler)), timeout=20)
+        assert pages.pinned == 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_run_and_its_tail_arrive_whole() -> None:
+    """Every page lands in its own buffer, the partial last page in the tail's."""
+    pages = holding(5)
+    pages.tails[STREAM, 5] = bytearray(content(99))
+    into, tail = buffers(5), memoryview(bytearray(PAGE_BYTES))
+    async with world(pages) as w:
+        result = await w.puller.pull(w.peer, PullRequest(tags(5), STREAM, tail_index=5), into, tail)
+
+    assert [bytes(page) for page in into] == [content(index) for index in range(5)]
+    assert bytes(tail) == content(99)
+    assert replace(result, seconds=0.0) == PullResult(5, True, 6 * PAGE_BYTES, 0.0, gone=False, error=None)
+
+
+async def test_a_prompt_shorter_than_a_page_is_handed_off_by_its_tail_alone() -> None:
+    """There may be no full page at all."""
+    pages = Pages(tails={(STREAM, 0): bytearray(content(4))})
+    tail = memoryview(bytearray(PAGE_BYTES))
+    async with world(pages) as w:
+        result = await w.puller.pull(w.peer, PullRequest((), STREAM, tail_index=0), [], tail)
+
+    assert (result.full_pages, result.tail, result.error) == (0, True, None)
+    assert bytes(tail) == content(4)
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+async def test_pages_that_are_gone_end_the_run_without_an_error(held: int) -> None:
+    """The receiver keeps the leading run and computes from there on; the connection stays good."""
+    async with world(holding(held)) as w:
+        first = await w.pull(5)
+        second = await w.pull(5)
+
+        for result in (first, second):
+            assert (result.full_pages, result.gone, result.error) == (held, True, None)
+        assert w.relay.connections == 1
+
+
+async def test_a_tail_that_is_gone_leaves_the_full_pages() -> None:
+    """The tail comes last, so its loss costs less than a page of computing."""
+    async with world(holding(2)) as w:
+        result = await w.puller.pull(w.peer, PullRequest(tags(2), STREAM, 2), buffers(2), memoryview(bytearray(PAGE_BYTES)))
+
+    assert (result.full_pages, result.tail, result.gone, result.error) == (2, False, True, None)
+
+
+async def test_a_tail_behind_missing_pages_is_not_sent() -> None:
+    """KV without what precedes it is of no use."""
+    pages = holding(1)
+    pages.tails[STREAM, 2] = bytearray(content(9))
+    tail = memoryview(bytearray(PAGE_BYTES))
+    async with world(pages) as w:
+        result = await w.puller.pull(w.peer, PullRequest(tags(2), STREAM, 2), buffers(2), tail)
+
+    assert (result.full_pages, result.tail, result.gone) == (1, False, True)
+    assert bytes(tail) == bytes(PAGE_BYTES)
+
+
+async def test_pulls_one_after_another_use_one_connection() -> None:
+    """The hand-shake is paid once per peer."""
+    async with world(holding(3)) as w:
+        results = [await w.pull(3) for _ in range(4)]
+
+        assert all(result.full_pages == 3 and result.error is None for result in results)
+        assert w.relay.connections == 1
+
+
+async def test_pulls_at_the_same_time_do_not_mix() -> None:
+    """Each has a connection of its own while it lasts."""
+    async with world(holding(40)) as w:
+        into = [buffers(40) for _ in range(3)]
+        results = await asyncio.gather(*(w.pull(40, own) for own in into))
+
+        assert all(result.full_pages == 40 for result in results)
+        assert all(bytes(page) == content(index) for own in into for index, page in enumerate(own))
+        assert w.relay.connections == 3
+
+
+async def test_another_epoch_than_expected_pulls_nothing() -> None:
+    """Pages of an epoch that is over may not be what the registry says they are."""
+    async with world(holding(2)) as w:
+        result = await w.pull(2, epoch=SERVER.epoch - 1)
+
+        assert (result.full_pages, result.bytes) == (0, 0)
+        assert result.error is not None
+        assert "epoch 7" in result.error
+        assert w.pages.requests == 0
+
+
+async def test_a_connection_does_not_outlive_the_epoch_it_was_made_in() -> None:
+    """A fenced instance is met again by a new hand-shake; the pull does not notice."""
+    async with world(holding(2)) as w:
+        await w.pull(2)
+        w.identity[0] = replace(SERVER, epoch=8)
+
+        old = await w.pull(2, epoch=7)
+        new = await w.pull(2, epoch=8)
+        any_epoch = await w.pull(2)
+
+        assert (old.full_pages, new.full_pages, any_epoch.full_pages) == (0, 2, 2)
+        assert w.relay.connections == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fingerprint": "another"}, "fingerprints differ"),
+        ({"page_bytes": 2 * PAGE_BYTES}, "page_bytes differ"),
+    ],
+)
+async def test_pages_that_would_not_fit_are_refused_at_the_hand_shake(change: dict[str, str | int], reason: str) -> None:
+    """Before any page is named, with the reason."""
+    client = Identity(
+        CLIENT.instance,
+        CLIENT.node,
+        CLIENT.epoch,
+        fingerprint=str(change.get("fingerprint", CLIENT.fingerprint)),
+        page_bytes=int(change.get("page_bytes", CLIENT.page_bytes)),
+    )
+    async with world(holding(2), client=client) as w:
+        result = await w.puller.pull(w.peer, PullRequest(tags(1)), [memoryview(bytearray(client.page_bytes))], None)
+
+        assert result.error is not None
+        assert reason in result.error
+        assert w.pages.requests == 0
+
+
+async def test_without_the_secret_nothing_is_pulled_and_nothing_is_told() -> None:
+    """A stranger learns that it is one, not what the cluster runs."""
+    client = replace(CLIENT, fingerprint="another")
+    async with world(holding(2), client=client, secret=b"another secret, as long") as w:
+        result = await w.pull(2)
+
+        assert result.error == "refused by the peer: authentication failed"
+        assert w.pages.requests == 0
+
+
+async def test_an_instance_that_is_not_the_one_that_was_meant_is_not_pulled_from() -> None:
+    """A port may have been given to another instance since the registry was read."""
+    async with world(holding(2)) as w:
+        wrong = replace(w.peer, instance=InstanceId("p9"))
+
+        result = await w.puller.pull(wrong, PullRequest(tags(2)), buffers(2), None)
+
+        assert result.error is not None
+        assert "'p0'" in result.error
+        assert w.pages.requests == 0
+
+
+@pytest.mark.parametrize("page", [0, 2])
+async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(page: int) -> None:
+    """Only pages whose checksum is right count; the connection is not trusted again."""
+    async with world(holding(4)) as w:
+        w.relay.flip_at = page * FRAME_BYTES + ANSWER_BYTES + 17
+
+        damaged = await w.pull(4)
+        w.relay.flip_at = None
+        whole = await w.pull(4)
+
+        assert damaged.full_pages == page
+        assert damaged.error is not None
+        assert damaged.error.startswith("checksum")
+        assert (whole.full_pages, w.relay.connections) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("cut_at", "verified"),
+    [
+        (0, 0),
+        (ANSWER_BYTES - 1, 0),
+        (FRAME_BYTES - 1, 0),
+        (FRAME_BYTES, 1),
+        (2 * FRAME_BYTES + ANSWER_BYTES, 2),
+        (3 * FRAME_BYTES + 7, 3),
+    ],
+)
+async def test_a_connection_that_is_cut_leaves_the_pages_that_came_whole(cut_at: int, verified: int) -> None:
+    """Wherever it is cut: in a page, at its end, or within a frame's header."""
+    into = buffers(4)
+    async with world(holding(4)) as w:
+        w.relay.cut_at = cut_at
+
+        result = await w.pull(4, into)
+
+        assert (result.full_pages, result.gone) == (verified, False)
+        assert result.error == "connection closed by the peer"
+        assert [bytes(page) for page in into[:verified]] == [content(index) for index in range(verified)]
+
+
+async def test_a_peer_that_falls_silent_is_given_up() -> None:
+    """An open connection is no proof of life."""
+    async with world(holding(4), TransferSettings(stall_timeout_s=0.5)) as w:
+        w.relay.hold_at = 2 * FRAME_BYTES + 100
+
+        result = await w.pull(4)
+
+        assert result.full_pages == 2
+        assert result.error is not None
+        assert "stalled" in result.error
+
+
+async def test_a_connection_that_died_while_it_was_idle_costs_a_new_one_and_no_pages() -> None:
+    """What is found dead when it is used again says nothing about the peer."""
+    async with world(holding(2)) as w:
+        w.relay.cut_at = 2 * FRAME_BYTES + ANSWER_BYTES  # Right after the whole first answer.
+        await w.pull(2)
+        w.relay.cut_at = None
+
+        result = await w.pull(2)
+
+        assert (result.full_pages, result.error, w.relay.connections) == (2, None, 2)
+
+
+async def test_nobody_there_is_an_error_and_not_an_exception() -> None:
+    """The caller recomputes; there is nothing to catch."""
+    async with world(holding(1)) as w:
+        await w.server.close()
+
+        result = await w.puller.pull(w.direct, PullRequest(tags(1)), buffers(1), None)
+
+        assert result.full_pages == 0
+        assert result.error is not None
+        assert "cannot connect" in result.error
+
+
+async def test_after_a_cancelled_pull_nothing_writes_into_its_buffers() -> None:
+    """The pages are given to another request the moment the coroutine has ended."""
+    into = buffers(8)
+    async with world(holding(8)) as w:
+        w.relay.hold_at = 3 * FRAME_BYTES + 100
+        pulling = asyncio.create_task(w.pull(8, into))
+        await w.relay.held.wait()
+        await until(lambda: bytes(into[3][:4]) == content(3)[:4])
+
+        pulling.cancel()
+        await asyncio.gather(pulling, return_exceptions=True)
+        for page in into:
+            page[:] = b"\xee" * PAGE_BYTES
+        w.relay.release.set()
+        await until(lambda: w.pages.pinned == 0)
+        again = await w.pull(8)
+
+        assert pulling.cancelled()
+        assert all(bytes(page) == b"\xee" * PAGE_BYTES for page in into)
+        assert (again.full_pages, w.relay.connections) == (8, 2)
+
+
+async def test_pages_are_unpinned_when_the_receiver_leaves() -> None:
+    """A receiver that is gone must not hold pages of the sender."""
+    settings = TransferSettings(link_bytes_per_s=100_000.0)
+    async with world(holding(400), settings) as w:
+        pulling = asyncio.create_task(w.pull(400))
+        await until(lambda: w.pages.pinned == 1)
+
+        pulling.cancel()
+
+        await until(lambda: w.pages.pinned == 0)
+
+
+async def test_a_server_that_closes_unpins_and_ends_its_pulls() -> None:
+    """`world` checks the pins; the receiver keeps what it has."""
+    settings = TransferSettings(link_bytes_per_s=200_000.0)
+    into = buffers(400)
+    async with world(holding(400), settings) as w:
+        pulling = asyncio.create_task(w.pull(400, into))
+        await until(lambda: bytes(into[2]) == content(2))
+
+        await w.server.close()
+        pins_left = w.pages.pinned
+        result = await pulling
+
+        assert pins_left == 0
+        assert 3 <= result.full_pages < 400
+        assert result.error is not None
+
+
+async def test_a_puller_that_closes_ends_its_pulls() -> None:
+    """The engine shuts down without waiting for a slow peer."""
+    settings = TransferSettings(link_bytes_per_s=200_000.0)
+    into = buffers(400)
+    async with world(holding(400), settings) as w:
+        pulling = asyncio.create_task(w.pull(400, into))
+        await until(lambda: bytes(into[2]) == content(2))
+
+        await w.puller.close()
+        result = await pulling
+        afterwards = await w.pull(1)
+
+        assert result.error is not None
+        assert afterwards.error == "the puller is closed"
+
+
+async def test_two_pulls_over_a_limited_link_share_it() -> None:
+    """When the first of two equal pulls is done, the other is nearly so."""
+    settings = TransferSettings(link_bytes_per_s=2_000_000.0)
+    into = [buffers(60), buffers(60)]
+    async with world(holding(60), settings) as w:
+        pulling = [asyncio.create_task(w.pull(60, own)) for own in into]
+        await asyncio.wait(pulling, return_when=asyncio.FIRST_COMPLETED)
+        arrived = [sum(bytes(page) == content(index) for index, page in enumerate(own)) for own in into]
+        await asyncio.gather(*pulling)
+
+    assert min(arrived) >= 45
+
+
+async def test_within_a_node_nothing_is_limited() -> None:
+    """There is no link. At this limit the pages would take hours."""
+    settings = TransferSettings(link_bytes_per_s=100.0)
+    neighbour = replace(CLIENT, node=SERVER.node)
+    async with world(holding(100), settings, neighbour) as w:
+        result = await w.pull(100)
+
+    assert (result.full_pages, result.error) == (100, None)
+
+
+async def test_a_limited_link_is_measured_as_what_it_is() -> None:
+    """Pulls and probes find the limit, as they would find a slow network's rate."""
+    settings = TransferSettings(link_bytes_per_s=1_000_000.0, probe_interval_s=0.01, probe_bytes=1 << 16)
+    async with world(holding(30), settings) as w:
+        await w.puller.probe(w.peer)
+        by_probe = w.puller.links()[SERVER.node]
+        await w.pull(30)
+        by_pull = w.puller.links()[SERVER.node]
+
+    # Wide enough for a machine that stalls; a meter blind to the limit would find a thousand times as much.
+    assert 0.2 < by_probe / 1_000_000 < 2
+    assert 0.2 < by_pull / 1_000_000 < 2
+
+
+async def test_a_link_with_traffic_is_not_probed() -> None:
+    """Probes are for links that nobody measures otherwise."""
+    settings = TransferSettings(probe_interval_s=3600.0)
+    async with world(holding(20), settings) as w:
+        await w.puller.probe(w.peer)
+        first = len(w.relay.asked)
+        await w.puller.probe(w.peer)
+        assert len(w.relay.asked) == first
+        assert w.puller.links()[SERVER.node] > 0
+
+    async with world(holding(20), settings) as w:
+        await w.pull(20)
+        first = len(w.relay.asked)
+        await w.puller.probe(w.peer)
+        assert len(w.relay.asked) == first
+
+
+async def test_a_probe_of_a_dead_peer_changes_nothing() -> None:
+    """Noticing death is not the prober's business."""
+    async with world(holding(1)) as w:
+        await w.server.close()
+
+        await w.puller.probe(w.direct)
+
+        assert w.puller.links() == {}
+
+
+SERVER_PROCESS = """
+import asyncio
+from tests.transfer.test_page_transfer import SECRET, SERVER, holding
+from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.server import PageServer
+
+async def main():
+    server = PageServer(lambda: SERVER, holding(2000), SECRET, TransferSettings(link_bytes_per_s=1e6))
+    print(await server.start("127.0.0.1", 0), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_server_leaves_the_verified_leading_pages() -> None:
+    """SIGKILL in the middle of a transfer: the pull returns by itself with what had come."""
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", SERVER_PROCESS], stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout is not None
+        puller = PagePuller(lambda: CLIENT, SECRET, SETTINGS, time.monotonic)
+        try:
+            port = int(await asyncio.to_thread(process.stdout.readline))
+            into = buffers(2000)
+            peer = Peer(SERVER.instance, SERVER.node, "127.0.0.1", port)
+            pulling = asyncio.create_task(puller.pull(peer, PullRequest(tags(2000)), into, None))
+            await until(lambda: bytes(into[9]) == content(9))
+
+            process.send_signal(signal.SIGKILL)
+            result = await pulling
+        finally:
+            process.kill()
+            await puller.close()
+
+    assert 10 <= result.full_pages < 2000
+    assert result.error is not None
+    assert [bytes(page) for page in into[: result.full_pages]] == [content(index) for index in range(result.full_pages)]
