@@ -23,7 +23,7 @@ from kvrs.proxy.config import ProxySettings
 from kvrs.settings import Settings
 from kvrs.transfer.config import TransferSettings
 
-SECRET_VARIABLE = "KVRS_SECRET"
+ENV_NAME = "KVRS_SECRET"
 
 
 class InstanceSettings(Settings):
@@ -126,7 +126,7 @@ def read_secret(security: SecuritySettings, environ: Mapping[str, str]) -> bytes
         ConfigError: there is none, it is too short, or others may read its file.
     """
     if security.secret_file is None:
-        secret, source = environ.get(SECRET_VARIABLE, "").encode(), f"environment variable {SECRET_VARIABLE}"
+        secret, source = environ.get(ENV_NAME, "").encode(), f"environment variable {ENV_NAME}"
     else:
         source = f"security.secret_file: {security.secret_file}"
         try:

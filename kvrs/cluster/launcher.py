@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvrs.cluster.ports import resolve_ports
-from kvrs.config import SECRET_VARIABLE, Config, dump_config
+from kvrs.config import ENV_NAME, Config, dump_config
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 
@@ -125,7 +125,7 @@ class Cluster:
     def _start(self) -> None:
         os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_TMPDIR=str(self.run_directory))
         self.secret = secrets.token_hex(32).encode()
-        os.environ[SECRET_VARIABLE] = self.secret.decode()
+        os.environ[ENV_NAME] = self.secret.decode()
         self._write_config()
         self._progress("starting Ray on loopback")
         self._start_ray()

@@ -77,7 +77,7 @@ class EngineCore:
         self.fence({sequence.stream: sequence.attempt})
         self._runs[sequence] = run
         self.scheduler.add(sequence)
-        self._wake.set()
+        self.wake()
 
     def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> None:
         """Drop every run below the attempt named for its stream, and refuse such from now on."""
@@ -94,7 +94,11 @@ class EngineCore:
         if self._runs.pop(run.sequence, None) is not None:
             self.scheduler.abort(run.sequence)
             run.outputs.put_nowait(None)
-            self._wake.set()
+            self.wake()
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
 
     def queue_delay_s(self) -> float:
         """Predicted time until a request that arrives now starts its prefill."""
@@ -202,4 +206,4 @@ class EngineCore:
             if tail and pull.tail_page is not None:
                 pool.store(pull.tail_page)
         self.scheduler.pulled(pull.sequence, full_pages, tail)
-        self._wake.set()
+        self.wake()

@@ -53,7 +53,8 @@ class EngineInstance:
         self.pages = PageManager(engine.pages, engine.page_size_tokens)
         self.prefill = pace.prefill if pace is not None else measure_prefill(self.worker, self.max_model_len)
         self.puller = PagePuller(self.identity, secret, config.transfer, time.monotonic)
-        self.page_server = PageServer(self.identity, EnginePages(self.pages, self.worker.pool), secret, config.transfer)
+        source = EnginePages(self.pages, self.worker.pool, released=lambda: self.core.wake())
+        self.page_server = PageServer(self.identity, source, secret, config.transfer)
         self.registry = {
             instance.id: Peer(instance=instance.id, node=node.id, host=instance.host, port=instance.page_port)
             for node, instance in config.cluster.instances()

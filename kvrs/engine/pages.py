@@ -1,5 +1,7 @@
 """What the page server may read of this engine: full pages by tag, and the partial page of a retained hand-off."""
 
+from collections.abc import Callable
+
 from kvrs.engine.kv_pool import KvPool
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.peers import PinnedPages, PullRequest
@@ -8,9 +10,10 @@ from kvrs.transfer.peers import PinnedPages, PullRequest
 class EnginePages:
     """A `PageSource` over the engine's own pool. Called on the event loop, like everything that touches pages."""
 
-    def __init__(self, pages: PageManager, pool: KvPool) -> None:
+    def __init__(self, pages: PageManager, pool: KvPool, released: Callable[[], None]) -> None:
         self._pages = pages
         self._pool = pool
+        self._released = released  # A sequence may be waiting for just the pages that were being sent.
 
     def pin(self, request: PullRequest) -> PinnedPages:
         """Hard-pin the longest leading run of the asked pages that is held, and the tail only behind a whole run."""
@@ -33,3 +36,4 @@ class EnginePages:
     def unpin(self, pinned: PinnedPages) -> None:
         assert isinstance(pinned.token, list)
         self._pages.release(pinned.token)
+        self._released()

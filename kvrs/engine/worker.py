@@ -54,7 +54,7 @@ class Worker:
         self.vocab_size = config.vocab
         self.eos_token_ids = config.eos_token_ids
         self.max_positions = min(settings.max_model_len, config.max_positions)
-        self.fingerprint = _fingerprint(config, weights, self.geometry)
+        self.fingerprint = _fingerprint(config, weights, self.geometry, device)
         # Outside of inference mode: `store` writes into the pool from other threads too.
         self.pool = KvPool(self.geometry, settings.pages, device)
         with torch.inference_mode():
@@ -96,11 +96,16 @@ def _check_attention(config: ModelConfig, page_size_tokens: int, device: torch.d
     check_batched_products(rows, block_tokens, config.head_dim, device)
 
 
-def _fingerprint(config: ModelConfig, weights: Weights, geometry: KvGeometry) -> str:
-    """Equal for two workers exactly when their KV pages mean the same."""
+def _fingerprint(config: ModelConfig, weights: Weights, geometry: KvGeometry, device: torch.device) -> str:
+    """Equal for two workers exactly when their KV pages are the same bits.
+
+    The same weights on other hardware, or under another release of torch, give nearly the same numbers: near enough to
+    look right, not near enough to continue a stream exactly. So the arithmetic is part of the fingerprint.
+    """
     total = hashlib.blake2b(digest_size=16, person=b"kvrs-model")
     # A set has no order of its own, and the end token is no part of what KV means.
     fields = {name: value for name, value in msgspec.to_builtins(config).items() if name != "eos_token_ids"}
-    total.update(msgspec.json.encode([fields, geometry], order="sorted"))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    total.update(msgspec.json.encode([fields, geometry, device.type, where, str(torch.__version__)], order="sorted"))
     total.update(weights.digest())
     return total.hexdigest()

@@ -149,10 +149,10 @@ def decode_header(header: Bytes, *expected: FrameType) -> tuple[FrameType, int]:
     """The frame's type, which must be one of `expected`, and the length of its body, which is within that type's bound."""
     if len(header) != HEADER_BYTES:
         raise TransferError(f"frame header of {len(header)} bytes instead of {HEADER_BYTES}")
-    return _checked(*_HEADER.unpack(header), expected)
+    return _checked(expected, *_HEADER.unpack(header))
 
 
-def _checked(magic: bytes, version: int, type_: int, length: int, expected: tuple[FrameType, ...]) -> tuple[FrameType, int]:
+def _checked(expected: tuple[FrameType, ...], magic: bytes, version: int, type_: int, length: int) -> tuple[FrameType, int]:
     if magic != _MAGIC:
         raise TransferError(f"not a frame: starts with {magic!r}")
     if version != VERSION:
@@ -271,7 +271,7 @@ def decode_answer(prologue: Bytes, *expected: FrameType) -> Answer:
     if len(prologue) != ANSWER_BYTES:
         raise TransferError(f"start of an answer of {len(prologue)} bytes instead of {ANSWER_BYTES}")
     magic, version, type_, length, request_id, index, checksum = _PROLOGUE.unpack(prologue)
-    frame_type, _ = _checked(magic, version, type_, length, expected)
+    frame_type, _ = _checked(expected, magic, version, type_, length)
     if length < _ANSWER.size:
         raise TransferError(f"{frame_type.name} of {length} bytes is too short")
     return Answer(frame_type, request_id, index, checksum, length - _ANSWER.size)

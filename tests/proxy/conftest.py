@@ -1,7 +1,7 @@
 """A proxy in front of scripted instances, on free ports, in the test's own event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +9,17 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import uvloop
 
 from kvrs.config import parse_config
 from kvrs.protocol.instance import Role
 from kvrs.proxy.server import Proxy
 from tests.proxy.scripted import SECRET, Script, Scripted
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The event loop that the product runs the proxy on."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @dataclass

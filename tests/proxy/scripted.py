@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -123,6 +123,7 @@ class Scripted:
     watches: int = 0
     refusal: tuple[int, bytes] | None = None
     created: int = 100
+    deaf: bool = False  # It runs on, but does not say who it is.
     _runner: web.AppRunner | None = None
     _connections: set[asyncio.BaseTransport] = field(default_factory=set)
     _watching: set[asyncio.BaseTransport] = field(default_factory=set)
@@ -189,6 +190,8 @@ class Scripted:
         return response
 
     async def _info(self, _: web.Request) -> web.Response:
+        if self.deaf:
+            return web.Response(status=503)
         return _json(self.info())
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
@@ -338,8 +341,8 @@ async def _break(request: web.Request, response: web.StreamResponse, fault: Faul
 
 
 def _abort(transport: asyncio.BaseTransport) -> None:
-    assert isinstance(transport, asyncio.Transport)
-    transport.abort()
+    # uvloop's transports do what asyncio's do, and descend from none of them.
+    cast(asyncio.Transport, transport).abort()
 
 
 def _json(message: msgspec.Struct) -> web.Response:

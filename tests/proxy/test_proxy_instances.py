@@ -87,8 +87,10 @@ async def test_nobody_writes_while_a_stream_waits_for_an_instance(build: HouseBu
     asked = asyncio.create_task(answer_text(house))
     await house.until_streams_hold(3)
 
+    house.instances["d0"].deaf = True
     house.instances["d0"].cut_watch()
     await house.until(lambda: _truth(house.instances["d0"].aborted == 1))
+    house.instances["d0"].deaf = False
     house.script.gate.set()
 
     assert await asked == text()

@@ -196,6 +196,18 @@ def test_a_finished_hand_off_is_retained_with_its_partial_page() -> None:
     pages.check()
 
 
+def test_a_page_is_findable_only_when_all_of_it_is_computed() -> None:
+    """Its tag is known beforehand, its content is not."""
+    batches, pages = scheduler(max_batch_tokens=6)
+    one = sequence(8)
+    submit(batches, one)
+
+    step(batches)
+
+    assert len(one.tags) == 2
+    assert pages.match(one.tags) == one.pages[:1]
+
+
 def test_admission_is_first_come_first_served() -> None:
     """A small sequence does not overtake a big one that does not fit yet."""
     batches, _ = scheduler(pages=4)
@@ -209,6 +221,35 @@ def test_admission_is_first_come_first_served() -> None:
 
     assert bigger.phase is Phase.RUNNING
     assert small.phase is Phase.WAITING
+
+
+def test_a_newcomer_leaves_a_page_for_each_that_produces() -> None:
+    """Else it would be preempted, or be in the way, as soon as one of them has filled a page."""
+    batches, _ = scheduler(pages=4)
+    producing, newcomer = sequence(8), sequence(8, first=100)
+
+    submit(batches, producing, newcomer)
+
+    assert (batches.running, batches.waiting) == (1, 1)
+    batches.finish(producing)
+    batches.admit()
+    assert newcomer.phase is Phase.RUNNING
+
+
+def test_the_head_of_the_queue_is_tried_again_when_someone_leaves() -> None:
+    """Also when no page comes free by it, because a peer is still being sent those of the one that left."""
+    batches, pages = scheduler(pages=4)
+    leaving, head = sequence(4), sequence(12, first=100)
+    submit(batches, leaving)
+    step(batches)
+    pages.match(leaving.tags)
+    submit(batches, head)
+    assert batches.waiting == 1
+
+    batches.finish(leaving)
+    batches.admit()
+
+    assert head.phase is Phase.RUNNING
 
 
 def test_no_more_run_than_is_allowed() -> None:
@@ -312,10 +353,47 @@ def test_a_pull_in_progress_cannot_be_preempted_but_its_turn_comes() -> None:
     assert puller.phase is Phase.WAITING
 
 
+def test_a_preempted_sequence_does_not_pull_again() -> None:
+    """The peer may have let go of its pages since; what is not cached here is computed."""
+    batches, pages = scheduler(pages=5)
+    older, puller = sequence(4), sequence(12, first=100, pull_pages=2)
+    submit(batches, older)
+    submit(batches, puller)
+    for _ in range(5):
+        step(batches)
+    batches.pulled(puller, 2, tail=False)
+    step(batches)
+    batches.finish(older)
+    pages.reset_cache()
+
+    pulls = batches.admit()
+
+    assert pulls == []
+    assert shape(step(batches)) == [(puller, 0, 12, True)]
+
+
+def test_age_survives_preemption() -> None:
+    """A preempted sequence that comes back is still older than one that was admitted meanwhile."""
+    batches, _ = scheduler(pages=6)
+    oldest, middle, youngest = sequence(4), sequence(4, first=100), sequence(8, first=200, pull_pages=1)
+    submit(batches, oldest, middle)
+    step(batches)
+    submit(batches, youngest)
+    while middle.phase is Phase.RUNNING:
+        step(batches)
+    assert youngest.phase is Phase.PULLING
+    batches.pulled(youngest, 1, tail=False)
+
+    batches.finish(oldest)
+    batches.admit()
+
+    assert [one for one, _, _, _ in shape(step(batches))] == [middle, youngest]
+
+
 def test_nobody_new_is_admitted_while_someone_has_no_page_to_go_on() -> None:
     """Else a newcomer that pulls could take each page that comes free, and keep it."""
-    batches, pages = scheduler(pages=4)
-    cached, streaming, newcomer = sequence(4, first=100, prefill_only=True), sequence(9), sequence(1, first=200)
+    batches, pages = scheduler(pages=5)
+    cached, streaming, newcomer = sequence(8, first=100, prefill_only=True), sequence(9), sequence(1, first=200)
     submit(batches, cached)
     step(batches)
     batches.finish(cached)
