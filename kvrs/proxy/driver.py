@@ -247,6 +247,7 @@ class Driver:
         self.leases.forget(known.id)
         produced = {}
         for live in [live for live in self.streams.values() if live.instance == known.id]:
+            live.halt()
             if live.journal.delivered:
                 self._end(live, Complete())
             else:

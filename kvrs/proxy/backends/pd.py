@@ -190,7 +190,7 @@ class PdBackend:
         try:
             response = await self._session.request(method, self.url + path, data=body, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError) as error:  # Timeouts of sock_connect are OSErrors too.
-            raise UpstreamError(f"connection failed: {error or type(error).__name__}") from None
+            raise _lost(error) from None
         try:
             yield response
         finally:
@@ -218,7 +218,13 @@ async def _body_of(response: aiohttp.ClientResponse) -> bytes:
     try:
         return await response.read()
     except (aiohttp.ClientError, OSError) as error:
-        raise UpstreamError(f"connection lost: {error or type(error).__name__}") from None
+        raise _lost(error) from None
+
+
+def _lost(error: aiohttp.ClientError | OSError) -> UpstreamError:
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return UpstreamError("connection lost: closed in the middle of a response")
+    return UpstreamError(f"connection lost: {error or type(error).__name__}")
 
 
 class _Chunks(AsyncIterator[bytes]):
@@ -231,7 +237,7 @@ class _Chunks(AsyncIterator[bytes]):
         try:
             chunk = await self._content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(f"connection lost: {error or type(error).__name__}") from None
+            raise _lost(error) from None
         if not chunk:
             raise StopAsyncIteration
         return chunk
