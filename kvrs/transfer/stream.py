@@ -16,9 +16,9 @@ from kvrs.protocol.frames import HEADER_BYTES, Bytes, FrameType, decode_header
 # A transfer that never has to wait would keep everything else on the loop waiting: let others run after this much.
 _BYTES_PER_TURN = 1 << 20
 
-# More per call saves nothing: what was copied should still be in the cache when its checksum is taken.
-_BYTES_PER_CALL = 1 << 18
-_MAX_VIEWS_PER_CALL = 64
+# How far one call reads ahead.
+_BYTES_PER_CALL = 1 << 20
+_MAX_VIEWS_PER_CALL = 256
 
 # Bodies are read in pieces: memory is made for bytes that came, never for bytes that were announced.
 _PIECE_BYTES = 1 << 16

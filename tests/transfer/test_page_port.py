@@ -303,6 +303,16 @@ async def test_answers_out_of_turn_end_the_pull(answers: list[Answer]) -> None:
     assert not result.gone
 
 
+async def test_pages_may_be_more_than_one_system_call_takes() -> None:
+    """The kernel takes a bounded number of buffers at a time; a long history of small pages has more."""
+    views = [memoryview(bytearray(PAGE_BYTES)) for _ in range(3000)]
+    async with serving() as port, pulling() as puller:
+        result = await puller.pull(peer_at(port), PullRequest(PULL.tags * 3000), views, None)
+
+    assert (result.full_pages, result.error) == (3000, None)
+    assert all(view == PAGE for view in views)
+
+
 async def test_a_page_that_is_not_of_the_agreed_size_never_leaves_the_server(caplog: pytest.LogCaptureFixture) -> None:
     """A source that hands out wrong views is our bug, and is loud; its peer only sees the end."""
 
