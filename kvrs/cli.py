@@ -28,7 +28,7 @@ def main() -> None:
     try:
         app()
     except KvrsError as error:
-        console.print(str(error), style="red", markup=False)
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -115,4 +115,4 @@ def check(file: Annotated[Path, typer.Argument(help="YAML file")]) -> None:
 
 
 def _say(line: str) -> None:
-    console.print(line, markup=False)
+    console.print(line, markup=False, soft_wrap=True)

@@ -44,6 +44,10 @@ ENVIRONMENT = {
 }
 
 
+# Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
+LONGEST_RUN_DIRECTORY = 40
+
+
 class LaunchError(KvrsError):
     """The cluster did not come up; the message names the process and ends with its last log lines."""
 
@@ -60,7 +64,8 @@ class Cluster:
 
     def __enter__(self) -> Self:
         self.config = resolve_ports(self._asked)
-        self.run_directory = Path(tempfile.mkdtemp(prefix="kvrs-"))
+        self.run_directory = _new_run_directory()
+        self._progress(f"logs are in {self.run_directory} while it runs")
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "kvrs.cluster.guard", str(self.run_directory)], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -214,3 +219,11 @@ class Cluster:
         directory.mkdir(parents=True, exist_ok=True)
         for path in self.run_directory.glob("*.log"):
             shutil.copy(path, directory)
+
+
+def _new_run_directory() -> Path:
+    made = Path(tempfile.mkdtemp(prefix="kvrs-"))
+    if len(str(made)) <= LONGEST_RUN_DIRECTORY:
+        return made
+    made.rmdir()
+    return Path(tempfile.mkdtemp(prefix="kvrs-", dir="/tmp"))

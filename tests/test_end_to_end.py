@@ -1,0 +1,197 @@
+"""The main job as a user runs it: real processes, a real SIGKILL, the unmodified `openai` client, and nothing left behind."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from kvrs.cluster.guard import members
+
+KVRS = [sys.executable, "-m", "kvrs"]
+START_S = 90.0
+END_S = 40.0
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
+    """The first true value of `condition`; errors of a server that is not there yet count as false."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):
+            if value := condition():
+                return value
+        time.sleep(0.1)
+    raise AssertionError(f"not within {timeout_s} s: {what}")
+
+
+def is_running(pid: int) -> bool:
+    """A zombie is not: an orphan that ended stays one until init looks at it, which not every container's does."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+class UpCluster:
+    """`kvrs up` in a process of its own, with the run directory that its processes share."""
+
+    def __init__(self, tmp_path: Path, *arguments: str) -> None:
+        self.port, self.admin_port = free_port(), free_port()
+        ports = ["--port", str(self.port), "--admin-port", str(self.admin_port)]
+        self.log = tmp_path / "up.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([*KVRS, "up", *ports, *arguments], stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        wait_until(
+            lambda: self.process.poll() is not None or b"kvrs is up" in self.log.read_bytes(), "kvrs up says that it is up"
+        )
+        assert self.process.poll() is None, self.log.read_text()
+        (run_directory,) = re.findall(r"logs are in (\S+)", self.log.read_text())
+        self.run_directory = Path(run_directory)
+
+    def state(self) -> Any:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/kvrs/v1/state", timeout=5) as answer:
+            return json.load(answer)
+
+    def instance(self, name: str) -> Any:
+        return next(row for row in self.state()["instances"] if row["id"] == name)
+
+    def assert_nothing_left(self, pids: set[int]) -> None:
+        wait_until(lambda: not self.run_directory.exists(), "the run directory is gone", END_S)
+        assert not list(members(self.run_directory))
+        assert not {pid for pid in pids if is_running(pid)}
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[UpCluster]:
+    cluster = UpCluster(tmp_path)
+    try:
+        cluster.wait()
+        yield cluster
+    finally:
+        cluster.process.send_signal(signal.SIGINT)
+        cluster.process.wait(END_S)
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_demo_survives_a_kill_and_proves_it(tmp_path: Path) -> None:
+    """One command starts everything, kills a decode instance under load, and compares every token with a clean run."""
+    before = shared_memory()
+
+    done = subprocess.run(
+        [*KVRS, "demo", "--requests", "30", "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["streams"], report["completed"], report["errors"]) == (30, 30, 0)
+    assert (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"]) == (0, 0, 0)
+    assert sum(report["recoveries"].values()) >= 8
+    assert report["faults"][0]["inflight"] >= 8
+    assert "<svg" in (tmp_path / "out" / "report.html").read_text()
+    assert shared_memory() <= before
+
+
+def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster) -> None:
+    """A killed instance leaves `up` at once, returns with a higher epoch, and the client sees every token once."""
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{up.port}/v1", api_key="unused", max_retries=0)
+    model = client.models.list().data[0].id
+    ask: dict[str, Any] = {"model": model, "prompt": "ka lo mi ren sta", "max_tokens": 400, "temperature": 0.8, "seed": 7}
+    expected = client.completions.create(**ask)
+
+    text, victim = "", None
+    for chunk in client.completions.create(**ask, stream=True):
+        text += chunk.choices[0].text
+        if victim is None and len(text) > 40:
+            (stream,) = up.state()["streams"]
+            victim = up.instance(stream["decode"])
+            os.kill(victim["pid"], signal.SIGKILL)
+
+    assert victim is not None
+    assert text == expected.choices[0].text
+    assert [recovery["outcome"] for recovery in up.state()["recoveries"]] == ["resumed"]
+    back = wait_until(lambda: (row := up.instance(victim["id"]))["health"] == "up" and row, "Ray brings the instance back")
+    assert back["epoch"] > victim["epoch"]
+    assert back["pid"] != victim["pid"]
+    assert up.state()["proxies"][0]["url"].endswith(f":{up.port}")
+
+    pids = {row["pid"] for row in up.state()["instances"]} | {up.state()["proxies"][0]["pid"]}
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(END_S) == 0
+    up.assert_nothing_left(pids)
+
+
+def test_a_crash_of_the_launcher_leaves_no_process(up: UpCluster) -> None:
+    """Not even SIGKILL of the launcher leaves an engine, a proxy or one of Ray's helpers behind."""
+    pids = {row["pid"] for row in up.state()["instances"]} | {up.state()["proxies"][0]["pid"]}
+
+    up.process.kill()
+
+    up.process.wait()
+    up.assert_nothing_left(pids)
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ("proxy: {port: 99999}", r"proxy\.port: got 99999; input should be less than or equal to 65535"),
+        ("policy: {nmae: rom}", r"policy\.nmae: unknown key; allowed: .*name"),
+        ("proxy: [", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_starts_nothing(tmp_path: Path, document: str, expected: str) -> None:
+    """Every command that reads a configuration refuses it with status 2 and says what is wrong."""
+    path = tmp_path / "kvrs.yaml"
+    path.write_text(document)
+
+    for command in (["config", "check", str(path)], ["up", "--config", str(path)], ["proxy", "--config", str(path)]):
+        done = subprocess.run([*KVRS, *command], capture_output=True, text=True, check=False, timeout=60)
+
+        assert done.returncode == 2
+        assert re.search(expected, done.stderr), done.stderr
+
+
+def test_a_port_in_use_is_named_and_nothing_starts(tmp_path: Path) -> None:
+    """The launcher looks at every port before it starts the first process."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        done = subprocess.run(
+            [*KVRS, "up", "--port", str(port)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+        )
+
+    assert done.returncode == 2
+    assert f"proxy.port: 127.0.0.1:{port} is in use" in done.stderr
+    assert not list(tmp_path.glob("kvrs-*"))
