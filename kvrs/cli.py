@@ -37,6 +37,9 @@ def demo(
     policy: Annotated[PolicyName, typer.Option(help="How victims are recovered")] = PolicyName.AUTO,
     requests: Annotated[int, typer.Option(min=9, max=2000, help="How many streams to replay")] = 60,
     trace: Annotated[Path | None, typer.Option(help="Mooncake JSONL; its lengths are scaled to the tiny model")] = None,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Count a trace's bad lines, go on without them")
+    ] = False,
     fault: Annotated[Path | None, typer.Option(help="YAML list of faults; without it, one decode instance is killed")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the model, the trace and the choice of victims")] = 0,
     out: Annotated[Path, typer.Option(help="Where report.json and report.html go")] = Path("out/demo"),
@@ -44,8 +47,10 @@ def demo(
     """Start a real cluster, kill a decode instance under load, and prove that no stream lost or repeated a token."""
     from kvrs.demo import DemoOptions, run_demo
 
-    exact = run_demo(DemoOptions(policy=policy, requests=requests, trace=trace, fault=fault, seed=seed, out=out))
-    raise typer.Exit(0 if exact else 1)
+    options = DemoOptions(
+        policy=policy, requests=requests, trace=trace, skip_bad_lines=skip_bad_lines, fault=fault, seed=seed, out=out
+    )
+    raise typer.Exit(0 if run_demo(options) else 1)
 
 
 @app.command()
@@ -93,6 +98,7 @@ def proxy(config: ConfigFile) -> None:
     """Run the proxy alone, in front of instances that are already up."""
     import uvloop
 
+    from kvrs.logs import log_to_stderr
     from kvrs.proxy.server import serve
 
     settings = load_config(config)
@@ -104,6 +110,7 @@ def proxy(config: ConfigFile) -> None:
     ]
     if faults:
         raise ConfigError(faults)
+    log_to_stderr()
     uvloop.run(serve(settings, read_secret(settings.security, os.environ)))
 
 

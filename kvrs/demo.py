@@ -37,6 +37,7 @@ class DemoOptions:
     policy: PolicyName
     requests: int
     trace: Path | None
+    skip_bad_lines: bool
     fault: Path | None
     seed: int
     out: Path
@@ -50,7 +51,7 @@ def run_demo(options: DemoOptions) -> bool:
     """
     console = Console()
     faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
-    requests = _requests(options)
+    requests = _requests(options, console)
     config = demo_config(options.policy, options.seed)
     with Cluster(config, lambda line: console.print(f"  {line}", style="dim", markup=False)) as cluster:
         faulted = run_load(cluster, requests, faults, options.seed, console, "with the fault")
@@ -75,12 +76,15 @@ def demo_config(policy: PolicyName, seed: int) -> Config:
     )
 
 
-def _requests(options: DemoOptions) -> list[ReplayRequest]:
+def _requests(options: DemoOptions, console: Console) -> list[ReplayRequest]:
     if options.trace is None:
         trace = generate(GeneratorSettings(requests=options.requests), options.seed)
     else:
+        loaded = load_mooncake(options.trace, options.skip_bad_lines)
+        if loaded.skipped:
+            console.print(f"  {loaded.skipped} bad lines of {options.trace} were skipped", style="yellow", markup=False)
         # Mooncake's arrivals were logged in batches of 3 s.
-        trace = jitter(window(load_mooncake(options.trace), options.requests), 3.0, options.seed)
+        trace = jitter(window(loaded, options.requests), 3.0, options.seed)
     return scaled_requests(trace, options.seed)
 
 
