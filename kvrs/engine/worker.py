@@ -13,7 +13,7 @@ from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.layers.step import build_step, pages_per_block
 from kvrs.engine.layers.tiles import TILE_ROWS, check_batched_products
 from kvrs.engine.models.config import ModelConfig
-from kvrs.engine.models.llama import LlamaModel
+from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.weights import Weights
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
@@ -58,7 +58,7 @@ class Worker:
         # Outside of inference mode: `store` writes into the pool from other threads too.
         self.pool = KvPool(self.geometry, settings.pages, device)
         with torch.inference_mode():
-            self._model = LlamaModel(config, weights, self.max_positions, device)
+            self._model = load_decoder(config, weights, self.max_positions, device)
             _check_attention(config, settings.page_size_tokens, device)
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:

@@ -1,29 +1,30 @@
 """Continuous batching with chunked prefill over paged KV.
 
 The laws, which `check` and the tests hold it to:
-1. First come, first served. Age is the order of arrival and never changes; waiting and admitted sequences are kept by age.
-2. When pages run short the youngest running sequence is preempted, and only for an older one. It keeps its tokens and
-   computes again, mostly from the prefix cache. Who finds nobody younger waits where it is, and nobody new is admitted
-   meanwhile. So the oldest that is admitted always proceeds, nobody passes the head of the queue, and nobody starves.
+1. Everybody has a place in line, given on arrival, which never changes: three queues share the engine by the laws of `line.py`,
+   and while nothing is recovering that is first come, first served. Sequences are admitted, prefilled and kept by place.
+2. When pages run short the last in line of those that run is preempted, and only for one before it. It keeps its tokens and
+   computes again, mostly from the prefix cache. Who finds nobody behind it waits where it is, and nobody new is admitted
+   meanwhile. So the first of the admitted always proceeds and nobody passes the head of the line; and since only a bounded
+   number of later ones get a place before a given one, nobody starves.
+   A recovery is placed before those that wait for their prefill, never before those that had it: a stream that is running
+   is not preempted because another one is being recovered.
 3. A page that somebody outside may still be writing into (the executor: a batch in flight; a socket: a pull) is not
    given back, whatever happened to its sequence, before `complete` or `pulled` says that the writing is over.
 4. A page is registered in the prefix cache only when all its tokens are computed or have arrived.
 """
 
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Run
 from itertools import pairwise
 
 from kvrs.scheduling.chunks import Chunk
 from kvrs.scheduling.config import BatchSettings
+from kvrs.scheduling.line import Line, order
 from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.sequences import Phase, Pull, Sequence
-
-
-def _age(sequence: Sequence) -> int:
-    return sequence.arrival
+from kvrs.scheduling.sequences import Phase, Pull, Queue, Sequence
 
 
 class BatchScheduler:
@@ -39,21 +40,24 @@ class BatchScheduler:
         self._max_running = settings.max_running
         self._page_size = settings.page_size_tokens
         self._pages = pages
-        self._waiting: deque[Sequence] = deque()
+        self._line = Line()
         self._admitted: list[Sequence] = []  # PULLING and RUNNING.
         self._pulls: dict[Sequence, Pull] = {}  # Of the PULLING, and of those that were aborted while PULLING.
         self._in_flight: frozenset[Sequence] = frozenset()
         self._stalled: list[Sequence] = []  # Had no page for its decode step in the last batch, nor anyone to preempt.
-        self._arrivals = 0
         self._queued_tokens = 0
-        # The head of the queue that did not fit, and the free pages when we last looked: nothing is tried again before
+        # The head of the line that did not fit, and the free pages when we last looked: nothing is tried again before
         # there are more, since a try walks over all the tags of a history.
         self._blocked: Sequence | None = None
         self._seen_free_pages = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
+
+    @property
+    def waiting_by_queue(self) -> dict[Queue, int]:
+        return self._line.lengths()
 
     @property
     def pulling(self) -> int:
@@ -74,23 +78,25 @@ class BatchScheduler:
 
     def add(self, sequence: Sequence) -> None:
         assert self.fits(len(sequence.token_ids), 0), "refuse what `fits` refuses: it would wait for ever"
-        self._arrivals += 1
-        sequence.arrival = self._arrivals
         sequence.extend_tags(self._page_size)
         self._queued_tokens += sequence.uncomputed_tokens
-        self._waiting.append(sequence)
+        # What a pull is hoped to bring costs the others nothing; if it fails, the place is not taken back.
+        pulled = min(sequence.pull_pages, self._coverable_pages(sequence)) * self._page_size
+        self._line.join(sequence, len(sequence.token_ids) - pulled)
 
-    # From the queue to pages of one's own.
+    # From the line to pages of one's own.
 
     def admit(self) -> list[Pull]:
-        """Give pages to waiting sequences, oldest first, while there are any. Returns what shall be fetched for them."""
+        """Give pages to waiting sequences, in line, while there are any. Returns what shall be fetched for them."""
         pulls: list[Pull] = []
         # Pages that come free belong to who is stalled; a newcomer that starts to pull could not be made to return them.
         if any(sequence.phase is Phase.RUNNING for sequence in self._stalled):
             return pulls
-        while self._waiting and len(self._admitted) < self._max_running and self._reserve(self._waiting[0]):
-            sequence = self._waiting.popleft()
-            insort(self._admitted, sequence, key=_age)
+        while len(self._admitted) < self._max_running and (sequence := self._line.head()) is not None:
+            if not self._reserve(sequence):
+                break
+            self._line.leave(sequence)
+            insort(self._admitted, sequence, key=order)
             pull = self._wanted_from_peer(sequence)
             if pull is None:
                 sequence.phase = Phase.RUNNING
@@ -106,6 +112,7 @@ class BatchScheduler:
         self._seen_free_pages = free_pages
         if self._blocked is sequence and free_pages <= seen:
             return False
+        self._blocked = None  # Who was the head before, and is passed, shall not be judged by what another one saw.
         found = self._pages.match(sequence.tags[: self._coverable_pages(sequence)])
         missing = self._pages_for(len(sequence.token_ids)) - len(found)
         # One page of headroom for each that is producing, so that a newcomer is not preempted, or in the way, at once.
@@ -159,13 +166,13 @@ class BatchScheduler:
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
         budget = self._max_batch_tokens
-        oldest = next((one for one in self._admitted if one.phase is Phase.RUNNING), None)
-        # Where decode steps alone can fill a batch, the oldest would wait for ever to prefill while others come and go.
-        reserved = 1 if oldest is not None and oldest.uncomputed_tokens > 1 else 0
+        first = next((one for one in self._admitted if one.phase is Phase.RUNNING), None)
+        # Where decode steps alone can fill a batch, the first in line would wait for ever to prefill while others come and go.
+        reserved = 1 if first is not None and first.uncomputed_tokens > 1 else 0
         for sequence in [one for one in self._admitted if one.phase is Phase.RUNNING and one.uncomputed_tokens == 1]:
             if budget == reserved:
                 break
-            # An older one may have preempted it a moment ago.
+            # One before it may have preempted it a moment ago.
             if sequence.phase is Phase.RUNNING and self._has_page(sequence):
                 batch.append((sequence, self._chunk(sequence, 1)))
                 budget -= 1
@@ -189,17 +196,17 @@ class BatchScheduler:
         )
 
     def _has_page(self, sequence: Sequence) -> bool:
-        """Make sure that there is a page for the decode step, at the cost of younger sequences if need be."""
+        """Make sure that there is a page for the decode step, at the cost of sequences behind it if need be."""
         if sequence.computed_tokens < len(sequence.pages) * self._page_size:
             return True
         while (page := self._pages.allocate(1)) is None:
-            youngest = next(one for one in reversed(self._admitted) if one.phase is Phase.RUNNING)
-            if youngest is sequence:
-                # The rest is with older ones, with pulls, or with peers that are being sent pages: it will come free.
+            last = next(one for one in reversed(self._admitted) if one.phase is Phase.RUNNING)
+            if last is sequence:
+                # The rest is with those before it, with pulls, or with peers that are being sent pages: it will come free.
                 assert len(sequence.pages) < self._pages.pages, "refuse what `fits` refuses: it has outgrown all pages"
                 self._stalled.append(sequence)
                 return False
-            self._preempt(youngest)
+            self._preempt(last)
         sequence.pages += page
         return True
 
@@ -210,9 +217,7 @@ class BatchScheduler:
         # What it pulled is in the prefix cache now, and the peer may have let go of its pages.
         sequence.pull_pages, sequence.pull_tail = 0, False
         sequence.phase = Phase.WAITING
-        # The front of the queue, behind older ones that were preempted too.
-        older = next((index for index, one in enumerate(self._waiting) if one.arrival > sequence.arrival), len(self._waiting))
-        self._waiting.insert(older, sequence)
+        self._line.put_back(sequence)
 
     def complete(self, batch: Run[tuple[Sequence, Chunk]], sampled: Mapping[Sequence, int]) -> list[Sequence]:
         """The batch is computed; `sampled` has the next token of every chunk that wanted logits and is still wanted.
@@ -229,6 +234,8 @@ class BatchScheduler:
             first, end = sequence.computed_tokens, sequence.computed_tokens + len(chunk.token_ids)
             self._set_computed(sequence, end)
             self._register(sequence, range(first // self._page_size, end // self._page_size))
+            if end >= sequence.history_tokens:
+                self._line.served(sequence)
             if chunk.wants_logits:
                 sequence.token_ids.append(sampled[sequence])
                 sequence.extend_tags(self._page_size)
@@ -248,7 +255,7 @@ class BatchScheduler:
             case Phase.FINISHED:
                 return
             case Phase.WAITING:
-                self._waiting.remove(sequence)
+                self._line.leave(sequence)
             case Phase.PULLING:
                 self._admitted.remove(sequence)
             case Phase.RUNNING:
@@ -297,16 +304,15 @@ class BatchScheduler:
     def check(self) -> None:
         """Assert the laws and that all books agree. O(sequences and their pages)."""
         leaving = {one for one in self._in_flight | self._pulls.keys() if one.phase is Phase.FINISHED}
-        assert all(one.phase is Phase.WAITING and not one.pages and not one.computed_tokens for one in self._waiting)
+        assert all(one.phase is Phase.WAITING and not one.pages and not one.computed_tokens for one in self._line)
         assert all(one.phase in (Phase.PULLING, Phase.RUNNING) for one in self._admitted)
         assert {one for one in self._admitted if one.phase is Phase.PULLING} == self._pulls.keys() - leaving
         assert all(one.phase in (Phase.RUNNING, Phase.FINISHED) for one in self._in_flight)
-        assert all(
-            older.arrival < younger.arrival for queue in (self._waiting, self._admitted) for older, younger in pairwise(queue)
-        )
+        assert all(order(earlier) < order(later) for earlier, later in pairwise(self._admitted))
+        self._line.check()
         assert len(self._admitted) <= self._max_running
-        assert self._queued_tokens == sum(one.uncomputed_tokens for queue in (self._waiting, self._admitted) for one in queue)
-        for one in (*self._waiting, *self._admitted):
+        assert self._queued_tokens == sum(one.uncomputed_tokens for one in (*self._line, *self._admitted))
+        for one in (*self._line, *self._admitted):
             assert len(one.tags) == len(one.token_ids) // self._page_size
             assert one.phase is Phase.WAITING or one.computed_tokens <= len(one.pages) * self._page_size
         owners = Counter(page for one in (*self._admitted, *leaving) for page in one.pages)

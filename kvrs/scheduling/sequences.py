@@ -14,6 +14,14 @@ class Phase(StrEnum):
     FINISHED = "finished"  # Ended or aborted; may own pages until nobody writes into them any more.
 
 
+class Queue(StrEnum):
+    """Which of the three queues a sequence stands in; `line.py` says what that means."""
+
+    REUSE = "reuse"  # A recovery that hopes to fetch KV of its history.
+    RECOMPUTE = "recompute"  # A recovery that computes its history.
+    NEW = "new"  # A first attempt, whether or not a prefill instance hands its KV over.
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Equal only to itself: two attempts at one stream may be known to an engine at the same time."""
@@ -21,7 +29,7 @@ class Sequence:
     stream: StreamId
     attempt: tuple[int, int]  # (owner_epoch, attempt)
     token_ids: list[int]  # The history, then what this attempt produced.
-    prompt_tokens: int  # How many of them the client wrote.
+    prompt_tokens: int  # How many of them the client wrote; 0: all, as far as is known.
     root: Tag  # Of the model and the tenant.
     prefill_only: bool  # Compute the whole history, produce nothing.
     pull_pages: int = 0  # How many leading full pages of the history a peer is believed to hold.
@@ -29,15 +37,31 @@ class Sequence:
 
     # Kept by the scheduler.
     phase: Phase = field(default=Phase.WAITING, init=False)
-    arrival: int = field(default=0, init=False)  # Order of arrival: of two sequences the lower is the older.
+    arrival: int = field(default=0, init=False)  # Order of arrival: of two sequences the lower came first.
+    place: int = field(default=0, init=False)  # In line: of two sequences the lower goes first. It never changes.
     pages: list[int] = field(default_factory=list, init=False)  # `pages[i]` holds the i-th page of `token_ids`.
     tags: list[Tag] = field(default_factory=list, init=False)  # Of all full pages of `token_ids`, computed or not.
     computed_tokens: int = field(default=0, init=False)  # The KV of that many leading tokens is in `pages`.
     history_tokens: int = field(init=False)  # Length of `token_ids` on arrival.
+    queue: Queue = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.token_ids, "a sequence has at least one token, else there is nothing to compute"
         self.history_tokens = len(self.token_ids)
+        # Preemption ends the hope for a pull; in line a sequence remains what it came as.
+        if not self.is_recovery:
+            self.queue = Queue.NEW
+        else:
+            self.queue = Queue.REUSE if self.pull_pages or self.pull_tail else Queue.RECOMPUTE
+
+    @property
+    def is_recovery(self) -> bool:
+        """Whether another attempt was made before this one: it has a number above 1, or left tokens behind.
+
+        A proxy that took the stream over from another one counts its own attempts from 1, so the number alone does not tell.
+        Where the prompt is a text that nobody has tokenised yet, `prompt_tokens` is 0.
+        """
+        return self.attempt[1] > 1 or 0 < self.prompt_tokens < self.history_tokens
 
     @property
     def uncomputed_tokens(self) -> int:

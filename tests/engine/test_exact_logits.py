@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,16 +20,29 @@ SEQUENCES = 5
 LENGTH = 230
 PAGES = 1024
 ODD_LLAMA = {
-    "num_hidden_layers": 2,
-    "hidden_size": 72,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 20,
-    "intermediate_size": 101,
-    "vocab_size": 97,
-    "attention_bias": True,
-    "initializer_range": 0.2,
-}
+    "num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20,
+    "intermediate_size": 101, "attention_bias": True, "initializer_range": 0.2,
+}  # fmt: skip
+# Of every family, the tokens per page and a configuration in which all its parts are at work.
+MODELS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "llama, odd sizes, pages of 4": (4, "llama", ODD_LLAMA),
+    "llama, odd sizes, pages of 128": (128, "llama", ODD_LLAMA),
+    "qwen2": (16, "qwen2", {
+        "num_hidden_layers": 2, "hidden_size": 70, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 99,
+        "initializer_range": 0.2,
+    }),
+    "qwen3": (8, "qwen3", {
+        "num_hidden_layers": 2, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 14,
+        "intermediate_size": 99, "initializer_range": 0.2,
+    }),
+    "opt": (16, "opt", {
+        "num_hidden_layers": 2, "hidden_size": 65, "num_attention_heads": 5, "ffn_dim": 131, "init_std": 0.2,
+    }),
+    "opt, norms behind, embeddings narrower": (32, "opt", {
+        "num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 6, "ffn_dim": 131, "word_embed_proj_dim": 35,
+        "do_layer_norm_before": False, "init_std": 0.2,
+    }),
+}  # fmt: skip
 
 
 @dataclass
@@ -53,15 +67,12 @@ def bench_of(directory: Path, page_size_tokens: int) -> Bench:
     return Bench(workers, token_ids, expected)
 
 
-@pytest.fixture(scope="session", params=["tiny model", "odd sizes, pages of 4", "odd sizes, pages of 128"])
-def bench(request: pytest.FixtureRequest, tiny_model: Path, random_llama: Callable[..., Path]) -> Bench:
-    match request.param:
-        case "tiny model":
-            return bench_of(tiny_model, 16)
-        case "odd sizes, pages of 4":
-            return bench_of(random_llama(seed=3, **ODD_LLAMA), 4)
-        case _:
-            return bench_of(random_llama(seed=3, **ODD_LLAMA), 128)
+@pytest.fixture(scope="session", params=["tiny model", *MODELS])
+def bench(request: pytest.FixtureRequest, tiny_model: Path, random_model: Callable[..., Path]) -> Bench:
+    if request.param == "tiny model":
+        return bench_of(tiny_model, 16)
+    page_size_tokens, family, fields = MODELS[request.param]
+    return bench_of(random_model(family, seed=3, vocab_size=97, **fields), page_size_tokens)
 
 
 @dataclass

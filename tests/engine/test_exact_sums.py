@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrs.engine.layers import tiles
+from kvrs.engine.layers.norm import layer_norm
 from kvrs.engine.layers.tiles import (
     TILE_ROWS,
     batched_product,
@@ -45,6 +46,20 @@ def test_a_sum_over_features_is_the_same_in_any_company(size: int, rows: int, se
     assert all(torch.equal(fold_sum(values[row]), together[row]) for row in range(rows))
     assert torch.equal(fold_sum(torch.cat((values, values), 1)[:, :size]), together)
     assert torch.allclose(together, values.sum(1, keepdim=True), atol=0.05)
+
+
+@settings(deadline=None)
+@given(size=st.integers(2, 300), rows=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_a_norm_is_the_same_in_any_company(size: int, rows: int, seed: int) -> None:
+    """Row by row, in a batch, and as a slice of something wider; and it is the norm that torch knows."""
+    values, weight, bias = noise(rows, size, seed=seed), noise(size, seed=seed + 1), noise(size, seed=seed + 2)
+
+    together = layer_norm(values, weight, bias, 1e-5)
+
+    assert all(torch.equal(layer_norm(values[row : row + 1], weight, bias, 1e-5)[0], together[row]) for row in range(rows))
+    assert torch.equal(layer_norm(torch.cat((values, values), 1)[:, :size], weight, bias, 1e-5), together)
+    assert torch.allclose(together, torch.nn.functional.layer_norm(values, (size,), weight, bias, 1e-5), rtol=1e-4, atol=0.05)
+    assert torch.equal(layer_norm(values, None, None, 1e-5) * weight + bias, together)
 
 
 def test_products_are_made_of_tiles() -> None:

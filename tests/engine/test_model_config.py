@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.engine.config import EngineSettings
 from kvrs.engine.layers.rotary import RopeScaling
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.models.config import ModelConfig, Rope
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 
@@ -28,7 +28,12 @@ def change(directory: Path, file: str = "config.json", **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mamba"}, "config.json: model_type: got 'mamba'; allowed: llama"),
+        ({"model_type": "mamba"}, r"config.json: model_type: got 'mamba'; allowed: llama, opt, qwen2, qwen3$"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"architectures: got \['LlamaForSequenceClassification'\]; allowed: LlamaForCausalLM \(model_type is llama\)",
+        ),
+        ({"architectures": "LlamaForCausalLM"}, "architectures: got 'LlamaForCausalLM'; allowed: a list of strings"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'; allowed: silu"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type: got 'yarn'; allowed: default, linear, llama3"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type: got 'dynamic'"),
@@ -49,6 +54,43 @@ def test_what_is_not_supported_is_refused_by_field(directory: Path, fields: dict
         ModelConfig.from_directory(directory)
 
 
+SLIDING = "use_sliding_window: got True; allowed: false"
+LAYER_TYPES = "layer_types: got 'sliding_attention'; allowed: full_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, SLIDING),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, LAYER_TYPES),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, SLIDING),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, LAYER_TYPES),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: got 'yarn'"),
+        ("opt", {"activation_function": "gelu"}, "activation_function: got 'gelu'; allowed: relu"),
+        ("opt", {"hidden_size": 66}, r"num_attention_heads: got 4; allowed: a divisor of hidden_size \(66\)"),
+        ("opt", {"ffn_dim": "absent"}, "ffn_dim: missing"),
+        ("opt", {"do_layer_norm_before": "yes"}, "do_layer_norm_before: got 'yes'; allowed: true or false"),
+    ],
+)
+def test_what_other_families_cannot_do_here_is_refused_by_field(
+    directory: Path, family: str, fields: dict[str, Any], message: str
+) -> None:
+    """A window that is ignored would go unnoticed until prompts are longer than it."""
+    change(directory, model_type=family, architectures="absent", ffn_dim=64)
+    change(directory, **fields)
+
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_directory(directory)
+
+
+def test_a_window_without_its_flag_is_of_no_effect(directory: Path) -> None:
+    """Hugging Face writes one into every configuration of Qwen."""
+    plain: dict[str, Any] = {"sliding_window": 4096, "use_sliding_window": False, "layer_types": ["full_attention"] * 4}
+    change(directory, model_type="qwen2", architectures=["Qwen2ForCausalLM"], **plain)
+
+    assert ModelConfig.from_directory(directory).family == "qwen2"
+
+
 def test_both_spellings_of_rope_mean_the_same(directory: Path) -> None:
     """Checkpoints of all ages are around."""
     change(directory, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
@@ -63,7 +105,7 @@ def test_both_spellings_of_rope_mean_the_same(directory: Path) -> None:
     new = ModelConfig.from_directory(directory)
 
     assert old == new
-    assert (new.rope_theta, new.rope_scaling) == (5e5, RopeScaling("linear", 2.0))
+    assert new.rope == Rope(5e5, RopeScaling("linear", 2.0))
 
 
 def test_generation_config_names_the_end_tokens(directory: Path) -> None:

@@ -18,12 +18,14 @@ from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.scheduling.batches import BatchScheduler
 from kvrs.scheduling.chunks import Chunk
 from kvrs.scheduling.config import BatchSettings
+from kvrs.scheduling.line import order
 from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.sequences import Phase, Pull, Sequence
+from kvrs.scheduling.sequences import Phase, Pull, Queue, Sequence
 
 P = 4
 ROOT = root_tag("model")
 EMPTY, GARBAGE = b"empty", b"garbage"
+FLOOD = [9] * 13
 PROMPTS = {"one": [1] * 40, "like one": [1] * 9 + [2] * 31, "other": [3] * 40}
 
 
@@ -117,17 +119,32 @@ class BatchMachine(RuleBasedStateMachine):
         pull_pages=st.integers(0, 6),
         pull_tail=st.booleans(),
         stream=st.sampled_from("abcdef"),
+        attempt=st.sampled_from([1, 1, 1, 2]),
     )
     def add(
-        self, prompt: str, length: int, produced_before: int, new: int, pull_pages: int, pull_tail: bool, stream: str
+        self,
+        prompt: str,
+        length: int,
+        produced_before: int,
+        new: int,
+        pull_pages: int,
+        pull_tail: bool,
+        stream: str,
+        attempt: int,
     ) -> None:
         history = continuation(PROMPTS[prompt][:length], produced_before)
         if self.engine.scheduler.fits(len(history), new):
             prefill_only = new == 0
-            sequence = Sequence(StreamId(stream), (0, 1), history, length, ROOT, prefill_only, pull_pages, pull_tail)
-            self.open[sequence] = new
-            self.engine.scheduler.add(sequence)
-            self._learn_tags(history)
+            self._add(Sequence(StreamId(stream), (0, attempt), history, length, ROOT, prefill_only, pull_pages, pull_tail), new)
+
+    def _add(self, sequence: Sequence, new: int) -> None:
+        self.engine.scheduler.add(sequence)
+        # Whatever its queue: not before one of its own queue, and not before one whose history is computed.
+        for one in self.open:
+            served = one.computed_tokens >= one.history_tokens
+            assert order(one) < order(sequence) or not (served or one.queue is sequence.queue)
+        self.open[sequence] = new
+        self._learn_tags(sequence.token_ids)
 
     @rule()
     def admit(self) -> None:
@@ -151,17 +168,17 @@ class BatchMachine(RuleBasedStateMachine):
 
         self.batch = self.engine.scheduler.next_batch()
 
-        # Only the youngest is preempted, and never the oldest.
+        # Only the last in line are preempted, and never the first.
         preempted = [one for one in admitted if one.phase is Phase.WAITING]
         still = [one for one in running if one.phase is Phase.RUNNING]
-        assert not preempted or (still and max(one.arrival for one in still) < min(one.arrival for one in preempted))
+        assert not preempted or (still and max(map(order, still)) < min(map(order, preempted)))
         assert sum(len(chunk.token_ids) for _, chunk in self.batch) <= self.engine.settings.max_batch_tokens
         kinds = [one.uncomputed_tokens == 1 for one, _ in self.batch]
         assert kinds == sorted(kinds, reverse=True), "decode steps come first"
         assert all(
-            older.arrival < younger.arrival
-            for (older, _), (younger, _) in pairwise(self.batch)
-            if (older.uncomputed_tokens == 1) == (younger.uncomputed_tokens == 1)
+            order(earlier) < order(later)
+            for (earlier, _), (later, _) in pairwise(self.batch)
+            if (earlier.uncomputed_tokens == 1) == (later.uncomputed_tokens == 1)
         )
         for one, chunk in self.batch:
             assert list(chunk.token_ids) == one.token_ids[chunk.first_position :][: len(chunk.token_ids)]
@@ -255,7 +272,10 @@ class BatchMachine(RuleBasedStateMachine):
             assert self.engine.read(intact, tokens) == kv_of(token_ids)[:tokens]
 
     def teardown(self) -> None:
-        """Nobody starves: when the outside world lets go, everyone finishes, and every batch brings the oldest on."""
+        """Nobody starves: when the outside world lets go, everyone finishes, and every batch brings the first in line on.
+
+        Also when there is always one more recovery that wants to go first.
+        """
         if not hasattr(self, "engine"):
             return
         while self.sent:
@@ -263,18 +283,27 @@ class BatchMachine(RuleBasedStateMachine):
         if self.batch:
             self.complete(retain=False)
         self._end_pulls()
+        waiting_long, rounds = set(self.open), 0
         while self.open:
+            if waiting_long & self.open.keys() and self.engine.settings.max_batch_tokens >= 4:
+                self._one_more_recovery()
             self.admit()
             self._end_pulls()
-            oldest = min((one for one in self.open if one.phase is Phase.RUNNING), key=lambda one: one.arrival)
-            before = oldest.uncomputed_tokens + self._remaining(oldest)
+            first = min((one for one in self.open if one.phase is Phase.RUNNING), key=order)
+            before = first.uncomputed_tokens + self._remaining(first)
             self.next_batch()
-            assert oldest in {one for one, _ in self.batch}, "the oldest that is admitted always proceeds"
+            assert first in {one for one, _ in self.batch}, "the first of those that run always proceeds"
             self.complete(retain=True)
             self.books_agree()
-            assert oldest not in self.open or oldest.uncomputed_tokens + self._remaining(oldest) < before
+            assert first not in self.open or first.uncomputed_tokens + self._remaining(first) < before
+            rounds += 1
+            assert rounds < 10_000, "somebody starves"
         assert self.engine.pages.free_pages == self.engine.pages.pages, "somebody still holds a page"
         assert self.engine.scheduler.queued_tokens == self.engine.scheduler.waiting == self.engine.scheduler.running == 0
+
+    def _one_more_recovery(self) -> None:
+        if not self.engine.scheduler.waiting_by_queue[Queue.RECOMPUTE]:
+            self._add(Sequence(StreamId("flood"), (0, 2), FLOOD, len(FLOOD), ROOT, prefill_only=True), 0)
 
     def _end_pulls(self) -> None:
         while self.pulls:

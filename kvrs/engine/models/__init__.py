@@ -1,1 +1,4 @@
-"""Model families: one class each, with `forward(step, pool) -> logits`. `ModelConfig.family` says which one a directory needs."""
+"""Models: Llama, Qwen2, Qwen3 and OPT, all of them one decoder (`decoder.py`) made of different parts.
+
+Another family needs a reading of its config.json (`config.py`), the names of its tensors (`loading.py`) and any part that is new.
+"""

@@ -1,12 +1,21 @@
-"""What a Hugging Face directory says about a model, checked."""
+"""What a Hugging Face directory says about a model, checked.
 
-import json
+Each family is a reading of config.json into the same few choices; what computes a model (`decoder.py`) knows the choices only.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Literal
 
 from kvrs.engine.layers.rotary import RopeScaling
-from kvrs.errors import ConfigError
+from kvrs.engine.models.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    theta: float
+    scaling: RopeScaling | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +29,17 @@ class ModelConfig:
     intermediate: int
     vocab: int
     max_positions: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    attention_bias: bool
+    embedding: int  # Width of the token embeddings; where it is not `hidden` they are projected in and out (OPT-350M).
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    norm_affine: bool  # Whether norms have weights (and a layer norm biases).
+    norm_first: bool  # Norms stand before attention and MLP, or (OPT-350M) after the sums behind them.
+    final_norm: bool
+    head_norm: bool  # Queries and keys are normalised head by head (Qwen3).
+    rope: Rope | None  # None: positions are learned and added to the embeddings.
+    mlp: Literal["gated silu", "relu"]
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
     tied_embeddings: bool
     eos_token_ids: frozenset[int]
@@ -35,119 +51,142 @@ class ModelConfig:
         Raises:
             ConfigError: naming file and field: unreadable, missing, of a wrong type, or a feature that is not supported.
         """
-        fields = _Fields(directory / "config.json")
-        fields.demand("model_type", {"llama"})
-        fields.demand("hidden_act", {"silu"}, default="silu")
-        heads = fields.integer("num_attention_heads")
-        kv_heads = fields.integer("num_key_value_heads", default=heads)
-        if heads % kv_heads:
-            fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
-        hidden = fields.integer("hidden_size")
-        head_dim = fields.integer("head_dim", default=hidden // heads)
-        if head_dim % 2:
-            fields.refuse("head_dim", head_dim, "an even number")
-        theta, scaling = _rope(fields)
-        return cls(
-            family=fields.text("model_type"),
-            layers=fields.integer("num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate=fields.integer("intermediate_size"),
-            vocab=fields.integer("vocab_size"),
-            max_positions=fields.integer("max_position_embeddings", default=2048),
-            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            attention_bias=fields.flag("attention_bias"),
-            mlp_bias=fields.flag("mlp_bias"),
-            tied_embeddings=fields.flag("tie_word_embeddings"),
-            eos_token_ids=_eos_token_ids(directory, fields),
-        )
+        fields = Fields(directory / "config.json")
+        family = fields.demand("model_type", _FAMILIES)
+        architecture, read = _FAMILIES[family]
+        architectures = fields.texts("architectures")
+        if architectures and architecture not in architectures:
+            fields.refuse("architectures", architectures, f"{architecture} (model_type is {family})")
+        return read(fields)
 
 
-class _Fields:
-    """Typed access to one JSON object of a file; every refusal names file and field."""
-
-    def __init__(self, path: Path, values: Any = None, prefix: str = "") -> None:
-        self.path = path
-        self.prefix = prefix
-        self.values: dict[str, Any] = _read_object(path) if values is None else values
-
-    def refuse(self, name: str, value: object, allowed: str) -> NoReturn:
-        raise ConfigError([f"{self.path}: {self.prefix}{name}: got {value!r}; allowed: {allowed}"])
-
-    def _get(self, name: str, default: Any) -> Any:
-        # Hugging Face writes null for "not set".
-        value = self.values.get(name)
-        if value is None and default is None:
-            raise ConfigError([f"{self.path}: {self.prefix}{name}: missing"])
-        return default if value is None else value
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self._get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.refuse(name, value, "a whole number from 1")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            self.refuse(name, value, "a number above 0")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self._get(name, False)
-        if not isinstance(value, bool):
-            self.refuse(name, value, "true or false")
-        return value
-
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self._get(name, default)
-        if not isinstance(value, str):
-            self.refuse(name, value, "a string")
-        return value
-
-    def section(self, name: str) -> "_Fields | None":
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            self.refuse(name, value, "an object")
-        return _Fields(self.path, value, f"{self.prefix}{name}.")
-
-    def demand(self, name: str, allowed: set[str], default: str | None = None) -> None:
-        value = self.text(name, default)
-        if value not in allowed:
-            self.refuse(name, value, ", ".join(sorted(allowed)))
+def _llama(fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias")
+    return _rotary_decoder(fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
-    except ValueError as error:
-        raise ConfigError([f"{path}: not valid JSON: {error}"]) from None
-    if not isinstance(values, dict):
-        raise ConfigError([f"{path}: got a {type(values).__name__}; allowed: an object"])
-    return values
+def _qwen2(fields: Fields) -> ModelConfig:
+    _refuse_sliding_window(fields)
+    return _rotary_decoder(fields, qkv_bias=True)
 
 
-def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
+def _qwen3(fields: Fields) -> ModelConfig:
+    _refuse_sliding_window(fields)
+    bias = fields.flag("attention_bias")
+    # Hugging Face's default; Qwen3 does not derive it from the hidden size.
+    return _rotary_decoder(fields, head_dim=128, qkv_bias=bias, output_bias=bias, head_norm=True)
+
+
+def _rotary_decoder(
+    fields: Fields,
+    *,
+    qkv_bias: bool,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    head_norm: bool = False,
+    head_dim: int | None = None,
+) -> ModelConfig:
+    """What Llama and its relatives have in common."""
+    fields.demand("hidden_act", {"silu"}, default="silu")
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    hidden = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", default=head_dim or hidden // heads)
+    if head_dim % 2:
+        fields.refuse("head_dim", head_dim, "an even number")
+    return ModelConfig(
+        family=fields.text("model_type"),
+        layers=fields.integer("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=fields.integer("intermediate_size"),
+        vocab=fields.integer("vocab_size"),
+        max_positions=fields.integer("max_position_embeddings", default=2048),
+        embedding=hidden,
+        norm="rms",
+        norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        norm_affine=True,
+        norm_first=True,
+        final_norm=True,
+        head_norm=head_norm,
+        rope=_rope(fields),
+        mlp="gated silu",
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        eos_token_ids=_eos_token_ids(fields),
+    )
+
+
+def _opt(fields: Fields) -> ModelConfig:
+    fields.demand("activation_function", {"relu"}, default="relu")
+    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    if hidden % heads:
+        fields.refuse("num_attention_heads", heads, f"a divisor of hidden_size ({hidden})")
+    norm_first = fields.flag("do_layer_norm_before", default=True)
+    bias = fields.flag("enable_bias", default=True)
+    return ModelConfig(
+        family=fields.text("model_type"),
+        layers=fields.integer("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate=fields.integer("ffn_dim"),
+        vocab=fields.integer("vocab_size"),
+        max_positions=fields.integer("max_position_embeddings", default=2048),
+        embedding=fields.integer("word_embed_proj_dim", default=hidden),
+        norm="layer",
+        norm_eps=1e-5,
+        norm_affine=fields.flag("layer_norm_elementwise_affine", default=True),
+        norm_first=norm_first,
+        final_norm=norm_first and not fields.flag("_remove_final_layer_norm"),
+        head_norm=False,
+        rope=None,
+        mlp="relu",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        tied_embeddings=fields.flag("tie_word_embeddings", default=True),
+        eos_token_ids=_eos_token_ids(fields),
+    )
+
+
+# By `model_type`: the one class of Hugging Face's whose weights and head these are, and how its configuration is read.
+_FAMILIES: dict[str, tuple[str, Callable[[Fields], ModelConfig]]] = {
+    "llama": ("LlamaForCausalLM", _llama),
+    "opt": ("OPTForCausalLM", _opt),
+    "qwen2": ("Qwen2ForCausalLM", _qwen2),
+    "qwen3": ("Qwen3ForCausalLM", _qwen3),
+}
+
+
+def _refuse_sliding_window(fields: Fields) -> None:
+    # A window is of no effect without the flag, and Hugging Face writes one all the same.
+    if fields.flag("use_sliding_window"):
+        fields.refuse("use_sliding_window", True, "false (sliding windows are not supported)")
+    for kind in fields.texts("layer_types"):
+        if kind != "full_attention":
+            fields.refuse("layer_types", kind, "full_attention")
+
+
+def _rope(fields: Fields) -> Rope:
     """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` that holds all."""
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
     theta = fields.number("rope_theta", default=10000.0)
     if section is None:
-        return theta, None
-    return section.number("rope_theta", default=theta), _rope_scaling(section)
+        return Rope(theta, None)
+    return Rope(section.number("rope_theta", default=theta), _rope_scaling(section))
 
 
-def _rope_scaling(section: _Fields) -> RopeScaling | None:
+def _rope_scaling(section: Fields) -> RopeScaling | None:
     key = "rope_type" if "rope_type" in section.values else "type"
-    section.demand(key, {"default", "linear", "llama3"}, default="default")
-    kind = section.text(key, default="default")
+    kind = section.demand(key, {"default", "linear", "llama3"}, default="default")
     if kind == "default":
         return None
     if kind == "linear":
@@ -164,10 +203,10 @@ def _rope_scaling(section: _Fields) -> RopeScaling | None:
     return scaling
 
 
-def _eos_token_ids(directory: Path, config: _Fields) -> frozenset[int]:
+def _eos_token_ids(config: Fields) -> frozenset[int]:
     """The generation configuration wins over the model's, as in Hugging Face's own `generate`."""
-    path = directory / "generation_config.json"
-    sources = [_Fields(path)] if path.exists() else []
+    path = config.path.parent / "generation_config.json"
+    sources = [Fields(path)] if path.exists() else []
     for fields in [*sources, config]:
         value = fields.values.get("eos_token_id")
         if value is None:

@@ -26,6 +26,9 @@ class Weights:
         self._directory = directory
         self._files = _files_by_tensor(directory)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A copy of one tensor (aligned memory of its own, wherever it lay in the file).
 

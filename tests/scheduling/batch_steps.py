@@ -1,0 +1,53 @@
+"""Short words for the stories about the batch scheduler."""
+
+from kvrs.ids import StreamId
+from kvrs.protocol.tags import root_tag
+from kvrs.scheduling.batches import BatchScheduler
+from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.config import BatchSettings
+from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.sequences import Pull, Sequence
+
+P = 4  # Tokens per page.
+ROOT = root_tag("model")
+S = StreamId("s")
+Batch = list[tuple[Sequence, Chunk]]
+
+
+def sequence(
+    tokens: int,
+    *,
+    first: int = 0,
+    prefill_only: bool = False,
+    pull_pages: int = 0,
+    pull_tail: bool = False,
+    stream: StreamId = S,
+    attempt: int = 1,
+) -> Sequence:
+    """With the history `first`, `first + 1`, ...: equal beginnings for equal `first`."""
+    history = list(range(first, first + tokens))
+    return Sequence(stream, (0, attempt), history, tokens, ROOT, prefill_only, pull_pages, pull_tail)
+
+
+def scheduler(pages: int = 64, max_batch_tokens: int = 64, max_running: int = 8) -> tuple[BatchScheduler, PageManager]:
+    manager = PageManager(pages, P)
+    batch_settings = BatchSettings(page_size_tokens=P, pages=pages, max_batch_tokens=max_batch_tokens, max_running=max_running)
+    return BatchScheduler(batch_settings, manager), manager
+
+
+def submit(batches: BatchScheduler, *sequences: Sequence) -> list[Pull]:
+    for one in sequences:
+        batches.add(one)
+    return batches.admit()
+
+
+def step(batches: BatchScheduler) -> Batch:
+    """One batch from decision to completion; everyone samples token 7."""
+    batch = batches.next_batch()
+    batches.complete(batch, {one: 7 for one, chunk in batch if chunk.wants_logits})
+    batches.check()
+    return batch
+
+
+def shape(batch: Batch) -> list[tuple[Sequence, int, int, bool]]:
+    return [(one, chunk.first_position, len(chunk.token_ids), chunk.wants_logits) for one, chunk in batch]

@@ -1,0 +1,102 @@
+"""Claims about the three queues, as a whole scheduler lives with them."""
+
+from kvrs.scheduling.line import order
+from kvrs.scheduling.sequences import Phase, Queue
+from tests.scheduling.batch_steps import scheduler, sequence, shape, step, submit
+
+
+def test_a_recovery_is_computed_before_the_prompts_of_new_ones() -> None:
+    """Also before the rest of one that is half computed; only those who are decoding do not notice it."""
+    batches, _ = scheduler(max_batch_tokens=8, max_running=3)
+    streaming, half, waiting = sequence(3), sequence(30, first=100), sequence(4, first=200)
+    submit(batches, streaming, half)
+    step(batches)
+    recovery = sequence(10, first=300, attempt=2)
+    submit(batches, waiting, recovery)
+
+    steps = [shape(step(batches)) for _ in range(2)]
+
+    assert steps == [
+        [(streaming, 3, 1, True), (recovery, 0, 7, False)],
+        [(streaming, 4, 1, True), (recovery, 7, 3, True), (half, 5, 4, False)],
+    ]
+    assert waiting.phase is Phase.WAITING
+
+
+def test_the_three_queues_are_counted_apart() -> None:
+    """Those who wait; who is admitted stands in no queue any more."""
+    batches, _ = scheduler(max_running=1)
+    running, new = sequence(4), sequence(4, first=100)
+    recompute, reuse, another = sequence(4, attempt=2), sequence(9, attempt=2, pull_pages=2), sequence(9, attempt=3, pull_pages=1)
+
+    submit(batches, running)
+    submit(batches, new, recompute, reuse, another)
+
+    assert batches.waiting_by_queue == {Queue.REUSE: 2, Queue.RECOMPUTE: 1, Queue.NEW: 1}
+    assert batches.waiting == 4
+    batches.check()
+
+
+def test_what_is_pulled_costs_no_place_in_line() -> None:
+    """A long history that is fetched goes before a short one that is computed, and lets the next one pass soon."""
+    batches, _ = scheduler(max_running=1)
+    running = sequence(4)
+    submit(batches, running)
+    first, second = sequence(41, first=100, attempt=2, pull_pages=10), sequence(41, first=200, attempt=2, pull_pages=10)
+    computed = sequence(4, first=300, attempt=2)
+    submit(batches, computed, first, second)
+
+    assert sorted([computed, first, second], key=order) == [first, second, computed]
+
+
+def test_a_recovery_does_not_turn_out_who_is_running() -> None:
+    """It stands behind all whose history is computed: one pause more for a second client would be no gain."""
+    batches, _ = scheduler(pages=6)
+    running, recovered = sequence(7), sequence(7, first=100, attempt=2)
+    submit(batches, running)
+    step(batches)
+    submit(batches, recovered)
+    while recovered.phase is Phase.RUNNING:
+        step(batches)
+
+    assert (running.phase, recovered.phase) == (Phase.RUNNING, Phase.WAITING)
+
+
+def test_recoveries_without_end_do_not_starve_a_new_one() -> None:
+    """Four tokens of them for each of its own, then it is its turn."""
+    batches, _ = scheduler(max_batch_tokens=8)
+    new = sequence(20)
+    batches.add(new)
+    passed_by = 0
+
+    for number in range(1000):
+        while batches.waiting_by_queue[Queue.RECOMPUTE] < 2:
+            batches.add(sequence(10, first=100 * (number + 1), attempt=2, prefill_only=True))
+        batches.admit()
+        batch = batches.next_batch()
+        passed_by += sum(len(chunk.token_ids) for one, chunk in batch if one is not new)
+        for done in batches.complete(batch, {one: 7 for one, chunk in batch if chunk.wants_logits}):
+            batches.finish(done)
+        if len(new.token_ids) > new.history_tokens:
+            break
+
+    assert 4 * 20 - 10 <= passed_by <= 4 * 20 + 8  # The last batch may have had room for more.
+
+
+def test_a_head_that_is_passed_is_tried_again_by_what_it_saw_itself() -> None:
+    """Not by the free pages that the one who passed it has seen, and then taken from."""
+    batches, pages = scheduler(pages=10)
+    cached, streaming, big = sequence(8, first=100, prefill_only=True), sequence(9), sequence(20, first=200)
+    submit(batches, cached)
+    step(batches)
+    batches.finish(cached)
+    being_sent = pages.match(cached.tags)
+    submit(batches, streaming, big)
+    step(batches)
+    assert batches.waiting == 1
+    pages.release(being_sent)
+
+    submit(batches, sequence(4, first=300, attempt=2, prefill_only=True))
+
+    assert pages.free_pages == 1
+    assert big.phase is Phase.RUNNING
