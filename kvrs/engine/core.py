@@ -9,11 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from kvrs.engine.pace import Pace
-from kvrs.engine.requests import Run, StepOutput
-from kvrs.engine.sampler import sample
+from kvrs.engine.requests import Run, Sampled, StepOutput
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
@@ -21,6 +18,7 @@ from kvrs.scheduling.batches import BatchScheduler
 from kvrs.scheduling.chunks import Chunk
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.sequences import Pull, Sequence
+from kvrs.text.output import TextDelta
 from kvrs.transfer.peers import Peer, PullRequest
 from kvrs.transfer.puller import PagePuller
 
@@ -75,6 +73,9 @@ class EngineCore:
         if sequence.attempt < self._attempts.get(sequence.stream, (0, 0)):
             raise FencedError(f"stream {sequence.stream} has an attempt above {sequence.attempt}")
         self.fence({sequence.stream: sequence.attempt})
+        if run.ending is not None:
+            run.outputs.put_nowait(run.ending)
+            return
         self._runs[sequence] = run
         self.scheduler.add(sequence)
         self.wake()
@@ -138,32 +139,26 @@ class EngineCore:
             self.pages.check()
             self.scheduler.check()
 
-    def _compute(self, batch: Batch) -> dict[Sequence, int]:
+    def _compute(self, batch: Batch) -> dict[Sequence, Sampled]:
         """On the worker thread: one forward pass and the next token of every sequence that wants one."""
         logits = self.worker.execute([chunk for _, chunk in batch])
         wanted = [sequence for sequence, chunk in batch if chunk.wants_logits]
+        runs = [self._runs.get(sequence) for sequence in wanted]
         return {
-            sequence: self._sample(self._runs.get(sequence), sequence, row) for sequence, row in zip(wanted, logits, strict=True)
+            # Aborted meanwhile: the scheduler ignores what is sampled for it.
+            sequence: Sampled(0) if run is None else run.choose(row)
+            for sequence, run, row in zip(wanted, runs, logits, strict=True)
         }
 
-    @staticmethod
-    def _sample(run: Run | None, sequence: Sequence, row: torch.Tensor) -> int:
-        if run is None:  # Aborted meanwhile; the scheduler ignores what is sampled for it.
-            return 0
-        if run.produced_tokens < run.min_tokens and run.end_token_ids:
-            row = row.clone()
-            row[list(run.end_token_ids)] = -torch.inf
-        return sample(row, run.params, position=len(sequence.token_ids))
-
-    def _take(self, batch: Batch, sampled: dict[Sequence, int]) -> None:
+    def _take(self, batch: Batch, sampled: dict[Sequence, Sampled]) -> None:
         """Give a finished batch back to the scheduler and its tokens to the streams."""
-        for sequence in self.scheduler.complete(batch, sampled):
+        for sequence in self.scheduler.complete(batch, {sequence: one.token_id for sequence, one in sampled.items()}):
             self._end_prefill(sequence)
-        for sequence, token_id in sampled.items():
+        for sequence, one in sampled.items():
             run = self._runs.get(sequence)
             if run is None:
                 continue
-            output = run.take(token_id)
+            output = run.take(one)
             run.outputs.put_nowait(output)
             if output.finish_reason is not None:
                 del self._runs[sequence]
@@ -172,7 +167,7 @@ class EngineCore:
     def _end_prefill(self, sequence: Sequence) -> None:
         if (run := self._runs.pop(sequence, None)) is not None:
             self.scheduler.finish(sequence, retain_until_s=self._clock() + self._lease_s)
-            run.outputs.put_nowait(StepOutput([], "", "length"))
+            run.outputs.put_nowait(StepOutput([], TextDelta(""), "length"))
 
     def _start_pull(self, pull: Pull) -> None:
         run = self._runs.get(pull.sequence)

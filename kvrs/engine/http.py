@@ -1,35 +1,31 @@
-"""The HTTP face of an instance: the OpenAI completions API with vLLM's P/D convention, and the instance protocol."""
+"""The HTTP face of an instance: OpenAI completions and chat with vLLM's P/D convention, and the instance protocol."""
 
 import asyncio
 import hmac
-import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from kvrs.engine.admission import Admission
+from kvrs.engine.answers import Answer, ChatAnswer, CompletionAnswer
 from kvrs.engine.core import FencedError
 from kvrs.engine.instance import EngineInstance
-from kvrs.engine.requests import Run, Source, StepOutput, make_run
+from kvrs.engine.requests import Run, StepOutput
 from kvrs.errors import RequestError
-from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import FenceRequest, KvrsParams, KvTransferParams, LeaseAnswer, LeaseUpdate
+from kvrs.protocol.instance import FenceRequest, KvTransferParams, LeaseAnswer, LeaseUpdate
 from kvrs.protocol.openai import (
     DONE,
-    Choice,
-    Completion,
+    ChatRequest,
     CompletionRequest,
-    Usage,
     error_body,
+    parse_chat_request,
     parse_completion_request,
     sse,
 )
 from kvrs.protocol.secrets import http_token
-from kvrs.scheduling.sequences import Sequence
 
 T = TypeVar("T")
 
@@ -46,6 +42,7 @@ def make_app(instance: EngineInstance) -> web.Application:
             web.get("/healthz", face.health),
             web.get("/v1/models", face.models),
             web.post("/v1/completions", face.completions),
+            web.post("/v1/chat/completions", face.chat_completions),
             web.get("/kvrs/v1/instance", face.instance_info),
             web.get("/kvrs/v1/load", face.load),
             web.post("/kvrs/v1/leases", face.leases),
@@ -101,6 +98,7 @@ class _Face:
 
     def __init__(self, instance: EngineInstance) -> None:
         self._instance = instance
+        self._admission = Admission(instance)
         self._encoder = msgspec.json.Encoder()
 
     async def health(self, request: web.Request) -> web.Response:
@@ -146,116 +144,58 @@ class _Face:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         asked = parse_completion_request(await request.read())
-        run, params = self._make_run(asked)
-        async with self._submitted(run):
-            if asked.stream:
-                return await self._stream(request, asked, run, params)
-            return await self._whole(asked, run, params)
+        run = self._admission.admit(asked)
+        answer = CompletionAnswer(asked, run, self._instance.model, int(time.time()), self._instance.pieces)
+        return await self._serve(request, asked, run, answer)
 
-    @asynccontextmanager
-    async def _submitted(self, run: Run) -> AsyncIterator[None]:
-        """A client that leaves ends its run."""
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        asked = parse_chat_request(await request.read())
+        run = self._admission.admit(asked)
+        answer = ChatAnswer(asked, run, self._instance.model, int(time.time()), self._instance.pieces)
+        return await self._serve(request, asked, run, answer)
+
+    async def _serve(
+        self, request: web.Request, asked: CompletionRequest | ChatRequest, run: Run, answer: Answer
+    ) -> web.StreamResponse:
+        """Run to the end; a client that leaves ends its run."""
         self._instance.core.submit(run)
         try:
-            yield
+            if asked.stream:
+                wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
+                return await self._stream(request, run, answer, wants_usage)
+            return await self._whole(run, answer)
         finally:
             self._instance.core.abort(run)
 
-    def _make_run(self, asked: CompletionRequest) -> tuple[Run, KvrsParams]:
-        instance = self._instance
-        ids = instance.tokenizer.encode(asked.prompt).ids if isinstance(asked.prompt, str) else asked.prompt
-        if not ids:
-            raise RequestError("prompt must not be empty", param="prompt")
-        if max(ids) >= instance.worker.vocab_size:
-            raise RequestError(f"token ids must be below {instance.worker.vocab_size}, got {max(ids)}", param="prompt")
-        params = asked.kvrs or KvrsParams(stream=StreamId(secrets.token_hex(16)), attempt=1, prompt_tokens=len(ids))
-        # A text prompt is the client's whole prompt: its length is not known before it is tokenised here.
-        params.prompt_tokens = len(ids) if isinstance(asked.prompt, str) else min(params.prompt_tokens or len(ids), len(ids))
-        transfer = asked.kv_transfer_params or KvTransferParams()
-        self._check_length(params.prompt_tokens, asked.max_tokens)
-        source, pages = self._source(transfer, params, len(ids))
-        sequence = Sequence(
-            stream=params.stream,
-            attempt=(params.owner_epoch, params.attempt),
-            token_ids=list(ids),
-            prompt_tokens=params.prompt_tokens,
-            root=instance.root(asked.cache_salt),
-            prefill_only=transfer.do_remote_decode,
-            pull_pages=pages,
-            pull_tail=source is not None and source.handoff is not None,
-        )
-        return make_run(asked, sequence, source, instance.tokenizer, instance.worker.eos_token_ids), params
-
-    def _check_length(self, prompt_tokens: int, max_tokens: int) -> None:
-        longest = self._instance.max_model_len
-        if prompt_tokens + max_tokens > longest:
-            raise RequestError(
-                f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) together must be at most {longest} tokens",
-                param="prompt" if prompt_tokens >= longest else "max_tokens",
-            )
-        if not self._instance.core.scheduler.fits(prompt_tokens, max_tokens):
-            raise RequestError("the request needs more KV pages than this instance has", param="max_tokens")
-
-    def _source(self, transfer: KvTransferParams, params: KvrsParams, history_tokens: int) -> tuple[Source | None, int]:
-        """Who holds the leading pages, and how many. Hosts and ports of a request are ignored: the registry knows."""
-        if transfer.do_remote_prefill and transfer.remote_engine_id is not None:
-            known = self._known(InstanceId(transfer.remote_engine_id))
-            blocks = transfer.remote_block_ids or []
-            return Source(known, None, transfer.remote_request_id), len(blocks)
-        if params.sources:
-            run = params.sources[0]
-            return Source(self._known(run.id), run.generation, None), run.pages if run.first_page == 0 else 0
-        return None, 0
-
-    def _known(self, instance: InstanceId) -> InstanceId:
-        if instance not in self._instance.registry:
-            allowed = ", ".join(self._instance.registry)
-            raise RequestError(f"instance {instance!r} is not in the registry; allowed: {allowed}", param="kv_transfer_params")
-        return instance
-
-    async def _stream(self, request: web.Request, asked: CompletionRequest, run: Run, params: KvrsParams) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, run: Run, answer: Answer, wants_usage: bool) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
-        completion = self._completion(params)
+        opening = answer.opening()
+        waiting = b"" if opening is None else self._event(opening)
         while (output := await run.outputs.get()) is not None:
-            completion.choices = [_choice(output, asked)]
-            await response.write(sse(self._encoder.encode(completion)))
+            waiting += self._event(answer.event(output))
             if output.finish_reason is not None:
-                if asked.stream_options is not None and asked.stream_options.include_usage:
-                    completion.choices, completion.usage = [], _usage(run)
-                    await response.write(sse(self._encoder.encode(completion)))
+                if wants_usage:
+                    waiting += self._event(answer.usage_event())
                 break
+            await response.write(waiting)
+            waiting = b""
         else:
-            await response.write(sse(error_body("this attempt was superseded", kind="conflict", code="fenced")))
-        await response.write(DONE)
+            waiting = sse(error_body("this attempt was superseded", kind="conflict", code="fenced"))
+        await response.write(waiting + DONE)
         await response.write_eof()
         return response
 
-    async def _whole(self, asked: CompletionRequest, run: Run, params: KvrsParams) -> web.Response:
+    async def _whole(self, run: Run, answer: Answer) -> web.Response:
         outputs: list[StepOutput] = []
         while (output := await run.outputs.get()) is not None:
             outputs.append(output)
             if output.finish_reason is not None:
-                break
-        else:
-            return _error(409, "this attempt was superseded", kind="conflict")
-        merged = StepOutput(
-            [token_id for output in outputs for token_id in output.token_ids],
-            "".join(output.text for output in outputs),
-            outputs[-1].finish_reason,
-            outputs[-1].stop_reason,
-        )
-        completion = self._completion(params)
-        choice = _choice(merged, asked)
-        if asked.return_token_ids:
-            choice.prompt_token_ids = run.sequence.token_ids[: params.prompt_tokens]
-        completion.choices, completion.usage = [choice], _usage(run)
-        if run.sequence.prefill_only:
-            completion.kv_transfer_params = self._hand_off(run)
-        return _json(completion)
+                return _json(answer.whole(outputs, self._hand_off(run) if run.sequence.prefill_only else None))
+        return _error(409, "this attempt was superseded", kind="conflict")
 
-    def _completion(self, params: KvrsParams) -> Completion:
-        return Completion(id=f"cmpl-{params.stream}", created=int(time.time()), model=self._instance.model, choices=[])
+    def _event(self, message: msgspec.Struct) -> bytes:
+        return sse(self._encoder.encode(message))
 
     def _hand_off(self, run: Run) -> KvTransferParams:
         settings = self._instance.settings
@@ -267,15 +207,3 @@ class _Face:
             remote_port=settings.page_port,
             remote_request_id=run.sequence.stream,
         )
-
-
-def _choice(output: StepOutput, asked: CompletionRequest) -> Choice:
-    choice = Choice(text=output.text, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
-    if asked.return_token_ids:
-        choice.token_ids = output.token_ids
-    return choice
-
-
-def _usage(run: Run) -> Usage:
-    prompt, produced = run.sequence.prompt_tokens, run.produced_tokens
-    return Usage(prompt_tokens=prompt, completion_tokens=produced, total_tokens=prompt + produced)

@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 
 from kvrs.config import Config, InstanceSettings, NodeSettings
+from kvrs.engine.chat import load_chat_template
 from kvrs.engine.core import EngineCore
 from kvrs.engine.pace import Pace
 from kvrs.engine.pages import EnginePages
-from kvrs.engine.text import load_tokenizer
+from kvrs.engine.requests import Model
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
@@ -20,6 +21,9 @@ from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling.batches import BatchScheduler
 from kvrs.scheduling.chunks import Chunk
 from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.sequences import Queue
+from kvrs.text.output import load_tokenizer
+from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.server import PageServer
@@ -43,13 +47,17 @@ class EngineInstance:
         self.epoch = epoch
         self.model = Path(config.cluster.model).name
         self.tokenizer = load_tokenizer(Path(config.cluster.model))
+        self.pieces = TokenPieces(self.tokenizer)
+        self.chat_template = load_chat_template(Path(config.cluster.model))
         engine = config.cluster.engine
         pace = Pace(engine.pace) if engine.pace is not None else None
         started_s = time.monotonic()
         self.worker = Worker(Path(config.cluster.model), engine)
         if pace is not None:
             time.sleep(max(0.0, pace.load_s - (time.monotonic() - started_s)))
-        self.max_model_len = min(engine.max_model_len, self.worker.max_positions)
+        self.served = Model(self.tokenizer, self.worker.vocab_size, self.worker.eos_token_ids)
+        # Whatever is longer could never finish here.
+        self.max_model_len = min(engine.max_model_len, self.worker.max_positions, engine.pages * engine.page_size_tokens)
         self.pages = PageManager(engine.pages, engine.page_size_tokens)
         self.prefill = pace.prefill if pace is not None else measure_prefill(self.worker, self.max_model_len)
         self.puller = PagePuller(self.identity, secret, config.transfer, time.monotonic)
@@ -105,6 +113,7 @@ class EngineInstance:
 
     def load(self) -> LoadReport:
         scheduler = self.core.scheduler
+        waiting = scheduler.waiting_by_queue
         return LoadReport(
             epoch=self.epoch,
             queued=scheduler.waiting + scheduler.pulling,
@@ -112,6 +121,9 @@ class EngineInstance:
             free_pages=self.pages.free_pages,
             queue_delay_s=self.core.queue_delay_s(),
             links=[LinkReport(source=node, bytes_per_s=rate) for node, rate in self.puller.links().items()],
+            queued_reuse=waiting[Queue.REUSE],
+            queued_recompute=waiting[Queue.RECOMPUTE],
+            queued_new=waiting[Queue.NEW],
         )
 
     async def start(self) -> None:

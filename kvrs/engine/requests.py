@@ -3,13 +3,18 @@
 import asyncio
 from dataclasses import dataclass, field
 
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
-from kvrs.engine.sampler import SamplingParams
-from kvrs.engine.text import OutputText
+from kvrs.engine.penalties import Penalties
+from kvrs.engine.sampler import Logprobs, SamplingParams, logprobs_of, sample
+from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
-from kvrs.protocol.openai import CompletionRequest
+from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
+from kvrs.text.chat import ChatOutput
+from kvrs.text.output import OutputText, TextDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +27,40 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Model:
+    """What a run needs to know of the model."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The outcome of one step for one stream."""
+
+    token_id: int
+    logprobs: Logprobs | None = None  # None: not asked for.
+
+
+@dataclass(frozen=True, slots=True)
+class OutputToken:
+    """A token that has log probabilities."""
+
+    token_id: int
+    logprobs: Logprobs
+    text_offset: int  # Characters of the stream's output before it.
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step adds to a stream. `finish_reason` is set on the last one."""
 
     token_ids: list[int]
-    text: str
+    delta: TextDelta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    tokens: tuple[OutputToken, ...] = ()  # Those of `token_ids`, if log probabilities were asked for.
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +69,15 @@ class Run:
 
     sequence: Sequence
     params: SamplingParams
-    text: OutputText
+    penalties: Penalties | None
+    logprobs: int | None  # How many of the likeliest tokens to name beside each; None: no log probabilities.
+    text: OutputText | ChatOutput
     max_tokens: int
     min_tokens: int
     end_token_ids: frozenset[int]  # Tokens that end the stream; not sampled before `min_tokens`.
     stop_token_ids: frozenset[int]  # Those among them that the client named.
     source: Source | None
+    ending: StepOutput | None = None  # The history is complete already: this is all that there is left to say.
     outputs: asyncio.Queue[StepOutput | None] = field(default_factory=asyncio.Queue)  # None: aborted.
 
     @property
@@ -50,38 +85,105 @@ class Run:
         """Output tokens of the whole stream, those of earlier attempts included."""
         return len(self.sequence.token_ids) - self.sequence.prompt_tokens
 
-    def take(self, token_id: int) -> StepOutput:
+    def choose(self, logits: Tensor) -> Sampled:
+        """The token that comes after the sequence, from its logits `[vocab]`."""
+        row = logits if self.penalties is None else self.penalties.apply(logits)
+        if self.produced_tokens < self.min_tokens and self.end_token_ids:
+            row = row.clone()
+            row[list(self.end_token_ids)] = -torch.inf
+        token_id = sample(row, self.params, position=len(self.sequence.token_ids))
+        return Sampled(token_id, None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs))
+
+    def take(self, sampled: Sampled) -> StepOutput:
         """Turn the token that was just appended to the sequence into output."""
+        token_id = sampled.token_id
+        if self.penalties is not None:
+            self.penalties.count(token_id)
+        tokens = () if sampled.logprobs is None else (OutputToken(token_id, sampled.logprobs, self.text.characters),)
         if token_id in self.end_token_ids:
-            named = token_id if token_id in self.stop_token_ids else None
-            return StepOutput([token_id], self.text.finish(), "stop", named)
+            delta = self.text.finish()
+            return StepOutput([token_id], delta, self._stop(), self._named(token_id), tokens)
         delta = self.text.feed(token_id)
         if delta.stopped is not None:
-            return StepOutput([token_id], delta.text, "stop", delta.stopped)
+            return StepOutput([token_id], delta, self._stop(), delta.stopped, tokens)
         if self.produced_tokens >= self.max_tokens:
-            return StepOutput([token_id], delta.text + self.text.finish(), "length")
-        return StepOutput([token_id], delta.text)
+            return StepOutput([token_id], delta.then(self.text.finish()), "length", None, tokens)
+        return StepOutput([token_id], delta, tokens=tokens)
+
+    def replay(self, history: list[int]) -> StepOutput | None:
+        """Bring the text machine to where an output history ends, so that held-back bytes, half-seen stop strings and half a
+        tool call are as they were when it was written. Returns the end of the stream if the history is complete.
+
+        Raises:
+            RequestError: the history goes on after its end.
+        """
+        for index, token_id in enumerate(history, 1):
+            if index == len(history) and token_id in self.end_token_ids:
+                delta = self.text.finish()
+                return StepOutput([], delta, self._stop(), self._named(token_id))
+            stopped = self.text.feed(token_id).stopped
+            if stopped is not None and index < len(history):
+                raise RequestError(f"the output so far goes on after the stop string {stopped!r}", param="stop")
+            if stopped is not None:
+                return StepOutput([], TextDelta(""), self._stop(), stopped)
+        if len(history) >= self.max_tokens:
+            return StepOutput([], self.text.finish(), "length")
+        return None
+
+    def _named(self, token_id: int) -> int | None:
+        return token_id if token_id in self.stop_token_ids else None
+
+    def _stop(self) -> str:
+        return "tool_calls" if isinstance(self.text, ChatOutput) and self.text.called else "stop"
 
 
 def make_run(
-    request: CompletionRequest, sequence: Sequence, source: Source | None, tokenizer: Tokenizer, eos_token_ids: frozenset[int]
+    request: CompletionRequest | ChatRequest, max_tokens: int, sequence: Sequence, source: Source | None, model: Model
 ) -> Run:
     """A run that continues exactly where the history of `sequence` ends.
 
-    The output part of the history is fed through the text machine again, so that held-back bytes and half-seen stop
-    strings are as they were when the history was written.
+    Raises:
+        RequestError: the history is no possible beginning of the answer.
     """
-    text = OutputText(tokenizer, request.stop_strings)
-    for token_id in sequence.token_ids[sequence.prompt_tokens :]:
-        text.feed(token_id)
     stop_token_ids = frozenset(request.stop_token_ids)
-    return Run(
+    run = Run(
         sequence=sequence,
         params=SamplingParams(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, seed=request.seed or 0),
-        text=text,
-        max_tokens=request.max_tokens,
+        penalties=_penalties(request, sequence, model.vocab_size),
+        logprobs=request.wanted_logprobs,
+        text=_text_machine(request, sequence, model.tokenizer),
+        max_tokens=max_tokens,
         min_tokens=request.min_tokens,
-        end_token_ids=stop_token_ids if request.ignore_eos else stop_token_ids | eos_token_ids,
+        end_token_ids=stop_token_ids if request.ignore_eos else stop_token_ids | model.eos_token_ids,
         stop_token_ids=stop_token_ids,
         source=source,
+    )
+    if not sequence.prefill_only:
+        run.ending = run.replay(sequence.token_ids[sequence.prompt_tokens :])
+    return run
+
+
+def _text_machine(request: CompletionRequest | ChatRequest, sequence: Sequence, tokenizer: Tokenizer) -> OutputText | ChatOutput:
+    if isinstance(request, CompletionRequest):
+        return OutputText(tokenizer, request.stop_strings)
+    return ChatOutput(
+        tokenizer,
+        request.stop_strings,
+        stream=sequence.stream,
+        prompt_ids=sequence.token_ids[: sequence.prompt_tokens],
+        tools=request.may_call_tools,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+    )
+
+
+def _penalties(request: CompletionRequest | ChatRequest, sequence: Sequence, vocab_size: int) -> Penalties | None:
+    if not request.has_penalties or sequence.prefill_only:
+        return None
+    return Penalties(
+        vocab_size,
+        sequence.token_ids[: sequence.prompt_tokens],
+        sequence.token_ids[sequence.prompt_tokens :],
+        presence=request.presence_penalty,
+        frequency=request.frequency_penalty,
+        repetition=request.repetition_penalty,
     )

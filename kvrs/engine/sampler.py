@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
+
+from kvrs.engine.layers.tiles import fold_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +20,14 @@ class SamplingParams:
     top_p: float = 1.0  # The likeliest tokens that together reach this probability.
     top_k: int = 0  # That many of the likeliest tokens; 0 and -1: all.
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """How likely the model itself found a token and, the likeliest first, the other candidates."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # Token ids and their log probabilities.
 
 
 def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
@@ -34,6 +45,19 @@ def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
     # The last kept token is the answer when rounding puts the target at the very end.
     chosen = np.searchsorted(cumulative[: kept - 1], uniform(params.seed, position) * cumulative[kept - 1], side="right")
     return int(ids[chosen])
+
+
+def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> Logprobs:
+    """Log probabilities of a token and of the `top` likeliest, under the model's own distribution (temperature 1, no penalties).
+
+    The sum over the vocabulary has one order of additions, so every engine finds the same bits.
+    """
+    # A copy: where a vector loop begins must not depend on the row's place in its batch.
+    logits = logits_row.clone()
+    shifted = logits - logits.max()
+    logprobs = (shifted - torch.log(fold_sum(torch.exp(shifted)))).numpy()
+    likeliest = _candidates(logits.numpy(), top) if top else ()
+    return Logprobs(float(logprobs[token_id]), tuple((int(other), float(logprobs[other])) for other in likeliest))
 
 
 def uniform(seed: int, position: int) -> float:

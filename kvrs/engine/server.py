@@ -6,6 +6,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from kvrs.config import Config
+from kvrs.engine.faults import add_fault_route
 from kvrs.engine.http import make_app
 from kvrs.engine.instance import EngineInstance
 from kvrs.errors import ConfigError
@@ -22,7 +23,10 @@ async def serve(
     """
     instance = EngineInstance(config, instance_id, epoch, secret)
     # A client that leaves cancels its handler, and with it the run.
-    runner = web.AppRunner(make_app(instance), handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
+    app = make_app(instance)
+    if config.cluster.allow_faults:
+        add_fault_route(app, instance.page_server.faults, {peer.node for peer in instance.registry.values()})
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
     await runner.setup()
     settings = instance.settings
     try:

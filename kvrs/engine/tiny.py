@@ -26,6 +26,29 @@ INITIALIZER_RANGE = 0.2  # Large: a small model with the usual 0.02 repeats a si
 BEGIN, END = "<|begin|>", "<|end|>"
 _BEGIN_ID, _END_ID = 0, 1
 
+_CHAT_TEMPLATE = """\
+{{ bos_token }}
+{%- if tools %}
+    {{- "You may call tools:\\n" }}
+    {%- for tool in tools %}
+        {{- tool | tojson + "\\n" }}
+    {%- endfor %}
+{%- endif %}
+{%- for message in messages %}
+    {{- message.role + ": " + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- "<tool_call>" + {"name": call.function.name, "arguments": call.function.arguments} | tojson + "</tool_call>" }}
+    {%- endfor %}
+    {{- eos_token + "\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "assistant: " }}
+    {%- if enable_thinking %}
+        {{- "<think>\\n" }}
+    {%- endif %}
+{%- endif %}
+"""
+
 _FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _SYLLABLES = ("ka", "lo", "mi", "ren", "sta", "vor", "ti", "el", "an", "dra", "shi", "pu", "ne", "go", "bri", "sol", "tek", "qui")
 _FOREIGN = ("é", "ü", "ñ", "ø", "ж", "я", "λ", "中", "文", "日", "本", "한", "🙂", "🚀")
@@ -58,8 +81,8 @@ def _complete(directory: Path) -> bool:
 def _write_files(directory: Path, seed: int) -> None:
     tokenizer = _tokenizer(seed)
     tokenizer.save(str(directory / "tokenizer.json"))
-    special = {"bos_token": BEGIN, "eos_token": END}
-    _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BEGIN, "eos_token": END}
+    _write_json(directory / "tokenizer_config.json", {**tokenizer_config, "chat_template": _CHAT_TEMPLATE})
     ids = {"bos_token_id": _BEGIN_ID, "eos_token_id": _END_ID}
     _write_json(directory / "generation_config.json", ids)
     _write_json(directory / "config.json", {**_config(), **ids})

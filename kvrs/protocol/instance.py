@@ -51,7 +51,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     model: str
     fingerprint: str  # Of weights and geometry: pages move only between equal fingerprints.
     geometry: KvGeometry
-    max_model_len: Natural
+    max_model_len: Natural  # Prompt and output together; a chat that names no max_tokens may fill it.
     page_port: int
     capabilities: list[Capability]
     prefill: MeasuredPrefill
@@ -73,6 +73,10 @@ class LoadReport(msgspec.Struct, frozen=True):
     free_pages: Natural
     queue_delay_s: Seconds  # Predicted time until a request that arrives now starts its prefill.
     links: list[LinkReport]
+    # Of `queued`, those that own no pages yet, by kind: engines with one queue leave it at 0.
+    queued_reuse: Natural = 0  # Recoveries that hope to fetch KV of their history.
+    queued_recompute: Natural = 0  # Recoveries that compute it.
+    queued_new: Natural = 0
 
 
 class KvTransferParams(msgspec.Struct, omit_defaults=False):
@@ -101,9 +105,10 @@ class KvrsParams(msgspec.Struct):
 
     stream: StreamId
     attempt: AttemptNumber
-    prompt_tokens: Natural  # How many of `prompt` the client wrote; the rest was already sent to it.
+    prompt_tokens: Natural  # How many tokens of the history the client wrote; the rest was already sent to it.
     owner_epoch: Natural = 0
     sources: list[PageRun] = []
+    token_ids: list[int] | None = None  # The whole history of a chat: its template was rendered at the first attempt.
 
 
 class LeaseUpdate(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a Hugging Face directory with random weights of any Llama configuration, by Hugging Face's own code."""
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a Hugging Face directory with random weights of any configuration of a family, by Hugging Face's own code."""
 
-    def write(seed: int = 0, max_shard_size: str = "5GB", **fields: Any) -> Path:
-        from transformers import LlamaConfig, LlamaForCausalLM
+    def write(family: str, seed: int = 0, max_shard_size: str = "5GB", **fields: Any) -> Path:
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         directory = tmp_path_factory.mktemp("models") / "random"
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**fields))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
         for name, weight in model.named_parameters():
             # Freshly made biases and norms are zeros and ones; those would hide that they are left out.
             if name.endswith("bias") or "norm" in name:
@@ -38,3 +39,8 @@ def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return directory
 
     return write
+
+
+@pytest.fixture(scope="session")
+def random_llama(random_model: Callable[..., Path]) -> Callable[..., Path]:
+    return partial(random_model, "llama")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.engine.sampler import SamplingParams, sample, uniform
+from kvrs.engine.sampler import SamplingParams, logprobs_of, sample, uniform
 
 finite = st.floats(-50, 50, width=32)
 rows = st.lists(finite, min_size=1, max_size=40)
@@ -73,3 +73,31 @@ def test_top_k_with_equal_logits_keeps_the_lowest_ids() -> None:
     params = SamplingParams(temperature=1.0, top_k=3)
 
     assert {sample(row, params, position) for position in range(200)} == {1, 3, 5}
+
+
+@settings(deadline=None)
+@given(row=rows, top=st.integers(0, 20))
+def test_log_probabilities_are_those_of_the_distribution(row: list[float], top: int) -> None:
+    """Of the sampled token and of the likeliest, the lowest id first among equals."""
+    logits = torch.tensor(row)
+    expected = torch.log_softmax(logits.double(), 0)
+
+    found = logprobs_of(logits, len(row) - 1, top)
+
+    assert found.logprob == pytest.approx(expected[-1].item(), abs=1e-4)
+    order = sorted(range(len(row)), key=lambda index: (-row[index], index))[:top]
+    assert all(logprob == pytest.approx(expected[token_id].item(), abs=1e-4) for token_id, logprob in found.top)
+    assert [row[token_id] for token_id, _ in found.top] == [row[index] for index in order]
+
+
+@pytest.mark.parametrize("vocab", [512, 32_003])
+def test_log_probabilities_do_not_depend_on_the_place_in_a_batch(vocab: int) -> None:
+    """A resumed stream stands elsewhere in the batch than the lost one did."""
+    row = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 4
+    alone = logprobs_of(row, 5, 20)
+
+    for place in range(17):
+        batch = torch.empty(17 * vocab + place)[place:].view(17, vocab)
+        batch[place] = row
+
+        assert logprobs_of(batch[place], 5, 20) == alone

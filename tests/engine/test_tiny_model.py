@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvrs.engine.config import EngineSettings
-from kvrs.engine.text import load_tokenizer
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.engine.worker import Worker
 from kvrs.scheduling.chunks import Chunk
+from kvrs.text.output import load_tokenizer
 
 
 def contents(directory: Path) -> dict[str, bytes]:

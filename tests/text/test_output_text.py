@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from kvrs.engine.text import OutputText, load_tokenizer
 from kvrs.errors import ConfigError
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tiny_model: Path) -> Tokenizer:
-    return load_tokenizer(tiny_model)
+from kvrs.text.output import OutputText, load_tokenizer
 
 
 def deltas(tokenizer: Tokenizer, token_ids: list[int], stops: list[str] | None = None) -> tuple[list[str], str | None]:
@@ -26,7 +21,7 @@ def deltas(tokenizer: Tokenizer, token_ids: list[int], stops: list[str] | None =
         pieces.append(delta.text)
         if delta.stopped is not None:
             return pieces, delta.stopped
-    return [*pieces, output.finish()], None
+    return [*pieces, output.finish().text], None
 
 
 def byte_symbols() -> dict[int, str]:
@@ -95,7 +90,7 @@ def test_endless_broken_bytes_do_not_make_the_window_grow(tokenizer: Tokenizer) 
         widest = max(widest, len(output._characters._window))
 
     assert widest <= 80
-    assert "".join(pieces) + output.finish() == tokenizer.decode(token_ids)
+    assert "".join(pieces) + output.finish().text == tokenizer.decode(token_ids)
 
 
 BROKEN_PIECES = [b"\xff", b"\xa0", b"\xe4", b"\xbd", b"\xe4\xbd", b"\xa0\xe4", b"\xbd\xa0\xff", b"\xa0\xf0\x9f", b"a\xe4"]
@@ -129,7 +124,7 @@ def test_replaying_a_history_continues_exactly(tokenizer: Tokenizer, token_ids: 
     rest: list[str] = []
     for token in token_ids[fed : len(whole) if stopped else None]:
         rest.append(replayed.feed(token).text)
-    rest.append(replayed.finish())
+    rest.append(replayed.finish().text)
 
     assert "".join(rest) == "".join(whole[fed:])
 

@@ -4,7 +4,7 @@ A deterministic function of the ids fed: another engine that is fed the history 
 exactly where the first one stopped, in the middle of a character or of a possible stop string too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,25 +18,56 @@ _CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a function that the model wrote. `index` counts the calls of a stream from 0."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
+    """What some output ids add to what the client sees. Only a chat has more than `text`, which is its content."""
+
     text: str
-    stopped: str | None  # The stop string that ended the text, itself not in it.
+    stopped: str | None = None  # The stop string that ended the text, itself not in it.
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def then(self, later: "TextDelta") -> "TextDelta":
+        """Both in one."""
+        return TextDelta(
+            self.text + later.text,
+            later.stopped or self.stopped,
+            self.reasoning + later.reasoning,
+            self.tool_calls + later.tool_calls,
+        )
 
 
 class OutputText:
-    """Detokeniser and stop-string watch of one stream."""
+    """Detokeniser and stop-string watch of one stream.
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> None:
-        self._characters = _Characters(tokenizer)
+    Special tokens have no text, except those of which `visible` names the content.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), *, visible: Collection[str] = ()) -> None:
+        self._characters = _Characters(tokenizer, visible)
         self._stops = _StopStrings(stop_strings)
+
+    @property
+    def characters(self) -> int:
+        """How many characters the ids fed so far have completed, those included that are held back for a stop string."""
+        return self._characters.emitted
 
     def feed(self, token_id: int) -> TextDelta:
         """Take one output id; not to be called after a stop string was found."""
         return self._stops.feed(self._characters.feed(token_id))
 
-    def finish(self) -> str:
+    def finish(self) -> TextDelta:
         """What was held back; nothing after a stop string was found."""
-        return self._stops.finish(self._characters.finish())
+        return TextDelta(self._stops.finish(self._characters.finish()))
 
 
 def load_tokenizer(model_directory: Path) -> Tokenizer:
@@ -61,17 +92,27 @@ class _Characters:
     decoder may treat the first token of a text differently (a leading space).
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, visible: Collection[str]) -> None:
         self._tokenizer = tokenizer
-        self._silent = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        special = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._visible = {token: content for token, content in special.items() if content in visible}
+        self._silent = special.keys() - self._visible.keys()
         self._window: list[int] = []
         self._emitted = 0
         self._emitted_text = ""
+        self.emitted = 0  # Characters.
 
     def feed(self, token_id: int) -> str:
-        # Decoding skips these; here they would only make the window grow.
+        delta = self._feed(token_id)
+        self.emitted += len(delta)
+        return delta
+
+    def _feed(self, token_id: int) -> str:
+        # Decoding skips special and unknown tokens; here they would only make the window grow.
         if token_id in self._silent or self._tokenizer.id_to_token(token_id) is None:
             return ""
+        if token_id in self._visible:
+            return self.finish() + self._visible[token_id]
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT):
@@ -123,7 +164,7 @@ class _StopStrings:
         if (stop := self._first_complete(text)) is not None:
             self._stopped, self._held = True, ""
             return TextDelta(text[: text.index(stop)], stop)
-        keep = self._possible_beginning(text)
+        keep = possible_beginning(text, self._stops)
         self._held = text[len(text) - keep :]
         return TextDelta(text[: len(text) - keep], None)
 
@@ -139,10 +180,11 @@ class _StopStrings:
         found = [(start + len(stop), -len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(found)[2] if found else None
 
-    def _possible_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that some stop string starts with."""
-        longest = max(map(len, self._stops), default=0)
-        for size in range(min(longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return size
-        return 0
+
+def possible_beginning(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of `text` that some marker starts with, without being all of it."""
+    longest = max(map(len, markers), default=0)
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return size
+    return 0

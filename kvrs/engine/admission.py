@@ -1,0 +1,109 @@
+"""From a parsed request to a run: the history it starts from, who holds its KV, and what this engine cannot take."""
+
+import secrets
+
+from kvrs.engine.instance import EngineInstance
+from kvrs.engine.requests import Run, Source, make_run
+from kvrs.errors import RequestError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import KvrsParams, KvTransferParams
+from kvrs.protocol.openai import ChatRequest, CompletionRequest
+from kvrs.scheduling.sequences import Sequence
+
+
+class Admission:
+    """Hosts and ports of a request are ignored: the instance's registry knows."""
+
+    def __init__(self, instance: EngineInstance) -> None:
+        self._instance = instance
+
+    def admit(self, asked: CompletionRequest | ChatRequest) -> Run:
+        """A run that can be submitted.
+
+        Raises:
+            RequestError: this engine cannot serve the request.
+        """
+        _refuse_proxys_work(asked)
+        ids, written_here = self._history(asked)
+        if not ids:
+            raise RequestError("prompt must not be empty", param="prompt")
+        self._check_ids(ids, "prompt")
+        self._check_ids(asked.stop_token_ids, "stop_token_ids")
+        params = asked.kvrs or KvrsParams(stream=StreamId(secrets.token_hex(16)), attempt=1, prompt_tokens=0)
+        # What is tokenised here is the client's whole prompt: its length was not known before.
+        prompt_tokens = len(ids) if written_here else min(params.prompt_tokens or len(ids), len(ids))
+        transfer = asked.kv_transfer_params or KvTransferParams()
+        max_tokens = self._max_tokens(asked, prompt_tokens, len(ids), prefill_only=transfer.do_remote_decode)
+        source, pages = self._source(transfer, params)
+        sequence = Sequence(
+            stream=params.stream,
+            attempt=(params.owner_epoch, params.attempt),
+            token_ids=list(ids),
+            prompt_tokens=prompt_tokens,
+            root=self._instance.root(asked.cache_salt),
+            prefill_only=transfer.do_remote_decode,
+            pull_pages=pages,
+            pull_tail=source is not None and source.handoff is not None,
+        )
+        return make_run(asked, max_tokens, sequence, source, self._instance.served)
+
+    def _history(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], bool]:
+        """Prompt and output so far, and whether this engine made the ids from what the client wrote."""
+        instance = self._instance
+        given = asked.kvrs.token_ids if asked.kvrs is not None else None
+        if isinstance(asked, CompletionRequest):
+            if given is not None:
+                raise RequestError("a completion's history is its prompt", param="kvrs.token_ids")
+            if isinstance(asked.prompt, str):
+                return instance.tokenizer.encode(asked.prompt).ids, True
+            return asked.prompt, False
+        if given is not None:
+            return given, False
+        if instance.chat_template is None:
+            raise RequestError(f"model {instance.model} has no chat template; allowed: /v1/completions", param="messages")
+        # The template writes the special tokens itself.
+        return instance.tokenizer.encode(instance.chat_template.render(asked), add_special_tokens=False).ids, True
+
+    def _check_ids(self, token_ids: list[int], name: str) -> None:
+        vocab_size = self._instance.worker.vocab_size
+        if (wrong := next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)) is not None:
+            raise RequestError(f"token ids must be in [0, {vocab_size - 1}], got {wrong}", param=name)
+
+    def _max_tokens(
+        self, asked: CompletionRequest | ChatRequest, prompt_tokens: int, history_tokens: int, *, prefill_only: bool
+    ) -> int:
+        longest = self._instance.max_model_len
+        max_tokens = max(1, longest - prompt_tokens) if asked.max_tokens is None else asked.max_tokens
+        if max(prompt_tokens + max_tokens, history_tokens) > longest:
+            raise RequestError(
+                f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) together must be at most {longest} tokens",
+                param="prompt" if prompt_tokens >= longest else "max_tokens",
+            )
+        if history_tokens > prompt_tokens + max_tokens and not prefill_only:
+            raise RequestError(f"the output so far has more than max_tokens ({max_tokens}) tokens", param="max_tokens")
+        return max_tokens
+
+    def _source(self, transfer: KvTransferParams, params: KvrsParams) -> tuple[Source | None, int]:
+        """Who holds the leading pages, and how many."""
+        if transfer.do_remote_prefill and transfer.remote_engine_id is not None:
+            known = self._known(InstanceId(transfer.remote_engine_id))
+            blocks = transfer.remote_block_ids or []
+            return Source(known, None, transfer.remote_request_id), len(blocks)
+        if params.sources:
+            run = params.sources[0]
+            return Source(self._known(run.id), run.generation, None), run.pages if run.first_page == 0 else 0
+        return None, 0
+
+    def _known(self, instance: InstanceId) -> InstanceId:
+        if instance not in self._instance.registry:
+            allowed = ", ".join(self._instance.registry)
+            raise RequestError(f"instance {instance!r} is not in the registry; allowed: {allowed}", param="kv_transfer_params")
+        return instance
+
+
+def _refuse_proxys_work(asked: CompletionRequest | ChatRequest) -> None:
+    """One run makes one choice; the proxy opens a stream for each, so that each survives on its own."""
+    if asked.n != 1:
+        raise RequestError(f"n={asked.n} is the proxy's work; allowed here: 1", param="n")
+    if isinstance(asked, CompletionRequest) and asked.echo:
+        raise RequestError("echo=true is the proxy's work; allowed here: false", param="echo")

@@ -1,0 +1,199 @@
+"""What a run produced, in the shapes of OpenAI's two endpoints. Pure translation."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvrs.engine.requests import OutputToken, Run, StepOutput
+from kvrs.engine.sampler import Logprobs as SampledLogprobs
+from kvrs.protocol.instance import KvTransferParams
+from kvrs.protocol.openai import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    Choice,
+    Completion,
+    CompletionRequest,
+    Delta,
+    FunctionCall,
+    Logprobs,
+    TokenLogprob,
+    ToolCall,
+    TopLogprob,
+    Usage,
+)
+from kvrs.text import output
+from kvrs.text.output import TextDelta
+from kvrs.text.pieces import TokenPieces
+
+
+class Answer(Protocol):
+    """One run's answer: as events while it goes on, or whole."""
+
+    def opening(self) -> msgspec.Struct | None:
+        """What stands before the first output of a stream."""
+
+    def event(self, step: StepOutput) -> msgspec.Struct: ...
+
+    def usage_event(self) -> msgspec.Struct: ...
+
+    def whole(self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None) -> msgspec.Struct: ...
+
+
+class CompletionAnswer:
+    def __init__(self, asked: CompletionRequest, run: Run, model: str, created: int, pieces: TokenPieces) -> None:
+        self._asked = asked
+        self._run = run
+        self._pieces = pieces
+        self._head = (f"cmpl-{run.sequence.stream}", created, model)
+
+    def opening(self) -> None:
+        return None
+
+    def event(self, step: StepOutput) -> Completion:
+        return Completion(*self._head, [self._choice(step)])
+
+    def usage_event(self) -> Completion:
+        return Completion(*self._head, [], usage=usage_of(self._run))
+
+    def whole(self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None) -> Completion:
+        choice = self._choice(joined(steps))
+        if self._asked.return_token_ids:
+            choice.prompt_token_ids = prompt_ids_of(self._run)
+        answer = Completion(*self._head, [choice], usage=usage_of(self._run))
+        if hand_off is not None:
+            answer.kv_transfer_params = hand_off
+        return answer
+
+    def _choice(self, step: StepOutput) -> Choice:
+        return Choice(
+            text=step.delta.text,
+            logprobs=self._logprobs(step.tokens) if step.tokens else None,
+            finish_reason=step.finish_reason,
+            stop_reason=step.stop_reason,
+            token_ids=step.token_ids if self._asked.return_token_ids else msgspec.UNSET,
+        )
+
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> Logprobs:
+        return Logprobs(
+            tokens=[self._pieces.text(token.token_id) for token in tokens],
+            token_logprobs=[token.logprobs.logprob for token in tokens],
+            top_logprobs=[self._top(token.token_id, token.logprobs) for token in tokens],
+            text_offset=[token.text_offset for token in tokens],
+        )
+
+    def _top(self, token_id: int, logprobs: SampledLogprobs) -> dict[str, float]:
+        """The likeliest, and the sampled one even where it is not among them. Of tokens with one text the likelier counts."""
+        top: dict[str, float] = {}
+        for other, logprob in (*logprobs.top, (token_id, logprobs.logprob)):
+            top.setdefault(self._pieces.text(other), logprob)
+        return top
+
+
+class ChatAnswer:
+    def __init__(self, asked: ChatRequest, run: Run, model: str, created: int, pieces: TokenPieces) -> None:
+        self._asked = asked
+        self._run = run
+        self._pieces = pieces
+        self._head = (f"chatcmpl-{run.sequence.stream}", created, model)
+
+    def opening(self) -> ChatChunk | None:
+        sequence = self._run.sequence
+        # Who continues a stream speaks in a message that was opened long ago.
+        if sequence.history_tokens > sequence.prompt_tokens:
+            return None
+        return ChatChunk(*self._head, [ChatChunkChoice(delta=Delta(role="assistant", content=""))])
+
+    def event(self, step: StepOutput) -> ChatChunk:
+        choice = ChatChunkChoice(
+            delta=_delta(step.delta),
+            logprobs=self._logprobs(step.tokens) if step.tokens else None,
+            finish_reason=step.finish_reason,
+            stop_reason=step.stop_reason,
+            token_ids=step.token_ids if self._asked.return_token_ids else msgspec.UNSET,
+        )
+        return ChatChunk(*self._head, [choice])
+
+    def usage_event(self) -> ChatChunk:
+        return ChatChunk(*self._head, [], usage=usage_of(self._run))
+
+    def whole(self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None) -> ChatCompletion:
+        step = joined(steps)
+        choice = ChatChoice(
+            message=_message(step.delta),
+            logprobs=self._logprobs(step.tokens) if step.tokens else None,
+            finish_reason=step.finish_reason,
+            stop_reason=step.stop_reason,
+        )
+        answer = ChatCompletion(*self._head, [choice], usage=usage_of(self._run))
+        if self._asked.return_token_ids:
+            choice.token_ids, answer.prompt_token_ids = step.token_ids, prompt_ids_of(self._run)
+        if hand_off is not None:
+            answer.kv_transfer_params = hand_off
+        return answer
+
+    def _logprobs(self, tokens: Sequence[OutputToken]) -> ChatLogprobs:
+        return ChatLogprobs(
+            [
+                TokenLogprob(
+                    *self._named(token.token_id, token.logprobs.logprob),
+                    [TopLogprob(*self._named(*candidate)) for candidate in token.logprobs.top],
+                )
+                for token in tokens
+            ]
+        )
+
+    def _named(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        return self._pieces.text(token_id), logprob, list(self._pieces.raw(token_id))
+
+
+def joined(steps: Sequence[StepOutput]) -> StepOutput:
+    """All of a run's outputs as one."""
+    deltas = [step.delta for step in steps]
+    return StepOutput(
+        [token_id for step in steps for token_id in step.token_ids],
+        TextDelta(
+            "".join(delta.text for delta in deltas),
+            deltas[-1].stopped,
+            "".join(delta.reasoning for delta in deltas),
+            tuple(call for delta in deltas for call in delta.tool_calls),
+        ),
+        steps[-1].finish_reason,
+        steps[-1].stop_reason,
+        tuple(token for step in steps for token in step.tokens),
+    )
+
+
+def usage_of(run: Run) -> Usage:
+    """Counted over the whole stream, earlier attempts included."""
+    prompt, produced = run.sequence.prompt_tokens, run.produced_tokens
+    return Usage(prompt_tokens=prompt, completion_tokens=produced, total_tokens=prompt + produced)
+
+
+def prompt_ids_of(run: Run) -> list[int]:
+    return run.sequence.token_ids[: run.sequence.prompt_tokens]
+
+
+def _delta(delta: TextDelta) -> Delta:
+    calls = [_tool_call(call) for call in delta.tool_calls]
+    for call, shown in zip(delta.tool_calls, calls, strict=True):
+        shown.index = call.index
+    return Delta(content=delta.text or None, reasoning_content=delta.reasoning or None, tool_calls=calls)
+
+
+def _message(delta: TextDelta) -> ChatMessage:
+    message = ChatMessage(content=None if delta.tool_calls and not delta.text else delta.text)
+    if delta.reasoning:
+        message.reasoning_content = delta.reasoning
+    if delta.tool_calls:
+        message.tool_calls = [_tool_call(call) for call in delta.tool_calls]
+    return message
+
+
+def _tool_call(call: output.ToolCall) -> ToolCall:
+    return ToolCall(call.id, FunctionCall(call.name, call.arguments))

@@ -1,0 +1,41 @@
+"""`POST /kvrs/v1/faults`: what an experiment may do to the pages that this instance sends. Off unless the file allows it."""
+
+import asyncio
+import logging
+from collections.abc import Collection
+from typing import assert_never
+
+import msgspec
+from aiohttp import web
+
+from kvrs.errors import RequestError
+from kvrs.ids import NodeId
+from kvrs.protocol.faults import FaultRequest, LinkFault, NoFault, PageFault
+from kvrs.transfer.faults import SendingFaults
+
+log = logging.getLogger(__name__)
+
+
+def add_fault_route(app: web.Application, faults: SendingFaults, nodes: Collection[NodeId]) -> None:
+    """Make the application of an instance obey fault requests; `nodes` are all of the cluster."""
+
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            fault = msgspec.json.decode(await request.read(), type=FaultRequest)
+        except msgspec.DecodeError as error:
+            raise RequestError(str(error)) from None
+        match fault:
+            case LinkFault():
+                if fault.node_id not in nodes:
+                    raise RequestError(f"node: got {fault.node!r}; allowed: {', '.join(sorted(nodes))}", param="node")
+                faults.hold(fault.node_id, fault.bytes_per_s, asyncio.get_running_loop().time() + fault.for_s)
+            case PageFault():
+                faults.corrupt(fault.pages)
+            case NoFault():
+                faults.clear()
+            case _:
+                assert_never(fault)
+        log.warning("fault on purpose: %s", fault)
+        return web.Response(body=b"{}", content_type="application/json")
+
+    app.router.add_post("/kvrs/v1/faults", handle)

@@ -1,0 +1,49 @@
+"""Single tokens as text and as bytes, for log probabilities."""
+
+import re
+
+from tokenizers import Tokenizer
+
+_BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+
+
+class TokenPieces:
+    """Looks tokens up in one vocabulary. A token that ends inside of a character has no text of its own, but bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+        # The library tells the parts of a decoder only in its saved form.
+        decoder = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
+        self._bytes_of_symbol = _byte_symbols() if b'"ByteLevel"' in decoder else {}
+        self._known: dict[int, bytes] = {}
+
+    def text(self, token_id: int) -> str:
+        """The token's text; broken bytes show as replacement characters."""
+        return self.raw(token_id).decode(errors="replace")
+
+    def raw(self, token_id: int) -> bytes:
+        if (piece := self._known.get(token_id)) is None:
+            piece = self._known[token_id] = self._look_up(token_id)
+        return piece
+
+    def _look_up(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        symbols = self._tokenizer.id_to_token(token_id)
+        if symbols is None:
+            return b""
+        if self._bytes_of_symbol and all(symbol in self._bytes_of_symbol for symbol in symbols):
+            return bytes(self._bytes_of_symbol[symbol] for symbol in symbols)
+        if (fallback := _BYTE_FALLBACK.fullmatch(symbols)) is not None:
+            return bytes.fromhex(fallback[1])
+        # Some decoders drop the space of the first token: what the token adds to itself keeps it.
+        alone = self._tokenizer.decode([token_id])
+        return self._tokenizer.decode([token_id, token_id])[len(alone) :].encode()
+
+
+def _byte_symbols() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the others from code point 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + index): value for index, value in enumerate(others)}

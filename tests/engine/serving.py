@@ -1,0 +1,34 @@
+"""An instance of the real engine with the generated model, in the test's own event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp.test_utils import TestClient, TestServer
+
+from kvrs.config import parse_config
+from kvrs.engine.http import make_app
+from kvrs.engine.instance import EngineInstance
+from kvrs.ids import InstanceId
+from kvrs.protocol.secrets import http_token
+
+SECRET = b"a secret of the tests, long enough"
+TOKEN = http_token(SECRET)
+
+
+@asynccontextmanager
+async def serving(model: Path, **engine: Any) -> AsyncIterator[tuple[EngineInstance, TestClient[Any, Any]]]:
+    """One instance, and a client of its HTTP side."""
+    nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both"}]}]
+    config = parse_config({"cluster": {"model": str(model), "engine": {"pages": 1024, **engine}, "nodes": nodes}})
+    instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    # A bug that ends the engine's loop leaves requests without an answer; no test shall wait for it for ever.
+    async with asyncio.timeout(60), TestClient(TestServer(make_app(instance)), headers=headers) as client:
+        await instance.start()
+        try:
+            yield instance, client
+        finally:
+            await instance.close()

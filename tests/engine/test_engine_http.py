@@ -1,0 +1,145 @@
+"""What an instance answers over HTTP, and what it refuses."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from kvrs.engine.tiny import write_tiny_model
+from tests.engine.serving import TOKEN, serving
+
+MESSAGES = [{"role": "user", "content": "kalo miren"}]
+KVRS = {"stream": "s", "attempt": 1, "prompt_tokens": 2}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+async def test_the_openai_client_understands_both_endpoints(tiny_model: Path) -> None:
+    """Streamed and whole, with usage and log probabilities; a stream and a whole answer say the same."""
+    async with (
+        serving(tiny_model) as (_, client),
+        openai.AsyncOpenAI(base_url=str(client.make_url("/v1")), api_key=TOKEN, max_retries=0) as user,
+    ):
+        chat: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 9, "temperature": 0}
+        whole_chat = await user.chat.completions.create(**chat, logprobs=True, top_logprobs=2)
+        chunks = [chunk async for chunk in await user.chat.completions.create(**chat, stream=True)]
+        whole_text = await user.completions.create(model="tiny", prompt="kalo", max_tokens=9, temperature=0, logprobs=2)
+        echoed = [
+            event.choices[0].text
+            async for event in await user.completions.create(
+                model="tiny", prompt="kalo", max_tokens=9, temperature=0, stream=True
+            )
+        ]
+
+    message = whole_chat.choices[0].message
+    assert (message.role, whole_chat.choices[0].finish_reason) == ("assistant", "length")
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant", *[None] * 9]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+    assert whole_chat.usage is not None
+    assert whole_chat.usage.completion_tokens == 9
+    logprobs = whole_chat.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [len(token.top_logprobs) for token in logprobs.content] == [2] * 9
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in logprobs.content), "greedy takes the likeliest"
+    assert bytes(byte for token in logprobs.content for byte in token.bytes or []).decode() == message.content
+    assert "".join(echoed) == whole_text.choices[0].text
+    found = whole_text.choices[0].logprobs
+    assert found is not None
+    assert found.text_offset is not None
+    assert found.tokens is not None
+    assert found.text_offset == [len("".join(found.tokens[:index])) for index in range(9)]
+
+
+async def test_prefill_of_a_chat_hands_its_ids_and_pages_over(tiny_model: Path) -> None:
+    """As vLLM does for chats: the prompt's ids stand at the top. With them decode needs no template."""
+    body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True}}
+    async with serving(tiny_model) as (instance, client):
+        answer = await (await client.post(CHAT, json={**body, "kvrs": {**KVRS, "prompt_tokens": 0}})).json()
+
+        text = "<|begin|>user: kalo miren<|end|>\nassistant: "
+        assert answer["object"] == "chat.completion"
+        assert answer["prompt_token_ids"] == instance.tokenizer.encode(text, add_special_tokens=False).ids
+        assert answer["kv_transfer_params"]["remote_engine_id"] == "e0"
+        assert answer["choices"][0]["token_ids"] == []
+        assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_log_probabilities_are_the_models_own(tiny_model: Path) -> None:
+    """As in vLLM: of what the model thinks, before penalties and temperature change what is drawn."""
+    body = {"prompt": "kalo kalo kalo", "max_tokens": 1, "logprobs": 4, "temperature": 0}
+    async with serving(tiny_model) as (_, client):
+        plain = await (await client.post(COMPLETIONS, json=body)).json()
+        bent = await (await client.post(COMPLETIONS, json={**body, "temperature": 0.3, "repetition_penalty": 1.9})).json()
+
+    plain_top, bent_top = (answer["choices"][0]["logprobs"]["top_logprobs"][0] for answer in (plain, bent))
+    assert plain_top == dict(list(bent_top.items())[:4])
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": "x", "n": 2}, "n"),
+    (CHAT, {"messages": MESSAGES, "n": 2}, "n"),
+    (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
+    (COMPLETIONS, {"prompt": [512]}, "prompt"),
+    (CHAT, {"messages": MESSAGES, "kvrs": {**KVRS, "token_ids": [512]}}, "prompt"),
+    (COMPLETIONS, {"prompt": "x", "stop_token_ids": [512]}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 1 << 20}, "max_tokens"),
+    (COMPLETIONS, {"prompt": [5] * 3000}, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 3000, "kvrs": KVRS, "kv_transfer_params": {"do_remote_decode": True}}, "max_tokens"),
+    (COMPLETIONS, {"prompt": [5, 5, 6, 7, 8], "max_tokens": 2, "kvrs": KVRS}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "kvrs": {**KVRS, "token_ids": [5]}}, "kvrs.token_ids"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+]
+
+
+async def test_what_an_engine_cannot_serve_is_refused(tiny_model: Path) -> None:
+    """With 400 and the field's name; and the engine lives on."""
+    async with serving(tiny_model) as (instance, client):
+        ended = [5, 5, *instance.tokenizer.encode("END.", add_special_tokens=False).ids]
+        for path, fields, param in [*REFUSED, (COMPLETIONS, {"prompt": ended, "stop": "EN", "kvrs": KVRS}, "stop")]:
+            response = await client.post(path, json=fields)
+            refusal = await response.json()
+
+            assert (response.status, refusal["error"]["param"]) == (400, param), fields
+        assert (await client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1})).status == 200
+        assert instance.failed() is None
+
+
+async def test_a_chat_without_max_tokens_may_fill_the_context(tiny_model: Path) -> None:
+    """Whatever the prompt leaves of what the instance says of itself, also where its pages are fewer than its positions."""
+    async with serving(tiny_model, pages=4) as (instance, client):
+        answer = await (await client.post(CHAT, json={"messages": MESSAGES, "temperature": 0, "ignore_eos": True})).json()
+
+        assert instance.info().max_model_len == 64
+        assert answer["usage"]["total_tokens"] == 64
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:
+    """It says so, and what it takes instead; ids need no template."""
+    write_tiny_model(tmp_path / "model", seed=0)
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    async with serving(tmp_path / "model") as (_, client):
+        refusal = await client.post(CHAT, json={"messages": MESSAGES})
+        resumed = await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 3, "kvrs": {**KVRS, "token_ids": [5, 6, 7]}})
+
+        assert refusal.status == 400
+        assert "no chat template; allowed: /v1/completions" in (await refusal.json())["error"]["message"]
+        assert (await resumed.json())["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+async def test_a_superseded_attempt_ends_with_an_error(tiny_model: Path) -> None:
+    """A stream has one writer: the lower attempt is told so, and one that comes late is refused."""
+    body = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True}
+    async with serving(tiny_model) as (_, client):
+        lower = await client.post(CHAT, json={**body, "stream": True, "kvrs": KVRS})
+        await lower.content.readany()
+        higher = asyncio.create_task(client.post(CHAT, json={**body, "max_tokens": 2, "kvrs": {**KVRS, "attempt": 2}}))
+        rest = await lower.content.read()
+        late = await client.post(CHAT, json={**body, "kvrs": KVRS})
+
+        assert b'"code":"fenced"' in rest
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert (await higher).status == 200
+        assert late.status == 409

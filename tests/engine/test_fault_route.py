@@ -1,0 +1,83 @@
+"""The route by which an experiment has an instance damage what it sends."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from kvrs.config import parse_config
+from kvrs.engine.faults import add_fault_route
+from kvrs.errors import RequestError
+from kvrs.ids import NodeId
+from kvrs.transfer.faults import SendingFaults
+
+N1 = NodeId("n1")
+
+
+@web.middleware
+async def explain(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """As the instance's own application does."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return web.Response(status=400, text=str(error))
+
+
+@asynccontextmanager
+async def serving(faults: SendingFaults) -> AsyncIterator[str]:
+    app = web.Application(middlewares=[explain])
+    add_fault_route(app, faults, {NodeId("n0"), N1})
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/kvrs/v1/faults"
+    finally:
+        await runner.cleanup()
+
+
+async def ask(faults: SendingFaults, body: str) -> tuple[int, str]:
+    async with serving(faults) as url, aiohttp.ClientSession() as session, session.post(url, data=body) as answer:
+        return answer.status, await answer.text()
+
+
+async def test_faults_reach_the_sending_side_and_end_when_that_is_asked() -> None:
+    """A cut, damaged pages, and none of it."""
+    faults, page = SendingFaults(), memoryview(bytearray(8))
+
+    assert (await ask(faults, '{"type":"link","node":"n1","bytes_per_s":0,"for_s":60}'))[0] == 200
+    assert (await ask(faults, '{"type":"pages","pages":2}'))[0] == 200
+    assert faults.cut_for_s(N1, now_s=0.0) > 0
+    assert bytes(faults.payload(page)) != bytes(page)
+    assert (await ask(faults, '{"type":"none"}'))[0] == 200
+    assert faults.cut_for_s(N1, now_s=0.0) == 0
+    assert bytes(faults.payload(page)) == bytes(page)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ('{"type":"link","node":"n9","bytes_per_s":0,"for_s":60}', "node: got 'n9'; allowed: n0, n1"),
+        ('{"type":"link","node":"n1","bytes_per_s":-1,"for_s":60}', ">= 0"),
+        ('{"type":"pages","pages":0}', ">= 1"),
+        ('{"type":"melt"}', "Invalid value 'melt'"),
+        ("{", "truncated"),
+    ],
+)
+async def test_a_wrong_request_is_refused_and_changes_nothing(body: str, reason: str) -> None:
+    """With the value and what is allowed."""
+    faults = SendingFaults()
+
+    status, text = await ask(faults, body)
+
+    assert status == 400
+    assert reason in text
+    assert faults.cut_for_s(N1, now_s=0.0) == 0
+
+
+def test_no_configuration_allows_faults_by_itself() -> None:
+    """The route is not even there unless the file says so."""
+    assert not parse_config({}).cluster.allow_faults

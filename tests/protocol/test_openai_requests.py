@@ -1,0 +1,187 @@
+"""What clients may ask for, and how everything else is refused."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrs.errors import RequestError
+from kvrs.protocol.openai import (
+    ChatChunk,
+    ChatChunkChoice,
+    Choice,
+    Completion,
+    Delta,
+    FunctionCall,
+    ToolCall,
+    parse_chat_request,
+    parse_completion_request,
+)
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def completion(**fields: Any) -> bytes:
+    return msgspec.json.encode({"prompt": "hello", **fields})
+
+
+def chat(**fields: Any) -> bytes:
+    return msgspec.json.encode({"messages": MESSAGES, **fields})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("best_of", 2, "1 or null"),
+        ("suffix", "x", '"" or null'),
+        ("logit_bias", {"5": 1}, "{} or null"),
+        ("min_p", 0.1, "0 or null"),
+        ("response_format", {"type": "json_object"}, '{"type":"text"} or null'),
+        ("guided_json", {}, "null"),
+        ("structured_outputs", {"regex": "a"}, "null"),
+        ("use_beam_search", True, "false or null"),
+        ("prompt_logprobs", 1, "null"),
+        ("chat_template", "{{ messages }}", "null"),
+        ("presence_penalty", 2.1, r"\[-2.0, 2.0\]"),
+        ("frequency_penalty", -2.1, r"\[-2.0, 2.0\]"),
+        ("repetition_penalty", 0, r"\[1e-06, 2.0\]"),
+        ("n", 17, r"\[1, 16\]"),
+        ("n", 0, r"\[1, 16\]"),
+        ("temperature", -1, r"\[0.0, 2.0\]"),
+        ("max_tokens", 0, r"\[1, "),
+        ("stop", [""], "none of them empty"),
+        ("stop", ["x"] * 17, "at most 16"),
+    ],
+)
+@pytest.mark.parametrize("body", [completion, chat])
+def test_what_is_not_supported_is_refused_by_name(body: Any, field: str, value: Any, allowed: str) -> None:
+    """Nothing that would change the output is ignored; the message names the field and what is allowed."""
+    parse = parse_completion_request if body is completion else parse_chat_request
+
+    with pytest.raises(RequestError, match=allowed) as refusal:
+        parse(body(**{field: value}))
+
+    assert refusal.value.param == field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"best_of": 1, "suffix": None, "logit_bias": {}, "response_format": {"type": "text"}, "user": "somebody"},
+        {"n": 16, "presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 0.5, "top_k": -1},
+        {"store": False, "metadata": {"a": "b"}, "service_tier": "auto"},
+    ],
+)
+def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
+    """Clients name defaults, and fields that are about their own book-keeping."""
+    parse_completion_request(completion(**fields))
+    parse_chat_request(chat(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 1, "echo": True}, "echo"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt[0]"),
+    ],
+)
+def test_completions_have_limits_of_their_own(fields: dict[str, Any], param: str) -> None:
+    """Several prompts in one request, and log probabilities of a prompt, are not supported."""
+    with pytest.raises(RequestError) as refusal:
+        parse_completion_request(completion(**fields))
+
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"content": "who?"}]}, "messages[0]"),
+        ({"messages": [{"role": 3}]}, "messages[0].role"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": "f"}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"min_tokens": 5, "max_completion_tokens": 4}, "min_tokens"),
+        ({"kvrs": {"stream": "s", "attempt": 1, "prompt_tokens": 1, "token_ids": [-1]}}, "kvrs.token_ids"),
+        ({"kvrs": {"stream": "s", "attempt": 1, "prompt_tokens": 1, "token_ids": []}}, "kvrs.token_ids"),
+    ],
+)
+def test_chats_have_limits_of_their_own(fields: dict[str, Any], param: str) -> None:
+    """A call that must be made, for one, needs guided decoding."""
+    with pytest.raises(RequestError) as refusal:
+        parse_chat_request(chat(**fields))
+
+    assert refusal.value.param == param
+
+
+def test_the_newer_name_of_max_tokens_counts() -> None:
+    """Whoever reads the request looks at one field only."""
+    request = parse_chat_request(chat(max_completion_tokens=7))
+
+    assert (request.max_tokens, request.max_completion_tokens) == (7, None)
+    assert parse_chat_request(chat()).max_tokens is None
+    assert parse_chat_request(chat(max_tokens=7, max_completion_tokens=7)).max_tokens == 7
+
+
+def test_messages_stay_the_bytes_that_they_were() -> None:
+    """Only the engine's template reads them; a proxy passes them on."""
+    body = b'{"messages": [ {"role":"user", "content":"\\u00e9  \xc3\xa9", "x": 1.50} ], "n":2}'
+
+    request = parse_chat_request(body)
+
+    assert bytes(request.messages) == b'[ {"role":"user", "content":"\\u00e9  \xc3\xa9", "x": 1.50} ]'
+
+
+def test_both_endpoints_name_wanted_logprobs_alike() -> None:
+    """A number and a flag say the same thing: how many candidates to name beside each token."""
+    assert parse_completion_request(completion()).wanted_logprobs is None
+    assert parse_completion_request(completion(logprobs=0)).wanted_logprobs == 0
+    assert parse_chat_request(chat(logprobs=False)).wanted_logprobs is None
+    assert parse_chat_request(chat(logprobs=True)).wanted_logprobs == 0
+    assert parse_chat_request(chat(logprobs=True, top_logprobs=3)).wanted_logprobs == 3
+
+
+@given(
+    body=st.binary(max_size=40) | st.recursive(st.none() | st.text(max_size=3), st.lists, max_leaves=5).map(msgspec.json.encode)
+)
+def test_garbage_is_a_refusal_and_never_a_crash(body: bytes) -> None:
+    """Whatever a socket brings is the client's error."""
+    for parse in (parse_completion_request, parse_chat_request):
+        with pytest.raises(RequestError):
+            parse(body)
+
+
+def test_events_have_the_bytes_that_the_proxy_cuts() -> None:
+    """Compact, in this order of keys, with `token_ids` last in its choice."""
+    call = ToolCall("call_1", FunctionCall("f", "{}"), index=0)
+
+    text = msgspec.json.encode(Completion("cmpl-s", 1, "m", [Choice("a", token_ids=[5])]))
+    opening = msgspec.json.encode(ChatChunk("chatcmpl-s", 1, "m", [ChatChunkChoice(delta=Delta(role="assistant", content=""))]))
+    chunk = msgspec.json.encode(ChatChunk("chatcmpl-s", 1, "m", [ChatChunkChoice(delta=Delta(tool_calls=[call]), token_ids=[5])]))
+
+    assert text == (
+        b'{"id":"cmpl-s","created":1,"model":"m","choices":[{"text":"a","index":0,"logprobs":null,"finish_reason":null,'
+        b'"stop_reason":null,"token_ids":[5]}],"object":"text_completion"}'
+    )
+    assert opening == (
+        b'{"id":"chatcmpl-s","created":1,"model":"m","choices":[{"index":0,"delta":{"role":"assistant","content":""},'
+        b'"logprobs":null,"finish_reason":null,"stop_reason":null}],"object":"chat.completion.chunk"}'
+    )
+    assert chunk == (
+        b'{"id":"chatcmpl-s","created":1,"model":"m","choices":[{"index":0,"delta":{"tool_calls":[{"id":"call_1",'
+        b'"function":{"name":"f","arguments":"{}"},"type":"function","index":0}]},"logprobs":null,'
+        b'"finish_reason":null,"stop_reason":null,"token_ids":[5]}],"object":"chat.completion.chunk"}'
+    )
