@@ -75,7 +75,7 @@ def estimate_migrate(
     drain_s = bytes_ahead / bytes_per_s
     queue_s += slot_wait_s if slot_wait_s > drain_s else drain_s
     total_s = queue_s + transfer_s + compute_s
-    extrapolated = not target.prefill.covers(history_tokens)
+    extrapolated = not target.prefill.covers_extra(prefix, history_tokens - prefix)
     return Estimate(_MIGRATE, target.id, total_s, queue_s, transfer_s, compute_s, extrapolated)
 
 

@@ -1,4 +1,4 @@
-"""The tables that come with kvrs, by name; every one says what it was measured or estimated on.
+"""Profiles by name, as they come with kvrs, or by path, as `kvrs profile` writes them.
 
 Profiles of different software generations differ by up to a factor of two on the same GPU, so a table without its
 labels is worth little: model, GPU, degree of tensor parallelism, engine, version, measured or estimated, source.
@@ -7,101 +7,86 @@ labels is worth little: model, GPU, degree of tensor parallelism, engine, versio
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Literal
+from pathlib import Path
+from typing import assert_never
 
 import msgspec
 
 from kvrs.errors import ConfigError
-from kvrs.profiles.tables import DecodeTable, PrefillTable
+from kvrs.profiles.prefix_grid import PrefixGrid
+from kvrs.profiles.schema import DecodeFit, DecodeRows, Link, PrefillPoints, PrefillQuadratic, PrefillRows, Profile, faults
+from kvrs.profiles.tables import DecodeGrid, DecodeTable, PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 
-Coefficients = tuple[float, float, float]
-
-
-class PrefillPoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="points"):
-    seconds: dict[int, float]  # By tokens.
-
-
-class PrefillQuadratic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quadratic"):
-    coefficients_ms: Coefficients
-    max_tokens: int  # The longest prompt that the fit stands for.
-
-
-class DecodeFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    large_from_batch: int
-    small_ms: Coefficients
-    large_ms: Coefficients
-
-
-class ModelLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long the weights take to get into the GPU: an estimate, since no source of ours measured it."""
-
-    weight_bytes: int
-    bytes_per_s: float
-    source: str
-
-
-class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One data file. What its source does not state is null, never guessed."""
-
-    label: str
-    model: str
-    dtype: str
-    gpu: str
-    tp: int | None
-    engine: str
-    version: str | None
-    kind: Literal["measured", "estimated"]
-    source: str
-    geometry: KvGeometry
-    prefill: PrefillPoints | PrefillQuadratic
-    decode: DecodeFit | None = None
-    load: ModelLoad | None = None
+MAX_FILE_BYTES = 8 << 20
+_LINKS = "links.json"  # Beside the profiles, and not one of them.
 
 
 def names() -> list[str]:
-    return sorted(file.name.removesuffix(".json") for file in _folder().iterdir() if file.name.endswith(".json"))
+    files = (file.name for file in _folder().iterdir())
+    return sorted(name.removesuffix(".json") for name in files if name.endswith(".json") and name != _LINKS)
 
 
 @cache
 def profile(name: str) -> Profile:
-    """The whole data file.
+    """The whole file: one that comes with kvrs, or the user's own if `name` is a path (it has a `/` or ends in `.json`).
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is none, or the user's file is wrong; the message names the place and the reason.
     """
+    if "/" in name or name.endswith(".json"):
+        return _read(Path(name))
     # Compared with the listing, never joined to a path first: a name is not a way out of the folder.
     if name not in names():
-        raise ConfigError([f"profiles: got {name!r}; allowed: {', '.join(names())}"])
+        raise ConfigError([f"profiles: got {name!r}; allowed: a path to a profile, or {', '.join(names())}"])
     found = msgspec.json.decode(_folder().joinpath(f"{name}.json").read_bytes(), type=Profile)
     assert found.label == name, f"{name}.json is labelled {found.label}"
+    assert not list(faults(found)), list(faults(found))
     return found
 
 
 @cache
 def prefill_table(name: str) -> PrefillTable:
-    """Raises ConfigError: there is no profile of this name."""
+    """Raises ConfigError: see `profile`."""
     found = profile(name)
     match found.prefill:
-        case PrefillPoints(seconds=seconds):
-            return PrefillTable.from_points(name, found.source, seconds)
+        case PrefillPoints(seconds=seconds, cached=cached):
+            line = PrefillTable.from_points(found.label, found.source, seconds)
+            if cached is None:
+                return line
+            # The term is a product of both lengths, which two rows of a bilinear grid give exactly.
+            far = [
+                value + j * line.step_tokens * cached.max_cached_tokens * cached.seconds_per_token_pair
+                for j, value in enumerate(line.seconds)
+            ]
+            grid = PrefixGrid(line.step_tokens, cached.max_cached_tokens, [line.seconds, far])
+            return PrefillTable.from_grid(found.label, found.source, grid, covered_from_tokens=line.covered_from_tokens)
         case PrefillQuadratic(coefficients_ms=coefficients_ms, max_tokens=max_tokens):
-            return PrefillTable.from_quadratic(name, found.source, coefficients_ms, max_tokens=max_tokens)
+            return PrefillTable.from_quadratic(found.label, found.source, coefficients_ms, max_tokens=max_tokens)
+        case PrefillRows(new_step_tokens=new_step_tokens, cached_step_tokens=cached_step_tokens, rows=rows):
+            return PrefillTable.from_grid(found.label, found.source, PrefixGrid(new_step_tokens, cached_step_tokens, rows))
+        case _:
+            assert_never(found.prefill)
 
 
 @cache
-def decode_table(name: str) -> DecodeTable:
-    """Raises ConfigError: there is no profile of this name, or it says nothing of decode."""
+def decode_table(name: str) -> DecodeTable | DecodeGrid:
+    """Raises ConfigError: see `profile`; or the profile says nothing of decode."""
     found = profile(name)
-    if found.decode is None:
-        having = [other for other in names() if profile(other).decode is not None]
-        raise ConfigError([f"profiles: {name!r} has no decode table; allowed: {', '.join(having)}"])
-    fit = found.decode
-    return DecodeTable(name, found.source, fit.large_from_batch, fit.small_ms, fit.large_ms)
+    match found.decode:
+        case DecodeFit(large_from_batch=large_from_batch, small_ms=small_ms, large_ms=large_ms):
+            return DecodeTable(found.label, found.source, large_from_batch, small_ms, large_ms)
+        case DecodeRows(batches=batches, contexts=contexts, rows=rows):
+            return DecodeGrid(found.label, found.source, batches, contexts, rows)
+        case None:
+            having = [other for other in names() if profile(other).decode is not None]
+            raise ConfigError([f"profiles: {name!r} has no decode table; allowed: {', '.join(having)}"])
+        case _:
+            assert_never(found.decode)
 
 
 def load_s(name: str) -> float:
-    """Time to load the model's weights. Raises ConfigError: there is no profile of this name, or it does not say."""
+    """Time to load the model's weights. Raises ConfigError: see `profile`; or the profile does not say."""
     load = profile(name).load
     if load is None:
         having = [other for other in names() if profile(other).load is not None]
@@ -110,8 +95,41 @@ def load_s(name: str) -> float:
 
 
 def kv_geometry(name: str) -> KvGeometry:
-    """The KV cache of the profile's model. Raises ConfigError: there is no profile of this name."""
+    """The KV cache of the profile's model. Raises ConfigError: see `profile`."""
     return profile(name).geometry
+
+
+@cache
+def links() -> dict[str, Link]:
+    """The links that come with kvrs, by label."""
+    found = msgspec.json.decode(_folder().joinpath(_LINKS).read_bytes(), type=list[Link])
+    return {link.label: link for link in found}
+
+
+def parse_profile(text: bytes, place: str) -> Profile:
+    """A profile from the bytes of a file; `place` names it in messages.
+
+    Raises:
+        ConfigError: with one line per fault.
+    """
+    try:
+        found = msgspec.json.decode(text, type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{place}: not a profile: {error}"]) from None
+    if wrong := [f"{place}: {fault}" for fault in faults(found)]:
+        raise ConfigError(wrong)
+    return found
+
+
+def _read(path: Path) -> Profile:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError([f"profiles: {path}: got {path.stat().st_size} bytes; allowed: at most {MAX_FILE_BYTES}"])
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([f"profiles: {str(path)!r}: {reason}; allowed: a profile file, or {', '.join(names())}"]) from None
+    return parse_profile(text, f"profiles: {path}")
 
 
 def _folder() -> Traversable:

@@ -5,12 +5,14 @@ that was fitted to it takes over (attention makes prefill quadratic in the long 
 there is no jump, and it never falls. `covers` says whether an answer rests on measurement.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import Self
 
+from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.protocol.instance import MeasuredPrefill
 
 
@@ -26,6 +28,7 @@ class PrefillTable:
     step_tokens: int
     seconds: Sequence[float]
     covered_from_tokens: int = 0  # Grid values below this are extrapolated, not measured.
+    grid: PrefixGrid | None = None  # The same in two dimensions, where it was measured; its first row is this table.
     _last_tokens: int = field(init=False, repr=False, compare=False)
     _levelled: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _slopes: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -75,6 +78,11 @@ class PrefillTable:
         return cls(label, source, step_tokens, [(a + b * n + c * n * n) / 1e3 for n in grid])
 
     @classmethod
+    def from_grid(cls, label: str, source: str, grid: PrefixGrid, *, covered_from_tokens: int = 0) -> Self:
+        """A table that also knows how long new tokens take behind cached ones."""
+        return cls(label, source, grid.new_step_tokens, grid.rows[0], covered_from_tokens, grid)
+
+    @classmethod
     def from_measured(cls, measured: MeasuredPrefill) -> Self:
         """What an instance measured of itself when it started."""
         return cls(measured.label, "measured by the instance at its start", measured.step_tokens, measured.seconds)
@@ -86,10 +94,18 @@ class PrefillTable:
     def covers(self, tokens: int) -> bool:
         return self.covered_from_tokens <= tokens <= self._last_tokens
 
+    def covers_extra(self, prefix: int, new: int) -> bool:
+        """Whether `extra` would answer from measurement."""
+        if self.grid is None:
+            return self.covers(prefix + new)
+        return new >= self.covered_from_tokens and self.grid.covers(prefix, new)
+
     def seconds_for(self, tokens: int) -> float:
         """Prefill time of `tokens` tokens without any prefix."""
         last = self._last_tokens
         if tokens > last:
+            if self.grid is not None:
+                return self.grid.seconds_for(0, tokens)
             beyond = tokens - last
             return self._levelled[-1] + beyond * (self._linear + self._quadratic * (tokens + last))
         step = self.step_tokens
@@ -97,7 +113,12 @@ class PrefillTable:
         return self._levelled[index] + (tokens - index * step) * self._slopes[index]
 
     def extra(self, prefix: int, new: int) -> float:
-        """Prefill time of `new` tokens whose `prefix` is there already: `T(prefix + new) - T(prefix)` and one step's overhead."""
+        """Prefill time of `new` tokens whose `prefix` is there already.
+
+        From the two-dimensional grid, if there is one; else `T(prefix + new) - T(prefix)` and one step's overhead.
+        """
+        if self.grid is not None:
+            return self.grid.seconds_for(prefix, new)
         return self.seconds_for(prefix + new) - self.seconds_for(prefix) + self._levelled[0]
 
 
@@ -115,6 +136,41 @@ class DecodeTable:
         """Time of one step of `batch` sequences that have `context_tokens` tokens of context together."""
         a, b, c = self.small_ms if batch < self.large_from_batch else self.large_ms
         return (a + b * context_tokens + c * batch) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGrid:
+    """One decode step as measured: `rows[i][j]` seconds for `batches[i]` sequences of `contexts[j]` tokens each.
+
+    Between the points a straight line in either direction; beyond them the last line goes on, never downwards.
+    """
+
+    label: str
+    source: str
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    rows: Sequence[Sequence[float]]
+
+    def seconds_for(self, batch: int, context_tokens: int) -> float:
+        """Time of one step of `batch` sequences that have `context_tokens` tokens of context together."""
+        mean = context_tokens / batch
+        i, j = _interval(self.batches, batch), _interval(self.contexts, mean)
+        low, high = (_line(self.contexts, row, j, mean) for row in self.rows[i : i + 2])
+        return _line(self.batches[i : i + 2], (low, high), 0, batch)
+
+
+def _interval(axis: Sequence[int], at: float) -> int:
+    """The index where the interval of the axis begins that holds `at`, or is nearest to it."""
+    return min(max(bisect_right(axis, at) - 1, 0), len(axis) - 2)
+
+
+def _line(axis: Sequence[int], values: Sequence[float], index: int, at: float) -> float:
+    first, last = values[index], values[index + 1]
+    along = (at - axis[index]) / (axis[index + 1] - axis[index])
+    if last < first and not 0 <= along <= 1:
+        # A measured dip is noise; drawn on beyond the data it would promise the impossible.
+        return first if along < 0 else last
+    return max(0.0, first + along * (last - first))
 
 
 def _fit_from_edge(seconds: Sequence[float], step_tokens: int) -> tuple[float, float]:

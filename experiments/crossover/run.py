@@ -1,0 +1,302 @@
+"""Does `rom` pick the side that is really faster, over bandwidths where the cheaper side changes?
+
+    python -m experiments.crossover.run [--repeats 9]
+
+Three real engine processes on another GPU's clock: p0 holds a prompt's KV, d1 on the other node must go on with the stream,
+p1 is the prefill instance beside it. Both ways are really gone, with the calls that a proxy makes, until the first new token.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.progress import Progress
+
+from experiments.processes import Processes, cpu_ticks, share_used
+from kvrs.config import Config, parse_config
+from kvrs.ids import InstanceId, NodeId
+from kvrs.policy.config import PolicyName
+from kvrs.policy.costs import Instance, Option, decide, rom_migrate, rom_recompute
+from kvrs.profiles import catalog
+from kvrs.protocol.instance import Capability, Role
+from kvrs.protocol.secrets import http_token
+
+# Slow enough that the tiny model's real work fits into its steps several times over, and its clock is a measured one.
+PROFILE = "opt-66b-a100-vllm-tp2"
+PROMPT_TOKENS = (768, 1024, 1536)
+GBIT_PER_S = (12, 20, 28, 36, 44, 52, 64, 80)
+PRODUCED_TOKENS = 16
+VOCAB_SIZE = 512
+FIRST_ORDINARY_TOKEN = 4
+
+SHORTEST_CELL_S = 0.2
+CLEAR_DIFFERENCE = 0.2
+WANTED_SHARE = 0.95
+MOST_CPU = 0.6
+WAYS = (Option.MIGRATE, Option.RECOMPUTE)
+
+
+@dataclass
+class Cell:
+    prompt_tokens: int
+    gbit_per_s: float
+    picked: Option
+    seconds: dict[Option, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+
+    def median(self, way: Option) -> float:
+        return statistics.median(self.seconds[way])
+
+    @property
+    def faster(self) -> Option:
+        return min(WAYS, key=self.median)
+
+    @property
+    def difference(self) -> float:
+        """How much longer the slower side takes, as a share of the faster."""
+        times = sorted(map(self.median, WAYS))
+        return times[1] / times[0] - 1
+
+
+def settings() -> Config:
+    return parse_config(
+        {
+            "cluster": {
+                # A whole prompt in one batch, as in the measurements behind the profile: each batch has its overhead.
+                "engine": {"pace": PROFILE, "max_batch_tokens": 2048, "max_model_len": 2048, "pages": 1024},
+                "allow_faults": True,
+                "nodes": [
+                    {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}]},
+                    {"id": "n1", "instances": [{"id": "p1", "role": "prefill"}, {"id": "d1", "role": "decode"}]},
+                ],
+            },
+            # Pages stay with p0 for the whole run; probes would share the link with what is measured.
+            "transfer": {"lease_s": 3600.0, "probe_interval_s": 3600.0, "stall_timeout_s": 30.0},
+        }
+    )
+
+
+def rom_pick(prompt_tokens: int, bytes_per_s: float) -> Option:
+    """What the policy `rom` decides, for the real model and the real link."""
+    instance = Instance(
+        InstanceId("d1"),
+        NodeId("n1"),
+        Role.DECODE,
+        1,
+        catalog.kv_geometry(PROFILE),
+        catalog.prefill_table(PROFILE),
+        frozenset(Capability),
+    )
+    migrate = rom_migrate(instance, prompt_tokens=prompt_tokens, bytes_per_s=bytes_per_s)
+    return decide(PolicyName.ROM, [migrate, rom_recompute(instance, instance, prompt_tokens=prompt_tokens)]).option
+
+
+class Rig:
+    """The engines, and the calls that a proxy would make of them."""
+
+    def __init__(self, processes: Processes, session: aiohttp.ClientSession, seed: int) -> None:
+        self._urls = {instance.id: instance.url for _, instance in processes.config.cluster.instances()}
+        self._session = session
+        self._attempts = 0
+        rng = random.Random(seed)
+        self._prompts = {tokens: _draw(rng, tokens) for tokens in PROMPT_TOKENS}
+        self._produced = _draw(rng, PRODUCED_TOKENS)
+        self._tokens: dict[int, int] = {}
+
+    async def prepare(self) -> None:
+        """Let p0 compute and retain every prompt; learn how large a token's KV is here."""
+        info = await self._get("p0", "/kvrs/v1/instance")
+        self._epoch = int(info["epoch"])
+        geometry = info["geometry"]
+        self._page_size = int(geometry["page_size_tokens"])
+        self.bytes_per_token = 2 * geometry["layers"] * geometry["kv_heads"] * geometry["head_dim"] * geometry["dtype_bytes"]
+        for prompt in self._prompts.values():
+            await self._prefill("p0", prompt, len(prompt))
+
+    async def set_link(self, bytes_per_s: float) -> None:
+        """Hold what p0 sends to n1 to this rate, with the limiter that `transfer.link_bytes_per_s` uses."""
+        await self._post("p0", "/kvrs/v1/faults", {"type": "link", "node": "n1", "bytes_per_s": bytes_per_s, "for_s": 3600.0})
+
+    async def take(self, way: Option, prompt_tokens: int) -> float:
+        """Bring a stream back one way; seconds until its first new token."""
+        for instance in ("p1", "d1"):
+            await self._post(instance, "/reset_prefix_cache", {})
+        started_s = time.perf_counter()
+        history = self._prompts[prompt_tokens] + self._produced
+        if way is Option.MIGRATE:
+            pages = prompt_tokens // self._page_size
+            source = {"id": "p0", "first_page": 0, "pages": pages, "generation": self._epoch}
+            token = await self._decode(history, prompt_tokens, sources=[source])
+        else:
+            params = await self._prefill("p1", history, prompt_tokens)
+            token = await self._decode(history, prompt_tokens, params=params)
+        seconds = time.perf_counter() - started_s
+        # Greedy and exact: however the KV came, the next token is the same.
+        if self._tokens.setdefault(prompt_tokens, token) != token:
+            raise RuntimeError(f"{way.value} continued a prompt of {prompt_tokens} tokens with another token")
+        return seconds
+
+    async def _prefill(self, instance: str, history: list[int], prompt_tokens: int) -> dict[str, Any]:
+        body = {**self._body(history, prompt_tokens, []), "max_tokens": 1, "stream": False}
+        body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = await self._post(instance, "/v1/completions", body)
+        params: dict[str, Any] = answer["kv_transfer_params"]
+        return params
+
+    async def _decode(
+        self, history: list[int], prompt_tokens: int, sources: list[Any] | None = None, params: dict[str, Any] | None = None
+    ) -> int:
+        body = {**self._body(history, prompt_tokens, sources or []), "max_tokens": PRODUCED_TOKENS + 1, "stream": True}
+        if params is not None:
+            body["kv_transfer_params"] = params
+        first: int | None = None
+        async with self._session.post(f"{self._urls[InstanceId('d1')]}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                if first is None and line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    ids = [token for choice in event.get("choices", []) for token in choice.get("token_ids") or []]
+                    first = ids[0] if ids else None
+        if first is None:
+            raise RuntimeError("an engine ended a stream without a token")
+        return first
+
+    def _body(self, history: list[int], prompt_tokens: int, sources: list[Any]) -> dict[str, Any]:
+        self._attempts += 1
+        stream = f"crossover-{self._attempts}"
+        return {
+            "model": "tiny-llama",
+            "prompt": history,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "kvrs": {"stream": stream, "owner_epoch": 0, "attempt": 1, "prompt_tokens": prompt_tokens, "sources": sources},
+        }
+
+    async def _get(self, instance: str, path: str) -> Any:
+        async with self._session.get(self._urls[InstanceId(instance)] + path) as answer:
+            answer.raise_for_status()
+            return await answer.json()
+
+    async def _post(self, instance: str, path: str, body: dict[str, Any]) -> Any:
+        async with self._session.post(self._urls[InstanceId(instance)] + path, json=body) as answer:
+            answer.raise_for_status()
+            return await answer.json(content_type=None)
+
+
+def _draw(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(FIRST_ORDINARY_TOKEN, VOCAB_SIZE) for _ in range(count)]
+
+
+async def measure(processes: Processes, cells: list[Cell], repeats: int, seed: int) -> float:
+    """Fill the cells; the share of the CPUs that was in use meanwhile."""
+    headers = {"Authorization": f"Bearer {http_token(processes.secret)}"}
+    order = random.Random(seed)
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=60)) as session:
+        rig = Rig(processes, session, seed)
+        await rig.prepare()
+        # The tiny model's tokens are smaller than the profile's, so its link is slower by as much: equal seconds.
+        shrink = rig.bytes_per_token / catalog.kv_geometry(PROFILE).bytes_per_token
+        before = cpu_ticks()
+        with _bar(repeats * len(cells)) as advance:
+            for _ in range(repeats):
+                # Another order every time, and both ways in turns: a busy moment hits no cell and no side for good.
+                for cell in order.sample(cells, len(cells)):
+                    await rig.set_link(cell.gbit_per_s / 8 * 1e9 * shrink)
+                    for way in order.sample(WAYS, len(WAYS)):
+                        cell.seconds[way].append(await rig.take(way, cell.prompt_tokens))
+                    advance()
+        return share_used(before, cpu_ticks())
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Any]:
+    with Progress(disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("cells", total=total)
+        yield lambda: progress.advance(task)
+
+
+def summary(cells: list[Cell], cpu: float, repeats: int) -> dict[str, Any]:
+    clear = [cell for cell in cells if cell.difference > CLEAR_DIFFERENCE]
+    right = [cell for cell in clear if cell.picked is cell.faster]
+    shortest_s = min(cell.median(way) for cell in cells for way in WAYS)
+    share = len(right) / len(clear) if clear else 0.0
+    return {
+        "profile": PROFILE,
+        "repeats": repeats,
+        "cells": len(cells),
+        "cells_clear": len(clear),
+        "cells_clear_right": len(right),
+        "share_right": share,
+        "wanted_share": WANTED_SHARE,
+        "cpu_share": round(cpu, 3),
+        "most_cpu_share": MOST_CPU,
+        "shortest_cell_s": round(shortest_s, 3),
+        "void": cpu > MOST_CPU or shortest_s < SHORTEST_CELL_S,
+        "reached": bool(clear) and share >= WANTED_SHARE,
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+    }
+
+
+def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
+    lines = [
+        f"rom over bandwidths, {result['profile']}, {result['repeats']} interleaved repeats, medians; {result['machine']}",
+        f"CPU in use {result['cpu_share']:.0%} (void above {result['most_cpu_share']:.0%}), "
+        f"shortest cell {result['shortest_cell_s']} s (void below {SHORTEST_CELL_S} s)",
+        "",
+        f"{'tokens':>7}{'Gbit/s':>8}{'migrate s':>11}{'recompute s':>13}{'differ':>8}  {'faster':<10} {'rom picks':<10}",
+    ]
+    for cell in cells:
+        clear = cell.difference > CLEAR_DIFFERENCE
+        verdict = "" if not clear else "right" if cell.picked is cell.faster else "WRONG"
+        lines.append(
+            f"{cell.prompt_tokens:>7,}{cell.gbit_per_s:>8g}{cell.median(Option.MIGRATE):>11.3f}{cell.median(Option.RECOMPUTE):>13.3f}"
+            f"{cell.difference:>8.0%}  {cell.faster.value:<10} {cell.picked.value:<10} {verdict}"
+        )
+    lines.append("")
+    lines.append(
+        f"{result['cells_clear_right']} of {result['cells_clear']} cells that differ by more than {CLEAR_DIFFERENCE:.0%} are "
+        f"right: {result['share_right']:.1%} (wanted {WANTED_SHARE:.0%})" + (", VOID" if result["void"] else "")
+    )
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    cells = [Cell(n, rate, rom_pick(n, rate / 8 * 1e9)) for n in PROMPT_TOKENS for rate in GBIT_PER_S]
+    started_s = time.monotonic()
+    with Processes(settings()) as processes:
+        processes.start("p0", "p1", "d1")
+        processes.wait_ready("p0", "p1", "d1")
+        cpu = asyncio.run(measure(processes, cells, arguments.repeats, arguments.seed))
+    result = summary(cells, cpu, arguments.repeats)
+    result["took_s"] = round(time.monotonic() - started_s, 1)
+    rows = [
+        {"prompt_tokens": cell.prompt_tokens, "gbit_per_s": cell.gbit_per_s, "picked": cell.picked, "seconds": cell.seconds}
+        for cell in cells
+    ]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "crossover.json").write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    text = as_text(cells, result)
+    (arguments.out / "crossover.txt").write_text(text)
+    print(text, end="")
+    return 2 if result["void"] else 0 if result["reached"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,215 @@
+"""`kvrs explain`: one recovery decision with every term, as a table for people or as JSON."""
+
+import re
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvrs.errors import ConfigError
+from kvrs.policy.config import PolicyName, PolicySettings
+from kvrs.policy.costs import Option
+from kvrs.policy.explain import Explanation, Question, explain
+from kvrs.profiles import catalog
+from kvrs.profiles.schema import Profile
+
+_PREFIX = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BANDWIDTH = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)")
+_MAX_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions:
+    """What was said on the command line."""
+
+    profile: str  # By name or path.
+    prompt_tokens: int
+    output_tokens: int = 0
+    bandwidth: str = "10Gbit/s"  # With its unit, or the name of a link that comes with kvrs.
+    local_bandwidth: str | None = (
+        None  # None: the profile's GPU within a node, where that is known; else the policy's assumption.
+    )
+    queue_depth: float | None = None  # Requests ahead at the prefill instance beside the target,
+    queue_s: float | None = None  # or how long it takes until they are done.
+    service_s: float | None = None  # Per request ahead. None: what this prompt's own prefill takes.
+    target_queue_s: float = 0.0
+    held_tokens: int | None = None  # None: the whole prompt.
+    budget_s: float | None = None
+    policy: PolicyName = PolicyName.AUTO
+    json: bool = False
+
+
+def run_explain(options: ExplainOptions, console: Console | None = None) -> None:
+    """Print the decision.
+
+    Raises:
+        ConfigError: an option is wrong; all of them are named at once.
+    """
+    profile, question = ask(options)
+    explanation = explain(question)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(as_json(profile, question, explanation)), indent=2).decode())
+    else:
+        _show(profile, question, explanation, console or Console())
+
+
+def ask(options: ExplainOptions) -> tuple[Profile, Question]:
+    """The question that the options put, and the profile it is about.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    if wrong := [*_faults(options)]:
+        raise ConfigError(wrong)
+    profile, table = catalog.profile(options.profile), catalog.prefill_table(options.profile)
+    settings = PolicySettings(name=options.policy)
+    service_s = options.service_s if options.service_s is not None else table.seconds_for(options.prompt_tokens)
+    if service_s <= 0:
+        raise ConfigError([f"--service-s: the profile's prefill takes {service_s} s; allowed: say a time above 0"])
+    queue_s = options.queue_s if options.queue_s is not None else (options.queue_depth or 0.0) * service_s
+    return profile, Question(
+        geometry=profile.geometry,
+        prefill=table,
+        settings=settings,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        held_tokens=options.prompt_tokens if options.held_tokens is None else options.held_tokens,
+        bytes_per_s=parse_bandwidth(options.bandwidth, "--bandwidth"),
+        local_bytes_per_s=_local_bytes_per_s(options, profile, settings),
+        service_s=service_s,
+        queue_s=queue_s,
+        target_queue_s=options.target_queue_s,
+        budget_s=options.budget_s,
+    )
+
+
+def parse_bandwidth(text: str, option: str) -> float:
+    """Bytes per second of '25Gbit/s', '3.1GB/s', '800 Mbps', '1GiB/s', or of a link that comes with kvrs.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if (link := catalog.links().get(text)) is not None:
+        return link.transfer.bytes_per_s
+    if found := _BANDWIDTH.fullmatch(text.strip()):
+        number, prefix, unit = found.groups()
+        bytes_per_s = float(number) * _PREFIX[prefix] / (1 if unit == "B" else 8)
+        if isfinite(bytes_per_s) and bytes_per_s > 0:
+            return bytes_per_s
+    allowed = f"a rate above 0 with its unit (25Gbit/s, 3.1GB/s, 800Mbps), or a link: {', '.join(catalog.links())}"
+    raise ConfigError([f"{option}: got {text!r}; allowed: {allowed}"])
+
+
+def as_json(profile: Profile, question: Question, explanation: Explanation) -> dict[str, Any]:
+    """Everything that was asked and answered; bytes, seconds and tokens throughout."""
+    labels = ("label", "model", "dtype", "gpu", "tp", "engine", "version", "kind", "source")
+    asked = (
+        *("prompt_tokens", "output_tokens", "held_tokens", "bytes_per_s", "local_bytes_per_s"),
+        *("queue_s", "service_s", "target_queue_s", "budget_s"),
+    )
+    return {
+        "version": 1,
+        "profile": {name: getattr(profile, name) for name in labels},
+        "question": {name: getattr(question, name) for name in asked},
+        "answer": explanation,
+    }
+
+
+def _faults(options: ExplainOptions) -> list[str]:
+    held = options.prompt_tokens if options.held_tokens is None else options.held_tokens
+    whole = (
+        ("--prompt-tokens", options.prompt_tokens, 1, _MAX_TOKENS),
+        ("--output-tokens", options.output_tokens, 0, _MAX_TOKENS),
+        ("--held-tokens", held, 0, max(0, options.prompt_tokens)),
+    )
+    wrong = [f"{name}: got {value}; allowed: {low} to {high}" for name, value, low, high in whole if not low <= value <= high]
+    times = (
+        ("--queue-depth", options.queue_depth),
+        ("--queue-s", options.queue_s),
+        ("--target-queue-s", options.target_queue_s),
+        ("--budget-s", options.budget_s),
+    )
+    wrong += [f"{name}: got {value}; allowed: 0 or more" for name, value in times if value is not None and not 0 <= value < 1e9]
+    if options.service_s is not None and not 0 < options.service_s < 1e9:
+        wrong.append(f"--service-s: got {options.service_s}; allowed: above 0")
+    if options.queue_depth is not None and options.queue_s is not None:
+        wrong.append("--queue-depth, --queue-s: got both; allowed: one of them")
+    for name, text in (("--bandwidth", options.bandwidth), ("--local-bandwidth", options.local_bandwidth)):
+        if text is not None:
+            wrong += _faults_of_bandwidth(text, name)
+    return wrong
+
+
+def _faults_of_bandwidth(text: str, option: str) -> list[str]:
+    try:
+        parse_bandwidth(text, option)
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
+def _local_bytes_per_s(options: ExplainOptions, profile: Profile, settings: PolicySettings) -> float:
+    if options.local_bandwidth is not None:
+        return parse_bandwidth(options.local_bandwidth, "--local-bandwidth")
+    for link in catalog.links().values():
+        if link.scope == "intra_node" and profile.gpu is not None and profile.gpu.startswith(link.gpu):
+            return link.transfer.bytes_per_s
+    return settings.assumed_link_bytes_per_s
+
+
+def _show(profile: Profile, question: Question, explanation: Explanation, console: Console) -> None:
+    tp = f", TP {profile.tp}" if profile.tp is not None else ""
+    console.print(
+        f"{profile.label}: {profile.model} on {profile.gpu or profile.cpu}{tp}, {profile.engine}, {profile.kind}", markup=False
+    )
+    console.print(
+        f"prompt {question.prompt_tokens:,} tokens, {question.output_tokens:,} produced, {question.held_tokens:,} held "
+        f"elsewhere; link {question.bytes_per_s / 1e9:.3g} GB/s; KV {explanation.kv_bytes_per_token:,} bytes per token, "
+        f"{explanation.kv_bytes / 1e9:.3g} GB for the prompt",
+        style="dim",
+    )
+    console.print(_table(explanation))
+    others = ", ".join(f"{name.value}: {option.value}" for name, option in explanation.by_policy.items())
+    console.print(f"by policy: {others}")
+    for line in crossover_lines(explanation):
+        console.print(line)
+
+
+def _table(explanation: Explanation) -> Table:
+    table = Table("option", "term", "seconds", "how")
+    table.columns[2].justify = "right"
+    for weighed in explanation.options:
+        for term in weighed.terms:
+            table.add_row(weighed.option.value, term.name, f"{term.seconds:.6f}", term.how)
+        note = "[yellow]beyond the table's range: extrapolated[/]" if weighed.extrapolated else ""
+        mark = " [green]<- chosen[/]" if weighed.option is explanation.chosen else ""
+        table.add_row(f"[bold]{weighed.option.value}[/]", "[bold]total[/]", f"[bold]{weighed.total_s:.6f}[/]", note + mark)
+        table.add_section()
+    if explanation.chosen is Option.ABORT:
+        table.add_row("[red]abort[/]", "", "", "[red]no option meets the budget[/]")
+    table.caption = f"policy {explanation.policy.value}: {explanation.chosen.value}"
+    return table
+
+
+def crossover_lines(explanation: Explanation) -> list[str]:
+    """Where the answer would change, in sentences."""
+    crossover = explanation.crossover
+    rate = crossover.bytes_per_s
+    if all(weighed.option is not Option.MIGRATE for weighed in explanation.options):
+        lines = ["crossover bandwidth: none, there is nothing to migrate"]
+    elif rate is None:
+        lines = ["crossover bandwidth: none, recomputing is cheaper over any link"]
+    else:
+        lines = [f"crossover bandwidth: {rate / 1e9:.4g} GB/s ({rate * 8 / 1e9:.4g} Gbit/s); above it migrating is cheaper"]
+    if crossover.queue_depth is not None:
+        lines.append(
+            f"crossover queue depth: {crossover.queue_depth:.2f} requests before recomputing; beyond it migrating is cheaper"
+        )
+    lines.append(
+        f"hand-off crossover queue depth: {crossover.hand_off_queue_depth:.2f} requests in the own queue; "
+        "beyond it moving the KV to an idle node is sooner"
+    )
+    return lines
