@@ -4,15 +4,22 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
-from kvrs.config import Config, demo_nodes, load_config, parse_config, read_secret
+from kvrs.config import ENV_NAME, Config, SecuritySettings, demo_nodes, load_config, parse_config, read_secret
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.policy.config import PolicyName
+from kvrs.replay.records import Api
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__import__("kvrs").__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="Work with configuration files.")
@@ -114,11 +121,127 @@ def proxy(config: ConfigFile) -> None:
     uvloop.run(serve(settings, read_secret(settings.security, os.environ)))
 
 
+@app.command()
+def replay(
+    url: Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http://127.0.0.1:8000")],
+    trace: Annotated[Path | None, typer.Option(help="Mooncake JSONL, Azure CSV or BurstGPT CSV, told apart by content")] = None,
+    preset: Annotated[str | None, typer.Option(help="Or a generated trace with published statistics")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of a preset")] = 100,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Count a trace's bad lines, go on without them")
+    ] = False,
+    window: Annotated[str | None, typer.Option(metavar="A:B", help="Requests number A up to but without B")] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="So many of them, at random")] = None,
+    time_scale: Annotated[float, typer.Option(help="0.1: ten times as fast")] = 1.0,
+    rate: Annotated[float | None, typer.Option(help="Requests per second, in place of a time scale")] = None,
+    jitter: Annotated[float, typer.Option(help="Seconds; Mooncake's times come in batches of 3 s")] = 0.0,
+    length_scale: Annotated[float, typer.Option(help="Blocks shrink alike, so that shared prefixes stay shared")] = 1.0,
+    max_input: Annotated[int | None, typer.Option(min=1, help="Longer prompts are cut")] = None,
+    max_output: Annotated[int | None, typer.Option(min=1, help="Longer outputs are cut")] = None,
+    write_trace: Annotated[Path | None, typer.Option(help="Keep the shaped trace")] = None,
+    api: Annotated[Api, typer.Option(help="Which endpoint")] = Api.COMPLETIONS,
+    model: Annotated[str | None, typer.Option(help="Default: the server's only one")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without return_token_ids and ignore_eos")] = False,
+    text_prompts: Annotated[bool, typer.Option("--text-prompts", help="Words instead of token ids")] = False,
+    vocab_size: Annotated[int, typer.Option(min=16, help="Prompt ids are below it")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: greedy")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, sample, jitter and random victims")] = 0,
+    timeout_s: Annotated[float, typer.Option(help="Per stream")] = 300.0,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs; means get 95 % intervals")] = 1,
+    oracle: Annotated[bool, typer.Option("--oracle", help="Again without faults, compared token by token")] = False,
+    fault: Annotated[Path | None, typer.Option(help="YAML list of faults; needs --admin-url")] = None,
+    admin_url: Annotated[str | None, typer.Option(help="The proxy's admin port")] = None,
+    secret_file: Annotated[str | None, typer.Option(help="The cluster's secret; default: the environment's KVRS_SECRET")] = None,
+    slo_ttft: Annotated[float, typer.Option(help="Seconds; counts for goodput")] = 2.0,
+    slo_tpot: Annotated[float, typer.Option(help="Seconds; counts for goodput")] = 0.2,
+    slo_tbt: Annotated[float | None, typer.Option(help="Seconds; longest time between two tokens")] = None,
+    out: Annotated[Path, typer.Option(help="Where report.json and report.html go")] = Path("out/replay"),
+) -> None:
+    """Drive an OpenAI endpoint with a trace, hit it on purpose if asked to, and report what clients saw."""
+    given = locals()
+    from kvrs.cluster.faults import check_faults, strike
+    from kvrs.replay.command import ReplayOptions, parse_window, run_replay
+    from kvrs.replay.load import Dialect
+    from kvrs.replay.metrics import Slo
+
+    secret = None
+    if secret_file is not None or ENV_NAME in os.environ:
+        secret = read_secret(SecuritySettings(secret_file=secret_file), os.environ)
+    options = _filled(
+        ReplayOptions,
+        given,
+        window=None if window is None else parse_window(window),
+        jitter_s=jitter,
+        dialect=_filled(Dialect, given, api_key=os.environ.get("OPENAI_API_KEY")),
+        secret=secret,
+        slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt),
+    )
+    raise typer.Exit(0 if run_replay(options, strike, check_faults) else 1)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Two or more report.json; the first is what others are compared with")],
+) -> None:
+    """Compare reports: every measure, its ratio to the first, and the interval of that ratio."""
+    from kvrs.replay.compare import compare_reports
+
+    Console().print(compare_reports(files))
+
+
+@app.command()
+def explain(
+    profile: Annotated[str, typer.Option(help="Name of a table that comes with kvrs, or the path of one")],
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="L: what the client wrote")],
+    output_tokens: Annotated[int, typer.Option(min=0, help="t: what it already has")] = 0,
+    bandwidth: Annotated[str, typer.Option(help="Between the nodes: 25Gbit/s, 3.1GB/s, or the name of a link")] = "10Gbit/s",
+    local_bandwidth: Annotated[str | None, typer.Option(help="Within a node; default: the profile's GPU, where known")] = None,
+    queue_depth: Annotated[float | None, typer.Option(help="Requests ahead at the prefill instance beside the target")] = None,
+    queue_s: Annotated[float | None, typer.Option(help="Or how long they take")] = None,
+    service_s: Annotated[float | None, typer.Option(help="Per request ahead; default: this prompt's own prefill")] = None,
+    target_queue_s: Annotated[float, typer.Option(help="Work ahead at the target decode instance")] = 0.0,
+    held_tokens: Annotated[int | None, typer.Option(help="Of which prefill still holds the KV; default: the prompt's")] = None,
+    budget_s: Annotated[float | None, typer.Option(help="The longest pause allowed; beyond it the answer is abort")] = None,
+    policy: Annotated[PolicyName, typer.Option(help="By which rule")] = PolicyName.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False,
+) -> None:
+    """One recovery decision: all options, the terms of each sum, and where the answer would flip."""
+    given = locals()
+    from kvrs.explain import ExplainOptions, run_explain
+
+    run_explain(_filled(ExplainOptions, given, json=as_json))
+
+
+@app.command()
+def profile(
+    out: Annotated[Path, typer.Option(help="The table, as JSON; `profiles.prefill` takes its path")],
+    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; without it, a tiny random model")] = None,
+    label: Annotated[str | None, typer.Option(help="What the table is called; default: model and machine")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    longest_tokens: Annotated[int | None, typer.Option(min=1, help="Default: what the model takes")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Largest decode batch")] = 16,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step of a chunked prefill")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Per point; the median counts")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the generated model")] = 0,
+) -> None:
+    """Measure prefill, decode, page save and load, and links of the embedded engine on this machine."""
+    given = locals()
+    from kvrs.engine.profiler import ProfileOptions, run_profile
+
+    run_profile(_filled(ProfileOptions, given))
+
+
 @config_app.command()
 def check(file: Annotated[Path, typer.Argument(help="YAML file")]) -> None:
     """Name every fault of a configuration file at once; nothing is started."""
     load_config(file)
     console.print(f"{file} is valid", style="green")
+
+
+def _filled(kind: type[Options], given: dict[str, Any], **rest: Any) -> Options:
+    """An options object from the parameters of a command that are called like its fields, and from what needs more than that."""
+    same = {field.name: given[field.name] for field in fields(kind) if field.name in given}
+    return kind(**(same | rest))
 
 
 def _say(line: str) -> None:

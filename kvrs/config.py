@@ -17,6 +17,7 @@ from kvrs.engine.config import EngineSettings
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.config import PolicySettings, SloSettings
+from kvrs.profiles.catalog import decode_table, prefill_table
 from kvrs.protocol.instance import Role
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
 from kvrs.proxy.config import ProxySettings
@@ -60,6 +61,7 @@ def demo_nodes(count: int) -> list[NodeSettings]:
 class ClusterSettings(Settings):
     model: str | None = None  # A Hugging Face directory; none: a tiny random model, generated from `engine.seed`.
     engine: EngineSettings = EngineSettings()
+    allow_faults: bool = False  # Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
     nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2), min_length=1)
 
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
@@ -67,7 +69,7 @@ class ClusterSettings(Settings):
 
 
 class ProfileSettings(Settings):
-    prefill: str | None = None  # A table of `kvrs/profiles/data`; none: what each instance measured of itself.
+    prefill: str | None = None  # A table that comes with kvrs, by name, or one's own, by path; none: what each instance measured.
 
 
 class SecuritySettings(Settings):
@@ -174,6 +176,15 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     for role in (Role.PREFILL, Role.DECODE):
         if not roles & {role, Role.BOTH}:
             yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
+    for key, wanted, table in (
+        ("profiles.prefill", config.profiles.prefill, prefill_table),
+        ("cluster.engine.pace", config.cluster.engine.pace, decode_table),
+    ):
+        try:
+            if wanted is not None:
+                table(wanted)
+        except ConfigError as error:
+            yield from (f"{key}: {fault}" for fault in error.faults)
     ports = [(f"{i.host}:{port}") for i in instances for port in (i.port, i.page_port) if port]
     ports += [f"{config.proxy.host}:{port}" for port in (config.proxy.port, config.proxy.admin_port) if port]
     for address, count in Counter(ports).items():

@@ -69,7 +69,7 @@ def demo_config(policy: PolicyName, seed: int) -> Config:
     return parse_config(
         {
             "proxy": {"port": 0, "admin_port": 0},
-            "cluster": {"engine": {"seed": seed, "pace": PACE}},
+            "cluster": {"engine": {"seed": seed, "pace": PACE}, "allow_faults": True},
             "policy": {"name": policy.value},
             "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S, "probe_interval_s": 1.0},
         }

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvrs.cluster.ports import resolve_ports
-from kvrs.config import ENV_NAME, Config, dump_config
+from kvrs.config import ENV_NAME, Config, dump_config, read_secret
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 
@@ -129,8 +129,7 @@ class Cluster:
 
     def _start(self) -> None:
         os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_TMPDIR=str(self.run_directory))
-        self.secret = secrets.token_hex(32).encode()
-        os.environ[ENV_NAME] = self.secret.decode()
+        self.secret = self._shared_secret()
         self._write_config()
         self._progress("starting Ray on loopback")
         self._start_ray()
@@ -139,6 +138,12 @@ class Cluster:
         self._progress("starting the proxy")
         self._start_proxy()
         self.wait_all_up()
+
+    def _shared_secret(self) -> bytes:
+        """The configured one, for clusters that others talk to as well; else a new one for this run."""
+        if self.config.security.secret_file is None and ENV_NAME not in os.environ:
+            os.environ[ENV_NAME] = secrets.token_hex(32)
+        return read_secret(self.config.security, os.environ)
 
     def _write_config(self) -> None:
         """One resolved file for every process of the run."""

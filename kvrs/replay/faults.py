@@ -4,15 +4,21 @@
       what: kill                              # SIGKILL
       whom: {id: d0}
     - when: {at_s: 12.5, after_requests: 40}  # all named conditions must hold
-      what: kill
-      whom: {role: decode, pick: busiest}
+      what: stop
+      for_s: 3
+      whom: {role: decode, pick: random}
+    - when: {phase: handoff, in_phase_at_least: 2}
+      what: link_cut
+      for_s: 5
+      whom: {link: [n0, n1]}
 
-This module only says what is due and whom it hits, from a given state; carrying it out is the cluster's work.
+This module only says what is due and whom it hits, from a given state; carrying it out is the work of a cluster, or of a
+simulator, which both read the same list. See `docs/faults.md`.
 """
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,13 +27,20 @@ import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 from kvrs.settings import Settings
+
+NEAR_THE_END_TOKENS = 8
 
 
 class What(StrEnum):
     KILL = "kill"  # SIGKILL: no goodbye, no flush.
+    STOP = "stop"  # Frozen for `for_s` (SIGSTOP, then SIGCONT): connections stay open and nothing moves.
+    SLOW = "slow"  # For `for_s` it runs only 1/`factor` of the time.
+    LINK_RATE = "link_rate"  # For `for_s` the link between two nodes carries at most `bytes_per_s` each way.
+    LINK_CUT = "link_cut"  # For `for_s` the link between two nodes carries nothing, and nobody is told.
+    CORRUPT_PAGE = "corrupt_page"  # The next `pages` pages that the instance sends have one bit flipped on the way.
 
 
 class Pick(StrEnum):
@@ -35,40 +48,108 @@ class Pick(StrEnum):
     RANDOM = "random"
 
 
+class Phase(StrEnum):
+    """Where a stream is in its life."""
+
+    PREFILL = "prefill"  # Its prompt is queued or computed at a prefill instance.
+    HANDOFF = "handoff"  # Its KV moves to decode: no token was produced yet.
+    DECODE = "decode"  # Between two tokens.
+    NEAR_END = "near_end"  # At most 8 tokens are left.
+
+
+def phase_of(stage: str, output_tokens: int, max_tokens: int) -> Phase | None:
+    """The phase of a stream that works at `stage` (prefill or decode); None while it waits for a place."""
+    match stage:
+        case "prefill":
+            return Phase.PREFILL
+        case "decode" if output_tokens == 0:
+            return Phase.HANDOFF
+        case "decode":
+            return Phase.NEAR_END if max_tokens - output_tokens <= NEAR_THE_END_TOKENS else Phase.DECODE
+        case _:
+            return None
+
+
 class When(Settings):
-    """Every condition that is named must hold; at least one must be named."""
+    """Every condition that is named must hold; at least one must be named. Streams are counted at the victim."""
 
     at_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)  # Since the start of the run.
     after_requests: int | None = Field(default=None, ge=1)  # So many requests were sent.
-    inflight_at_least: int | None = Field(default=None, ge=1)  # Streams in flight at the victim.
+    inflight_at_least: int | None = Field(default=None, ge=1)  # Streams that the victim works on.
+    phase: Phase | None = Field(default=None, strict=False)  # Streams that count on the victim are in this phase ...
+    in_phase_at_least: int = Field(default=1, ge=1)  # ... at least so many of them.
 
     @model_validator(mode="after")
     def _names_a_condition(self) -> "When":
-        if self.at_s is None and self.after_requests is None and self.inflight_at_least is None:
-            raise ValueError("names no condition; allowed: at least one of at_s, after_requests, inflight_at_least")
+        if "in_phase_at_least" in self.model_fields_set and self.phase is None:
+            raise ValueError("in_phase_at_least counts streams in a phase; allowed: only together with phase")
+        if self.at_s is None and self.after_requests is None and self.inflight_at_least is None and self.phase is None:
+            raise ValueError("names no condition; allowed: at least one of at_s, after_requests, inflight_at_least, phase")
         return self
 
 
 class Whom(Settings):
-    """One instance by id, or one of a role."""
+    """One instance by id, one of a role (within a node, if that is named too), all of a node, or the link of two nodes."""
 
     id: InstanceId | None = Field(default=None, min_length=1, max_length=64)
     role: Role | None = Field(default=None, strict=False)
+    node: NodeId | None = Field(default=None, min_length=1, max_length=64)
+    link: Annotated[list[NodeId], Field(min_length=2, max_length=2)] | None = None
     pick: Pick | None = Field(default=None, strict=False)  # With `role`; without it the busiest.
+    seed: int | None = Field(default=None, ge=0)  # Of a random pick; without it the run's.
 
     @model_validator(mode="after")
     def _names_one_way(self) -> "Whom":
-        if (self.id is None) == (self.role is None):
-            raise ValueError("allowed: exactly one of id and role")
+        named = [name for name in ("id", "role", "node", "link") if getattr(self, name) is not None]
+        if len(named) != 1 and named != ["role", "node"]:
+            raise ValueError("allowed: exactly one of id, role, node and link, or role and node together")
         if self.pick is not None and self.role is None:
             raise ValueError("pick chooses within a role; allowed: only together with role")
+        if self.seed is not None and self.pick is not Pick.RANDOM:
+            raise ValueError("seed is that of a random pick; allowed: only together with pick: random")
+        if self.link is not None and self.link[0] == self.link[1]:
+            raise ValueError(f"link: got {self.link[0]!r} twice; allowed: two different nodes")
         return self
+
+    @property
+    def label(self) -> str:
+        """The victim as a person would name it, before anybody was chosen."""
+        if self.link is not None:
+            return "-".join(self.link)
+        return str(self.id or self.role or self.node)
+
+
+_PARAMETERS = {
+    What.KILL: (),
+    What.STOP: ("for_s",),
+    What.SLOW: ("factor", "for_s"),
+    What.LINK_RATE: ("bytes_per_s", "for_s"),
+    What.LINK_CUT: ("for_s",),
+    What.CORRUPT_PAGE: ("pages",),
+}
+_OF_A_LINK = (What.LINK_RATE, What.LINK_CUT)
 
 
 class Fault(Settings):
     when: When
     what: What = Field(strict=False)
     whom: Whom
+    for_s: float | None = Field(default=None, gt=0, le=3600)
+    factor: float | None = Field(default=None, gt=1, le=1000)
+    bytes_per_s: float | None = Field(default=None, ge=1, le=1e15)
+    pages: int | None = Field(default=None, ge=1, le=1_000_000)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "Fault":
+        given = {name for name in ("for_s", "factor", "bytes_per_s", "pages") if getattr(self, name) is not None}
+        wanted = _PARAMETERS[self.what]
+        if given != set(wanted):
+            shown = ", ".join(sorted(given)) or "none"
+            raise ValueError(f"{self.what} got the parameters: {shown}; allowed: exactly {', '.join(wanted) or 'none'}")
+        if (self.what in _OF_A_LINK) != (self.whom.link is not None):
+            hits = "the link of two nodes (whom: {link: [A, B]})" if self.what in _OF_A_LINK else "instances, not a link"
+            raise ValueError(f"{self.what} hits {hits}")
+        return self
 
 
 _FAULTS: TypeAdapter[list[Fault]] = TypeAdapter(Annotated[list[Fault], Field(min_length=1, max_length=10_000)])
@@ -118,9 +199,20 @@ def _line(mistake: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceView:
+    """What a schedule must know of one instance that is up."""
+
+    role: Role
+    node: NodeId
+    inflight: int = 0  # Streams that it works on right now.
+    phases: Mapping[Phase, int] = field(default_factory=dict)  # Of all streams that count on it: its pages, or its work.
+
+
+@dataclass(frozen=True, slots=True)
 class DueFault:
     fault: Fault
-    whom: InstanceId
+    instances: tuple[InstanceId, ...]  # That it hits; of a link: those at either end, which both have to send less.
+    whom: str  # The victim by name: an instance, a node, or two nodes.
     inflight: int  # Streams that were in flight at the victim when it became due.
 
 
@@ -135,48 +227,63 @@ class FaultSchedule:
     def pending(self) -> tuple[Fault, ...]:
         return tuple(self._pending)
 
-    def due(
-        self,
-        elapsed_s: float,
-        requests_sent: int,
-        inflight: Mapping[InstanceId, int],
-        roles: Mapping[InstanceId, Role],
-    ) -> list[DueFault]:
+    def due(self, elapsed_s: float, requests_sent: int, up: Mapping[InstanceId, InstanceView]) -> list[DueFault]:
         """The faults to carry out now, in the order of the file.
 
         Args:
             elapsed_s: since the start of the run.
             requests_sent: so far.
-            inflight: streams in flight at every instance that is up; instances that are not up are left out.
-            roles: of at least those instances.
+            up: every instance that is up; those that are not are left out.
         """
         due: list[DueFault] = []
         for fault in list(self._pending):
             if not _time_has_come(fault.when, elapsed_s, requests_sent):
                 continue
             # One instance dies once: two faults of the same moment have two victims.
-            hit = {other.whom for other in due}
-            enough = fault.when.inflight_at_least or 0
-            fitting = [
-                instance
-                for instance in sorted(inflight)
-                if instance not in hit and inflight[instance] >= enough and _is_meant(fault.whom, instance, roles[instance])
-            ]
-            if fitting:
-                victim = self._choose(fault.whom, fitting, inflight)
-                due.append(DueFault(fault, victim, inflight[victim]))
+            hit = {instance for other in due if other.fault.what not in _OF_A_LINK for instance in other.instances}
+            candidates = [group for group in _candidates(fault.whom, up, hit) if _is_busy_enough(fault.when, group, up)]
+            if candidates:
+                instances = self._choose(fault.whom, candidates, up)
+                label = fault.whom.label if fault.whom.role is None else instances[0]
+                due.append(DueFault(fault, instances, label, _inflight(instances, up)))
                 self._pending.remove(fault)
         return due
 
-    def _choose(self, whom: Whom, fitting: list[InstanceId], inflight: Mapping[InstanceId, int]) -> InstanceId:
+    def _choose(
+        self, whom: Whom, candidates: list[tuple[InstanceId, ...]], up: Mapping[InstanceId, InstanceView]
+    ) -> tuple[InstanceId, ...]:
         if whom.pick is Pick.RANDOM:
-            return self._rng.choice(fitting)
-        return max(fitting, key=lambda instance: inflight[instance])
+            rng = self._rng if whom.seed is None else random.Random(whom.seed)
+            return rng.choice(candidates)
+        return max(candidates, key=lambda group: _inflight(group, up))
 
 
 def _time_has_come(when: When, elapsed_s: float, requests_sent: int) -> bool:
     return elapsed_s >= (when.at_s or 0.0) and requests_sent >= (when.after_requests or 0)
 
 
-def _is_meant(whom: Whom, instance: InstanceId, role: Role) -> bool:
-    return whom.id == instance if whom.id is not None else role in (whom.role, Role.BOTH)
+def _candidates(whom: Whom, up: Mapping[InstanceId, InstanceView], hit: set[InstanceId]) -> list[tuple[InstanceId, ...]]:
+    """Groups of instances of which one can be hit: single instances, or a whole node, or both ends of a link."""
+    if whom.link is not None:
+        ends = tuple(sorted(name for name, view in up.items() if view.node in whom.link))
+        return [ends] if {up[name].node for name in ends} == set(whom.link) else []
+    if whom.role is None and whom.node is not None:
+        members = tuple(sorted(name for name, view in up.items() if view.node == whom.node and name not in hit))
+        return [members] if members else []
+    return [(name,) for name in sorted(up) if name not in hit and _is_meant(whom, name, up[name])]
+
+
+def _is_meant(whom: Whom, instance: InstanceId, view: InstanceView) -> bool:
+    if whom.id is not None:
+        return whom.id == instance
+    return view.role in (whom.role, Role.BOTH) and whom.node in (None, view.node)
+
+
+def _is_busy_enough(when: When, group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceView]) -> bool:
+    if _inflight(group, up) < (when.inflight_at_least or 0):
+        return False
+    return when.phase is None or sum(up[name].phases.get(when.phase, 0) for name in group) >= when.in_phase_at_least
+
+
+def _inflight(group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceView]) -> int:
+    return sum(up[name].inflight for name in group)

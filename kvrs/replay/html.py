@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.replay import plots
+from kvrs.replay.measures import MEASURES
 from kvrs.replay.report import Report
 from kvrs.replay.style import CSS
-from kvrs.replay.table import costs_by_option, fault_label, milliseconds, recoveries_by_option, verdict_sentence
+from kvrs.replay.table import (
+    fault_label,
+    late_sentence,
+    milliseconds,
+    recoveries_by_option,
+    share,
+    verdict_sentence,
+    window_words,
+)
 
 _ROWS_OPEN = 24  # More rows than this are folded away, with the key numbers above them.
 
@@ -28,13 +37,19 @@ def render_html(report: Report) -> str:
         (
             _headline(report),
             _cards(report),
-            _figure("Every stream over time", _TIMELINE_WORDS, plots.timeline_svg(report)),
+            _timeline(report),
+            _figure("Throughput", "Tokens per second that all clients together received.", plots.throughput_svg(report)),
             "<div class=pair>",
-            _figure("Time to first token", "Share of streams at or below", plots.cdf_svg(report, "ttft_s")),
-            _figure("Longest gap of a stream", "Share of streams at or below", plots.cdf_svg(report, "max_gap_s")),
+            _figure(
+                "Time to first token", "From arrival; share of streams at or below.", plots.cdf_svg(report, "arrival_ttft_s")
+            ),
+            _figure("Maximum time between tokens", "Of each stream; share at or below.", plots.cdf_svg(report, "max_gap_s")),
             "</div>",
+            _impact(report),
+            _groups(report),
             _costs(report),
             _runs(report),
+            _repeats(report),
             _recoveries(report),
             _made_with(report),
         )
@@ -43,41 +58,89 @@ def render_html(report: Report) -> str:
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         "<meta name=color-scheme content='light dark'>"
-        f"<title>kvrs report: {'exact' if report['exact'] else 'not exact'}</title>"
+        f"<title>kvrs report: {escape(_VERDICTS[report['exact']])}</title>"
         f"<style>{CSS}</style></head><body><main>{body}</main></body></html>\n"
     )
 
 
+_VERDICTS = {True: "exact", False: "not exact", None: "not compared"}
 _TIMELINE_WORDS = (
     "One line per stream, from its arrival to its end; a tick is a token at the client. "
-    "The vertical line is the fault, the thick bars are the waits of the interrupted streams."
+    "A vertical line is a fault, the thick bars are the waits of the interrupted streams."
 )
 
 
 def _headline(report: Report) -> str:
-    kind = "good" if report["exact"] else "bad"
+    kind = "bad" if report["reasons"] else "good"
     faults = ", ".join(f"{fault_label(fault)} with {fault['inflight']} streams in flight" for fault in report["faults"])
+    story = f"{faults}; recovered by {recoveries_by_option(report)}." if faults else "No fault was carried out."
+    late = late_sentence(report)
+    warning = f"<p class=warning>{escape(late)}</p>" if late else ""
     return (
         f"<header class={kind}><p class=kicker>kvrs recovery report</p><h1>{escape(verdict_sentence(report))}</h1>"
-        f"<p>{escape(faults or 'No fault was carried out')}; recovered by {escape(recoveries_by_option(report))}.</p></header>"
+        f"<p>{escape(story)}</p>{warning}</header>"
     )
 
 
 def _cards(report: Report) -> str:
-    tokens = (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"])
-    cards = (
-        ("streams completed", f"{report['completed']} / {report['streams']}"),
-        ("lost / repeated / different tokens", " / ".join(map(str, tokens))),
-        ("fault to first token (TFS)", milliseconds(report["tfs_s"])),
-        ("client-visible gap p50", milliseconds(report["gap_s"]["p50"])),
-        ("client-visible gap p99", milliseconds(report["gap_s"]["p99"])),
-        ("recoveries", str(sum(report["recoveries"].values()))),
-    )
+    run = report["runs"]["fault"]
+    cards = [("streams completed", f"{report['completed']} / {report['streams']}")]
+    if report["exact"] is not None:
+        tokens = (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"])
+        cards.append(("lost / repeated / different tokens", " / ".join(map(str, tokens))))
+    if report["faults"]:
+        cards += [
+            ("fault to first token (TFS)", milliseconds(report["tfs_s"])),
+            ("then to stable peak (TTP)", milliseconds(report["ttp_s"])),
+            ("client-visible gap p50", milliseconds(report["gap_s"]["p50"])),
+            ("client-visible gap p99", milliseconds(report["gap_s"]["p99"])),
+        ]
+    cards += [
+        ("TTFT p50", milliseconds(run["arrival_ttft_s"]["p50"])),
+        ("TPOT p50", milliseconds(run["tpot_s"]["p50"])),
+        ("goodput", f"{run['goodput_per_s']:.2f}/s"),
+    ]
     return "<div class=cards>" + "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in cards) + "</div>"
+
+
+def _timeline(report: Report) -> str:
+    if not any(stream["token_times_s"] for stream in report["per_stream"]):
+        return ""
+    return _figure("Every stream over time", _TIMELINE_WORDS, plots.timeline_svg(report))
 
 
 def _figure(title: str, words: str, svg: str) -> str:
     return f"<section><h2>{escape(title)}</h2><p class=words>{escape(words)}</p><div class=plot>{svg}</div></section>"
+
+
+def _impact(report: Report) -> str:
+    impact = report["impact"]
+    if impact is None:
+        return ""
+    words = (
+        f"Mean TTFT from arrival of {impact['bucket_requests']} requests each, in order; an interrupted request counts to "
+        "its first token after the recovery. The window begins where a bucket exceeds that of the other run by more than 5 %, "
+        f"and ends before three that do not. Recovery time: {window_words(report)}."
+    )
+    return _figure("Failure-impact window", words, plots.impact_svg(report))
+
+
+def _groups(report: Report) -> str:
+    if not report["groups"]["interrupted"]["streams"]:
+        return ""
+    measures = (
+        ("TTFT from arrival", "arrival_ttft_s"),
+        ("replay TTFT from arrival", "replay_ttft_s"),
+        ("TPOT", "tpot_s"),
+        ("maximum TBT", "max_gap_s"),
+    )
+    groups = [report["groups"][name] for name in ("interrupted", "uninterrupted")]
+    rows: list[tuple[Any, ...]] = [("streams", *(group["streams"] for group in groups))]
+    for title, key in measures:
+        rows += [(f"{title} {q}", *(milliseconds(group[key][q]) for group in groups)) for q in ("mean", "p99")]
+    table = _table(("", "interrupted", "uninterrupted"), rows)
+    words = "The many that were not hit hide the few that were, so they stand apart."
+    return f"<section><h2>Interrupted and uninterrupted</h2><p class=words>{words}</p>{table}</section>"
 
 
 def _costs(report: Report) -> str:
@@ -86,31 +149,91 @@ def _costs(report: Report) -> str:
     words = "Each recovery: what the policy expected and what it took. On the diagonal the prediction was right."
     figure = _figure("Predicted and real cost", words, plots.costs_svg(report))
     rows = [
-        (option, len(costs), milliseconds(_mean(costs, 0)), milliseconds(_mean(costs, 1)))
-        for option, costs in sorted(costs_by_option(report).items())
+        (
+            option,
+            costs["count"],
+            milliseconds(costs["predicted_s"]),
+            milliseconds(costs["real_s"]),
+            milliseconds(costs["error_s"]),
+            share(costs["absolute_error_share"]),
+        )
+        for option, costs in report["recovery_options"].items()
     ]
-    table = _table(("option", "recoveries", "predicted, mean", "real, mean"), rows)
-    return f"<div class=pair>{figure}<section><h2>By option</h2>{table}</section></div>"
-
-
-def _mean(costs: Sequence[tuple[float, float]], column: int) -> float:
-    return sum(cost[column] for cost in costs) / len(costs)
+    table = _table(("option", "count", "predicted", "real", "error", "off by"), rows)
+    words = "Means. Error is real minus predicted; off by is its size as a share of the real cost."
+    return f"<div class=pair>{figure}<section><h2>By option</h2><p class=words>{words}</p>{table}</section></div>"
 
 
 def _runs(report: Report) -> str:
     fault, clean = report["runs"]["fault"], report["runs"]["clean"]
-    rows: list[tuple[Any, ...]] = [(key, fault[key], clean[key]) for key in ("streams", "completed", "errors", "tokens")]
-    for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("longest gap", "max_gap_s"), ("send lag", "lag_s")):
-        rows += [(f"{name} {q}", milliseconds(fault[key][q]), milliseconds(clean[key][q])) for q in ("p50", "p99")]
-    rows.append(("goodput", f"{fault['goodput_per_s']:.2f}/s", f"{clean['goodput_per_s']:.2f}/s"))
-    slo = report["slo"]
-    words = f"Goodput counts complete streams with TTFT within {slo['ttft_s']} s and TPOT within {slo['tpot_s']} s."
-    table = _table(("", "with the fault", "without"), rows)
-    return f"<section><h2>With and without the fault</h2><p class=words>{escape(words)}</p>{table}</section>"
+    runs = [fault] if clean is None else [fault, clean]
+    rows: list[tuple[Any, ...]] = [(key, *(run[key] for run in runs)) for key in ("streams", "completed", "errors", "tokens")]
+    measures = (
+        ("TTFT from send", "ttft_s"),
+        ("TTFT from arrival", "arrival_ttft_s"),
+        ("TPOT", "tpot_s"),
+        ("TBT", "tbt_s"),
+        ("maximum TBT", "max_gap_s"),
+        ("send lag", "lag_s"),
+    )
+    for name, key in measures:
+        rows += [(f"{name} {q}", *(milliseconds(run[key][q]) for run in runs)) for q in ("p50", "p99")]
+    rows.append(("goodput", *(f"{run['goodput_per_s']:.2f}/s ({run['slo_met']} of {run['streams']})" for run in runs)))
+    rows.append(("offered / asked requests per s", *(_rates(run) for run in runs)))
+    columns = ("", "with the fault" if report["faults"] else "measured", *(["without"] if clean is not None else []))
+    title = "With and without the fault" if report["faults"] and clean is not None else "The run in numbers"
+    return f"<section><h2>{title}</h2><p class=words>{escape(_slo_words(report['slo']))}</p>{_table(columns, rows)}</section>"
+
+
+def _slo_words(slo: Any) -> str:
+    tbt = "" if slo["tbt_s"] is None else f" and no pause above {slo['tbt_s']} s"
+    return (
+        f"Goodput counts complete streams with TTFT from arrival within {slo['ttft_s']} s and TPOT within "
+        f"{slo['tpot_s']} s{tbt}. Send lag is the client's own fault: how long after it was due a request was sent."
+    )
+
+
+def _rates(run: Any) -> str:
+    return "-" if run["asked_per_s"] is None else f"{run['offered_per_s']:.2f} / {run['asked_per_s']:.2f}"
+
+
+def _repeats(report: Report) -> str:
+    runs = report["repeats"]
+    if len(runs) < 2:
+        return ""
+    rows = []
+    for name, title, *_ in MEASURES:
+        found = report["intervals"].get(name)
+        if found is not None:
+            rows.append((title, *(_number(value, name) for value in (found["mean"], found["half_width"])), found["n"]))
+    table = _table(("", "mean", "± 95 %", "runs"), rows)
+    words = f"{len(runs)} runs of the same requests; intervals under Student's t-distribution. All other sections show run 1."
+    return f"<section><h2>Over repeated runs</h2><p class=words>{escape(words)}</p>{table}</section>"
+
+
+def _number(value: float | None, name: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.2f}/s" if name.endswith("_per_s") else milliseconds(value)
 
 
 def _recoveries(report: Report) -> str:
-    columns = ("at", "stream", "attempt", "option", "from", "to", "cause", "had tokens", "predicted", "real", "client waited")
+    if not report["faults"] and not report["recovery_rows"]:
+        return ""
+    columns = (
+        "at",
+        "stream",
+        "attempt",
+        "option",
+        "from",
+        "to",
+        "cause",
+        "had tokens",
+        "predicted",
+        "real",
+        "client waited",
+        "replay TTFT",
+    )
     rows = [
         (
             f"{row['at_s']:.3f} s",
@@ -124,13 +247,15 @@ def _recoveries(report: Report) -> str:
             milliseconds(row.get("predicted_s")),
             milliseconds(row.get("real_s")),
             milliseconds(row["pause_s"]),
+            milliseconds(row.get("replay_ttft_s")),
         )
         for row in report["recovery_rows"]
     ]
     if not rows:
         return "<section><h2>Recoveries</h2><p class=words>None.</p></section>"
     opened = " open" if len(rows) <= _ROWS_OPEN else ""
-    return f"<section><details{opened}><summary>Recoveries ({len(rows)})</summary>{_table(columns, rows)}</details></section>"
+    table = _table(columns, rows, "words-in-cells")
+    return f"<section><details{opened}><summary>Recoveries ({len(rows)})</summary>{table}</details></section>"
 
 
 def _made_with(report: Report) -> str:
@@ -139,10 +264,10 @@ def _made_with(report: Report) -> str:
     return f"<section><details><summary>Made with</summary><pre>{text}</pre></details></section>"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], kind: str = "numbers") -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>" for row in rows)
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return f"<div class=scroll><table class={kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _cell(value: Any) -> str:

@@ -1,7 +1,8 @@
 """What a client felt, in the field's terms. All from `StreamRecord`s, that is, from times measured at the client.
 
-TTFT: first token minus send. TPOT: mean time per token after the first. Max gap (TBT): longest pause between two
-consecutive receipts of tokens. Percentiles interpolate linearly between closest ranks (numpy's default): the q-th of n
+TTFT: first token minus send; from arrival, first token minus the moment at which the request was due, which counts a late
+client, too. TPOT: mean time per token after the first. TBT: time between two consecutive receipts of tokens; the longest of a
+stream is its maximum TBT. Percentiles interpolate linearly between closest ranks (numpy's default): the q-th of n
 sorted values lies at rank q/100 * (n - 1).
 """
 
@@ -12,6 +13,8 @@ from itertools import pairwise
 
 from kvrs.replay.records import StreamRecord
 
+LATE_S = 0.05  # A request that was sent so long after it was due makes the client, not the server, look at itself.
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -19,6 +22,7 @@ class Slo:
 
     ttft_s: float = 2.0
     tpot_s: float = 0.2
+    tbt_s: float | None = None  # A stream with one longer pause misses it (RaidServe's rule for decode).
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,29 @@ def percentile(values: Iterable[float], q: float) -> float | None:
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float | None]:
-    """p50, p99 and the largest of the values that exist."""
+    """Mean, p50, p99 and the largest of the values that exist."""
     known = [value for value in values if value is not None]
-    return {"p50": percentile(known, 50), "p99": percentile(known, 99), "max": max(known, default=None)}
+    return {
+        "mean": sum(known) / len(known) if known else None,
+        "p50": percentile(known, 50),
+        "p99": percentile(known, 99),
+        "max": max(known, default=None),
+    }
 
 
 def ttft_s(record: StreamRecord) -> float | None:
     return record.token_times_s[0] - record.sent_s if record.token_times_s else None
+
+
+def arrival_ttft_s(record: StreamRecord) -> float | None:
+    """From the moment at which the request was due to its first token."""
+    return record.token_times_s[0] - record.due_s if record.token_times_s else None
+
+
+def replay_ttft_s(record: StreamRecord, decided_s: float) -> float | None:
+    """From arrival to the first token of the attempt that was decided at `decided_s` (LUMEN section 3: "replay TTFT")."""
+    first = next((at_s for at_s in record.token_times_s if at_s > decided_s), None)
+    return None if first is None else first - record.due_s
 
 
 def tpot_s(record: StreamRecord) -> float | None:
@@ -60,7 +80,12 @@ def tpot_s(record: StreamRecord) -> float | None:
 
 
 def max_gap_s(record: StreamRecord) -> float | None:
-    return max((later - earlier for earlier, later in pairwise(record.token_times_s)), default=None)
+    return max(gaps_s(record), default=None)
+
+
+def gaps_s(record: StreamRecord) -> list[float]:
+    """Every time between tokens."""
+    return [later - earlier for earlier, later in pairwise(record.token_times_s)]
 
 
 def pause_after(record: StreamRecord, fault_s: float) -> Pause | None:
@@ -97,19 +122,36 @@ def duration_s(records: Sequence[StreamRecord]) -> float:
     return max(record.ended_s for record in records) - min(record.sent_s for record in records)
 
 
-def goodput_per_s(records: Sequence[StreamRecord], slo: Slo) -> float:
-    """Complete requests within the SLO, per second of the run; one token alone has no TPOT and meets any."""
-    good = sum(
-        record.completed and (ttft_s(record) or 0.0) <= slo.ttft_s and (tpot_s(record) or 0.0) <= slo.tpot_s for record in records
+def meets(record: StreamRecord, slo: Slo) -> bool:
+    """Complete and within the SLO; one token alone has no TPOT and no TBT and meets any."""
+    return (
+        record.completed
+        and (arrival_ttft_s(record) or 0.0) <= slo.ttft_s
+        and (tpot_s(record) or 0.0) <= slo.tpot_s
+        and (slo.tbt_s is None or (max_gap_s(record) or 0.0) <= slo.tbt_s)
     )
+
+
+def goodput_per_s(records: Sequence[StreamRecord], slo: Slo) -> float:
+    """Requests that meet the SLO, per second of the run."""
     run_s = duration_s(records)
-    return good / run_s if run_s > 0 else 0.0
+    return sum(meets(record, slo) for record in records) / run_s if run_s > 0 else 0.0
+
+
+def request_rates(records: Sequence[StreamRecord]) -> tuple[float, float] | None:
+    """Requests per second that the trace asked for, and that the client offered; None where they have no rate."""
+    due = sorted(record.due_s for record in records)
+    sent = sorted(record.sent_s for record in records)
+    if len(due) < 2 or due[0] == due[-1] or sent[0] == sent[-1]:
+        return None
+    return (len(due) - 1) / (due[-1] - due[0]), (len(sent) - 1) / (sent[-1] - sent[0])
 
 
 def summary(records: Sequence[StreamRecord], slo: Slo) -> dict[str, object]:
     """One run in numbers, as the report has it."""
-    tokens = sum(len(record.token_ids) for record in records)
+    tokens = sum(record.tokens for record in records)
     run_s = duration_s(records)
+    rates = request_rates(records)
     return {
         "streams": len(records),
         "completed": sum(record.completed for record in records),
@@ -118,8 +160,14 @@ def summary(records: Sequence[StreamRecord], slo: Slo) -> dict[str, object]:
         "duration_s": run_s,
         "tokens_per_s": tokens / run_s if run_s > 0 else 0.0,
         "goodput_per_s": goodput_per_s(records, slo),
+        "slo_met": sum(meets(record, slo) for record in records),
+        "asked_per_s": rates[0] if rates else None,
+        "offered_per_s": rates[1] if rates else None,
+        "late": sum(record.lag_s > LATE_S for record in records),
         "ttft_s": spread(map(ttft_s, records)),
+        "arrival_ttft_s": spread(map(arrival_ttft_s, records)),
         "tpot_s": spread(map(tpot_s, records)),
+        "tbt_s": spread(gap for record in records for gap in gaps_s(record)),
         "max_gap_s": spread(map(max_gap_s, records)),
         "lag_s": spread(record.lag_s for record in records),
     }

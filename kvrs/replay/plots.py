@@ -30,6 +30,7 @@ _COLORS = {
     "recompute": "#d97707",
     "other": "#7c5cd7",
 }
+_LABEL_SHARE = 0.08  # Of the width of the timeline: less than this between two labels is too little.
 _STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -62,6 +63,14 @@ def costs_svg(report: Report) -> str:
     return _svg(costs_figure(report), "costs")
 
 
+def throughput_svg(report: Report) -> str:
+    return _svg(throughput_figure(report), "throughput", wide=True)
+
+
+def impact_svg(report: Report) -> str:
+    return _svg(impact_figure(report), "impact", wide=True)
+
+
 def timeline_figure(report: Report) -> Figure:
     """Streams by arrival, the first on top; times of the faulted run."""
     streams = sorted(report["per_stream"], key=lambda stream: (stream["due_s"], stream["index"]))
@@ -82,8 +91,59 @@ def timeline_figure(report: Report) -> Figure:
         axes.set_yticks([])
         axes.grid(visible=False, axis="y")
         if axes.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside upper right", ncols=4)
+            figure.legend(loc="outside upper left", ncols=4)
     return figure
+
+
+def throughput_figure(report: Report) -> Figure:
+    """Tokens per second over time, with and without the fault; the faults are the same lines as in the timeline."""
+    rates = report["throughput"]
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 2.5), layout="constrained")
+        axes = figure.add_subplot()
+        series = (
+            (rates["clean_tokens_per_s"], "without", "base", 1.2),
+            (rates["tokens_per_s"], _measured(report), "migrate", 1.8),
+        )
+        for values, label, color, width in series:
+            if values:
+                edges = np.arange(len(values) + 1) * rates["bin_s"]
+                axes.stairs(values, edges, baseline=None, color=_COLORS[color], label=label, linewidth=width)
+        axes.set_xlim(0, max([stream["ended_s"] for stream in report["per_stream"]], default=1.0) * 1.02)
+        axes.set_ylim(bottom=0)
+        for fault in report["faults"]:
+            axes.axvline(fault["at_s"], color=_COLORS["fault"], linewidth=1.2, zorder=4)
+        axes.set_xlabel("seconds since the start of the run")
+        axes.set_ylabel("tokens per second")
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside upper left", ncols=4)
+    return figure
+
+
+def impact_figure(report: Report) -> Figure:
+    """Mean TTFT by bucket of requests, with and without the fault; the window is shaded."""
+    buckets = report["impact"]["buckets"]
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 2.5), layout="constrained")
+        axes = figure.add_subplot()
+        at = np.arange(len(buckets))
+        for key, label, color in (("clean_ttft_s", "without", "base"), ("ttft_s", _measured(report), "migrate")):
+            values = [np.nan if bucket[key] is None else bucket[key] for bucket in buckets]
+            axes.plot(at, values, "o-", color=_COLORS[color], label=label, linewidth=1.8, markersize=4)
+        inside = [i for i, bucket in enumerate(buckets) if bucket["in_window"]]
+        if inside:
+            axes.axvspan(inside[0] - 0.5, inside[-1] + 0.5, color=_COLORS["fault"], alpha=0.12, label="window", linewidth=0)
+        shown = [i for i in range(len(buckets)) if i % -(-len(buckets) // 16) == 0]
+        axes.set_xticks(shown, [f"{buckets[i]['from_s']:.1f}" for i in shown])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("arrival of a bucket's first request, seconds")
+        axes.set_ylabel("mean TTFT, seconds")
+        figure.legend(loc="outside upper left", ncols=4)
+    return figure
+
+
+def _measured(report: Report) -> str:
+    return "with the fault" if report["faults"] else "measured"
 
 
 def cdf_figure(report: Report, measure: str) -> Figure:
@@ -92,7 +152,7 @@ def cdf_figure(report: Report, measure: str) -> Figure:
         figure = Figure(figsize=(5, 3.1), layout="constrained")
         axes = figure.add_subplot()
         everything: list[float] = []
-        for key, label, color in ((f"clean_{measure}", "without", "base"), (measure, "with the fault", "migrate")):
+        for key, label, color in ((f"clean_{measure}", "without", "base"), (measure, _measured(report), "migrate")):
             values = sorted(stream[key] for stream in report["per_stream"] if stream[key] is not None)
             everything += values
             if values:
@@ -122,7 +182,7 @@ def costs_figure(report: Report) -> Figure:
         _scale_seconds(axes, everything, "y")
         axes.set_xlabel("predicted, seconds")
         axes.set_ylabel("real, seconds")
-        axes.legend(loc="upper left")
+        figure.legend(loc="outside upper right", ncols=3)
     return figure
 
 
@@ -147,10 +207,18 @@ def _draw_waits(axes: Axes, report: Report, row_of: dict[int, int]) -> None:
 
 
 def _draw_faults(axes: Axes, report: Report) -> None:
-    for fault in report["faults"]:
+    ends_s = max([stream["ended_s"] for stream in report["per_stream"]], default=1.0)
+    groups: list[tuple[float, list[str]]] = []
+    for fault in sorted(report["faults"], key=lambda fault: float(fault["at_s"])):
         axes.axvline(fault["at_s"], color=_COLORS["fault"], linewidth=1.2, zorder=4)
-        label = f" {fault_label(fault)}".replace("$", r"\$")  # A dollar sign would begin a formula.
-        axes.text(fault["at_s"], -0.4, label, color=_COLORS["fault"], fontsize=8, zorder=5)
+        # Faults of about the same moment share one label, or nobody could read any of them.
+        if not groups or fault["at_s"] - groups[-1][0] > _LABEL_SHARE * ends_s:
+            groups.append((fault["at_s"], []))
+        groups[-1][1].append(fault_label(fault))
+    for at_s, labels in groups:
+        text = f" {', '.join(labels)}".replace("$", r"\$")  # A dollar sign would begin a formula.
+        side = "right" if at_s > ends_s / 2 else "left"
+        axes.text(at_s, -0.4, text + " ", color=_COLORS["fault"], fontsize=8, zorder=5, horizontalalignment=side)
 
 
 def _scale_seconds(axes: Axes, values: Sequence[float], axis: str) -> None:

@@ -4,6 +4,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+class Api(StrEnum):
+    """Which of a server's endpoints is driven."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
     """One request of an open-loop replay; `arrival_s` counts from the start of the run."""
@@ -35,7 +42,8 @@ class StreamError:
 class StreamRecord:
     """Everything that the client saw of one stream. All times are seconds since the start of the run.
 
-    `token_times_s[i]` is when `token_ids[i]` was received; tokens that came in one event share their time.
+    `token_times_s[i]` is when token i was received; tokens that came in one event share their time. Where the server does not
+    say its token ids, `token_ids` is empty and an event with text counts as one token.
     """
 
     index: int  # Position in the list of requests: what the same request is found by in another run.
@@ -56,6 +64,11 @@ class StreamRecord:
     @property
     def lag_s(self) -> float:
         return self.sent_s - self.due_s
+
+    @property
+    def tokens(self) -> int:
+        """How many were received: by id, else as the server counted them, else as they were seen."""
+        return len(self.token_ids) or self.usage_tokens or len(self.token_times_s)
 
     @property
     def completed(self) -> bool:

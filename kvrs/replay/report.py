@@ -1,58 +1,63 @@
-"""The report of a run with faults beside the same run without: `report.json`, from which everything else is drawn."""
+"""The report of a run, as a rule one with faults beside the same run without: `report.json`, from which all else is drawn."""
 
 import json
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from kvrs.replay import metrics, oracle
+from kvrs.replay import impact, metrics, oracle
+from kvrs.replay.measures import combine_reports, measures_of
 from kvrs.replay.metrics import Slo
-from kvrs.replay.oracle import StreamVerdict
+from kvrs.replay.oracle import Difference, StreamVerdict
 from kvrs.replay.records import StreamRecord
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _TIME_DIGITS = 6  # Microseconds: below that a client's clock says nothing.
 _RUN_MAX_S = 1e6  # A time beyond it was read from another clock.
+_BINS = 200
+_SHORTEST_BIN_S = 0.25
+_KEPT_TOKEN_TIMES = 200_000  # With more the file would be too large for anyone to open; the throughput still shows them.
 
 Report = dict[str, Any]
 
 
 def build_report(
     faulted: Sequence[StreamRecord],
-    clean: Sequence[StreamRecord],
+    clean: Sequence[StreamRecord] | None,
     recoveries: Sequence[Mapping[str, Any]],
     faults: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
     slo: Slo | None = None,
 ) -> Report:
-    """Compare a faulted run with its clean twin.
+    """Describe a run, and compare it with its clean twin.
 
     Args:
-        faulted: the records of the run with faults.
-        clean: the records of the same requests without, matched by index.
+        faulted: the records of the run.
+        clean: the same requests without faults, matched by index; None: there was no such run, and nothing is compared.
         recoveries: as the proxy's state lists them: at_s, stream, attempt, option, from, to, cause, predicted_s, real_s,
             estimates, produced_tokens, gap_s. `at_s` counts from the start of the faulted run, as do the records' times.
-        faults: what was really carried out: at_s, what, whom, pid, inflight.
+        faults: what was really carried out: at_s, what, whom, instances, pid, inflight.
         settings: what the run was made with; kept as it is.
         slo: what counts for goodput.
     """
     slo = slo or Slo()
     assert all(abs(row["at_s"]) < _RUN_MAX_S for row in (*recoveries, *faults)), "at_s must count from the start of the run"
-    verdicts = oracle.judge(faulted, clean)
-    difference = oracle.total(verdicts)
+    verdicts = None if clean is None else oracle.judge(faulted, clean)
+    difference = oracle.total(verdicts or [])
     by_stream = {record.stream: record for record in faulted if record.stream}
     rows = [_recovery_row(recovery, by_stream.get(recovery["stream"])) for recovery in recoveries]
-    victims = [(by_stream[row["stream"]], float(row["at_s"])) for row in rows if row["stream"] in by_stream]
-    fault_rows = [_fault_row(fault, rows, victims) for fault in faults]
+    fault_rows = [_fault_row(fault, rows, by_stream) for fault in faults]
     run = metrics.summary(faulted, slo)
     report = {
         "schema_version": SCHEMA_VERSION,
         "kvrs_version": version("kvrs"),
-        "exact": False,
+        "exact": None,
+        "compared": _compared(faulted, clean),
         "reasons": [],
         "streams": run["streams"],
         "completed": run["completed"],
@@ -60,24 +65,32 @@ def build_report(
         "tokens_lost": difference.lost,
         "tokens_repeated": difference.repeated,
         "tokens_different": difference.different,
-        "text_different": sum(verdict.verified and not verdict.text_equal for verdict in verdicts),
-        "finish_different": sum(verdict.verified and not verdict.finish_equal for verdict in verdicts),
-        "unverified": sum(not verdict.verified for verdict in verdicts),
+        "text_different": sum(verdict.verified and not verdict.text_equal for verdict in verdicts or ()),
+        "finish_different": sum(verdict.verified and not verdict.finish_equal for verdict in verdicts or ()),
+        "unverified": sum(not verdict.verified for verdict in verdicts or ()),
         "recoveries": dict(Counter(row["option"] for row in rows)),
         "gap_s": metrics.spread(_waits_s(rows)),
         "tfs_s": min((row["tfs_s"] for row in fault_rows if row["tfs_s"] is not None), default=None),
-        "runs": {"fault": run, "clean": metrics.summary(clean, slo)},
-        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
+        "ttp_s": None,
+        "runs": {"fault": run, "clean": None if clean is None else metrics.summary(clean, slo)},
+        "groups": _groups(faulted, rows),
+        "impact": _impact(faulted, clean, rows, fault_rows),
+        "throughput": _throughput(faulted, clean),
+        "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "tbt_s": slo.tbt_s},
         "faults": fault_rows,
         "recovery_rows": rows,
         "recovery_costs": _costs(rows),
+        "recovery_options": _options(rows),
         "settings": dict(settings),
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "platform": platform.platform()},
+        "measures": {},
         "per_stream": _stream_rows(faulted, clean, verdicts, rows),
     }
+    report["ttp_s"] = _ttp_s(report)
     report["reasons"] = _reasons(report)
-    report["exact"] = not report["reasons"]
-    return report
+    report["exact"] = None if clean is None else not report["reasons"]
+    report["measures"] = measures_of(report)
+    return combine_reports([report])
 
 
 def write_report(report: Report, path: Path) -> None:
@@ -97,8 +110,16 @@ def _json(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
+def _compared(faulted: Sequence[StreamRecord], clean: Sequence[StreamRecord] | None) -> str:
+    """What the oracle could compare: tokens where the endpoint says its token ids, else text alone."""
+    if clean is None:
+        return "nothing"
+    seen = [record for record in (*faulted, *clean) if record.token_times_s]
+    return "tokens" if all(record.token_ids for record in seen) else "text"
+
+
 def _reasons(report: Report) -> list[str]:
-    """Why the faulted run was not exact, in words; empty when it was."""
+    """Why the run was not exact, or not whole, in words; empty when it was."""
     counted = {
         "errors": "streams did not complete",
         "tokens_lost": "tokens lost",
@@ -115,7 +136,7 @@ def _reasons(report: Report) -> list[str]:
 
 
 def _recovery_row(recovery: Mapping[str, Any], record: StreamRecord | None) -> dict[str, Any]:
-    """The proxy's row with what the client saw of it: its longest wait from the recovery on."""
+    """The proxy's row with what the client saw of it: its longest wait from the recovery on, and its replay TTFT."""
     pause = metrics.pause_after(record, recovery["at_s"]) if record else None
     return {
         **recovery,
@@ -123,6 +144,7 @@ def _recovery_row(recovery: Mapping[str, Any], record: StreamRecord | None) -> d
         "pause_from_s": _rounded(pause.from_s) if pause else None,
         "pause_to_s": _rounded(pause.to_s) if pause else None,
         "pause_s": _rounded(pause.length_s) if pause else None,
+        "replay_ttft_s": _rounded(metrics.replay_ttft_s(record, recovery["at_s"])) if record else None,
     }
 
 
@@ -133,12 +155,88 @@ def _waits_s(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _fault_row(
-    fault: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], victims: Sequence[tuple[StreamRecord, float]]
+    fault: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], by_stream: Mapping[str, StreamRecord]
 ) -> dict[str, Any]:
-    """A fault with its TFS; its victims are the recoveries away from the instance it hit, from its moment on."""
-    hit = {row["stream"] for row in rows if row["from"] == fault["whom"] and row["at_s"] >= fault["at_s"]}
-    own = [(record, at_s) for record, at_s in victims if record.stream in hit and at_s >= fault["at_s"]]
-    return {**fault, "recoveries": len(hit), "tfs_s": _rounded(metrics.fault_to_first_token_s(own, fault["at_s"]))}
+    """A fault with its TFS; its victims are the recoveries away from the instances it hit, from its moment on."""
+    hit = fault.get("instances", [fault["whom"]])
+    victims = [row for row in rows if row["from"] in hit and row["at_s"] >= fault["at_s"]]
+    own = [(by_stream[row["stream"]], float(row["at_s"])) for row in victims if row["stream"] in by_stream]
+    tfs_s = _rounded(metrics.fault_to_first_token_s(own, fault["at_s"]))
+    return {**fault, "recoveries": len({row["stream"] for row in victims}), "tfs_s": tfs_s}
+
+
+def _replay_ttft_s(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """By request: a stream that was interrupted twice had to begin again twice, and the last beginning counts."""
+    return {row["index"]: row["replay_ttft_s"] for row in rows if row["index"] is not None and row["replay_ttft_s"] is not None}
+
+
+def _groups(records: Sequence[StreamRecord], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What interrupted and uninterrupted requests felt, apart: the many that were not hit hide the few that were."""
+    hit = {row["index"] for row in rows}
+    replayed = _replay_ttft_s(rows)
+    groups = {"interrupted": [r for r in records if r.index in hit], "uninterrupted": [r for r in records if r.index not in hit]}
+    return {
+        name: {
+            "streams": len(group),
+            "arrival_ttft_s": metrics.spread(map(metrics.arrival_ttft_s, group)),
+            "replay_ttft_s": metrics.spread(replayed.get(record.index) for record in group),
+            "tpot_s": metrics.spread(map(metrics.tpot_s, group)),
+            "max_gap_s": metrics.spread(map(metrics.max_gap_s, group)),
+        }
+        for name, group in groups.items()
+    }
+
+
+def _impact(
+    faulted: Sequence[StreamRecord],
+    clean: Sequence[StreamRecord] | None,
+    rows: Sequence[Mapping[str, Any]],
+    faults: Sequence[Mapping[str, Any]],
+) -> dict[str, Any] | None:
+    """The failure-impact window; there is none to look for without a fault, or without a run to compare with."""
+    if clean is None or not faults or not faulted:
+        return None
+    found = impact.impact_window(faulted, clean, _replay_ttft_s(rows), min(fault["at_s"] for fault in faults))
+    first, end = found.first_bucket, found.end_bucket
+    return {
+        "bucket_requests": found.bucket_requests,
+        "recovery_time_s": _rounded(found.recovery_time_s),
+        "from_s": None if first is None else _rounded(found.buckets[first].from_s),
+        "to_s": None if first is None else _rounded(found.buckets[first].from_s + found.recovery_time_s),
+        "closed": first is None or end is not None,
+        "buckets": [
+            {
+                "first": bucket.first,
+                "from_s": _rounded(bucket.from_s),
+                "ttft_s": _rounded(bucket.ttft_s),
+                "clean_ttft_s": _rounded(bucket.clean_ttft_s),
+                "tpot_s": _rounded(bucket.tpot_s),
+                "clean_tpot_s": _rounded(bucket.clean_tpot_s),
+                "in_window": first is not None and first <= number < (len(found.buckets) if end is None else end),
+            }
+            for number, bucket in enumerate(found.buckets)
+        ],
+    }
+
+
+def _throughput(faulted: Sequence[StreamRecord], clean: Sequence[StreamRecord] | None) -> dict[str, Any]:
+    ends_s = max((record.ended_s for record in (*faulted, *(clean or ()))), default=0.0)
+    bin_s = max(_SHORTEST_BIN_S, round(ends_s / _BINS, 2))
+    return {
+        "bin_s": bin_s,
+        "tokens_per_s": impact.throughput(faulted, bin_s),
+        "clean_tokens_per_s": None if clean is None else impact.throughput(clean, bin_s),
+    }
+
+
+def _ttp_s(report: Report) -> float | None:
+    """Of the last fault: before it the cluster had no chance to be at its peak again."""
+    done = [fault for fault in report["faults"] if fault["tfs_s"] is not None]
+    if not done:
+        return None
+    last = max(done, key=lambda fault: fault["at_s"])
+    rates = report["throughput"]
+    return _rounded(impact.time_to_peak_s(rates["tokens_per_s"], rates["bin_s"], last["at_s"] + last["tfs_s"]))
 
 
 def _costs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -151,16 +249,40 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _options(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By option: how often it was chosen, what it was expected to cost, what it did, and how wrong that was."""
+    by_option: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in _costs(rows):
+        by_option[row["option"]].append((row["predicted_s"], row["real_s"]))
+    return {
+        option: {
+            "count": len(costs),
+            "predicted_s": fmean(predicted for predicted, _ in costs),
+            "real_s": fmean(real for _, real in costs),
+            "error_s": fmean(real - predicted for predicted, real in costs),
+            "absolute_error_share": _mean(abs(real - predicted) / real for predicted, real in costs if real > 0),
+        }
+        for option, costs in sorted(by_option.items())
+    }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return fmean(known) if known else None
+
+
 def _stream_rows(
     faulted: Sequence[StreamRecord],
-    clean: Sequence[StreamRecord],
-    verdicts: Sequence[StreamVerdict],
+    clean: Sequence[StreamRecord] | None,
+    verdicts: Sequence[StreamVerdict] | None,
     recoveries: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     options: dict[str, list[str]] = defaultdict(list)
     for recovery in recoveries:
         options[recovery["stream"]].append(recovery["option"])
-    twins = {record.index: record for record in clean}
+    twins = {record.index: record for record in clean or ()}
+    judged = {verdict.index: verdict for verdict in verdicts or ()}
+    small = sum(len(record.token_times_s) for record in faulted) <= _KEPT_TOKEN_TIMES
     return [
         {
             "index": record.index,
@@ -169,25 +291,33 @@ def _stream_rows(
             "sent_s": _rounded(record.sent_s),
             "ended_s": _rounded(record.ended_s),
             "prompt_tokens": record.prompt_tokens,
-            "tokens": len(record.token_ids),
+            "tokens": record.tokens,
             "finish_reason": record.finish_reason,
             "status": record.status,
             "error": f"{record.error.kind}: {record.error.message}" if record.error else None,
-            "lost": verdict.tokens.lost,
-            "repeated": verdict.tokens.repeated,
-            "different": verdict.tokens.different,
-            "exact": verdict.exact and record.completed,
+            **_judged(record, judged.get(record.index)),
             "recoveries": options[record.stream],
             **_felt("", record),
             **_felt("clean_", twins.get(record.index)),
-            "token_times_s": [_rounded(at_s) for at_s in record.token_times_s],
+            "token_times_s": [_rounded(at_s) for at_s in record.token_times_s] if small else [],
         }
-        for record, verdict in zip(faulted, verdicts, strict=True)
+        for record in faulted
     ]
 
 
+def _judged(record: StreamRecord, verdict: StreamVerdict | None) -> dict[str, Any]:
+    difference = verdict.tokens if verdict else Difference()
+    counts = {"lost": difference.lost, "repeated": difference.repeated, "different": difference.different}
+    return {**counts, "exact": verdict.exact and record.completed if verdict else None}
+
+
 def _felt(prefix: str, record: StreamRecord | None) -> dict[str, float | None]:
-    measures = {"ttft_s": metrics.ttft_s, "tpot_s": metrics.tpot_s, "max_gap_s": metrics.max_gap_s}
+    measures = {
+        "ttft_s": metrics.ttft_s,
+        "arrival_ttft_s": metrics.arrival_ttft_s,
+        "tpot_s": metrics.tpot_s,
+        "max_gap_s": metrics.max_gap_s,
+    }
     return {f"{prefix}{name}": _rounded(measure(record)) if record else None for name, measure in measures.items()}
 
 

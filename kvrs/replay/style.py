@@ -18,8 +18,9 @@ header.bad { border-left-color: var(--bad); }
 header h1 { margin: 0 0 4px; font-size: clamp(20px, 4.5vw, 30px); line-height: 1.2; color: var(--good); }
 header.bad h1 { color: var(--bad); }
 header p { margin: 0; color: var(--soft); overflow-wrap: anywhere; }
+header .warning { margin-top: 8px; color: var(--fault); }
 .kicker { font-size: 12px; letter-spacing: .08em; text-transform: uppercase; }
-.cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
+.cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(168px, 1fr)); }
 .cards b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
 .cards span, .words { color: var(--soft); font-size: 13px; }
 .words { margin: 0 0 8px; }
@@ -32,6 +33,7 @@ summary { cursor: pointer; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 th { text-align: left; color: var(--soft); font-weight: 500; }
 th, td { padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+.numbers th:not(:first-child), .numbers td:not(:first-child) { text-align: right; }
 tbody tr:last-child td { border-bottom: 0; }
 pre { font-size: 12px; overflow-x: auto; margin: 8px 0 0; }
 """

@@ -18,7 +18,7 @@ from kvrs.errors import TraceError
 from kvrs.replay.records import ReplayRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
-_LENGTH_MAX = 1 << 24
+LENGTH_MAX = 1 << 24
 _TIMESTAMP_MAX_MS = 1e12
 
 # The first tokens of a block spell its id, so that blocks differ by construction and not only very probably.
@@ -43,7 +43,7 @@ class Trace:
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
 
-_Length = Annotated[int, msgspec.Meta(ge=1, le=_LENGTH_MAX)]
+_Length = Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)]
 
 
 class _Line(msgspec.Struct):
@@ -125,6 +125,19 @@ def window(trace: Trace, count: int, first: int = 0) -> Trace:
     return replace(trace, requests=tuple(replace(request, arrival_s=request.arrival_s - start_s) for request in chosen))
 
 
+def sample(trace: Trace, count: int, seed: int) -> Trace:
+    """`count` requests at random, in their order and at their times: the load falls with their number."""
+    if count > len(trace.requests):
+        raise TraceError(f"the trace has {len(trace.requests)} requests, {count} were asked for")
+    chosen = sorted(random.Random(seed).sample(range(len(trace.requests)), count))
+    return window(replace(trace, requests=tuple(trace.requests[number] for number in chosen)), count)
+
+
+def scale_time(trace: Trace, factor: float) -> Trace:
+    """Stretch the times by a factor: 0.1 is ten times as fast."""
+    return replace(trace, requests=tuple(replace(request, arrival_s=request.arrival_s * factor) for request in trace.requests))
+
+
 def jitter(trace: Trace, span_s: float, seed: int) -> Trace:
     """Delay every request by a random part of `span_s`: some traces were logged in batches (Mooncake's: 3 s)."""
     rng = random.Random(seed)
@@ -159,19 +172,39 @@ def scale(trace: Trace, max_input_tokens: int, max_output_tokens: int, longest_i
     if block_tokens == 0:
         raise TraceError(f"a prompt of {blocks} blocks does not fit into {max_input_tokens} tokens; allowed: at least {blocks}")
     output_ratio = min(1.0, max_output_tokens / max(request.output_tokens for request in trace.requests))
+    return clip(_shrink(trace, block_tokens, output_ratio), max_input_tokens, max_output_tokens)
 
-    def scaled(request: TraceRequest) -> TraceRequest:
+
+def scale_lengths(trace: Trace, factor: float) -> Trace:
+    """Multiply all lengths by about `factor`, keeping what prompts share: blocks have a whole number of tokens, at least one.
+
+    Raises:
+        TraceError: the factor is so large that a block would not be one of the trace any more.
+    """
+    if not 0 < factor <= 1:
+        raise TraceError(f"length scale: got {factor}; allowed: above 0, up to 1")
+    return _shrink(trace, max(1, round(trace.block_tokens * factor)), factor)
+
+
+def clip(trace: Trace, max_input_tokens: int, max_output_tokens: int) -> Trace:
+    """Cut what is longer: prompts lose their last blocks, so that what they share stays shared."""
+
+    def clipped(request: TraceRequest) -> TraceRequest:
+        tokens = min(request.input_tokens, max_input_tokens)
+        ids = request.hash_ids[: -(-tokens // trace.block_tokens)]
+        return TraceRequest(request.arrival_s, tokens, min(request.output_tokens, max_output_tokens), ids)
+
+    return replace(trace, requests=tuple(map(clipped, trace.requests)))
+
+
+def _shrink(trace: Trace, block_tokens: int, output_ratio: float) -> Trace:
+    def shrunk(request: TraceRequest) -> TraceRequest:
         full, rest = divmod(request.input_tokens, trace.block_tokens)
         partial = max(1, round(rest * block_tokens / trace.block_tokens)) if rest else 0
-        tokens = min(full * block_tokens + partial, max_input_tokens)
-        return TraceRequest(
-            request.arrival_s,
-            tokens,
-            max(1, round(request.output_tokens * output_ratio)),
-            request.hash_ids[: -(-tokens // block_tokens)],
-        )
+        output = max(1, round(request.output_tokens * output_ratio))
+        return TraceRequest(request.arrival_s, full * block_tokens + partial, output, request.hash_ids)
 
-    return replace(trace, requests=tuple(map(scaled, trace.requests)), block_tokens=block_tokens)
+    return replace(trace, requests=tuple(map(shrunk, trace.requests)), block_tokens=block_tokens)
 
 
 def prompt_token_ids(request: TraceRequest, block_tokens: int, vocab_size: int, seed: int, floor: int = 0) -> list[int]:

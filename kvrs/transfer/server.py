@@ -11,6 +11,7 @@ from kvrs.ids import NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import Answer, Bytes, FrameType, Probe, Pull
 from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.handshake import admit, page_key
 from kvrs.transfer.limiter import RateLimiter
 from kvrs.transfer.peers import Identity, PageSource, PinnedPages
@@ -43,6 +44,7 @@ class PageServer:
         self._key = page_key(secret)
         self._settings = settings
         self._limiters: dict[NodeId, RateLimiter] = {}
+        self.faults = SendingFaults()
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -103,7 +105,7 @@ class PageServer:
     async def _serve(self, sock: socket.socket) -> None:
         try:
             own, client, stream = await self._meet(sock)
-            await self._answer_all(stream, own, self._limiter(own, client))
+            await self._answer_all(stream, own, self._link(own, client))
         except (TransferError, OSError) as error:
             log.info("page connection closed: %s", error)
 
@@ -119,14 +121,14 @@ class PageServer:
         finally:
             self._strangers -= 1
 
-    async def _answer_all(self, stream: SocketStream, own: Identity, limiter: RateLimiter | None) -> None:
+    async def _answer_all(self, stream: SocketStream, own: Identity, link: "_Link") -> None:
         while True:
             await stream.wait_for_data()
             frame_type, body = await stream.receive_frame(FrameType.PULL, FrameType.PROBE)
             if self._identity() != own:
                 # The peer was promised another epoch: it has to look again whom it talks to.
                 return
-            sender = _Sender(stream, limiter)
+            sender = _Sender(stream, link)
             if frame_type is FrameType.PULL:
                 await self._answer_pull(sender, frames.decode_pull(body), own.page_bytes)
             else:
@@ -139,19 +141,45 @@ class PageServer:
         finally:
             self._source.unpin(pinned)
 
-    def _limiter(self, own: Identity, client: Identity) -> RateLimiter | None:
-        """The limiter of the link to the client's node. Within a node nothing is limited: there is no link."""
-        if self._settings.link_bytes_per_s is None or client.node == own.node:
-            return None
-        return self._limiters.setdefault(client.node, RateLimiter(self._settings.link_bytes_per_s))
+    def _link(self, own: Identity, client: Identity) -> "_Link":
+        """The link to the client's node. Within a node nothing is limited: there is no link."""
+        limiter = None
+        if self._settings.link_bytes_per_s is not None and client.node != own.node:
+            limiter = self._limiters.setdefault(client.node, RateLimiter(self._settings.link_bytes_per_s))
+        return _Link(self.faults, client.node, limiter, self._settings.stall_timeout_s)
+
+
+class _Link:
+    """The way to one node: its usual limit, and what faults on purpose make of it at the moment."""
+
+    def __init__(self, faults: SendingFaults, node: NodeId, usual: RateLimiter | None, patience_s: float) -> None:
+        self.faults = faults
+        self._node = node
+        self._usual = usual
+        self._patience_s = patience_s
+
+    def limiter(self) -> RateLimiter | None:
+        return self.faults.limiter(self._node, self._usual, asyncio.get_running_loop().time())
+
+    async def carry(self) -> None:
+        """Wait while the link is cut: the peer hears nothing, as from a wire that was pulled.
+
+        Raises:
+            TransferError: it is still cut when the peer must have given up.
+        """
+        cut_for_s = self.faults.cut_for_s(self._node, asyncio.get_running_loop().time())
+        if cut_for_s > 0:
+            await asyncio.sleep(min(cut_for_s, self._patience_s))
+            if cut_for_s > self._patience_s:
+                raise TransferError(f"the link to {self._node!r} is cut, on purpose")
 
 
 class _Sender:
     """Writes answers, at the pace of the link if that is limited."""
 
-    def __init__(self, stream: SocketStream, limiter: RateLimiter | None) -> None:
+    def __init__(self, stream: SocketStream, link: _Link) -> None:
         self._stream = stream
-        self._limiter = limiter
+        self._link = link
 
     async def pages(self, pull: Pull, pinned: PinnedPages, page_bytes: int) -> None:
         pages = list(pinned.pages)
@@ -161,11 +189,13 @@ class _Sender:
             complete = pinned.tail is not None
             pages += [pinned.tail] if pinned.tail is not None else []
         assert all(page.nbytes == page_bytes for page in pages)
-        if self._limiter is None:
-            await self._send_gathered(pull.request_id, pages)
-        else:
-            for index, page in enumerate(pages):
-                await self._send_paced(_page_answer(pull.request_id, index, page), page)
+        for group in _groups(pages):
+            await self._link.carry()
+            if self._link.limiter() is None:
+                await self._send_gathered(pull.request_id, group)
+            else:
+                for index, page in group:
+                    await self._send_paced(_page_answer(pull.request_id, index, page), self._link.faults.payload(page))
         await self._stream.send(_last_answer(pull.request_id, FrameType.END if complete else FrameType.GONE, len(pages)))
 
     async def probe_data(self, probe: Probe) -> None:
@@ -177,25 +207,29 @@ class _Sender:
             answer = b""
             left -= len(piece)
 
-    async def _send_gathered(self, request_id: int, pages: Sequence[memoryview]) -> None:
-        for group in _groups(pages):
-            buffers: list[Bytes] = []
-            for index, page in group:
-                buffers += (_page_answer(request_id, index, page), page)
-            await self._stream.send(*buffers)
+    async def _send_gathered(self, request_id: int, group: Sequence[tuple[int, memoryview]]) -> None:
+        buffers: list[Bytes] = []
+        for index, page in group:
+            buffers += (_page_answer(request_id, index, page), self._link.faults.payload(page))
+        await self._stream.send(*buffers)
 
     async def _send_paced(self, prologue: bytes, payload: memoryview) -> None:
         # The prologue goes ahead unpaced: its arrival is what the receiver's meter measures from.
-        if self._limiter is None:
+        await self._link.carry()
+        if self._link.limiter() is None:
             await self._stream.send(prologue, payload)
             return
         await self._stream.send(prologue)
-        size = self._limiter.chunk_bytes
         now_s = asyncio.get_running_loop().time
-        for start in range(0, len(payload), size):
-            chunk = payload[start : start + size]
-            await asyncio.sleep(self._limiter.delay_s(len(chunk), now_s()))
+        while payload:
+            # Asked for every piece: a fault may begin or end within a page.
+            limiter = self._link.limiter()
+            chunk = payload[: limiter.chunk_bytes] if limiter is not None else payload
+            if limiter is not None:
+                await asyncio.sleep(limiter.delay_s(len(chunk), now_s()))
+            await self._link.carry()
             await self._stream.send(chunk)
+            payload = payload[len(chunk) :]
 
 
 def _groups(pages: Sequence[memoryview]) -> Iterator[list[tuple[int, memoryview]]]:

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
-from kvrs.replay.faults import FaultSchedule, load_faults, parse_faults
+from kvrs.replay.faults import FaultSchedule, InstanceView, Phase, load_faults, parse_faults, phase_of
 
 P0, D0, D1 = InstanceId("p0"), InstanceId("d0"), InstanceId("d1")
-ROLES = {P0: Role.PREFILL, D0: Role.DECODE, D1: Role.DECODE}
+N0, N1 = NodeId("n0"), NodeId("n1")
+WHERE = {P0: (Role.PREFILL, N0), D0: (Role.DECODE, N0), D1: (Role.DECODE, N1)}
 
 
 def kill(when: dict[str, Any], whom: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +20,19 @@ def kill(when: dict[str, Any], whom: dict[str, Any]) -> dict[str, Any]:
 
 
 def hits(schedule: FaultSchedule, elapsed_s: float, sent: int, inflight: dict[InstanceId, int]) -> list[InstanceId]:
-    return [due.whom for due in schedule.due(elapsed_s, sent, inflight, ROLES)]
+    return [name for due in schedule.due(elapsed_s, sent, up(inflight)) for name in due.instances]
+
+
+def up(
+    inflight: dict[InstanceId, int], phases: dict[InstanceId, dict[Phase, int]] | None = None
+) -> dict[InstanceId, InstanceView]:
+    return {
+        name: InstanceView(*WHERE[name], inflight=count, phases=(phases or {}).get(name, {})) for name, count in inflight.items()
+    }
+
+
+def first(faults: list[dict[str, Any]]) -> FaultSchedule:
+    return FaultSchedule(parse_faults(faults), seed=0)
 
 
 def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
@@ -38,12 +51,12 @@ def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
 
     assert caught.value.faults == [
         f"{path}: [0].when.at_s: got -1; input should be greater than or equal to 0",
-        f"{path}: [1].when.moon: unknown key; allowed: after_requests, at_s, inflight_at_least",
-        f"{path}: [1].what: got 'melt'; input should be 'kill'",
+        f"{path}: [1].when.moon: unknown key; allowed: after_requests, at_s, in_phase_at_least, inflight_at_least, phase",
+        f"{path}: [1].what: got 'melt'; input should be 'kill', 'stop', 'slow', 'link_rate', 'link_cut' or 'corrupt_page'",
         f"{path}: [1].whom.role: got 'king'; input should be 'prefill', 'decode' or 'both'",
-        f"{path}: [2].when: names no condition; allowed: at least one of at_s, after_requests, inflight_at_least",
-        f"{path}: [2].whom: allowed: exactly one of id and role",
-        f"{path}: [2].why: unknown key; allowed: what, when, whom",
+        f"{path}: [2].when: names no condition; allowed: at least one of at_s, after_requests, inflight_at_least, phase",
+        f"{path}: [2].whom: allowed: exactly one of id, role, node and link, or role and node together",
+        f"{path}: [2].why: unknown key; allowed: bytes_per_s, factor, for_s, pages, what, when, whom",
         f"{path}: [3].whom: pick chooses within a role; allowed: only together with role",
         f"{path}: [4].when: missing",
         f"{path}: [4].whom: missing",
@@ -81,7 +94,7 @@ def test_inflight_is_counted_at_the_victim() -> None:
     schedule = FaultSchedule(parse_faults([kill({"inflight_at_least": 8}, {"id": "d0"})]), seed=0)
 
     assert hits(schedule, 0, 0, {D0: 7, D1: 50}) == []
-    assert schedule.due(0, 0, {D0: 9, D1: 50}, ROLES)[0].inflight == 9
+    assert schedule.due(0, 0, up({D0: 9, D1: 50}))[0].inflight == 9
 
 
 def test_all_named_conditions_must_hold() -> None:
@@ -120,3 +133,77 @@ def test_two_faults_of_one_moment_have_two_victims() -> None:
     assert hits(schedule, 0, 0, {D0: 1, D1: 2}) == [D1, D0]
     assert hits(schedule, 1, 0, {}) == []
     assert hits(schedule, 2, 0, {D0: 0}) == [D0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"what": "stop", "whom": {"id": "d0"}}, "stop got the parameters: none; allowed: exactly for_s"),
+        ({"what": "kill", "for_s": 1, "whom": {"id": "d0"}}, "kill got the parameters: for_s; allowed: exactly none"),
+        ({"what": "slow", "for_s": 1, "factor": 1, "whom": {"id": "d0"}}, "[0].factor: got 1; input should be greater than 1"),
+        ({"what": "link_cut", "for_s": 1, "whom": {"id": "d0"}}, "link_cut hits the link of two nodes"),
+        ({"what": "kill", "whom": {"link": ["n0", "n1"]}}, "kill hits instances, not a link"),
+        ({"what": "link_cut", "for_s": 1, "whom": {"link": ["n0", "n0"]}}, "'n0' twice; allowed: two different nodes"),
+        ({"what": "link_cut", "for_s": 1, "whom": {"link": ["n0"]}}, "[0].whom.link: got a list"),
+        ({"what": "kill", "whom": {"role": "decode", "seed": 1}}, "only together with pick: random"),
+    ],
+)
+def test_a_fault_has_exactly_its_own_parameters_and_kind_of_victim(fault: dict[str, Any], reason: str) -> None:
+    """Nothing is silently ignored, and nothing is left to a default that a reader would have to know."""
+    with pytest.raises(ConfigError) as caught:
+        parse_faults([{"when": {"at_s": 0}} | fault])
+
+    assert len(caught.value.faults) == 1
+    assert reason in str(caught.value)
+
+
+def test_a_count_of_streams_needs_the_phase_that_it_counts() -> None:
+    """`in_phase_at_least` alone would be a condition that never says anything."""
+    with pytest.raises(ConfigError, match="only together with phase"):
+        parse_faults([kill({"at_s": 1, "in_phase_at_least": 2}, {"id": "d0"})])
+
+
+def test_the_phase_of_a_stream_follows_from_its_stage_and_its_tokens() -> None:
+    """Hand-off ends with the first token; the end is near from 8 tokens before it."""
+    assert phase_of("prefill", 0, 100) is Phase.PREFILL
+    assert phase_of("decode", 0, 100) is Phase.HANDOFF
+    assert [phase_of("decode", output, 100) for output in (1, 91)] == [Phase.DECODE] * 2
+    assert phase_of("decode", 92, 100) is Phase.NEAR_END
+    assert phase_of("waiting", 5, 100) is None
+
+
+def test_a_phase_waits_for_enough_streams_of_the_victim_in_it() -> None:
+    """The hand-off is short: one asks for the moment itself and not for a time at which it might be."""
+    schedule = first([kill({"phase": "handoff", "in_phase_at_least": 2}, {"role": "decode"})])
+
+    assert schedule.due(0, 0, up({D0: 9, D1: 9}, {D0: {Phase.HANDOFF: 1, Phase.DECODE: 8}, D1: {Phase.HANDOFF: 1}})) == []
+    assert schedule.due(0, 0, up({D0: 9, D1: 3}, {D1: {Phase.HANDOFF: 2}}))[0].instances == (D1,)
+
+
+def test_a_node_is_hit_as_a_whole_and_its_streams_count_together() -> None:
+    """A host takes all of its instances with it; together with a role, one of them is chosen within the node."""
+    whole = first([kill({"inflight_at_least": 5}, {"node": "n0"})])
+    one = first([kill({"at_s": 0}, {"node": "n0", "role": "decode"})])
+
+    assert whole.due(0, 0, up({P0: 1, D0: 3, D1: 9})) == []
+    (due,) = whole.due(0, 0, up({P0: 2, D0: 3, D1: 9}))
+    assert (due.whom, due.instances, due.inflight) == ("n0", (D0, P0), 5)
+    assert hits(one, 0, 0, {P0: 2, D0: 3, D1: 9}) == [D0]
+
+
+def test_a_link_fault_reaches_both_ends_and_waits_until_both_are_up() -> None:
+    """Each end limits what it sends; with one end down there is no link to hurt. It does not spare those it touches."""
+    cut = {"when": {"at_s": 0}, "what": "link_cut", "for_s": 2, "whom": {"link": ["n0", "n1"]}}
+    schedule = first([cut, kill({"at_s": 0}, {"id": "d1"})])
+
+    assert schedule.due(0, 0, up({P0: 1, D0: 1})) == []
+    cut_due, kill_due = schedule.due(0, 0, up({P0: 1, D0: 1, D1: 1}))
+    assert (cut_due.whom, cut_due.instances) == ("n0-n1", (D0, D1, P0))
+    assert kill_due.instances == (D1,)
+
+
+def test_a_fault_may_bring_the_seed_of_its_own_pick() -> None:
+    """Then its victim is the same whatever the seed of the run."""
+    faults = parse_faults([kill({"at_s": 0}, {"role": "decode", "pick": "random", "seed": 5})])
+
+    assert len({tuple(hits(FaultSchedule(faults, seed), 0, 0, {D0: 1, D1: 1})) for seed in range(20)}) == 1

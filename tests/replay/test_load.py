@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvrs.replay.load import Progress, replay
-from kvrs.replay.records import ErrorKind, ReplayRequest, StreamRecord
+from kvrs.replay import metrics
+from kvrs.replay.load import Dialect, Progress, replay
+from kvrs.replay.records import Api, ErrorKind, ReplayRequest, StreamRecord
+from kvrs.replay.report import build_report
+from kvrs.replay.table import late_sentence
 
 Script = Callable[[dict[str, Any], web.StreamResponse], Awaitable[None]]
 
@@ -43,6 +47,7 @@ async def serving(script: Script) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
+    app.router.add_post("/v1/chat/completions", complete)
     runner = web.AppRunner(app, shutdown_timeout=1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -210,7 +215,7 @@ async def test_the_request_asks_for_what_the_oracle_needs() -> None:
         await response.write(event(1, finish="length") + DONE)
 
     async with serving(script) as url:
-        await replay(url, [REQUEST], model="m")
+        await replay(url, [REQUEST], dialect=Dialect(model="m"))
         await replay(url, [ReplayRequest(0.0, (1,), 2, temperature=0.5, seed=3)])
 
     common = {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
@@ -235,3 +240,83 @@ async def test_progress_counts_sends_ends_and_failures() -> None:
 
     assert len(seen) == 4
     assert seen[-1] == (2, 2, 1)
+
+
+async def test_a_plain_dialect_asks_only_for_what_every_server_knows() -> None:
+    """Unknown fields are refused by some; then events with text count as tokens, unless the server's usage says better."""
+    bodies: list[dict[str, Any]] = []
+
+    async def script(body: dict[str, Any], response: web.StreamResponse) -> None:
+        bodies.append(body)
+        for text in ("a", "b", ""):
+            part = {"id": "cmpl-s1", "choices": [{"text": text, "finish_reason": None if text else "stop"}]}
+            await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+        await response.write(USAGE + DONE)
+
+    async with serving(script) as url:
+        [record] = await replay(f"{url}/v1", [REQUEST], dialect=Dialect(plain=True, text_prompts=True))
+
+    options = {"max_tokens": 3, "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
+    assert bodies == [{"prompt": " w7 w8", **options}]
+    assert (record.completed, record.text, record.token_ids, len(record.token_times_s), record.tokens) == (True, "ab", [], 2, 3)
+
+
+async def test_chat_is_asked_with_a_message_and_read_from_deltas() -> None:
+    """Reasoning is text that the client waited for, too; the role chunk is no token."""
+
+    async def script(body: dict[str, Any], response: web.StreamResponse) -> None:
+        assert body["messages"] == [{"role": "user", "content": " w7 w8"}]
+        deltas: tuple[dict[str, str], ...] = (
+            {"role": "assistant", "content": ""},
+            {"reasoning_content": "hm"},
+            {"content": "yes"},
+            {},
+        )
+        for number, delta in enumerate(deltas):
+            choice = {"delta": delta, "finish_reason": "stop" if number == 3 else None}
+            await response.write(b"data: " + json.dumps({"id": "chatcmpl-s9", "choices": [choice]}).encode() + b"\n\n")
+        await response.write(DONE)
+
+    async with serving(script) as url:
+        [record] = await replay(url, [REQUEST], dialect=Dialect(api=Api.CHAT))
+
+    assert (record.completed, record.stream, record.text, record.tokens) == (True, "s9", "hmyes", 2)
+
+
+async def test_a_key_is_sent_as_a_bearer_token() -> None:
+    """As OpenAI's own clients do."""
+    seen: list[str | None] = []
+
+    async def complete(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.Response(status=401)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await replay(f"http://127.0.0.1:{runner.addresses[0][1]}", [REQUEST], dialect=Dialect(api_key="k"))
+    await runner.cleanup()
+
+    assert seen == ["Bearer k"]
+
+
+async def test_a_client_that_is_late_says_so() -> None:
+    """Lag is measured at the send itself, counts into TTFT from arrival, and is told to the person."""
+
+    def dawdle(progress: Progress) -> None:
+        if progress.sent == 1:
+            time.sleep(0.2)  # What a client with too much to do does to the requests that fall due meanwhile.
+
+    async def script(body: dict[str, Any], response: web.StreamResponse) -> None:
+        await response.write(event(1, finish="length") + DONE)
+
+    async with serving(script) as url:
+        records = await replay(url, [ReplayRequest(0.0, (1,), 1), ReplayRequest(0.01, (2,), 1)], dawdle)
+    report = build_report(records, None, [], [], {})
+
+    assert records[1].lag_s > 0.1
+    assert (metrics.arrival_ttft_s(records[1]) or 0) > 0.1 + (metrics.ttft_s(records[1]) or 0)
+    assert report["runs"]["fault"]["late"] == 1
+    assert "The client was late: 1 of 2 requests" in (late_sentence(report) or "")

@@ -50,7 +50,7 @@ def test_the_top_of_the_report_is_the_verdict() -> None:
     """The names that scripts rely on."""
     report = exact_report()
 
-    assert (report["schema_version"], report["exact"], report["reasons"]) == (1, True, [])
+    assert (report["schema_version"], report["exact"], report["reasons"]) == (2, True, [])
     assert [report[key] for key in ("streams", "completed", "errors")] == [3, 3, 0]
     assert [report[key] for key in ("tokens_lost", "tokens_repeated", "tokens_different")] == [0, 0, 0]
     assert report["recoveries"] == {"migrate": 1, "recompute": 1, "abort": 1}
@@ -175,7 +175,7 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     assert set(re.findall(r"url\(#([^)]+)\)", page)) <= set(seen.ids)
     assert "url(http" not in page
     assert len(seen.ids) == len(set(seen.ids))
-    assert seen.tags.count("svg") == 4
+    assert seen.tags.count("svg") == 6
 
 
 def test_text_from_data_is_escaped_in_the_page() -> None:

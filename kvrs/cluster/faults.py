@@ -1,0 +1,261 @@
+"""Carries faults out: signals to processes of this machine, and requests to instances for what only they can do.
+
+A process is hit by a handle on it (pidfd), after it was seen to listen on its instance's port: a number that another process, or
+another machine's, may bear by now is never trusted.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, assert_never
+from urllib.parse import urlsplit
+
+from kvrs.errors import ConfigError, KvrsError
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.faults import LinkFault, NoFault, PageFault
+from kvrs.protocol.instance import Role
+from kvrs.replay.admin import AdminError, AdminPort
+from kvrs.replay.faults import DueFault, Fault, InstanceView, Phase, What, phase_of
+from kvrs.replay.passes import Scene
+
+WATCH_INTERVAL_S = 0.02
+# A slowed process is stopped and continued this often: short enough that no single stop is noticed as one.
+SLOW_PERIOD_S = 0.05
+
+_ASKED_OF_INSTANCES = (What.LINK_RATE, What.LINK_CUT, What.CORRUPT_PAGE)
+_LISTENING = "0A"
+
+
+class FaultError(KvrsError):
+    """A fault cannot be carried out; the message says on what and why."""
+
+
+async def check_faults(faults: list[Fault], port: AdminPort) -> None:
+    """Find out before any load runs whether the cluster has who is named, and obeys what is asked.
+
+    Raises:
+        ConfigError: one line per fault that names nobody, or that its victim would not carry out.
+        AdminError: the admin port does not answer.
+    """
+    rows = (await port.state())["instances"]
+    ids, nodes = {row["id"] for row in rows}, {row["node"] for row in rows}
+    mistakes = []
+    for number, fault in enumerate(faults):
+        whom = fault.whom
+        named = ([whom.id] if whom.id else [], ids), ([whom.node] if whom.node else whom.link or [], nodes)
+        for names, allowed in named:
+            unknown = [name for name in names if name not in allowed]
+            mistakes += [
+                f"fault [{number}]: no {name!r} in the cluster; allowed: {', '.join(sorted(allowed))}" for name in unknown
+            ]
+    if not mistakes and any(fault.what in _ASKED_OF_INSTANCES for fault in faults):
+        mistakes = await _refusals(rows, port)
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+async def _refusals(rows: list[Any], port: AdminPort) -> list[str]:
+    refusals = []
+    for row in rows:
+        try:
+            await port.inject(row["url"], NoFault())
+        except AdminError as error:
+            hint = " (does its configuration say cluster.allow_faults: true?)" if "HTTP 404" in str(error) else ""
+            refusals.append(f"instance {row['id']} takes no faults{hint}: {error}")
+    return refusals
+
+
+async def strike(scene: Scene) -> None:
+    """Look at the cluster and hit it, until every fault was carried out and is over.
+
+    Raises:
+        FaultError: a process cannot be hit from here.
+    """
+    striker = _Striker(scene)
+    try:
+        async with asyncio.TaskGroup() as lasting:
+            while scene.schedule.pending:
+                state = await scene.port.state()
+                for due in scene.schedule.due(time.monotonic() - scene.start_s, scene.requests_sent(), views(state)):
+                    await striker.carry_out(due, state, lasting)
+                await asyncio.sleep(WATCH_INTERVAL_S)
+    except BaseExceptionGroup as group:
+        # Whoever called knows single errors.
+        raise group.exceptions[0] from None
+    finally:
+        # Shielded, or the cancellation that ended us would leave links cut.
+        await asyncio.shield(striker.undo())
+
+
+def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
+    """Every instance that is up, as a schedule wants to see it."""
+    busy: Counter[str] = Counter()
+    phases: defaultdict[str, Counter[Phase]] = defaultdict(Counter)
+    for stream in state["streams"]:
+        phase = phase_of(stream["stage"], stream["output_tokens"], stream["max_tokens"])
+        if phase is None:
+            continue
+        busy[stream[stream["stage"]]] += 1
+        for instance in {stream["prefill"], stream["decode"]}:
+            phases[instance][phase] += 1
+    return {
+        InstanceId(row["id"]): InstanceView(Role(row["role"]), NodeId(row["node"]), busy[row["id"]], phases[row["id"]])
+        for row in state["instances"]
+        if row["health"] == "up"
+    }
+
+
+class _Striker:
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._asked: set[str] = set()  # URLs of instances with a fault of their own.
+
+    async def carry_out(self, due: DueFault, state: Mapping[str, Any], lasting: asyncio.TaskGroup) -> None:
+        rows = {row["id"]: row for row in state["instances"]}
+        up = views(state)
+        phases: Counter[Phase] = Counter()
+        for name in due.instances:
+            phases.update(up[name].phases)
+        note = {
+            "at_s": time.monotonic() - self._scene.start_s,
+            "what": due.fault.what.value,
+            "whom": due.whom,
+            "instances": list(due.instances),
+            "pid": rows[due.instances[0]]["pid"],
+            "inflight": due.inflight,
+            "phases": {phase.value: count for phase, count in phases.items()},
+        }
+        parameters = {key: getattr(due.fault, key) for key in ("for_s", "factor", "bytes_per_s", "pages")}
+        note |= {key: value for key, value in parameters.items() if value is not None}
+        if due.fault.what in _ASKED_OF_INSTANCES:
+            await self._ask(due, rows)
+        else:
+            for name in due.instances:
+                self._signal(due.fault, rows[name], lasting)
+        self._scene.carried_out.append(note)
+
+    def _signal(self, fault: Fault, row: Mapping[str, Any], lasting: asyncio.TaskGroup) -> None:
+        process = open_process(row)
+        match fault.what:
+            case What.KILL:
+                with closing_process(process):
+                    _send(process, signal.SIGKILL)
+            case What.STOP:
+                assert fault.for_s is not None
+                lasting.create_task(_stop(process, fault.for_s))
+            case What.SLOW:
+                assert fault.for_s is not None
+                assert fault.factor is not None
+                lasting.create_task(_slow(process, fault.factor, fault.for_s))
+            case What.LINK_RATE | What.LINK_CUT | What.CORRUPT_PAGE:
+                raise AssertionError(f"{fault.what} is no signal")
+            case _:
+                assert_never(fault.what)
+
+    async def _ask(self, due: DueFault, rows: Mapping[str, Any]) -> None:
+        fault = due.fault
+        for name in due.instances:
+            row = rows[name]
+            self._asked.add(row["url"])
+            if fault.what is What.CORRUPT_PAGE:
+                assert fault.pages is not None
+                await self._scene.port.inject(row["url"], PageFault(fault.pages))
+                continue
+            assert fault.whom.link is not None
+            assert fault.for_s is not None
+            (other,) = set(fault.whom.link) - {row["node"]}
+            await self._scene.port.inject(row["url"], LinkFault(other, fault.bytes_per_s or 0.0, fault.for_s))
+
+    async def undo(self) -> None:
+        """End the faults that instances were asked for: the next run must not meet them."""
+        for url in self._asked:
+            # An instance that died has forgotten them already.
+            with contextlib.suppress(AdminError):
+                await self._scene.port.inject(url, NoFault())
+
+
+async def _stop(process: int, for_s: float) -> None:
+    with closing_process(process):
+        try:
+            _send(process, signal.SIGSTOP)
+            await asyncio.sleep(for_s)
+        finally:
+            _send(process, signal.SIGCONT)
+
+
+async def _slow(process: int, factor: float, for_s: float) -> None:
+    """Let it run 1/factor of every period."""
+    with closing_process(process):
+        try:
+            ends_s = time.monotonic() + for_s
+            while time.monotonic() < ends_s:
+                _send(process, signal.SIGSTOP)
+                await asyncio.sleep(SLOW_PERIOD_S * (1 - 1 / factor))
+                _send(process, signal.SIGCONT)
+                await asyncio.sleep(SLOW_PERIOD_S / factor)
+        finally:
+            _send(process, signal.SIGCONT)
+
+
+def _send(process: int, number: signal.Signals) -> None:
+    # It may have died of something else, which is as good.
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, number)
+
+
+@contextlib.contextmanager
+def closing_process(process: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(process)
+
+
+def open_process(row: Mapping[str, Any]) -> int:
+    """A handle on the process of an instance, as the state lists it: certainly that one, and certainly of this machine.
+
+    Raises:
+        FaultError: it runs elsewhere, is not ours to signal, or is not what the state says.
+    """
+    address = urlsplit(row["url"])
+    what = f"instance {row['id']} at {row['url']}"
+    if not _is_of_this_machine(address.hostname or ""):
+        raise FaultError(f"{what}: it runs on another machine; allowed: faults on processes of this one")
+    try:
+        process = os.pidfd_open(row["pid"])
+    except (OSError, TypeError, ValueError) as error:
+        raise FaultError(f"{what}: process {row['pid']}: {error}") from None
+    if not _listens(row["pid"], address.port or 0):
+        os.close(process)
+        raise FaultError(f"{what}: process {row['pid']} of this machine does not listen there, so it is not that instance")
+    return process
+
+
+def _is_of_this_machine(host: str) -> bool:
+    # Only an own address can be bound.
+    try:
+        with socket.create_server((host, 0)):
+            return True
+    except OSError:
+        return False
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether a process holds a socket that listens on the port."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
+            inodes |= {row[9] for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port}
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(link).removeprefix("socket:[").rstrip("]") in inodes:
+                    return True
+    return False

@@ -1,0 +1,254 @@
+"""`kvrs replay`: drive an OpenAI endpoint with a trace, hit it if asked to, compare with a clean run, and write the report."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from kvrs.errors import ConfigError
+from kvrs.replay.admin import AdminPort
+from kvrs.replay.faults import Fault, load_faults
+from kvrs.replay.formats import load_trace
+from kvrs.replay.generator import generate
+from kvrs.replay.live import LiveView
+from kvrs.replay.load import Dialect
+from kvrs.replay.measures import combine_reports
+from kvrs.replay.metrics import Slo
+from kvrs.replay.passes import Run, Strike, Target, run_pass
+from kvrs.replay.presets import PRESETS
+from kvrs.replay.records import ReplayRequest
+from kvrs.replay.report import Report, build_report, write_report
+from kvrs.replay.table import terminal_table
+from kvrs.replay.traces import (
+    Trace,
+    at_rate,
+    clip,
+    jitter,
+    replay_requests,
+    sample,
+    scale_lengths,
+    scale_time,
+    window,
+    write_mooncake,
+)
+
+# Every model has so many tokens; the first few are often special.
+SMALLEST_VOCAB_SIZE = 512
+FIRST_ORDINARY_TOKEN = 4
+_LARGEST_LENGTH = 1 << 24
+_BACK_UP_S = 60.0
+_LOOK_AGAIN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """What was asked for on the command line."""
+
+    url: str
+    out: Path
+    # Exactly one of the two; a preset makes `requests` requests.
+    trace: Path | None = None
+    preset: str | None = None
+    requests: int = 100
+    skip_bad_lines: bool = False
+    # In this order: a window by number of request, a sample of it, times, lengths.
+    window: tuple[int, int] | None = None
+    sample: int | None = None
+    time_scale: float = 1.0
+    rate: float | None = None  # Requests per second; in place of a time scale.
+    jitter_s: float = 0.0
+    length_scale: float = 1.0
+    max_input: int | None = None
+    max_output: int | None = None
+    write_trace: Path | None = None  # Where the trace goes that is about to be replayed (before lengths are scaled).
+    dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
+    vocab_size: int = SMALLEST_VOCAB_SIZE
+    first_token: int = FIRST_ORDINARY_TOKEN
+    temperature: float = 0.0
+    seed: int = 0
+    timeout_s: float = 300.0
+    repeat: int = 1
+    oracle: bool = False
+    fault: Path | None = None
+    admin_url: str | None = None
+    secret: bytes | None = None
+    slo: Slo = Slo()  # noqa: RUF009 - frozen
+
+
+# Finds out beforehand whether faults can be carried out; see `kvrs.cluster.faults`.
+Check = Callable[[list[Fault], AdminPort], Awaitable[None]]
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """`A:B`, the requests number A up to but without B.
+
+    Raises:
+        ConfigError: it is not of that form, or holds no request.
+    """
+    first, _, end = text.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ConfigError([f"--window: got {text!r}; allowed: A:B with A below B, such as 0:500"])
+    return int(first), int(end)
+
+
+def run_replay(options: ReplayOptions, strike: Strike, check: Check) -> bool:
+    """Run it and write report.json and report.html to `out`; True when every stream was complete, and exact if that was asked.
+
+    `strike` and `check` carry out and vet faults (`kvrs.cluster.faults`).
+
+    Raises:
+        ConfigError, TraceError: options or files are wrong; nothing was sent.
+        AdminError, FaultError: the cluster cannot be looked at, or hit.
+    """
+    faults = _faults(options)
+    requests = load_requests(options)
+    console = Console()
+    reports, left = uvloop.run(_run_all(options, requests, faults, strike, check, console))
+    report = combine_reports(reports)
+    _write(report, reports, options.out, console)
+    if left:
+        console.print(f"{left} fault(s) never came due", style="yellow")
+    return not report["reasons"] and not left
+
+
+def _faults(options: ReplayOptions) -> list[Fault]:
+    if options.fault is None:
+        return []
+    if options.admin_url is None:
+        raise ConfigError(["--fault: missing --admin-url; it says where the cluster's instances and processes are"])
+    return load_faults(options.fault)
+
+
+def load_requests(options: ReplayOptions) -> list[ReplayRequest]:
+    """The trace as it will be sent.
+
+    Raises:
+        ConfigError, TraceError: options or the file are wrong.
+    """
+    _check(options)
+    trace = _source(options)
+    if options.window is not None:
+        first, end = options.window
+        trace = window(trace, end - first, first)
+    if options.sample is not None:
+        trace = sample(trace, options.sample, options.seed)
+    if options.jitter_s:
+        trace = jitter(trace, options.jitter_s, options.seed)
+    trace = scale_time(trace, options.time_scale) if options.rate is None else at_rate(trace, options.rate)
+    if options.write_trace is not None:
+        write_mooncake(trace, options.write_trace)
+    trace = scale_lengths(trace, options.length_scale) if options.length_scale != 1 else trace
+    trace = clip(trace, options.max_input or _LARGEST_LENGTH, options.max_output or _LARGEST_LENGTH)
+    requests = replay_requests(trace, options.vocab_size, options.seed, options.first_token)
+    if options.temperature:
+        return [replace(r, temperature=options.temperature, seed=options.seed + i) for i, r in enumerate(requests)]
+    return requests
+
+
+def _check(options: ReplayOptions) -> None:
+    mistakes = []
+    if (options.trace is None) == (options.preset is None):
+        mistakes.append("allowed: exactly one of --trace and --preset")
+    if options.preset is not None and options.preset not in PRESETS:
+        mistakes.append(f"--preset: got {options.preset!r}; allowed: {', '.join(PRESETS)}")
+    if options.rate is not None and options.time_scale != 1:
+        mistakes.append("--rate and --time-scale both stretch the times; allowed: one of them")
+    if options.vocab_size - options.first_token < 2:
+        mistakes.append(f"--vocab-size: got {options.vocab_size}; allowed: at least {options.first_token + 2}")
+    if not options.url.startswith(("http://", "https://")):
+        mistakes.append(f"--url: got {options.url!r}; allowed: http://... or https://...")
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _source(options: ReplayOptions) -> Trace:
+    if options.trace is not None:
+        return load_trace(options.trace, options.skip_bad_lines)
+    assert options.preset is not None
+    return generate(replace(PRESETS[options.preset].settings, requests=options.requests), options.seed)
+
+
+async def _run_all(
+    options: ReplayOptions,
+    requests: list[ReplayRequest],
+    faults: list[Fault],
+    strike: Strike,
+    check: Check,
+    console: Console,
+) -> tuple[list[Report], int]:
+    """One report per repeat, and how many faults never came due."""
+    async with AsyncExitStack() as stack:
+        port = None
+        if options.admin_url is not None:
+            port = await stack.enter_async_context(AdminPort(options.admin_url, options.secret))
+            await check(faults, port)
+        target = Target(options.url, options.dialect, options.timeout_s, port, strike)
+        reports, left = [], 0
+        for number in range(options.repeat):
+            label = f" {number + 1}/{options.repeat}" if options.repeat > 1 else ""
+            # Each repeat has its own random victims; the requests are the same.
+            run = await _pass(target, requests, faults, options.seed + number, console, f"replay{label}")
+            clean = None
+            if options.oracle:
+                await _all_up(port)
+                clean = await _pass(target, requests, [], options.seed, console, f"oracle{label}")
+            left += run.faults_left
+            reports.append(_report(options, run, clean))
+            if number + 1 < options.repeat:
+                await _all_up(port)
+        return reports, left
+
+
+async def _pass(
+    target: Target, requests: list[ReplayRequest], faults: list[Fault], seed: int, console: Console, title: str
+) -> Run:
+    with LiveView(console, title, len(requests)) as view:
+        return await run_pass(target, requests, faults, seed, view.show)
+
+
+async def _all_up(port: AdminPort | None) -> None:
+    """Wait until what was killed is back: the clean run is to be one on a whole cluster."""
+    if port is not None:
+        await port.wait_all_up(_BACK_UP_S, _LOOK_AGAIN_S)
+
+
+def _report(options: ReplayOptions, run: Run, clean: Run | None) -> Report:
+    caches = "empty" if run.cold else "as they were found"
+    settings = {
+        "url": options.url,
+        "trace": options.trace.name if options.trace else f"preset {options.preset}",
+        "window": None if options.window is None else f"{options.window[0]}:{options.window[1]}",
+        "sample": options.sample,
+        "time_scale": options.time_scale,
+        "rate": options.rate,
+        "jitter_s": options.jitter_s,
+        "length_scale": options.length_scale,
+        "max_input": options.max_input,
+        "max_output": options.max_output,
+        "api": options.dialect.api.value,
+        "model": options.dialect.model,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "fault": options.fault.name if options.fault else None,
+        "caches_at_the_start": caches,
+    }
+    records = None if clean is None else clean.records
+    return build_report(run.records, records, run.recoveries, run.faults, settings, options.slo)
+
+
+def _write(report: Report, reports: list[Report], out: Path, console: Console) -> None:
+    # Here and not above: matplotlib takes a second to load.
+    from kvrs.replay.html import write_html
+
+    write_report(report, out / "report.json")
+    write_html(report, out / "report.html")
+    if len(reports) > 1:
+        for number, single in enumerate(reports, start=1):
+            write_report(single, out / f"run-{number}.json")
+    console.print(terminal_table(report))
+    if report["compared"] == "text":
+        console.print("The endpoint does not return token ids, so only the text was compared.", style="yellow")
+    console.print(f"\nreport: {out / 'report.html'} and {out / 'report.json'}", markup=False, soft_wrap=True)

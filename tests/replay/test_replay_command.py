@@ -1,0 +1,292 @@
+"""`kvrs replay` as a whole, against a server that answers what it was asked, or not quite."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from kvrs.cluster.faults import views
+from kvrs.errors import ConfigError, TraceError
+from kvrs.replay.admin import AdminError, AdminPort
+from kvrs.replay.command import ReplayOptions, load_requests, parse_window, run_replay
+from kvrs.replay.compare import compare_reports
+from kvrs.replay.faults import Fault
+from kvrs.replay.load import Dialect
+from kvrs.replay.measures import ReportError
+from kvrs.replay.passes import Scene
+from kvrs.replay.records import Api
+from kvrs.replay.traces import load_mooncake
+
+OPTIONS = ReplayOptions(url="http://127.0.0.1:9", out=Path("unused"), preset="mooncake-conversation", requests=30)
+
+
+class Server:
+    """An OpenAI endpoint, and the state of a kvrs proxy, in one: every token is a function of its prompt and place."""
+
+    def __init__(self) -> None:
+        self.says_ids = True
+        self.spoiled: set[int] = set()  # Requests, counted from the first, that get a wrong token.
+        self.seen = 0
+        self.recoveries: list[dict[str, Any]] = []
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt = json.dumps(body.get("prompt") or body.get("messages"))
+        number, self.seen = self.seen, self.seen + 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for position in range(body["max_tokens"]):
+            token = (len(prompt) + position) % 97 + (number in self.spoiled and position == 1)
+            last = position + 1 == body["max_tokens"]
+            choice: dict[str, Any] = {
+                "text": f"{token} ",
+                "delta": {"content": f"{token} "},
+                "finish_reason": "length" if last else None,
+            }
+            if self.says_ids and body.get("return_token_ids"):
+                choice["token_ids"] = [token]
+            await response.write(f"data: {json.dumps({'id': f'cmpl-s{number}', 'choices': [choice]})}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def state(self, request: web.Request) -> web.Response:
+        up = {"id": "d0", "role": "decode", "node": "n0", "url": "http://127.0.0.1:9", "pid": 1, "health": "up"}
+        return web.json_response({"instances": [up], "streams": [], "recoveries": self.recoveries})
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[str]:
+    """In a thread of its own, because the command brings its own event loop."""
+    loop = asyncio.new_event_loop()
+    app = web.Application()
+    app.router.add_post("/v1/completions", server.complete)
+    app.router.add_post("/v1/chat/completions", server.complete)
+    app.router.add_get("/kvrs/v1/state", server.state)
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    loop.run_until_complete(runner.setup())
+    loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def no_strike(scene: Scene) -> None:
+    raise AssertionError("nobody asked for a fault")
+
+
+async def no_check(faults: list[Fault], port: AdminPort) -> None:
+    assert not faults
+
+
+def small(url: str, out: Path, **more: Any) -> ReplayOptions:
+    options = ReplayOptions(
+        url=url, out=out, preset="mooncake-conversation", requests=12, rate=200.0, length_scale=0.02, max_output=6, oracle=True
+    )
+    return replace(options, **more)
+
+
+def report_of(out: Path) -> Any:
+    return json.loads((out / "report.json").read_text())
+
+
+def test_a_replay_with_oracle_writes_an_exact_report(tmp_path: Path) -> None:
+    """The same requests again, compared token by token; both files are there."""
+    with serving(Server()) as url:
+        assert run_replay(small(url, tmp_path), no_strike, no_check)
+
+    report = report_of(tmp_path)
+    assert (report["exact"], report["compared"], report["streams"], report["completed"]) == (True, "tokens", 12, 12)
+    assert report["settings"]["caches_at_the_start"] == "as they were found"
+    assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+def test_one_wrong_token_fails_the_command(tmp_path: Path) -> None:
+    """An oracle that lets one pass is none."""
+    server = Server()
+    server.spoiled = {3}
+    with serving(server) as url:
+        assert not run_replay(small(url, tmp_path), no_strike, no_check)
+
+    assert report_of(tmp_path)["tokens_different"] == 1
+
+
+def test_an_endpoint_without_token_ids_is_compared_by_text_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the report and to the person; a wrong text still fails."""
+    server = Server()
+    server.says_ids = False
+    with serving(server) as url:
+        assert run_replay(small(url, tmp_path, dialect=Dialect(api=Api.CHAT, plain=True)), no_strike, no_check)
+        server.spoiled = {server.seen + 2}
+        assert not run_replay(small(url, tmp_path / "2"), no_strike, no_check)
+
+    assert report_of(tmp_path)["compared"] == "text"
+    assert report_of(tmp_path / "2")["text_different"] == 1
+    assert "does not return token ids, so only the text was compared" in capsys.readouterr().out
+
+
+def test_without_an_oracle_nothing_is_called_exact(tmp_path: Path) -> None:
+    """The report says that nothing was compared; complete streams are a success."""
+    with serving(Server()) as url:
+        assert run_replay(small(url, tmp_path, oracle=False), no_strike, no_check)
+
+    report = report_of(tmp_path)
+    assert (report["exact"], report["compared"], report["runs"]["clean"], report["impact"]) == (None, "nothing", None, None)
+    assert "Nothing was compared" in (tmp_path / "report.html").read_text()
+
+
+def test_repeated_runs_get_intervals_and_can_be_compared(tmp_path: Path) -> None:
+    """One report with means and intervals, one file per run, and a table of two such reports with ratios."""
+    with serving(Server()) as url:
+        for name in ("a", "b"):
+            assert run_replay(small(url, tmp_path / name, repeat=3, oracle=False), no_strike, no_check)
+
+    report = report_of(tmp_path / "a")
+    assert (report["streams"], len(report["repeats"])) == (36, 3)
+    assert report["intervals"]["ttft_mean_s"]["n"] == 3
+    assert report["intervals"]["ttft_mean_s"]["half_width"] > 0
+    assert sorted(path.name for path in (tmp_path / "a").glob("run-*")) == ["run-1.json", "run-2.json", "run-3.json"]
+    out = StringIO()
+    Console(file=out, width=160).print(compare_reports([tmp_path / "a", tmp_path / "b" / "report.json"]))
+    (ttft,) = [line for line in out.getvalue().splitlines() if line.startswith("TTFT mean ")]
+    assert ttft.count("±") == 2
+    assert "[" in ttft
+    assert out.getvalue().splitlines()[0].split() == ["a", "b", "/", "a"]
+
+
+def test_faults_go_to_the_striker_and_those_that_never_came_due_fail(tmp_path: Path) -> None:
+    """The striker gets the schedule, what was sent so far, and where to note what it did."""
+    (tmp_path / "f.yaml").write_text(
+        "- {when: {at_s: 0}, what: kill, whom: {id: d0}}\n- {when: {at_s: 999}, what: kill, whom: {id: d0}}\n"
+    )
+    checked: list[int] = []
+
+    async def check(faults: list[Fault], port: AdminPort) -> None:
+        checked.append(len(faults))
+
+    async def strike(scene: Scene) -> None:
+        while scene.requests_sent() < 3:
+            await asyncio.sleep(0.001)
+        (due,) = scene.schedule.due(1.0, scene.requests_sent(), views(await scene.port.state()))
+        scene.carried_out.append({"at_s": 0.01, "what": "kill", "whom": due.whom, "inflight": 0})
+
+    server = Server()
+    with serving(server) as url:
+        options = small(url, tmp_path, fault=tmp_path / "f.yaml", admin_url=url)
+        assert not run_replay(options, strike, check)
+
+    assert checked == [2]
+    assert [fault["whom"] for fault in report_of(tmp_path)["faults"]] == ["d0"]
+
+
+def test_a_striker_that_fails_ends_the_run(tmp_path: Path) -> None:
+    """A fault that cannot be carried out is no experiment: the load is not finished first."""
+    (tmp_path / "f.yaml").write_text("- {when: {at_s: 0}, what: kill, whom: {id: d0}}\n")
+
+    async def strike(scene: Scene) -> None:
+        raise AdminError("cannot")
+
+    async def check(faults: list[Fault], port: AdminPort) -> None:
+        return None
+
+    with serving(Server()) as url, pytest.raises(AdminError, match="cannot"):
+        run_replay(small(url, tmp_path, rate=0.1, fault=tmp_path / "f.yaml", admin_url=url), strike, check)
+
+
+def test_an_admin_url_that_is_none_is_named(tmp_path: Path) -> None:
+    """Before anything is sent."""
+    server = Server()
+    with serving(server) as url, pytest.raises(AdminError, match="/nowhere/kvrs/v1/state: not the state of a kvrs proxy"):
+        run_replay(small(url, tmp_path, admin_url=f"{url}/nowhere"), no_strike, check_state)
+
+    assert server.seen == 0
+
+
+async def check_state(faults: list[Fault], port: AdminPort) -> None:
+    await port.state()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"preset": None}, "exactly one of --trace and --preset"),
+        ({"preset": "moon"}, "--preset: got 'moon'; allowed: mooncake-conversation, "),
+        ({"rate": 2.0, "time_scale": 3.0}, "--rate and --time-scale"),
+        ({"vocab_size": 5}, "--vocab-size: got 5; allowed: at least 6"),
+        ({"url": "localhost"}, "--url: got 'localhost'"),
+    ],
+)
+def test_options_that_contradict_are_refused(change: dict[str, Any], reason: str) -> None:
+    """Before anything is read or sent."""
+    with pytest.raises(ConfigError) as caught:
+        load_requests(replace(OPTIONS, **change))
+
+    assert reason in str(caught.value)
+
+
+def test_faults_need_to_know_where_the_cluster_is(tmp_path: Path) -> None:
+    """The endpoint alone says nothing of processes."""
+    with pytest.raises(ConfigError, match="--fault: missing --admin-url"):
+        run_replay(replace(OPTIONS, fault=tmp_path / "f.yaml"), no_strike, no_check)
+
+
+@pytest.mark.parametrize("text", ["5", "5:5", "7:3", ":9", "a:b", "-1:4"])
+def test_a_window_has_a_first_and_an_end(text: str) -> None:
+    """As a slice of the requests by number."""
+    with pytest.raises(ConfigError, match="--window"):
+        parse_window(text)
+
+    assert parse_window("0:500") == (0, 500)
+
+
+def test_window_sample_times_and_lengths_apply_in_this_order(tmp_path: Path) -> None:
+    """A window of the trace, some of it, at a rate, shorter; and what is written is the trace before its lengths were scaled."""
+    options = replace(OPTIONS, requests=100, window=(10, 60), sample=20, rate=5.0, length_scale=0.01, max_input=40, max_output=3)
+    path = tmp_path / "written.jsonl"
+
+    requests = load_requests(replace(options, write_trace=path))
+
+    assert requests == load_requests(options)
+    assert requests[-1].arrival_s == pytest.approx(19 / 5)
+    assert all(len(request.prompt_ids) <= 40 and request.max_tokens <= 3 for request in requests)
+    assert all(4 <= token < 512 for request in requests for token in request.prompt_ids)
+    assert len(load_mooncake(path).requests) == 20
+    assert load_requests(replace(options, temperature=0.7))[3].seed == 3
+
+
+def test_a_sample_larger_than_the_trace_and_a_length_scale_above_one_are_refused() -> None:
+    """With what is allowed."""
+    with pytest.raises(TraceError, match="has 30 requests, 31 were asked for"):
+        load_requests(replace(OPTIONS, sample=31))
+    with pytest.raises(TraceError, match="length scale: got 2; allowed"):
+        load_requests(replace(OPTIONS, length_scale=2))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("{", "not JSON"), ("[]", "schema_version None"), ('{"schema_version": 1}', "schema_version 1; allowed: 2")],
+)
+def test_what_is_no_report_of_this_version_is_not_compared(tmp_path: Path, text: str, reason: str) -> None:
+    """Numbers of another version may mean something else."""
+    (tmp_path / "report.json").write_text(text)
+
+    with pytest.raises(ReportError, match=reason):
+        compare_reports([tmp_path, tmp_path])
+    with pytest.raises(ReportError, match="at least two"):
+        compare_reports([tmp_path])
