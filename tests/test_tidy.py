@@ -30,6 +30,7 @@ RANK = {
     "replay": 6,
     "cluster": 7,
     "demo": 8,
+    "explain": 8,
     "cli": 9,
     "__main__": 10,
 }
@@ -38,7 +39,10 @@ RANK = {
 SECTION = "config"
 
 PURE = {"ids", "errors", "settings", "protocol", "policy", "profiles", "scheduling"}
-PURE_MODULES = {"kvrs/transfer/meter.py", "kvrs/transfer/limiter.py", "kvrs/replay/metrics.py", "kvrs/replay/oracle.py"}
+PURE_MODULES = {
+    *(f"kvrs/transfer/{name}.py" for name in ("meter", "limiter", "faults")),
+    *(f"kvrs/replay/{name}.py" for name in ("metrics", "oracle", "impact", "student")),
+}
 IMPURE_IMPORTS = {"asyncio", "socket", "time", "random", "logging", "torch", "aiohttp", "threading", "ray", "subprocess"}
 
 # Remote code execution by design; none of them may touch what comes from a socket, a file or shared memory.

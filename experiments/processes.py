@@ -1,0 +1,156 @@
+"""Real engine and proxy processes for experiments: started from one configuration, killed on purpose, ended at the end.
+
+    with Processes(config) as processes:
+        processes.start("p0", "d0")
+        processes.wait_ready("p0", "d0")
+
+Everything of one run lives in one private directory; the guard of `kvrs.cluster` ends what is left when this process is gone.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from kvrs.cluster.ports import resolve_ports
+from kvrs.config import ENV_NAME, Config, dump_config
+from kvrs.errors import KvrsError
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+_LOOK_AGAIN_S = 0.05
+
+
+class ProcessFailedError(KvrsError):
+    """A process ended, or was not ready in time; the message ends with its last log lines."""
+
+
+class Processes:
+    """Instances by id, each start in a higher epoch than the one before; and at most one proxy, under the id "proxy"."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = resolve_ports(config)
+        self.secret = secrets.token_hex(32).encode()
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._starts: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvrs-experiment-"))
+        guard = [sys.executable, "-m", "kvrs.cluster.guard", str(self.directory)]
+        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+        # One thread per engine: several share the cores, and one order of additions is what makes KV exact.
+        self._environment = os.environ | {ENV_NAME: self.secret.decode(), "OMP_NUM_THREADS": "1"}
+        cluster = self.config.cluster
+        if cluster.model is None:
+            model = str(self.directory / "tiny-llama")
+            subprocess.run([sys.executable, "-m", "kvrs.engine.tiny", model, str(cluster.engine.seed)], check=True)
+            self.config = self.config.model_copy(update={"cluster": cluster.model_copy(update={"model": model})})
+        self._config_path = self._write("config", self.config)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running.values():
+            process.terminate()
+        give_up_s = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, give_up_s - time.monotonic()))
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+        # Whoever was too slow has been killed by the guard.
+        for process in self._running.values():
+            process.wait()
+
+    def start(self, *instances: str) -> None:
+        """Start these instances, or start them again after a kill; returns before they are ready."""
+        for name in instances:
+            if (former := self._running.get(name)) is not None:
+                former.wait()
+            epoch = str(self._starts[name] + 1)
+            self._spawn(name, "kvrs.engine", "--config", str(self._config_path), "--instance", name, "--epoch", epoch)
+
+    def start_proxy(self, config: Config | None = None) -> None:
+        """Start the proxy and wait until it can take a stream; another `config` may name other addresses of the instances."""
+        config = self.config if config is None else config
+        self._spawn("proxy", "kvrs", "proxy", "--config", str(self._write("proxy", config)))
+        url = f"http://{config.proxy.host}:{config.proxy.port}/readyz"
+        self._wait("proxy", lambda: _answers(url))
+
+    def wait_ready(self, *instances: str) -> None:
+        """Wait until these take requests.
+
+        Raises:
+            ProcessFailedError: one ended, or took too long.
+        """
+        for name in instances:
+            self._wait(name, partial(_says_ready, self._log(name)))
+
+    def pid(self, name: str) -> int:
+        return self._running[name].pid
+
+    def kill(self, name: str) -> None:
+        self._running[name].send_signal(signal.SIGKILL)
+
+    def _spawn(self, name: str, *arguments: str) -> None:
+        self._starts[name] += 1
+        with self._log(name).open("wb") as log:
+            command = [sys.executable, "-m", *arguments]
+            self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment)
+
+    def _wait(self, name: str, ready: Callable[[], bool]) -> None:
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while not ready():
+            status = self._running[name].poll()
+            if status is not None or time.monotonic() > give_up_s:
+                how = f"was not ready after {START_TIMEOUT_S:.0f} s" if status is None else f"ended with status {status}"
+                last = self._log(name).read_text(errors="replace").splitlines()[-20:]
+                raise ProcessFailedError("\n".join([f"{name} {how}", *last]))
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _log(self, name: str) -> Path:
+        return self.directory / f"{name}-{self._starts[name]}.log"
+
+    def _write(self, name: str, config: Config) -> Path:
+        path = self.directory / f"{name}.yaml"
+        path.write_text(dump_config(config))
+        return path
+
+
+def _says_ready(log: Path) -> bool:
+    return b"ready" in log.read_bytes().splitlines()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1):  # noqa: S310 - our own URL
+            return True
+    except OSError:  # Refused, silent, or a status that says "not yet".
+        return False
+
+
+def busy_share(seconds: float = 1.0) -> float:
+    """Share of this machine's CPU time that anybody uses in the coming seconds."""
+    before = cpu_ticks()
+    time.sleep(seconds)
+    return share_used(before, cpu_ticks())
+
+
+def cpu_ticks() -> tuple[int, int]:
+    """Idle and all CPU time of this machine since it started."""
+    counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return counts[3], sum(counts)
+
+
+def share_used(before: tuple[int, int], after: tuple[int, int]) -> float:
+    return 1 - (after[0] - before[0]) / max(1, after[1] - before[1])
