@@ -1,21 +1,25 @@
-"""The clients' port: OpenAI completions, models, health."""
+"""The clients' port: OpenAI completions and chat, models, health."""
 
 import asyncio
 import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from kvrs.errors import RequestError
+from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
-from kvrs.protocol.openai import CompletionRequest, error_body, parse_completion_request
-from kvrs.proxy.clients import ClientGoneError, SseClient, WholeClient
-from kvrs.proxy.config import ProxySettings
+from kvrs.protocol.openai import CompletionRequest, error_body
+from kvrs.proxy.answers import WholeClient, answer, total_usage
+from kvrs.proxy.choices import ChoiceClient, Merger, run_together
+from kvrs.proxy.clients import Client, ClientGoneError, SseClient
+from kvrs.proxy.config import Inexact, ProxySettings
 from kvrs.proxy.driver import Driver
+from kvrs.proxy.exactness import inexact_features
+from kvrs.proxy.forms import CHAT, COMPLETIONS, Asked, Form, read
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.metrics import Metrics
 from kvrs.proxy.streams import Complete, Failed
@@ -35,25 +39,35 @@ class Api:
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[_errors_as_openai])
-        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post(COMPLETIONS.path, self._completions)
+        app.router.add_post(CHAT.path, self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         return app
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(COMPLETIONS, request)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(CHAT, request)
+
+    async def _answer(self, form: Form, request: web.Request) -> web.StreamResponse:
         try:
-            parsed = parse_completion_request(await self._body(request))
-            if len(self._driver.streams) >= self._settings.max_streams:
-                raise RequestError(f"{self._settings.max_streams} streams are open, which is all there may be", status=503)
+            asked = read(form, await self._body(request))
+            inexact = self._inexact(asked)
+            echo = await self._echo(asked)
+            if len(self._driver.streams) + asked.request.n > self._settings.max_streams:
+                raise RequestError(f"{len(self._driver.streams)} of {self._settings.max_streams} streams are open", status=503)
         except (RequestError, web.HTTPException):
             self._metrics.requests.labels("rejected").inc()
             raise
-        journal = self._open_journal(parsed)
+        journals = self._open_journals(asked, inexact)
+        headers = {"X-Kvrs-Exact": "no"} if inexact else {}
         try:
-            if parsed.stream:
-                return await self._stream(request, journal)
-            return await self._whole(journal)
+            if asked.request.stream:
+                return await self._stream(request, asked, journals, echo, headers)
+            return await self._whole(asked, journals, echo, headers)
         except asyncio.CancelledError:
             self._metrics.requests.labels("client_gone").inc()
             raise
@@ -65,24 +79,61 @@ class Api:
         except TimeoutError:
             raise RequestError(f"the body did not arrive within {self._settings.body_timeout_s} s", status=408) from None
 
-    def _open_journal(self, request: CompletionRequest) -> Journal:
-        if request.temperature > 0 and request.seed is None:
-            # Every attempt must draw the same numbers.
-            request.seed = secrets.randbits(63)
-        return Journal(
-            stream=StreamId(secrets.token_hex(16)),
-            request=request,
-            arrived_s=self._clock(),
-            prompt_ids=None if isinstance(request.prompt, str) else request.prompt,
-        )
+    def _inexact(self, asked: Asked) -> tuple[str, ...]:
+        """What of the request could not be continued exactly on the engines that there are."""
+        plain = self._driver.instances.plain()
+        if plain is None:
+            return ()
+        features = inexact_features(asked, has_tokenizer=self._driver.texts.available)
+        if features and self._settings.inexact is Inexact.REFUSE:
+            raise RequestError(
+                f"{features[0]} cannot be continued exactly by instance {plain!r}, should the stream be cut, and "
+                "proxy.inexact is 'refuse'; allowed: a request without it",
+                param=features[0],
+            )
+        return features
 
-    async def _stream(self, request: web.Request, journal: Journal) -> web.StreamResponse:
-        client = SseClient(request, self._settings.write_timeout_s, self._clock)
-        outcome = await self._driver.run(journal, client)
+    async def _echo(self, asked: Asked) -> str | None:
+        if not asked.echo:
+            return None
+        assert isinstance(asked.request, CompletionRequest)
+        if isinstance(asked.request.prompt, str):
+            return asked.request.prompt
+        try:
+            return (await self._driver.texts.tokenizer()).decode(asked.request.prompt)
+        except ConfigError as error:
+            raise RequestError(f"a prompt of ids cannot be echoed: {error}", param="echo") from None
+
+    def _open_journals(self, asked: Asked, inexact: tuple[str, ...]) -> list[Journal]:
+        """One per choice. Every attempt must draw the same numbers, and every choice others."""
+        request, seed = asked.request, asked.request.seed
+        if request.temperature > 0 and seed is None:
+            seed = secrets.randbits(62)
+        return [
+            Journal(
+                stream=StreamId(secrets.token_hex(16)),
+                asked=asked,
+                arrived_s=self._clock(),
+                seed=None if seed is None else _wrapped(seed + index),
+                wants_usage=asked.wants_usage and request.n == 1,
+                prompt_ids=asked.prompt_ids,
+                inexact=inexact,
+            )
+            for index in range(request.n)
+        ]
+
+    async def _stream(
+        self, request: web.Request, asked: Asked, journals: list[Journal], echo: str | None, headers: Mapping[str, str]
+    ) -> web.StreamResponse:
+        client, merger = SseClient(request, self._settings.write_timeout_s, self._clock, headers), Merger()
+        streams: list[tuple[Journal, Client]] = [(journals[0], client)]
+        if len(journals) > 1 or echo is not None:
+            streams = [(journal, ChoiceClient(client, merger, index, journal, echo)) for index, journal in enumerate(journals)]
+        outcome = await run_together(self._driver.run, streams)
         try:
             match outcome:
                 case Complete():
-                    response = await client.end(journal.missing_end())
+                    response = await client.end(self._missing_end(asked, journals, merger))
                 case Failed():
                     response = _refusal(outcome) if client.response is None else await client.fail(outcome.body)
             self._metrics.requests.labels("complete" if outcome == Complete() else "failed").inc()
@@ -91,13 +142,19 @@ class Api:
             self._metrics.requests.labels("client_gone").inc()
             return client.response or web.Response(status=499)
 
-    async def _whole(self, journal: Journal) -> web.Response:
-        client = WholeClient()
-        match await self._driver.run(journal, client):
+    def _missing_end(self, asked: Asked, journals: list[Journal], merger: Merger) -> list[bytes]:
+        """Events that a complete response still owes its client."""
+        if len(journals) == 1:
+            return journals[0].missing_end()
+        assert merger.head is not None
+        return [asked.form.event(merger.head, [], total_usage(journals))] if asked.wants_usage else []
+
+    async def _whole(self, asked: Asked, journals: list[Journal], echo: str | None, headers: Mapping[str, str]) -> web.Response:
+        clients = [WholeClient() for _ in journals]
+        match await run_together(self._driver.run, list(zip(journals, clients, strict=True))):
             case Complete():
-                await client.send(journal.missing_end())
                 self._metrics.requests.labels("complete").inc()
-                return _json(client.answer(journal))
+                return _json(answer(asked, journals, clients, echo), headers=headers)
             case Failed() as failure:
                 self._metrics.requests.labels("failed").inc()
                 return _refusal(failure)
@@ -115,7 +172,12 @@ class Api:
         return web.Response(text="ready\n" if ready else "no instance is up\n", status=200 if ready else 503)
 
 
-def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+def _wrapped(seed: int) -> int:
+    """Within the 64 bits that a seed has."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _json(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 

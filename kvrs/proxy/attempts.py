@@ -1,18 +1,21 @@
 """One attempt at a stream, from its plan to its last token. It reports how it went and decides nothing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 import msgspec
 
-from kvrs.errors import UpstreamError
+from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.policy.actions import Plan
+from kvrs.proxy.backends.bodies import decode_call, prefill_call
 from kvrs.proxy.backends.pd import PdBackend, Prefilled, RefusedError
 from kvrs.proxy.clients import ClientGoneError
+from kvrs.proxy.continuation import Continuation
 from kvrs.proxy.relay import Relay
 from kvrs.proxy.streams import LiveStream, Stage
+from kvrs.proxy.texts import Texts
 from kvrs.proxy.watchdog import silence_limit
 
 # A killed process resets all its sockets at once, but they are read one after the other: wait this long for the news
@@ -33,7 +36,22 @@ class Reports(Protocol):
     def attempt_failed(self, live: LiveStream, attempt: int, instance: InstanceId, cause: str) -> None: ...
     def refused(self, live: LiveStream, error: RefusedError) -> None: ...
     def completed(self, live: LiveStream) -> None: ...
+    def cannot_continue(self, live: LiveStream, cause: str) -> None: ...
     def client_gone(self, live: LiveStream) -> None: ...
+
+
+class World(Protocol):
+    """What an attempt finds where it runs."""
+
+    texts: Texts
+
+    def backend(self, instance: InstanceId) -> PdBackend: ...
+
+    def resumes_exactly(self, instance: InstanceId) -> bool:
+        """Whether the engine continues text, stop strings, usage and sampling itself."""
+
+    def patience_s(self, instance: InstanceId) -> float:
+        """How long an instance may be silent, its queue included."""
 
 
 class Attempt:
@@ -45,33 +63,44 @@ class Attempt:
         attempt: int,
         plan: Plan,
         *,
-        backends: Callable[[InstanceId], PdBackend],
-        patience_s: Callable[[InstanceId], float],
+        world: World,
         clock: Callable[[], float],
         reports: Reports,
     ) -> None:
         self._live = live
         self._attempt = attempt
         self._plan = plan
-        self._backends = backends
-        self._patience_s = patience_s  # How long an instance may be silent, its queue included.
+        self._world = world
         self._clock = clock
         self._reports = reports
         self._instance = plan.prefill or plan.decode  # Whom a failure is put down to.
 
     async def run(self) -> None:
+        await self._report(self._produce())
+
+    async def end_alone(self) -> None:
+        """Give the client what is missing of a stream that has all its ids: no engine is needed for it."""
+        await self._report(self._end_alone())
+
+    async def _report(self, work: Awaitable[None]) -> None:
         try:
-            await self._produce()
+            await work
         except RefusedError as error:
             self._reports.refused(self._live, error)
         except ClientGoneError:
             self._reports.client_gone(self._live)
+        except ConfigError as error:
+            self._reports.cannot_continue(self._live, str(error))
         except UpstreamError as error:
             await asyncio.sleep(LOST_TOGETHER_S)
             self._reports.attempt_failed(self._live, self._attempt, self._instance, str(error))
 
     async def _produce(self) -> None:
         plan, live = self._plan, self._live
+        continuation = await self._continuation()
+        if continuation is not None and (live.journal.remaining_tokens == 0 or continuation.ended):
+            await self._give_end(continuation)
+            return
         transfer: msgspec.Raw | None = None
         # Where one instance does both, its prefix cache is the hand-off; what is needed of the call are the prompt's ids.
         prefill = plan.prefill or (plan.decode if live.journal.prompt_ids is None else None)
@@ -80,40 +109,64 @@ class Attempt:
             transfer = answer.transfer if plan.prefill is not None else None
             if not self._reports.prefill_done(live, self._attempt, prefill):
                 return
-        await self._decode(transfer)
+        await self._decode(transfer, continuation)
+
+    async def _end_alone(self) -> None:
+        await self._give_end(Continuation(self._live.journal, await self._world.texts.tokenizer()))
+
+    async def _give_end(self, continuation: Continuation) -> None:
+        await self._relay(continuation).end_alone()
+        self._reports.completed(self._live)
+
+    async def _continuation(self) -> Continuation | None:
+        """What makes the client's text, where the decode instance's own would not fit the text before it."""
+        journal, world = self._live.journal, self._world
+        fits = world.resumes_exactly(self._plan.decode) and journal.text_sent is None
+        only_the_end = journal.remaining_tokens == 0 and world.texts.available
+        if not journal.output_ids or (fits and not only_the_end):
+            return None
+        return Continuation(journal, await world.texts.tokenizer())
 
     async def _prefill(self, instance: InstanceId) -> Prefilled:
         live = self._live
         live.enter(Stage.PREFILL, instance)
         live.prefilled_at.add(instance)
-        async with silence_limit(self._patience_s(instance), paused=lambda: False):
-            answer = await self._backends(instance).prefill(live.journal, self._attempt)
+        call = prefill_call(live.journal, self._attempt, exact=self._world.resumes_exactly(instance))
+        async with silence_limit(self._world.patience_s(instance), paused=lambda: False):
+            answer = await self._world.backend(instance).prefill(call)
         if live.journal.prompt_ids is None:
             live.journal.prompt_ids = answer.prompt_ids
         return answer
 
-    async def _decode(self, transfer: msgspec.Raw | None) -> None:
-        live = self._live
-        self._instance = self._plan.decode
+    async def _decode(self, transfer: msgspec.Raw | None, continuation: Continuation | None) -> None:
+        live, plan = self._live, self._plan
+        self._instance = plan.decode
         live.enter(Stage.DECODE, self._instance)
-        relay = Relay(
+        call = decode_call(live.journal, self._attempt, plan, transfer, exact=self._world.resumes_exactly(plan.decode))
+        relay = self._relay(continuation)
+        async with (
+            silence_limit(self._world.patience_s(plan.decode), paused=lambda: live.client.blocked) as watchdog,
+            self._world.backend(plan.decode).decode(call) as chunks,
+        ):
+            if not await relay.copy(chunks, watchdog.heard):
+                return
+            # The client need not wait for the rest, and a failure in it is none of the stream's.
+            self._reports.completed(live)
+            if continuation is None:
+                await _read_to_end(chunks)
+
+    def _relay(self, continuation: Continuation | None) -> Relay:
+        live = self._live
+        return Relay(
             live.journal,
             live.client,
             self._attempt,
             clock=self._clock,
             resumed=lambda: self._reports.resumed(live, self._attempt),
             relayed=self._reports.relayed,
+            exact=self._world.resumes_exactly(self._plan.decode),
+            continuation=continuation,
         )
-        backend = self._backends(self._plan.decode)
-        async with (
-            silence_limit(self._patience_s(self._plan.decode), paused=lambda: live.client.blocked) as watchdog,
-            backend.decode(live.journal, self._attempt, self._plan, transfer) as chunks,
-        ):
-            if not await relay.copy(chunks, watchdog.heard):
-                return
-            # The client need not wait for the rest, and a failure in it is none of the stream's.
-            self._reports.completed(live)
-            await _read_to_end(chunks)
 
 
 async def _read_to_end(chunks: AsyncIterator[bytes]) -> None:

@@ -1,15 +1,13 @@
-"""The client's side of a stream: events written as they come, or gathered into one answer."""
+"""The client's side of a stream: events written as they come."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import msgspec
 from aiohttp import web
 
 from kvrs.errors import KvrsError
-from kvrs.protocol.openai import DONE, Choice, Completion, sse
-from kvrs.proxy.journal import Journal
+from kvrs.protocol.openai import DONE, sse
 
 # More than this unsent: wait for the client to read before asking the engine's stream for more.
 _UNSENT_BYTES = 64 << 10
@@ -17,6 +15,8 @@ _UNSENT_BYTES = 64 << 10
 # cancellation of an attempt, ours does.
 _TRANSPORT_LIMIT_BYTES = 16 << 20
 _LOOK_AGAIN_S = 0.02
+
+_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class ClientGoneError(KvrsError):
@@ -37,12 +37,19 @@ class Client(Protocol):
 class SseClient:
     """A client that asked for a stream. Headers go out with the first event, so that earlier errors have a status."""
 
-    def __init__(self, request: web.Request, write_timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, request: web.Request, write_timeout_s: float, clock: Callable[[], float], headers: Mapping[str, str]
+    ) -> None:
         self._request = request
         self._write_timeout_s = write_timeout_s
         self._clock = clock
-        self.blocked = False
+        self._headers = headers
+        self._waiting = 0  # Writers, of whom several choices have several.
         self.response: web.StreamResponse | None = None
+
+    @property
+    def blocked(self) -> bool:
+        return self._waiting > 0
 
     async def send(self, events: Sequence[bytes]) -> None:
         await self._write(b"".join(map(sse, events)))
@@ -76,9 +83,7 @@ class SseClient:
             await self._wait_for_reader(transport)
 
     async def _open(self) -> web.StreamResponse:
-        self.response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+        self.response = web.StreamResponse(headers=_HEADERS | dict(self._headers))
         if self._request.transport is not None:
             self._request.transport.set_write_buffer_limits(high=_TRANSPORT_LIMIT_BYTES)
         await self.response.prepare(self._request)
@@ -86,7 +91,7 @@ class SseClient:
 
     async def _wait_for_reader(self, transport: asyncio.WriteTransport) -> None:
         deadline_s = self._clock() + self._write_timeout_s
-        self.blocked = True
+        self._waiting += 1
         try:
             while transport.get_write_buffer_size() > _UNSENT_BYTES and not transport.is_closing():
                 if self._clock() > deadline_s:
@@ -94,45 +99,4 @@ class SseClient:
                     raise ClientGoneError(f"the client did not read for {self._write_timeout_s} s")
                 await asyncio.sleep(_LOOK_AGAIN_S)
         finally:
-            self.blocked = False
-
-
-class _TextChoice(msgspec.Struct):
-    text: str = ""
-
-
-class _TextEvent(msgspec.Struct):
-    choices: list[_TextChoice] = []
-
-
-class _Head(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-
-
-_TEXT = msgspec.json.Decoder(_TextEvent)
-_HEAD = msgspec.json.Decoder(_Head)
-
-
-class WholeClient:
-    """A client that asked for one answer: the proxy streams all the same, so that this request can recover too."""
-
-    blocked = False
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-
-    async def send(self, events: Sequence[bytes]) -> None:
-        for event in events:
-            self._texts += [choice.text for choice in _TEXT.decode(event).choices]
-
-    def answer(self, journal: Journal) -> bytes:
-        """The body for a complete stream."""
-        assert journal.head is not None
-        head = _HEAD.decode(journal.head + b"}")
-        choice = Choice(text="".join(self._texts), finish_reason=journal.finish_reason, stop_reason=journal.stop_reason)
-        if journal.request.return_token_ids:
-            choice.prompt_token_ids = journal.prompt_ids or []
-            choice.token_ids = journal.output_ids
-        return msgspec.json.encode(Completion(head.id, head.created, head.model, [choice], usage=journal.usage))
+            self._waiting -= 1

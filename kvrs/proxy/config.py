@@ -1,8 +1,17 @@
 """Section `proxy` of the configuration."""
 
+from enum import StrEnum
+
 from pydantic import Field
 
 from kvrs.settings import Settings
+
+
+class Inexact(StrEnum):
+    """What becomes of a request that an engine could not continue exactly."""
+
+    REFUSE = "refuse"
+    MARK = "mark"
 
 
 class ProxySettings(Settings):
@@ -15,3 +24,4 @@ class ProxySettings(Settings):
     max_streams: int = Field(default=4096, ge=1)  # Beyond it new requests get 503.
     token_gap_s: float = Field(default=10.0, gt=0)  # An attempt that is silent for this long is given up.
     load_interval_s: float = Field(default=0.25, gt=0, le=60)  # How often instances report their load.
+    inexact: Inexact = Field(default=Inexact.MARK, strict=False)  # Of requests that plain engines cannot continue exactly.

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import assert_never
+from collections.abc import Callable, Coroutine
+from typing import Any, assert_never
 
 from kvrs.config import Config
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.actions import Action, GiveUp, Reason, Recovered, Start, WakeAt
+from kvrs.policy.actions import Action, GiveUp, Plan, Reason, Recovered, Start, WakeAt
 from kvrs.policy.events import (
     AttemptFailed,
     Event,
@@ -28,19 +28,18 @@ from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.protocol.instance import InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
 from kvrs.protocol.openai import error_body
 from kvrs.proxy.attempts import Attempt
-from kvrs.proxy.backends.pd import RefusedError
+from kvrs.proxy.backends.pd import PdBackend, RefusedError
 from kvrs.proxy.clients import Client
+from kvrs.proxy.config import Inexact
 from kvrs.proxy.instances import Health, Instances, Known
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.leases import Leases
 from kvrs.proxy.metrics import Metrics
 from kvrs.proxy.recoveries import RecoveryLog
 from kvrs.proxy.streams import Complete, Failed, LiveStream, Outcome, Stage
+from kvrs.proxy.texts import Texts
 
 log = logging.getLogger(__name__)
-
-# A text prompt's length in tokens until prefill has counted it.
-_BYTES_PER_TOKEN = 4
 
 _STATUS = {Reason.NO_INSTANCE: 503, Reason.SLO: 503, Reason.RETRIES: 502}
 
@@ -56,7 +55,9 @@ class Driver:
         self.streams: dict[StreamId, LiveStream] = {}
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recovery_settled)
         self.leases = Leases(config.transfer.lease_s, self._send_leases, self._retention_lost)
+        self.texts = Texts(config.cluster.model)
         self._token_gap_s = config.proxy.token_gap_s
+        self._inexact = config.proxy.inexact
         self._metrics = metrics
         self._clock = clock
         self._events: deque[Event] = deque()
@@ -75,8 +76,7 @@ class Driver:
         self.streams[live.id] = live
         self._metrics.streams.inc()
         try:
-            guess = len(journal.request.prompt) // _BYTES_PER_TOKEN + 1 if journal.prompt_ids is None else journal.prompt_tokens
-            self.tell(StreamArrived(live.id, guess))
+            self.tell(StreamArrived(live.id, journal.prompt_tokens or journal.asked.tokens_guess))
             return await live.outcome
         finally:
             self._forget(live)
@@ -138,18 +138,15 @@ class Driver:
         live.plan = action.plan
         for instance in filter(None, (action.plan.prefill, action.plan.decode)):
             self._writers[instance][live.id] = action.attempt
-        attempt = Attempt(
-            live,
-            action.attempt,
-            action.plan,
-            backends=lambda instance: self.instances.known[instance].backend,
-            patience_s=lambda instance: self._token_gap_s + self.instances.queue_delay_s(instance),
-            clock=self._clock,
-            reports=self,
-        )
         # Before the task's first step, because an instance can be lost before it.
         live.enter(Stage.PREFILL if action.plan.prefill else Stage.DECODE, action.plan.prefill or action.plan.decode)
-        live.task = asyncio.get_running_loop().create_task(attempt.run())
+        self._run(live, self._attempt(live, action.plan).run())
+
+    def _attempt(self, live: LiveStream, plan: Plan) -> Attempt:
+        return Attempt(live, live.journal.attempt, plan, world=self, clock=self._clock, reports=self)
+
+    def _run(self, live: LiveStream, work: Coroutine[Any, Any, None]) -> None:
+        live.task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(live.task)
         live.task.add_done_callback(lambda task: self._task_ended(task, live))
 
@@ -174,6 +171,17 @@ class Driver:
 
         handle = asyncio.get_running_loop().call_later(max(0.0, at_s - self._clock()), wake)
         self._wakes.add(handle)
+
+    # What attempts find.
+
+    def backend(self, instance: InstanceId) -> PdBackend:
+        return self.instances.known[instance].backend
+
+    def resumes_exactly(self, instance: InstanceId) -> bool:
+        return self.instances.resumes_exactly(instance)
+
+    def patience_s(self, instance: InstanceId) -> float:
+        return self._token_gap_s + self.instances.queue_delay_s(instance)
 
     # What attempts report.
 
@@ -206,10 +214,27 @@ class Driver:
         self._metrics.failures.labels(instance).inc()
         live.task = None
         live.halt()
-        if live.journal.delivered:
+        if self._goes_on(live):
+            self.tell(AttemptFailed(live.id, attempt, instance, cause, len(live.journal.output_ids)))
+
+    def _goes_on(self, live: LiveStream) -> bool:
+        """Whether a stream whose attempt is over needs another one, and may have it."""
+        if live.journal.finished:
             self._end(live, Complete())
-            return
-        self.tell(AttemptFailed(live.id, attempt, instance, cause, len(live.journal.output_ids)))
+            return False
+        if live.journal.remaining_tokens == 0 and self.texts.available:
+            assert live.plan is not None
+            self._run(live, self._attempt(live, live.plan).end_alone())
+            return False
+        # Found out too late for a status: the engine turned out to parse its output, which another cannot take up.
+        if self._inexact is Inexact.REFUSE and live.journal.inexact and live.journal.output_ids:
+            self.cannot_continue(live, f"cannot be continued exactly: {', '.join(live.journal.inexact)}")
+            return False
+        return True
+
+    def cannot_continue(self, live: LiveStream, cause: str) -> None:
+        log.warning("stream cannot continue", extra={"stream": live.id, "cause": cause})
+        self._end(live, Failed(502, error_body(cause, kind="server_error", code="inexact")))
 
     def refused(self, live: LiveStream, error: RefusedError) -> None:
         self._end(live, Failed(error.status, error.body))
@@ -248,9 +273,7 @@ class Driver:
         produced = {}
         for live in [live for live in self.streams.values() if live.instance == known.id]:
             live.halt()
-            if live.journal.delivered:
-                self._end(live, Complete())
-            else:
+            if self._goes_on(live):
                 produced[live.id] = len(live.journal.output_ids)
         self.tell(InstanceLost(known.id, known.info.epoch, cause, produced))
 

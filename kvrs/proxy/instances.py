@@ -9,7 +9,7 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.costs import Instance
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import InstanceInfo, LoadReport, Role
+from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, Role
 from kvrs.proxy.backends.pd import PdBackend
 
 
@@ -56,6 +56,16 @@ class Instances:
         """Whether a new stream could start now."""
         roles = {known.role for known in self.known.values() if known.health is Health.UP}
         return Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
+
+    def resumes_exactly(self, instance: InstanceId) -> bool:
+        """Whether the engine continues text, stop strings, usage and sampling itself."""
+        info = self.known[instance].info
+        return info is not None and Capability.EXACT_RESUME in info.capabilities
+
+    def plain(self) -> InstanceId | None:
+        """An instance to which a stream may have to go and that cannot continue everything exactly."""
+        decoding = (known for known in self.known.values() if known.role is not Role.PREFILL and known.info is not None)
+        return next((known.id for known in decoding if not self.resumes_exactly(known.id)), None)
 
     def queue_delay_s(self, instance: InstanceId) -> float:
         load = self.known[instance].load

@@ -6,45 +6,48 @@ their bytes are given to the client's socket, so the two never disagree.
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from kvrs.ids import StreamId
-from kvrs.protocol.openai import Choice, CompletionRequest, Usage
-
-_OBJECT = b',"object":"text_completion"'
+from kvrs.protocol.openai import Usage
+from kvrs.proxy.forms import Asked
 
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """One stream. `attempt` is the only writer; 0 while there is none."""
+    """One stream: one choice of one request. `attempt` is the only writer; 0 while there is none."""
 
     stream: StreamId
-    request: CompletionRequest  # The client's own, with the seed fixed.
+    asked: Asked
     arrived_s: float
-    prompt_ids: list[int] | None = None  # None while the prompt is text that no engine has tokenised yet.
+    seed: int | None = None  # What every attempt samples with; None: as greedy needs none.
+    wants_usage: bool = False  # Of several choices none does: theirs is counted together.
+    prompt_ids: list[int] | None = None  # None until an engine has tokenised the prompt.
     output_ids: list[int] = field(default_factory=list)
     attempt: int = 0
     head: bytes | None = None  # `{"id":..,"created":..,"model":..` of the first event; every later one begins alike.
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     usage_sent: bool = False
+    # Characters that the client has, counted since a plain engine wrote some: nobody knows what such an engine holds back.
+    # None: exactly what `kvrs.text` gives for the output ids.
+    text_sent: int | None = None
+    inexact: tuple[str, ...] = ()  # What cannot be continued exactly, should the stream be cut.
     first_write_s: float | None = None
     last_write_s: float | None = None
     longest_gap_s: float = 0.0
 
     @property
-    def wants_usage(self) -> bool:
-        """Whether the client asked for a last event that counts tokens."""
-        options = self.request.stream_options
-        return self.request.stream and options is not None and options.include_usage
+    def wants_ids(self) -> bool:
+        return self.asked.request.return_token_ids
 
     @property
-    def history(self) -> list[int] | str:
-        """What an attempt starts from: prompt and all output so far, as ids as soon as they are known."""
-        if self.prompt_ids is None:
-            assert isinstance(self.request.prompt, str)
-            return self.request.prompt
-        return self.prompt_ids + self.output_ids
+    def max_tokens(self) -> int | None:
+        """None: as many as the engine has room for."""
+        return self.asked.request.max_tokens
+
+    @property
+    def history(self) -> list[int] | None:
+        """Prompt and all output so far; None while the prompt is not tokenised."""
+        return None if self.prompt_ids is None else self.prompt_ids + self.output_ids
 
     @property
     def prompt_tokens(self) -> int:
@@ -55,9 +58,17 @@ class Journal:
         return self.prompt_tokens + len(self.output_ids)
 
     @property
-    def delivered(self) -> bool:
-        """Whether every token is with the client, so that only the formal end can be missing."""
-        return self.finish_reason is not None or len(self.output_ids) >= self.request.max_tokens
+    def remaining_tokens(self) -> int | None:
+        """How many more the client wants; None: as many as the engine has room for."""
+        return None if self.max_tokens is None else self.max_tokens - len(self.output_ids)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all text is with the client, so that only the formal end can be missing.
+
+        All of max_tokens is not enough: an engine may still hold text back when it has given its last id.
+        """
+        return self.finish_reason is not None
 
     @property
     def usage(self) -> Usage:
@@ -72,18 +83,10 @@ class Journal:
         self.last_write_s = now_s
 
     def missing_end(self) -> list[bytes]:
-        """Finish and usage events that a complete stream still owes its client; afterwards it owes none."""
-        assert self.delivered
+        """Events that a complete stream still owes its client; afterwards it owes none."""
+        assert self.finished
         assert self.head is not None
-        events = []
-        if self.finish_reason is None:
-            # All of max_tokens were delivered and the engine died before it said so.
-            self.finish_reason = "length"
-            choice = Choice(text="", finish_reason="length")
-            if self.request.return_token_ids:
-                choice.token_ids = []
-            events.append(self.head + b',"choices":[' + msgspec.json.encode(choice) + b"]" + _OBJECT + b"}")
-        if self.wants_usage and not self.usage_sent:
-            self.usage_sent = True
-            events.append(self.head + b',"choices":[]' + _OBJECT + b',"usage":' + msgspec.json.encode(self.usage) + b"}")
-        return events
+        if not self.wants_usage or self.usage_sent:
+            return []
+        self.usage_sent = True
+        return [self.asked.form.event(self.head, [], self.usage)]

@@ -11,18 +11,36 @@ import msgspec
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai import Usage
 from kvrs.proxy.clients import Client
+from kvrs.proxy.continuation import Continuation, Piece
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.sse import PROMPT_TOKEN_IDS, TOKEN_IDS, EventSplitter, cut_list, head_of, next_token_ids
 
-# Ends that mean "broken" rather than "complete" (vLLM: the request was aborted, or its engine failed).
-_COMPLETE_REASONS = frozenset({"stop", "length"})
+# Ends that mean "broken" rather than "complete" are all others (vLLM: the request was aborted, or its engine failed).
+_COMPLETE_REASONS = frozenset({"stop", "length", "tool_calls"})
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # Its newer name in other engines.
+    tool_calls: list[Any] | None = None
 
 
 class _Choice(msgspec.Struct):
     text: str = ""
+    delta: _Delta = msgspec.field(default_factory=_Delta)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+
+    @property
+    def plain_text(self) -> str:
+        return self.text or self.delta.content or ""
+
+    @property
+    def parsed(self) -> bool:
+        """Whether the engine made more of the output than text."""
+        return bool(self.delta.reasoning_content or self.delta.reasoning or self.delta.tool_calls)
 
 
 class _Event(msgspec.Struct):
@@ -35,7 +53,11 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class Relay:
-    """One attempt's way into the journal and to the client. `resumed` is called once, at its first new token."""
+    """One attempt's way into the journal and to the client.
+
+    `resumed` is called once, at its first new token or at the end that it adds. With a `continuation` the client's events are
+    made here, from the engine's ids alone; otherwise they are the engine's own.
+    """
 
     def __init__(
         self,
@@ -46,6 +68,8 @@ class Relay:
         clock: Callable[[], float],
         resumed: Callable[[], None],
         relayed: Callable[[int], None],
+        exact: bool = True,
+        continuation: Continuation | None = None,
     ) -> None:
         self._journal = journal
         self._client = client
@@ -53,10 +77,18 @@ class Relay:
         self._clock = clock
         self._resumed = resumed
         self._relayed = relayed
+        self._continuation = continuation
+        self._counts_text = not exact and continuation is None
+        self._reads_all = self._counts_text or continuation is not None
         self._splitter = EventSplitter()
         self._first_event = True
         self._foreign_head = False  # A later attempt's events carry another time of creation: exchange it.
-        self._any_token = False
+        self._noted = False
+        if continuation is not None:
+            journal.text_sent = continuation.sent
+        else:
+            assert exact or not journal.output_ids, "a plain engine cannot go on with another's text"
+            journal.text_sent = None if exact else 0
 
     async def copy(self, chunks: AsyncIterator[bytes], heard: Callable[[], None]) -> bool:
         """Relay until the stream is complete (True), or this attempt is no longer its writer (False).
@@ -76,6 +108,12 @@ class Relay:
                 return True
         raise UpstreamError("ended without a finish reason and [DONE]")
 
+    async def end_alone(self) -> None:
+        """Give the client the end of a stream that has all its ids, without an engine."""
+        assert self._continuation is not None
+        await self._client.send([self._own_event(self._continuation.end())])
+        self._note(0)
+
     async def _pass_on(self, payloads: list[bytes]) -> bool:
         """Relay the events of one chunk in one write; whether the stream is complete."""
         had_tokens = len(self._journal.output_ids)
@@ -89,13 +127,17 @@ class Relay:
                     break
                 if (event := self._take(payload)) is not None:
                     events.append(event)
+                # Where the proxy finds the end itself, the engine need not be listened to any longer.
+                if self._continuation is not None and self._journal.finished:
+                    done = True
+                    break
         except UpstreamError as error:
             # What came before the fault in the same chunk is in the journal already, so the client must get it.
             fault = error
-        new_tokens = len(self._journal.output_ids) - had_tokens
         if events:
             await self._client.send(events)
-        if new_tokens:
+        new_tokens = len(self._journal.output_ids) - had_tokens
+        if new_tokens or self._journal.finished:
             self._note(new_tokens)
         if fault is not None:
             raise fault
@@ -103,22 +145,23 @@ class Relay:
 
     def _note(self, new_tokens: int) -> None:
         # The gap to the last write is read by whoever hears of the resumption.
-        if not self._any_token:
-            self._any_token = True
+        if not self._noted:
+            self._noted = True
             self._resumed()
-        self._journal.wrote(self._clock())
-        self._relayed(new_tokens)
+        if new_tokens:
+            self._journal.wrote(self._clock())
+            self._relayed(new_tokens)
 
     def _is_done(self, payload: bytes) -> bool:
         if payload != b"[DONE]":
             return False
-        if self._journal.finish_reason is None:
+        if not self._journal.finished:
             raise UpstreamError("sent [DONE] without a finish reason")
         return True
 
     def _take(self, data: bytes) -> bytes | None:
         """Journal one event; what the client gets of it, if anything."""
-        ids = next_token_ids(data)
+        ids = None if self._reads_all else next_token_ids(data)
         if not ids:
             return self._take_rare(data)
         event = self._trim(data)
@@ -135,32 +178,61 @@ class Relay:
             raise UpstreamError(f"sent an error event: {str(event.error)[:300]}")
         if not event.choices:
             return self._take_usage(data, event)
-        choice = event.choices[0]
-        if choice.token_ids is None and choice.text:
+        return self._take_choice(data, event.choices[0])
+
+    def _take_choice(self, data: bytes, choice: _Choice) -> bytes | None:
+        if choice.token_ids is None and (choice.plain_text or choice.parsed):
             raise UpstreamError("sent text without token ids, which cannot be continued elsewhere")
         if choice.finish_reason is not None and choice.finish_reason not in _COMPLETE_REASONS:
             raise UpstreamError(f"finished with {choice.finish_reason[:40]!r}")
         ids = choice.token_ids or []
         # A later attempt may open with an event that says nothing; the stream was opened long ago.
-        if not ids and not choice.text and choice.finish_reason is None and self._journal.head is not None:
+        says = ids or choice.plain_text or choice.parsed or choice.finish_reason is not None
+        if not says and self._journal.head is not None:
             return None
+        if self._continuation is not None:
+            return self._own_event(self._continuation.take(ids, choice.finish_reason, choice.stop_reason))
         trimmed = self._trim(data)
         self._append(ids)
         self._journal.finish_reason = choice.finish_reason
         self._journal.stop_reason = choice.stop_reason
+        if self._counts_text:
+            self._count_text(choice)
         return trimmed
 
+    def _count_text(self, choice: _Choice) -> None:
+        journal = self._journal
+        assert journal.text_sent is not None
+        journal.text_sent += len(choice.plain_text)
+        if choice.parsed and "messages" not in journal.inexact:
+            # Only the engine's own parser knows how to go on from here.
+            journal.inexact = (*journal.inexact, "messages")
+
+    def _own_event(self, piece: Piece) -> bytes:
+        journal = self._journal
+        assert journal.head is not None
+        self._append(piece.token_ids)
+        journal.finish_reason, journal.stop_reason = piece.finish_reason, piece.stop_reason
+        assert journal.text_sent is not None
+        journal.text_sent += len(piece.delta.text)
+        choice = journal.asked.form.choice(piece.delta)
+        choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+        if journal.wants_ids:
+            choice.token_ids = piece.token_ids
+        return journal.asked.form.event(journal.head, [choice])
+
     def _take_usage(self, data: bytes, event: _Event) -> bytes | None:
-        if event.usage is None or not self._journal.wants_usage or self._journal.usage_sent:
+        journal = self._journal
+        if event.usage is None or not journal.wants_usage or journal.usage_sent:
             return None
-        self._journal.usage_sent = True
+        journal.usage_sent = True
         return self._trim(data)
 
     def _append(self, ids: list[int]) -> None:
         journal = self._journal
-        if journal.finish_reason is not None:
+        if journal.finished:
             raise UpstreamError("went on after its finish reason")
-        if len(journal.output_ids) + len(ids) > journal.request.max_tokens:
+        if journal.max_tokens is not None and len(journal.output_ids) + len(ids) > journal.max_tokens:
             raise UpstreamError("sent more than max_tokens tokens")
         journal.output_ids += ids
 
@@ -171,13 +243,13 @@ class Relay:
             self._first_event = False
             head = head_of(data)
             # Prompt ids belong to the stream's first event; a later attempt's would be of the whole history.
-            if journal.head is not None or not journal.request.return_token_ids:
+            if journal.head is not None or not journal.wants_ids:
                 data = cut_list(data, PROMPT_TOKEN_IDS)
             journal.head = journal.head or head
             self._foreign_head = head != journal.head
         if self._foreign_head:
             assert journal.head is not None
             data = journal.head + data[len(head_of(data)) :]
-        if not journal.request.return_token_ids:
+        if not journal.wants_ids:
             data = cut_list(data, TOKEN_IDS)
         return data

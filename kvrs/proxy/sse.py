@@ -14,6 +14,8 @@ MAX_EVENT_BYTES = 1 << 20
 
 TOKEN_IDS = b',"token_ids":['
 PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
+# The first one is the choice's own: engines name it before a tool call's, and in a text its quotes are escaped.
+_INDEX = re.compile(rb'(?<=[{,]"index":)0')
 _UNFINISHED = b',"finish_reason":null'
 _CHOICES = b',"choices":['
 _IDS = msgspec.json.Decoder(list[int])
@@ -71,3 +73,13 @@ def head_of(data: bytes) -> bytes:
     if at < 0:
         raise UpstreamError("sent an event without choices")
     return data[:at]
+
+
+def number_choice(data: bytes, index: int) -> bytes:
+    """`data`, whose one choice is numbered 0, with another number."""
+    if index == 0:
+        return data
+    numbered, count = _INDEX.subn(b"%d" % index, data, count=1)
+    if count == 0:
+        raise UpstreamError("sent a choice without an index")
+    return numbered

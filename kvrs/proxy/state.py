@@ -47,7 +47,9 @@ def _stream(live: LiveStream, now_s: float) -> dict[str, Any]:
         "decode": None if live.plan is None else live.plan.decode,
         "prompt_tokens": live.journal.prompt_tokens,
         "output_tokens": len(live.journal.output_ids),
-        "max_tokens": live.journal.request.max_tokens,
+        "max_tokens": live.journal.max_tokens,
+        "exact": not live.journal.inexact,
+        "inexact": list(live.journal.inexact),
         "age_s": now_s - live.journal.arrived_s,
     }
 

@@ -1,20 +1,18 @@
-"""A proxy in front of scripted instances, on free ports, in the test's own event loop."""
+"""Fixtures of the proxy's tests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import aiohttp
-import msgspec
 import pytest
 import uvloop
 
-from kvrs.config import parse_config
-from kvrs.protocol.instance import Role
-from kvrs.proxy.server import Proxy
-from tests.proxy.scripted import SECRET, Script, Scripted
+from tests.proxy.house import House, open_house
+from tests.proxy.scripted_model import save_tokenizer
+
+HouseBuilder = Callable[..., Awaitable[House]]
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -22,101 +20,20 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
     return {"uvloop": uvloop.new_event_loop}
 
 
-@dataclass
-class House:
-    """Everything that a test needs of one cluster."""
-
-    proxy: Proxy
-    script: Script
-    instances: dict[str, Scripted]
-    http: aiohttp.ClientSession
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.proxy.port}"
-
-    async def complete(self, **fields: Any) -> tuple[int, bytes]:
-        async with self.http.post(f"{self.url}/v1/completions", json=fields) as response:
-            return response.status, await response.read()
-
-    async def state(self) -> Any:
-        async with self.http.get(f"http://127.0.0.1:{self.proxy.admin_port}/kvrs/v1/state") as response:
-            return msgspec.json.decode(await response.read())
-
-    async def metrics(self) -> str:
-        async with self.http.get(f"http://127.0.0.1:{self.proxy.admin_port}/metrics") as response:
-            return await response.text()
-
-    async def health(self) -> dict[str, str]:
-        return {instance["id"]: instance["health"] for instance in (await self.state())["instances"]}
-
-    async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
-        """Wait for something to become true; a test that waits in vain fails by this limit."""
-        async with asyncio.timeout(10):
-            while not await holds():
-                await asyncio.sleep(0.005)
-
-    async def until_health(self, **wanted: str) -> None:
-        async def holds() -> bool:
-            health = await self.health()
-            return all(health[name] == value for name, value in wanted.items())
-
-        await self.until(holds)
-
-    async def until_streams_hold(self, tokens: int, count: int = 1) -> None:
-        """Wait until `count` streams have given their clients at least so many tokens."""
-
-        async def holds() -> bool:
-            far_enough = [stream for stream in (await self.state())["streams"] if stream["output_tokens"] >= tokens]
-            return len(far_enough) >= count
-
-        await self.until(holds)
-
-
-HouseBuilder = Callable[..., Awaitable[House]]
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with the scripted model's tokenizer, for proxies that need one."""
+    directory: Path = tmp_path_factory.mktemp("model")
+    save_tokenizer(directory)
+    return str(directory)
 
 
 @pytest.fixture
 async def build() -> AsyncIterator[HouseBuilder]:
-    """`await build(pairs=2, proxy={...}, ...)`: nodes n0, n1, ... with p0 and d0, p1 and d1, ..., all up."""
+    """`await build(pairs=2, proxy={...}, ...)`, as `open_house`."""
     async with AsyncExitStack() as stack:
 
-        async def make(
-            *,
-            pairs: int = 2,
-            roles: tuple[tuple[str, Role], ...] = (("p", Role.PREFILL), ("d", Role.DECODE)),
-            wait: bool = True,
-            prepare: Callable[[dict[str, Scripted]], None] = lambda _: None,
-            **sections: dict[str, Any],
-        ) -> House:
-            script = Script()
-            instances = {
-                f"{letter}{n}": Scripted(f"{letter}{n}", f"n{n}", role, script, created=100 + n)
-                for n in range(pairs)
-                for letter, role in roles
-            }
-            prepare(instances)
-            for instance in instances.values():
-                await instance.start()
-                stack.push_async_callback(instance.close)
-            nodes = [
-                {
-                    "id": f"n{n}",
-                    "instances": [
-                        {"id": f"{letter}{n}", "role": role.value, "port": instances[f"{letter}{n}"].port}
-                        for letter, role in roles
-                    ],
-                }
-                for n in range(pairs)
-            ]
-            proxy_section = {"port": 0, "admin_port": 0, "load_interval_s": 0.05} | sections.pop("proxy", {})
-            proxy = Proxy(parse_config({"proxy": proxy_section, "cluster": {"nodes": nodes}, **sections}), SECRET)
-            await proxy.start()
-            stack.push_async_callback(proxy.close)
-            http = await stack.enter_async_context(aiohttp.ClientSession())
-            house = House(proxy, script, instances, http)
-            if wait:
-                await house.until_health(**dict.fromkeys(instances, "up"))
-            return house
+        async def make(**settings: Any) -> House:
+            return await stack.enter_async_context(open_house(**settings))
 
         yield make

@@ -1,15 +1,14 @@
 """An instance that follows a script: it speaks the instance protocol over real sockets and fails where it is told to.
 
-Token i is a hash of everything before it, so that a wrong continuation differs from its first token on, and a lost or
-repeated token cannot hide.
+With EXACT_RESUME among its capabilities it continues a stream as engines of ours do. Without, it is a plain P/D engine, which
+takes the history for a prompt and knows nothing of the object `kvrs`.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from hashlib import blake2b
 from typing import Any, cast
 
 import msgspec
@@ -29,41 +28,24 @@ from kvrs.protocol.instance import (
 )
 from kvrs.protocol.openai import (
     DONE,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatRequest,
     Choice,
     Completion,
     CompletionRequest,
+    Delta,
     Usage,
     error_body,
+    parse_chat_request,
     parse_completion_request,
     sse,
 )
+from tests.proxy.scripted_model import Step, Writer, choice_of, finish_of, ids_of, rendered, token_after
 
 SECRET = b"a secret of the tests"
-VOCABULARY = 500
 GEOMETRY = KvGeometry(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4, page_size_tokens=16)
-_TEXTS = ("a", " b", "é", '"', ',"token_ids":[7],', "\n", " data: x\n\n", "]}", "\\", "[DONE]")
 _PIDS = itertools.count(1000)
-
-
-def token_after(history: list[int]) -> int:
-    digest = blake2b(msgspec.json.encode(history), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % VOCABULARY
-
-
-def text_of(token_id: int) -> str:
-    return _TEXTS[token_id % len(_TEXTS)] + str(token_id)
-
-
-def expected_ids(prompt: list[int], count: int) -> list[int]:
-    """What an undisturbed stream produces."""
-    history = list(prompt)
-    for _ in range(count):
-        history.append(token_after(history))
-    return history[len(prompt) :]
-
-
-def ids_of(prompt: str | list[int]) -> list[int]:
-    return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
 
 
 class Fault(StrEnum):
@@ -83,12 +65,23 @@ class Fault(StrEnum):
 BREAKS = [Fault.RESET, Fault.CUT, Fault.EOF, Fault.DONE_ONLY, Fault.ERROR, Fault.GARBAGE]
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Breaks one stream before it sends its event number `event`, [DONE] included; its first attempt only."""
+
+    fault: Fault
+    event: int
+    seed: int | None = None  # Of several choices only the one with this seed.
+
+
 @dataclass
 class Script:
     """What all instances of a test share."""
 
     faults: dict[int, Fault] = field(default_factory=dict)  # By output position; each happens once.
     finish_faults: list[Fault] = field(default_factory=list)  # Between the last token's event and [DONE].
+    cuts: dict[str, Cut] = field(default_factory=dict)  # By the `user` of the request; each happens once.
+    lengths: dict[int | None, int] = field(default_factory=dict)  # Events of the streams that ended well, by seed.
     prefill_faults: list[Fault] = field(default_factory=list)
     tokens_per_event: int = 1
     stop_after: int | None = None  # The position whose token ends the stream with "stop".
@@ -112,7 +105,9 @@ class Scripted:
     fingerprint: str = "same"
     capabilities: list[Capability] = field(default_factory=lambda: list(Capability))
     port: int = 0
-    completions: list[CompletionRequest] = field(default_factory=list)
+    completions: list[CompletionRequest | ChatRequest] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # The same, undecoded.
+    parses: bool = False  # A plain engine with a parser for reasoning.
     headers: list[dict[str, str]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     lease_updates: list[LeaseUpdate] = field(default_factory=list)
@@ -131,6 +126,7 @@ class Scripted:
     async def start(self) -> None:
         app = web.Application(middlewares=[self._note])
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._completions)
         app.router.add_get("/kvrs/v1/instance", self._info)
         app.router.add_get("/kvrs/v1/load", self._load)
         app.router.add_post("/kvrs/v1/leases", self._leases)
@@ -220,8 +216,12 @@ class Scripted:
         return _json(self.info())
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        asked = parse_completion_request(await request.read())
+        body = await request.read()
+        asked = parse_completion_request(body) if request.path == "/v1/completions" else parse_chat_request(body)
+        assert asked.n == 1
+        assert not getattr(asked, "echo", False)
         self.completions.append(asked)
+        self.bodies.append(msgspec.json.decode(body))
         if self.refusal is not None:
             return web.Response(status=self.refusal[0], body=self.refusal[1], content_type="application/json")
         if asked.kv_transfer_params is not None and asked.kv_transfer_params.do_remote_decode:
@@ -235,7 +235,17 @@ class Scripted:
         finally:
             self.running -= 1
 
-    async def _prefill(self, request: web.Request, asked: CompletionRequest) -> web.StreamResponse:
+    def _history(self, asked: CompletionRequest | ChatRequest) -> list[int]:
+        if isinstance(asked, CompletionRequest):
+            return ids_of(asked.prompt)
+        given = asked.kvrs.token_ids if asked.kvrs is not None and self.exact else None
+        return rendered(asked) if given is None else list(given)
+
+    @property
+    def exact(self) -> bool:
+        return Capability.EXACT_RESUME in self.capabilities
+
+    async def _prefill(self, request: web.Request, asked: CompletionRequest | ChatRequest) -> web.StreamResponse:
         if self.script.prefill_faults:
             match self.script.prefill_faults.pop(0):
                 case Fault.UNAVAILABLE:
@@ -245,78 +255,109 @@ class Scripted:
                 case _:
                     assert request.transport is not None
                     _abort(request.transport)
-        ids = ids_of(asked.prompt)
         assert asked.kvrs is not None
-        choice = Choice(text="", finish_reason="length", prompt_token_ids=ids, token_ids=[])
-        whole = msgspec.to_builtins(Completion(f"cmpl-{asked.kvrs.stream}", 1, "scripted", [choice]))
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": []}
+        ids = {"prompt_token_ids": self._history(asked)}
+        is_chat = isinstance(asked, ChatRequest)
         # A field that the proxy does not know must reach decode all the same.
-        whole["kv_transfer_params"] = {
+        transfer = {
             "do_remote_prefill": True,
             "remote_engine_id": self.id,
             "remote_request_id": asked.kvrs.stream,
             "tp_size": 1,
         }
-        return web.Response(body=msgspec.json.encode(whole), content_type="application/json")
+        whole = {"id": "cmpl-1", "choices": [choice if is_chat else choice | ids], "kv_transfer_params": transfer}
+        return web.Response(body=msgspec.json.encode(whole | ids if is_chat else whole), content_type="application/json")
 
-    async def _decode(self, request: web.Request, asked: CompletionRequest) -> web.StreamResponse:
+    async def _decode(self, request: web.Request, asked: CompletionRequest | ChatRequest) -> web.StreamResponse:
         assert asked.kvrs is not None
-        assert not isinstance(asked.prompt, str)
-        history, prompt_tokens = list(asked.prompt), asked.kvrs.prompt_tokens
-        position = len(history) - prompt_tokens
-        if (first := self.script.faults.get(position)) in (Fault.UNAVAILABLE, Fault.CONFLICT):
-            del self.script.faults[position]
+        history = self._history(asked)
+        prompt_tokens = asked.kvrs.prompt_tokens if self.exact else len(history)
+        if (first := self.script.faults.get(len(history) - prompt_tokens)) in (Fault.UNAVAILABLE, Fault.CONFLICT):
+            del self.script.faults[len(history) - prompt_tokens]
             return web.Response(status=503 if first is Fault.UNAVAILABLE else 409, body=error_body("no"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        head = {"id": f"cmpl-{asked.kvrs.stream}", "created": self.created, "model": "scripted"}
-        finish: str | None = None
-        while finish is None:
-            if self.script.gate is not None and position >= self.script.gate_at:
-                await self.script.gate.wait()
-            if (fault := self.script.faults.pop(position, None)) is not None:
-                return await _break(request, response, fault)
-            ids: list[int] = []
-            while len(ids) < self.script.tokens_per_event and finish is None:
-                ids.append(token_after(history))
-                history.append(ids[-1])
-                position += 1
-                finish = self._finish_at(position, asked)
-                if position in self.script.faults:
-                    break
-            text = "".join(text_of(token_id) + "x" * self.script.event_padding for token_id in ids)
-            shown = None if self.script.separate_finish else finish
-            await _write(response, head, Choice(text=text, finish_reason=shown, token_ids=ids))
-            await asyncio.sleep(self.script.pause_s)
-        return await self._finish(request, response, head, asked, finish, position, prompt_tokens)
-
-    def _finish_at(self, position: int, asked: CompletionRequest) -> str | None:
-        if position == self.script.stop_after:
-            return "stop"
-        return "length" if position >= asked.max_tokens else None
-
-    async def _finish(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        head: dict[str, Any],
-        asked: CompletionRequest,
-        finish: str,
-        position: int,
-        prompt_tokens: int,
-    ) -> web.StreamResponse:
-        if self.script.finish_faults:
-            return await _break(request, response, self.script.finish_faults.pop(0))
-        if self.script.separate_finish:
-            await _write(response, head, Choice(text="", finish_reason=finish, token_ids=[]))
-        if asked.stream_options is not None and asked.stream_options.include_usage:
-            usage = Usage(prompt_tokens, position, prompt_tokens + position)
-            await response.write(sse(msgspec.json.encode(Completion(**head, choices=[], usage=usage))))
-        await response.write(DONE)
+        sent = 0
+        async for event in self._events(asked, history, prompt_tokens):
+            if isinstance(event, Fault):
+                return await _break(request, response, event)
+            if (cut := self._cut_before(asked, sent)) is not None:
+                return await _break(request, response, cut)
+            await response.write(event)
+            sent += 1
+        self.script.lengths[asked.seed] = sent
         return response
 
+    def _cut_before(self, asked: CompletionRequest | ChatRequest, event: int) -> Fault | None:
+        cut = self.script.cuts.get(asked.user or "")
+        if cut is None or cut.event != event or cut.seed not in (None, asked.seed):
+            return None
+        del self.script.cuts[asked.user or ""]
+        return cut.fault
 
-async def _write(response: web.StreamResponse, head: dict[str, Any], choice: Choice) -> None:
-    await response.write(sse(msgspec.json.encode(Completion(**head, choices=[choice]))))
+    async def _events(
+        self, asked: CompletionRequest | ChatRequest, history: list[int], prompt_tokens: int
+    ) -> AsyncIterator[bytes | Fault]:
+        """All of a stream's events, with [DONE], or the fault that ends it."""
+        assert asked.kvrs is not None
+        script, position = self.script, len(history) - prompt_tokens
+        head = _Head(asked, f"{'chat' if isinstance(asked, ChatRequest) else ''}cmpl-{asked.kvrs.stream}", self.created)
+        writer = Writer(asked, history[:prompt_tokens], self.exact or self.parses)
+        steps = [writer.write(token_id) for token_id in history[prompt_tokens:]]
+        if isinstance(asked, ChatRequest) and position == 0:
+            yield head.event(ChatChunkChoice(delta=Delta(role="assistant", content="")))
+        made = False
+        while not steps or steps[-1].finish_reason is None:
+            if script.gate is not None and position >= script.gate_at:
+                await script.gate.wait()
+            if (fault := script.faults.pop(position, None)) is not None:
+                yield fault
+                return
+            fresh: list[Step] = []
+            while len(fresh) < script.tokens_per_event and (not fresh or fresh[-1].finish_reason is None):
+                fresh.append(self._step(writer, asked, history))
+                position += 1
+                if position in script.faults:
+                    break
+            steps, made = steps + fresh, True
+            choice = choice_of(asked, fresh, fresh[-1].finish_reason is not None and not script.separate_finish)
+            if isinstance(choice, Choice):
+                choice.text += "x" * script.event_padding * len(fresh)
+            yield head.event(choice)
+            await asyncio.sleep(script.pause_s)
+        if script.finish_faults:
+            yield script.finish_faults.pop(0)
+            return
+        # Where the history was complete already, this is all that is left to say.
+        if script.separate_finish or not made:
+            yield head.event(finish_of(asked, steps[-1]))
+        if asked.stream_options is not None and asked.stream_options.include_usage:
+            yield head.event(None, Usage(prompt_tokens, position, prompt_tokens + position))
+        yield DONE
+
+    def _step(self, writer: Writer, asked: CompletionRequest | ChatRequest, history: list[int]) -> Step:
+        token_id = token_after(history, asked.seed if asked.temperature > 0 else None)
+        history.append(token_id)
+        step = writer.write(token_id)
+        assert asked.kvrs is not None
+        if len(history) - asked.kvrs.prompt_tokens == self.script.stop_after:
+            return replace(step, finish_reason="stop", rest=writer.finish())
+        return step
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    asked: CompletionRequest | ChatRequest
+    id: str
+    created: int
+
+    def event(self, choice: Choice | ChatChunkChoice | None, usage: Usage | None = None) -> bytes:
+        kind: Any = ChatChunk if isinstance(self.asked, ChatRequest) else Completion
+        made = kind(self.id, self.created, "scripted", [] if choice is None else [choice])
+        if usage is not None:
+            made.usage = usage
+        return sse(msgspec.json.encode(made))
 
 
 async def _break(request: web.Request, response: web.StreamResponse, fault: Fault) -> web.StreamResponse:

@@ -6,8 +6,10 @@ import re
 import msgspec
 
 from kvrs.protocol.instance import Capability, PageRun
-from tests.proxy.conftest import House, HouseBuilder
-from tests.proxy.scripted import Fault, Scripted, expected_ids, text_of
+from tests.proxy.conftest import HouseBuilder
+from tests.proxy.house import House
+from tests.proxy.scripted import Fault, Scripted
+from tests.proxy.scripted_model import expected_ids, text_of
 
 PROMPT = list(range(40))  # Two full pages and a part of a third.
 TOKENS = 8

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
-from kvrs.protocol.openai import Choice, Completion, CompletionRequest, StreamOptions, sse
+from kvrs.protocol.openai import ChatChunkChoice, Choice, Completion, Delta, FunctionCall, Logprobs, ToolCall, sse
+from kvrs.proxy.forms import COMPLETIONS, read
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.relay import Relay
-from kvrs.proxy.sse import PROMPT_TOKEN_IDS, TOKEN_IDS, EventSplitter, cut_list, head_of, next_token_ids
+from kvrs.proxy.sse import PROMPT_TOKEN_IDS, TOKEN_IDS, EventSplitter, cut_list, head_of, next_token_ids, number_choice
 
 IDS = st.lists(st.integers(0, 1 << 20), max_size=5)
 # Texts that look like what is searched for, quotes, backslashes and all.
@@ -58,6 +59,27 @@ def test_ids_and_head_are_found_by_offset(text: str, model: str, ids: list[int],
 
 
 @SETTINGS
+@given(text=TEXTS, index=st.integers(0, 15), position=st.integers(0, 3))
+def test_a_choice_is_numbered_and_nothing_else(text: str, index: int, position: int) -> None:
+    """Tool calls have an index too; texts may look like one. Both orders of keys that engines use are known."""
+    calls = [ToolCall("c", FunctionCall("f", text), index=position)]
+    delta = Delta(content='{"index":0,"delta":' + text, tool_calls=calls)
+
+    def chat(number: int) -> bytes:
+        return msgspec.json.encode([ChatChunkChoice(index=number, delta=delta, token_ids=[0])])
+
+    def completion(number: int) -> bytes:
+        logprobs = Logprobs([text], [0.0], [{"index": 0.0}], [0])
+        return msgspec.json.encode([Choice(text=text + ',"index":0,"logprobs":', index=number, logprobs=logprobs)])
+
+    def foreign(number: int) -> bytes:
+        return b'[{"index":%d,"text":%s,"logprobs":null}]' % (number, msgspec.json.encode(text))
+
+    for encode in (chat, completion, foreign):
+        assert number_choice(encode(0), index) == encode(index)
+
+
+@SETTINGS
 @given(
     texts=st.lists(TEXTS, max_size=5), cuts=st.lists(st.integers(0, 400), max_size=10), newline=st.sampled_from([b"\n", b"\r\n"])
 )
@@ -93,8 +115,9 @@ class Collector:
 
 
 def journal_of(max_tokens: int = 10) -> Journal:
-    request = CompletionRequest(prompt=[1], max_tokens=max_tokens, stream=True, stream_options=StreamOptions(include_usage=True))
-    return Journal(StreamId("1"), request, arrived_s=0.0, prompt_ids=[1], attempt=1)
+    body = msgspec.json.encode({"prompt": [1], "max_tokens": max_tokens, "stream": True})
+    asked = read(COMPLETIONS, body)
+    return Journal(StreamId("1"), asked, arrived_s=0.0, wants_usage=True, prompt_ids=[1], attempt=1)
 
 
 async def relay(journal: Journal, *chunks: bytes, attempt: int = 1, client: Collector | None = None) -> list[bytes]:

@@ -5,8 +5,11 @@ import re
 import msgspec
 import pytest
 
-from tests.proxy.conftest import House, HouseBuilder
-from tests.proxy.scripted import BREAKS, Fault, Script, expected_ids, text_of
+from kvrs.protocol.openai import CompletionRequest
+from tests.proxy.conftest import HouseBuilder
+from tests.proxy.house import House
+from tests.proxy.scripted import BREAKS, Fault, Script
+from tests.proxy.scripted_model import expected_ids, text_of
 
 PROMPT = [5, 6, 7]
 TOKENS = 6
@@ -72,21 +75,31 @@ async def test_ids_are_passed_on_to_a_client_that_asks(build: HouseBuilder) -> N
 
 
 @pytest.mark.parametrize("fault", BREAKS)
-@pytest.mark.parametrize("separate", [False, True])
-async def test_a_break_after_the_last_token_is_completed_by_the_proxy(build: HouseBuilder, fault: Fault, separate: bool) -> None:
-    """All tokens were delivered: only the formal end is missing, and needs no engine."""
+async def test_a_break_after_the_finish_is_completed_by_the_proxy(build: HouseBuilder, fault: Fault) -> None:
+    """All text was delivered: only the formal end is missing, and needs no engine."""
     house = await build(pairs=1)
-    house.script.separate_finish = separate
+    undisturbed = await stream(house)
     house.script.finish_faults = [fault]
 
-    body = await stream(house)
+    assert normal(await stream(house)) == normal(undisturbed)
+    assert len(house.instances["d0"].completions) == 2, "no second attempt"
 
-    # In the separate form the finish was lost with the engine, and is known from max_tokens.
-    text = normal(body).decode()
-    assert text.count('"finish_reason":"length"') == 1
-    assert text.count('"usage"') == 1
-    assert text.endswith("data: [DONE]\n\n")
-    assert len(house.instances["d0"].completions) == 1, "no second attempt"
+
+@pytest.mark.parametrize("fault", BREAKS)
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+async def test_a_break_between_the_last_token_and_its_finish_loses_no_text(
+    build: HouseBuilder, fault: Fault, has_tokenizer: bool, model: str
+) -> None:
+    """What was held back comes from the proxy's own text machine, or else from an attempt that adds nothing but the end."""
+    house = await build(model=model if has_tokenizer else None)
+    house.script.separate_finish = True
+    asked = {"prompt": "play stops.", "stop": ["three STOP fourteen"], "max_tokens": 13}
+    undisturbed = await stream(house, **asked)
+    house.script.finish_faults = [fault]
+
+    assert normal(await stream(house, **asked)) == normal(undisturbed)
+    decodes = sum(len(house.instances[name].completions) for name in ("d0", "d1"))
+    assert decodes == (2 if has_tokenizer else 3)
 
 
 async def test_events_of_several_tokens_are_counted_by_ids(build: HouseBuilder) -> None:
@@ -125,7 +138,8 @@ async def test_a_text_prompt_is_tokenised_once_and_continued_by_ids(build: House
     prompt = list("héllo".encode())
     decodes = [r for i in ("d0", "d1") for r in house.instances[i].completions]
     decodes.sort(key=lambda request: request.kvrs.attempt if request.kvrs else 0)
-    assert [request.prompt for request in decodes] == [prompt, prompt + expected_ids(prompt, 2)]
+    prompts = [request.prompt for request in decodes if isinstance(request, CompletionRequest)]
+    assert prompts == [prompt, prompt + expected_ids(prompt, 2)]
     assert [request.kvrs.prompt_tokens for request in decodes if request.kvrs] == [len(prompt)] * 2
 
 

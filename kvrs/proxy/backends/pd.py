@@ -9,26 +9,15 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
-from kvrs.policy.actions import Plan
-from kvrs.protocol.instance import (
-    FenceRequest,
-    InstanceInfo,
-    KvrsParams,
-    KvTransferParams,
-    LeaseAnswer,
-    LeaseUpdate,
-    LoadReport,
-    PageRun,
-)
-from kvrs.protocol.openai import StreamOptions
-from kvrs.proxy.journal import Journal
+from kvrs.protocol.instance import FenceRequest, InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
+from kvrs.proxy.backends.bodies import Call
 
 Answer = TypeVar("Answer")
 
@@ -37,10 +26,6 @@ _CONTROL_TIMEOUT_S = 2.0  # Of the small calls of the instance protocol; never o
 _MAX_LINE_BYTES = 1 << 20
 # These say something about the proxy or the moment, not about the client's request.
 _NOT_THE_CLIENTS_FAULT = frozenset({401, 403, 407, 408, 409, 425, 429})
-# Checked to be neutral when the client's request was parsed; engines need not hear of them.
-_NOT_FORWARDED = frozenset(
-    {"n", "best_of", "echo", "logprobs", "suffix", "presence_penalty", "frequency_penalty", "repetition_penalty"}
-)
 
 
 class RefusedError(KvrsError):
@@ -61,11 +46,12 @@ class Prefilled:
 
 
 class _PrefillChoice(msgspec.Struct):
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int] | None = None
 
 
 class _PrefillAnswer(msgspec.Struct):
-    choices: list[_PrefillChoice]
+    choices: list[_PrefillChoice] = []
+    prompt_token_ids: list[int] | None = None
     # Raw knows no union: absent is empty, and null stays the four bytes that it is.
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
@@ -105,44 +91,30 @@ class PdBackend:
 
     # The two calls of a stream.
 
-    async def prefill(self, journal: Journal, attempt: int) -> Prefilled:
+    async def prefill(self, call: Call) -> Prefilled:
         """Have the history's KV computed and retained for a hand-off."""
-        body = _request_body(journal, attempt, sources=[])
-        body |= {
-            "prompt": journal.history,
-            "max_tokens": 1,
-            "temperature": 0,
-            "stream": False,
-            "kv_transfer_params": KvTransferParams(do_remote_decode=True),
-        }
-        for name in ("min_tokens", "seed", "stop", "stop_token_ids", "stream_options"):
-            body.pop(name, None)
-        async with self._completion(body) as response:
+        async with self._completion(call) as response:
             raw = await _body_of(response)
         try:
             answer = msgspec.json.decode(raw, type=_PrefillAnswer)
-            transfer = answer.kv_transfer_params
-            return Prefilled(answer.choices[0].prompt_token_ids, None if bytes(transfer) in (b"", b"null") else transfer)
-        except (msgspec.DecodeError, IndexError) as error:
-            raise UpstreamError(f"prefill answered without prompt_token_ids: {error}") from None
+        except msgspec.DecodeError as error:
+            raise UpstreamError(f"prefill answered what is no completion: {error}") from None
+        # In a completion each choice has them, in a chat the answer.
+        prompt_ids = answer.prompt_token_ids or next((choice.prompt_token_ids for choice in answer.choices), None)
+        if not prompt_ids:
+            raise UpstreamError("prefill answered without prompt_token_ids")
+        transfer = answer.kv_transfer_params
+        return Prefilled(prompt_ids, None if bytes(transfer) in (b"", b"null") else transfer)
 
     @asynccontextmanager
-    async def decode(
-        self, journal: Journal, attempt: int, plan: Plan, transfer: msgspec.Raw | None
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def decode(self, call: Call) -> AsyncIterator[AsyncIterator[bytes]]:
         """Open the stream of the tokens after the history, as chunks of bytes."""
-        body = _request_body(journal, attempt, sources=_sources(plan))
-        body |= {"prompt": journal.history, "stream": True}
-        if journal.wants_usage:
-            body["stream_options"] = StreamOptions(include_usage=True)
-        if transfer is not None:
-            body["kv_transfer_params"] = transfer
-        async with self._completion(body) as response:
+        async with self._completion(call) as response:
             yield _Chunks(response)
 
     @asynccontextmanager
-    async def _completion(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        async with self._call("POST", "/v1/completions", msgspec.json.encode(body)) as response:
+    async def _completion(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with self._call("POST", call.path, call.body) as response:
             if response.status != 200:
                 answer = await _body_of(response)
                 if 400 <= response.status < 500 and response.status not in _NOT_THE_CLIENTS_FAULT:
@@ -196,22 +168,6 @@ class PdBackend:
         finally:
             # A response read to its end has given its connection back already; any other closes it here.
             response.close()
-
-
-def _request_body(journal: Journal, attempt: int, sources: list[PageRun]) -> dict[str, Any]:
-    """The client's own fields, and who writes what. Host and port of a peer are never in it."""
-    fields = msgspec.structs.asdict(journal.request)
-    body = {name: value for name, value in fields.items() if name not in _NOT_FORWARDED and value not in (None, "")}
-    body.pop("stream_options", None)
-    body["return_token_ids"] = True
-    body["kvrs"] = KvrsParams(journal.stream, attempt, journal.prompt_tokens, sources=sources)
-    return body
-
-
-def _sources(plan: Plan) -> list[PageRun]:
-    if plan.prefill is not None or plan.source is None or plan.source_pages == 0:
-        return []
-    return [PageRun(plan.source, 0, plan.source_pages, plan.source_generation)]
 
 
 async def _body_of(response: aiohttp.ClientResponse) -> bytes:

@@ -1,0 +1,110 @@
+"""The bodies of a stream's two calls: the client's own fields, and over them what only the proxy knows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvrs.policy.actions import Plan
+from kvrs.protocol.instance import KvrsParams, KvTransferParams, PageRun
+from kvrs.protocol.openai import StreamOptions
+from kvrs.proxy.forms import CHAT, COMPLETIONS
+from kvrs.proxy.journal import Journal
+
+# The proxy's own work, or said anew in every call.
+_NEVER_FORWARDED = ("n", "best_of", "echo", "stream_options")
+# Prefill produces nothing, so nothing needs to be said of how.
+_NOT_FOR_PREFILL = (
+    "max_completion_tokens",
+    "min_tokens",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+    "top_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+# Of a chat, when it goes on as a completion.
+_ONLY_FOR_CHAT = (
+    "messages",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "chat_template_kwargs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    path: str
+    fields: dict[str, Any]
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(self.fields)
+
+
+def prefill_call(journal: Journal, attempt: int, *, exact: bool) -> Call:
+    """Compute and retain the KV of the whole history."""
+    call = _call(journal, attempt, exact=exact, sources=[])
+    for name in _NOT_FOR_PREFILL:
+        call.fields.pop(name, None)
+    call.fields.update(max_tokens=1, temperature=0, stream=False, kv_transfer_params=KvTransferParams(do_remote_decode=True))
+    return call
+
+
+def decode_call(journal: Journal, attempt: int, plan: Plan, transfer: msgspec.Raw | None, *, exact: bool) -> Call:
+    """Stream the tokens after the history. Host and port of a peer are never in it."""
+    call = _call(journal, attempt, exact=exact, sources=_sources(plan))
+    fields = call.fields
+    fields["stream"] = True
+    if journal.wants_usage:
+        fields["stream_options"] = StreamOptions(include_usage=True)
+    if journal.seed is not None:
+        fields["seed"] = journal.seed
+    if transfer is not None:
+        fields["kv_transfer_params"] = transfer
+    if journal.output_ids and not exact:
+        _count_from_here(journal, fields)
+    return call
+
+
+def _call(journal: Journal, attempt: int, *, exact: bool, sources: list[PageRun]) -> Call:
+    form, history = journal.asked.form, journal.history
+    fields: dict[str, Any] = dict(journal.asked.fields)
+    for name in _NEVER_FORWARDED:
+        fields.pop(name, None)
+    fields["return_token_ids"] = True
+    params = KvrsParams(journal.stream, attempt, journal.prompt_tokens, sources=sources)
+    fields["kvrs"] = params
+    # A plain engine would render a chat's messages again, and knows no other way to take ids than as a completion.
+    if form is CHAT and not exact and journal.output_ids:
+        form = COMPLETIONS
+        for name in _ONLY_FOR_CHAT:
+            fields.pop(name, None)
+    if form is CHAT:
+        params.token_ids = history
+    elif history is not None:
+        fields["prompt"] = history
+    return Call(form.path, fields)
+
+
+def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:
+    """An engine that takes the history for a prompt counts from its end, and the proxy cuts the text at stop strings."""
+    produced = len(journal.output_ids)
+    if journal.remaining_tokens is not None:
+        fields["max_tokens"] = journal.remaining_tokens
+    fields["min_tokens"] = max(0, journal.asked.request.min_tokens - produced)
+    fields.pop("stop", None)
+
+
+def _sources(plan: Plan) -> list[PageRun]:
+    if plan.prefill is not None or plan.source is None or plan.source_pages == 0:
+        return []
+    return [PageRun(plan.source, 0, plan.source_pages, plan.source_generation)]

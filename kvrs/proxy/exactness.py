@@ -1,0 +1,30 @@
+"""What a plain P/D engine cannot continue exactly. (One that says EXACT_RESUME continues everything itself.)
+
+Such an engine takes the history as a new prompt: it counts output, draws random numbers and reads stop strings from there.
+The proxy makes up for text, stop strings, token limits and usage, because ids are enough for those.
+"""
+
+from kvrs.protocol.openai import ChatRequest
+from kvrs.proxy.forms import Asked
+
+
+def inexact_features(asked: Asked, *, has_tokenizer: bool) -> tuple[str, ...]:
+    """The fields of the request because of which a cut stream would differ from an uninterrupted one."""
+    request = asked.request
+    is_chat = isinstance(request, ChatRequest)
+    found = {
+        # Its generator starts anew, seeded or not: the position in the stream is no part of its key.
+        "temperature": request.temperature > 0,
+        # They count the tokens of its own output. (repetition_penalty counts the prompt too, which the history is.)
+        "presence_penalty": request.presence_penalty != 0,
+        "frequency_penalty": request.frequency_penalty != 0,
+        # Kernels that depend on the batch round differently; offsets are counted from the cut.
+        "logprobs": request.wanted_logprobs is not None,
+        # What the engine's parser had seen of a call before the cut is gone with it.
+        "tools": isinstance(request, ChatRequest) and request.may_call_tools,
+        # Stop strings within min_tokens are no stop strings, to engines only.
+        "min_tokens": request.min_tokens > 0 and bool(request.stop_strings),
+        # Ids are all that there is to continue from.
+        "messages" if is_chat else "prompt": not has_tokenizer,
+    }
+    return tuple(name for name, holds in found.items() if holds)
