@@ -7,20 +7,17 @@ Every stream is compared token by token with the same request in a run without k
 
 import argparse
 import json
-import random
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from experiments.conversation_trace.trace import DEFAULT_TRACE, sampled
-from kvrs.cluster.drill import Run, run_load
-from kvrs.cluster.launcher import Cluster
+from experiments.kills import hit_figures, kills, with_and_without
+from kvrs.cluster.drill import Run
 from kvrs.demo import FIRST_ORDINARY_TOKEN, VOCAB_SIZE, demo_config
 from kvrs.policy.config import PolicyName
-from kvrs.replay.faults import Fault, parse_faults
 from kvrs.replay.report import Report, build_report
 from kvrs.replay.table import terminal_table
 from kvrs.replay.traces import prefix_hit_ratio, replay_requests
@@ -30,17 +27,6 @@ REQUESTS_PER_S = 6.0
 HIT_AT_LEAST = 4
 # A killed instance is back after about five seconds; then the load needs a moment to fill it again.
 KILL_GAP_S = (8.0, 12.0)
-
-
-def kills(span_s: float, seed: int) -> list[Fault]:
-    """Random moments over the run; each waits until a decode instance has enough streams in flight."""
-    rng = random.Random(seed)
-    at_s, rows = rng.uniform(2.0, 4.0), []
-    while at_s < span_s:
-        when = {"at_s": at_s, "inflight_at_least": HIT_AT_LEAST}
-        rows.append({"when": when, "what": "kill", "whom": {"role": "decode", "pick": "random"}})
-        at_s += rng.uniform(*KILL_GAP_S)
-    return parse_faults(rows)
 
 
 def figures(run: Run, report: Report) -> dict[str, Any]:
@@ -59,18 +45,15 @@ def figures(run: Run, report: Report) -> dict[str, Any]:
         "ttp_s",
         "recovery_options",
     )
-    phases: Counter[str] = Counter()
-    for fault in run.faults:
-        phases.update(fault["phases"])
-    return {key: report[key] for key in keys} | {
-        "kills": len(run.faults),
-        "kills_left": run.faults_left,
-        "fewest_streams_hit_by_a_kill": min((fault["inflight"] for fault in run.faults), default=0),
-        "streams_hit_by_phase": dict(phases),
-        "impact": None if report["impact"] is None else {k: v for k, v in report["impact"].items() if k != "buckets"},
-        "groups": report["groups"],
-        "runs": report["runs"],
-    }
+    return (
+        {key: report[key] for key in keys}
+        | hit_figures(run)
+        | {
+            "impact": None if report["impact"] is None else {k: v for k, v in report["impact"].items() if k != "buckets"},
+            "groups": report["groups"],
+            "runs": report["runs"],
+        }
+    )
 
 
 def main() -> int:
@@ -87,13 +70,9 @@ def main() -> int:
     console = Console(record=True, width=110)
     trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed)
     requests = replay_requests(trace, VOCAB_SIZE, arguments.seed, FIRST_ORDINARY_TOKEN)
-    faults = kills(arguments.requests / REQUESTS_PER_S, arguments.seed)
-    with Cluster(
-        demo_config(arguments.policy, arguments.seed), lambda line: console.print(f"  {line}", style="dim", markup=False)
-    ) as cluster:
-        faulted = run_load(cluster, requests, faults, arguments.seed, console, "with kills")
-        cluster.wait_all_up()
-        clean = run_load(cluster, requests, [], arguments.seed, console, "without")
+    faults = kills(arguments.requests / REQUESTS_PER_S, arguments.seed, HIT_AT_LEAST, KILL_GAP_S)
+    config = demo_config(arguments.policy, arguments.seed)
+    faulted, clean = with_and_without(config, requests, faults, arguments.seed, console)
     settings = {
         "trace": arguments.trace.name,
         "policy": arguments.policy.value,

@@ -2,19 +2,16 @@
 
 import argparse
 import json
-import random
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from kvrs.cluster.drill import Run, run_load
-from kvrs.cluster.launcher import Cluster
+from experiments.kills import hit_figures, kills, with_and_without
+from kvrs.cluster.drill import Run
 from kvrs.demo import REQUESTS_PER_S, demo_config, scaled_requests
 from kvrs.policy.config import PolicyName
-from kvrs.replay.faults import Fault, parse_faults
 from kvrs.replay.generator import GeneratorSettings, generate
 from kvrs.replay.report import Report, build_report
 from kvrs.replay.table import terminal_table
@@ -25,22 +22,8 @@ HIT_AT_LEAST = 8
 KILL_GAP_S = (6.0, 10.0)
 
 
-def kills(span_s: float, seed: int) -> list[Fault]:
-    """Random moments over the run; each waits until a decode instance has enough streams in flight."""
-    rng = random.Random(seed)
-    at_s, rows = rng.uniform(1.5, 4.0), []
-    while at_s < span_s:
-        when = {"at_s": at_s, "inflight_at_least": HIT_AT_LEAST}
-        rows.append({"when": when, "what": "kill", "whom": {"role": "decode", "pick": "random"}})
-        at_s += rng.uniform(*KILL_GAP_S)
-    return parse_faults(rows)
-
-
 def summary(run: Run, report: Report) -> dict[str, Any]:
     """The figures that the claim is about."""
-    phases: Counter[str] = Counter()
-    for fault in run.faults:
-        phases.update(fault["phases"])
     keys = (
         "streams",
         "completed",
@@ -51,14 +34,12 @@ def summary(run: Run, report: Report) -> dict[str, Any]:
         "text_different",
         "recoveries",
     )
-    return {key: report[key] for key in keys} | {
+    rest = {
         "exact": report["exact"],
-        "kills": len(run.faults),
-        "fewest_streams_hit_by_a_kill": min((fault["inflight"] for fault in run.faults), default=0),
-        "streams_hit_by_phase": dict(phases),
         "client_visible_gap_s": report["gap_s"],
         "tfs_s": [fault["tfs_s"] for fault in report["faults"]],
     }
+    return {key: report[key] for key in keys} | hit_figures(run) | rest
 
 
 def main() -> int:
@@ -69,12 +50,9 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console(record=True, width=110)
     requests = scaled_requests(generate(GeneratorSettings(requests=arguments.streams), arguments.seed), arguments.seed)
-    faults = kills(arguments.streams / REQUESTS_PER_S, arguments.seed)
+    faults = kills(arguments.streams / REQUESTS_PER_S, arguments.seed, HIT_AT_LEAST, KILL_GAP_S)
     config = demo_config(arguments.policy, arguments.seed)
-    with Cluster(config, lambda line: console.print(f"  {line}", style="dim", markup=False)) as cluster:
-        faulted = run_load(cluster, requests, faults, arguments.seed, console, "with kills")
-        cluster.wait_all_up()
-        clean = run_load(cluster, requests, [], arguments.seed, console, "without")
+    faulted, clean = with_and_without(config, requests, faults, arguments.seed, console)
     settings = {"policy": arguments.policy.value, "streams": arguments.streams, "seed": arguments.seed}
     report = build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings)
     figures = settings | summary(faulted, report)

@@ -1,0 +1,50 @@
+"""What the experiments with a series of kills share: when to kill, and the same requests with and without."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from kvrs.cluster.drill import Run, run_load
+from kvrs.cluster.launcher import Cluster
+from kvrs.config import Config
+from kvrs.replay.faults import Fault, parse_faults
+from kvrs.replay.records import ReplayRequest
+
+
+def kills(span_s: float, seed: int, hit_at_least: int, gap_s: tuple[float, float]) -> list[Fault]:
+    """SIGKILLs at random moments over the run, `gap_s` (from, to) apart.
+
+    Each waits until the decode instance that it hits has enough streams in flight.
+    """
+    rng = random.Random(seed)
+    at_s, rows = rng.uniform(1.5, 4.0), []
+    while at_s < span_s:
+        when = {"at_s": at_s, "inflight_at_least": hit_at_least}
+        rows.append({"when": when, "what": "kill", "whom": {"role": "decode", "pick": "random"}})
+        at_s += rng.uniform(*gap_s)
+    return parse_faults(rows)
+
+
+def with_and_without(
+    config: Config, requests: Sequence[ReplayRequest], faults: list[Fault], seed: int, console: Console
+) -> tuple[Run, Run]:
+    """The requests through one cluster twice, first with the faults, then undisturbed."""
+    with Cluster(config, lambda line: console.print(f"  {line}", style="dim", markup=False)) as cluster:
+        faulted = run_load(cluster, requests, faults, seed, console, "with kills")
+        cluster.wait_all_up()
+        return faulted, run_load(cluster, requests, [], seed, console, "without")
+
+
+def hit_figures(run: Run) -> dict[str, object]:
+    """How many kills, and whom they hit where."""
+    phases: Counter[str] = Counter()
+    for fault in run.faults:
+        phases.update(fault["phases"])
+    return {
+        "kills": len(run.faults),
+        "kills_left": run.faults_left,
+        "fewest_streams_hit_by_a_kill": min((fault["inflight"] for fault in run.faults), default=0),
+        "streams_hit_by_phase": dict(phases),
+    }
