@@ -21,7 +21,7 @@ from kvrs.profiles.catalog import decode_table, prefill_table
 from kvrs.protocol.instance import Role
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
 from kvrs.proxy.config import ProxySettings
-from kvrs.settings import Settings
+from kvrs.settings import Settings, parse_yaml
 from kvrs.transfer.config import TransferSettings
 
 ENV_NAME = "KVRS_SECRET"
@@ -108,7 +108,7 @@ def load_config(path: Path) -> Config:
         ConfigError: the file cannot be read, is not YAML, or holds faults.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}"]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

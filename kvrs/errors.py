@@ -18,12 +18,13 @@ class TraceError(KvrsError):
 
 
 class RequestError(KvrsError):
-    """A client's request is wrong (HTTP 4xx). `param` names the field, as the OpenAI error body does."""
+    """A client's request is wrong (HTTP 4xx). `param` names the field and `code` the kind, as the OpenAI error body does."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
+        self.code = code
 
 
 class TransferError(KvrsError):

@@ -9,7 +9,9 @@ import threading
 import traceback
 from pathlib import Path
 
+from kvrs.cluster.starts import next_start, report_fault
 from kvrs.config import load_config, read_secret
+from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 
 
@@ -22,7 +24,8 @@ class InstanceActor:
         self._ready = threading.Event()
         self._config_path = Path(config_path)
         self._instance_id = InstanceId(instance_id)
-        self._epoch = next_epoch(Path(run_directory) / f"{instance_id}.epoch")
+        self._run_directory = Path(run_directory)
+        self._epoch = next_start(self._run_directory, self._instance_id)
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
 
     def wait_ready(self) -> int:
@@ -37,18 +40,12 @@ class InstanceActor:
             config = load_config(self._config_path)
             secret = read_secret(config.security, os.environ)
             asyncio.run(serve(config, self._instance_id, self._epoch, secret, asyncio.Event(), self._ready.set))
+        except KvrsError as error:
+            print(error, file=self._log)
+            if not self._ready.is_set():
+                report_fault(self._run_directory, self._instance_id, str(error))
         except BaseException:
             traceback.print_exc(file=self._log)
-            raise
         finally:
             # An instance that does not serve must not look alive; Ray starts it again.
             os._exit(1)
-
-
-def next_epoch(path: Path) -> int:
-    """One more than the last start's, whatever the clock says; kept in a file because the process is not."""
-    epoch = int(path.read_text()) + 1 if path.exists() else 1
-    temporary = path.with_suffix(".new")
-    temporary.write_text(str(epoch))
-    temporary.replace(path)
-    return epoch

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvrs.cluster.ports import resolve_ports
+from kvrs.cluster.signals import EndingSignals
+from kvrs.cluster.starts import start_fault, starts
 from kvrs.config import ENV_NAME, Config, dump_config, read_secret
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
@@ -28,6 +30,9 @@ from kvrs.ids import InstanceId
 Progress = Callable[[str], None]
 
 START_TIMEOUT_S = 120.0
+# An instance that ends while it starts, for no reason that it could name, is started so often in all.
+STARTS = 3
+LOOK_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 15.0
 # Ray keeps no tensors of ours; it only wants some shared memory to exist.
 OBJECT_STORE_BYTES = 80 << 20
@@ -40,7 +45,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Deaths are our business, and are reported as such; Ray's paragraph about each is not shown.
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "worker died or was killed",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "worker died or was killed|Raylet is terminated|has been marked dead",
 }
 
 
@@ -64,13 +69,16 @@ class Cluster:
 
     def __enter__(self) -> Self:
         self.config = resolve_ports(self._asked)
+        self._signals = EndingSignals()
         self.run_directory = _new_run_directory()
         self._progress(f"logs are in {self.run_directory} while it runs")
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "kvrs.cluster.guard", str(self.run_directory)], stdin=subprocess.PIPE, start_new_session=True
         )
         try:
+            self._signals.interrupt()
             self._start()
+            self._signals.hand_back()
         except BaseException:
             self.__exit__()
             raise
@@ -78,17 +86,21 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         """End the proxy, then Ray with the instances; the guard makes sure and removes the run directory."""
-        if self._proxy is not None:
-            self._proxy.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._proxy.wait(STOP_TIMEOUT_S)
-        if self._ray_runs:
-            import ray
+        self._signals.ignore()
+        try:
+            if self._proxy is not None:
+                self._proxy.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._proxy.wait(STOP_TIMEOUT_S)
+            if self._ray_runs:
+                import ray
 
-            ray.shutdown()
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
-        self._guard.wait()
+                ray.shutdown()
+        finally:
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
+            self._guard.wait()
+            self._signals.restore()
 
     @property
     def url(self) -> str:
@@ -152,8 +164,8 @@ class Cluster:
             self._progress("generating a tiny random model")
             model = self.run_directory / "tiny-llama"
             # In a process of its own, so that this one never loads torch.
-            seed = str(cluster.engine.seed)
-            subprocess.run([sys.executable, "-m", "kvrs.engine.tiny", str(model), seed], check=True)
+            if self._spawn("tiny", "-m", "kvrs.engine.tiny", str(model), str(cluster.engine.seed)).wait():
+                raise LaunchError(f"the tiny random model could not be generated\n{self._log_tail('tiny')}")
             cluster = cluster.model_copy(update={"model": str(model)})
         self.config = self.config.model_copy(update={"cluster": cluster})
         self.config_path = self.run_directory / "config.yaml"
@@ -175,10 +187,11 @@ class Cluster:
             _temp_dir=str(self.run_directory / "ray"),
         )
         self._ray_runs = True
+        self._signals.interrupt()
         actor = ray.remote(InstanceActor)
         for node, instance in self.config.cluster.instances():
-            # A killed instance is brought back however often; what was asked of Ray itself may be asked again.
-            options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
+            # A killed instance is brought back however often.
+            options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 2}
             self._actors[instance.id] = actor.options(resources={f"kvrs-{node.id}": 1.0}, **options).remote(
                 str(self.config_path), instance.id, str(self.run_directory)
             )
@@ -189,18 +202,36 @@ class Cluster:
         waiting = {actor.wait_ready.remote(): name for name, actor in self._actors.items()}
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while waiting:
-            done, _ = ray.wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
-            if not done:
-                name = next(iter(waiting.values()))
-                raise LaunchError(f"instance {name!r} did not start within {START_TIMEOUT_S:.0f} s\n{self._log_tail(name)}")
+            done, _ = ray.wait(list(waiting), timeout=LOOK_INTERVAL_S)
             for reference in done:
-                self._progress(f"instance {waiting.pop(reference)} is up")
+                name = waiting.pop(reference)
+                try:
+                    ray.get(reference)
+                    self._progress(f"instance {name} is up")
+                except ray.exceptions.RayActorError:
+                    # It ended, or is about to be started again; Ray would ask it again by itself, with a paragraph each time.
+                    time.sleep(LOOK_INTERVAL_S)
+                    waiting[self._actors[name].wait_ready.remote()] = name
+            self._check_ray()
+            for name in waiting.values():
+                self._check_start(name)
+                if time.monotonic() > deadline_s:
+                    raise LaunchError(f"instance {name!r} did not start within {START_TIMEOUT_S:.0f} s\n{self._log_tail(name)}")
+
+    def _check_start(self, name: InstanceId) -> None:
+        """Raise LaunchError when it makes no sense to wait for an instance any longer."""
+        if fault := start_fault(self.run_directory, name):
+            raise LaunchError("\n".join(f"instance {name!r}: {line}" for line in fault.splitlines()))
+        if starts(self.run_directory, name) > STARTS:
+            raise LaunchError(f"instance {name!r} ended {STARTS} times while it started\n{self._log_tail(name)}")
+
+    def _spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """A Python process of this run: its log file tells the guard so, and Ctrl-C at a terminal is left to the launcher."""
+        with (self.run_directory / f"{log_name}.log").open("ab") as log:
+            return subprocess.Popen([sys.executable, *arguments], stdout=log, stderr=log, process_group=0)
 
     def _start_proxy(self) -> None:
-        with (self.run_directory / "proxy.log").open("ab") as log:
-            self._proxy = subprocess.Popen(
-                [sys.executable, "-m", "kvrs", "proxy", "--config", str(self.config_path)], stdout=log, stderr=log
-            )
+        self._proxy = self._spawn("proxy", "-m", "kvrs", "proxy", "--config", str(self.config_path))
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
             self.check()
@@ -211,9 +242,20 @@ class Cluster:
         raise LaunchError(f"the proxy did not answer within {START_TIMEOUT_S:.0f} s\n{self._log_tail('proxy')}")
 
     def check(self) -> None:
-        """Raise LaunchError when the proxy has ended."""
+        """Raise LaunchError when the proxy or Ray has ended."""
         if self._proxy is not None and self._proxy.poll() is not None:
             raise LaunchError(f"the proxy ended with status {self._proxy.returncode}\n{self._log_tail('proxy')}")
+        self._check_ray()
+
+    def _check_ray(self) -> None:
+        # Without its raylet an instance ends at once, without the GCS within a minute, and nobody would bring it back.
+        # Ray's public functions ask the very processes that may be gone.
+        if self._ray_runs:
+            import ray
+
+            for name, process in ray._private.worker._global_node.dead_processes():
+                if name in ("raylet", "gcs_server"):
+                    raise LaunchError(f"Ray's {name} ended with status {process.returncode}; no instance can serve without it")
 
     def _log_tail(self, name: str) -> str:
         path = self.run_directory / f"{name}.log"

@@ -1,5 +1,6 @@
 """From a parsed request to a run: the history it starts from, who holds its KV, and what this engine cannot take."""
 
+import asyncio
 import secrets
 
 from kvrs.engine.instance import EngineInstance
@@ -10,21 +11,26 @@ from kvrs.protocol.instance import KvrsParams, KvTransferParams
 from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
 
+# Tokenising more than this takes milliseconds, for which the streams of the event loop shall not wait.
+_QUICKLY_TOKENISED_CHARACTERS = 10_000
+
 
 class Admission:
     """Hosts and ports of a request are ignored: the instance's registry knows."""
 
     def __init__(self, instance: EngineInstance) -> None:
         self._instance = instance
+        longest_token = max(map(len, instance.tokenizer.get_vocab(with_added_tokens=True)))
+        self._max_characters = instance.max_model_len * longest_token
 
-    def admit(self, asked: CompletionRequest | ChatRequest) -> Run:
+    async def admit(self, asked: CompletionRequest | ChatRequest) -> Run:
         """A run that can be submitted.
 
         Raises:
             RequestError: this engine cannot serve the request.
         """
         _refuse_proxys_work(asked)
-        ids, written_here = self._history(asked)
+        ids, written_here = await self._history(asked)
         if not ids:
             raise RequestError("prompt must not be empty", param="prompt")
         self._check_ids(ids, "prompt")
@@ -47,7 +53,7 @@ class Admission:
         )
         return make_run(asked, max_tokens, sequence, source, self._instance.served)
 
-    def _history(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], bool]:
+    async def _history(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], bool]:
         """Prompt and output so far, and whether this engine made the ids from what the client wrote."""
         instance = self._instance
         given = asked.kvrs.token_ids if asked.kvrs is not None else None
@@ -55,14 +61,30 @@ class Admission:
             if given is not None:
                 raise RequestError("a completion's history is its prompt", param="kvrs.token_ids")
             if isinstance(asked.prompt, str):
-                return instance.tokenizer.encode(asked.prompt).ids, True
+                return await self._tokenised(asked.prompt, "prompt", special_tokens=True), True
             return asked.prompt, False
         if given is not None:
             return given, False
         if instance.chat_template is None:
             raise RequestError(f"model {instance.model} has no chat template; allowed: /v1/completions", param="messages")
         # The template writes the special tokens itself.
-        return instance.tokenizer.encode(instance.chat_template.render(asked), add_special_tokens=False).ids, True
+        return await self._tokenised(instance.chat_template.render(asked), "messages", special_tokens=False), True
+
+    async def _tokenised(self, text: str, name: str, *, special_tokens: bool) -> list[int]:
+        # Found out without the seconds that it would take to count.
+        if len(text) > self._max_characters:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which are more than {self._instance.max_model_len} tokens", param=name
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            # JSON within JSON can bring them: the arguments of a tool call.
+            raise RequestError("the prompt contains half a surrogate pair, which is no character", param=name) from None
+        encode = self._instance.tokenizer.encode
+        if len(text) <= _QUICKLY_TOKENISED_CHARACTERS:
+            return encode(text, add_special_tokens=special_tokens).ids
+        return (await asyncio.to_thread(encode, text, add_special_tokens=special_tokens)).ids
 
     def _check_ids(self, token_ids: list[int], name: str) -> None:
         vocab_size = self._instance.worker.vocab_size
@@ -74,10 +96,12 @@ class Admission:
     ) -> int:
         longest = self._instance.max_model_len
         max_tokens = max(1, longest - prompt_tokens) if asked.max_tokens is None else asked.max_tokens
+        if prompt_tokens >= longest:
+            raise RequestError(f"the prompt has {prompt_tokens} tokens; allowed: at most {longest - 1}", param="prompt")
         if max(prompt_tokens + max_tokens, history_tokens) > longest:
             raise RequestError(
                 f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) together must be at most {longest} tokens",
-                param="prompt" if prompt_tokens >= longest else "max_tokens",
+                param="max_tokens",
             )
         if history_tokens > prompt_tokens + max_tokens and not prefill_only:
             raise RequestError(f"the output so far has more than max_tokens ({max_tokens}) tokens", param="max_tokens")

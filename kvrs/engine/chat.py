@@ -50,7 +50,7 @@ class ChatTemplate:
         tools = request.tools if request.may_call_tools else None
         variables: dict[str, Any] = {
             **self._special_tokens,
-            "messages": [_flatten(message, index) for index, message in enumerate(_MESSAGES.decode(request.messages))],
+            "messages": [_flatten(message, index) for index, message in enumerate(_messages_of(request))],
             "tools": tools,
             "add_generation_prompt": True,
         }
@@ -105,6 +105,13 @@ def _is_named(entry: object) -> bool:
 
 def _token_text(token: object) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _messages_of(request: ChatRequest) -> list[dict[str, Any]]:
+    try:
+        return _MESSAGES.decode(request.messages)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"messages cannot be read: {error}", param="messages") from None
 
 
 def _flatten(message: dict[str, Any], index: int) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from kvrs.scheduling.config import BatchSettings
 
@@ -11,3 +12,11 @@ class EngineSettings(BatchSettings):
     device: Literal["cpu", "cuda"] = "cpu"
     pace: str | None = None  # Name of a profile whose clock the engine keeps, by sleeping (DESIGN section 1).
     seed: int = Field(default=0, ge=0, lt=1 << 63)  # Of the weights of the generated model.
+
+    @field_validator("page_size_tokens")
+    @classmethod
+    def _fills_vectors(cls, page_size_tokens: int) -> int:
+        # Blocks of keys are made of whole pages and must fill whole SIMD vectors.
+        if page_size_tokens & (page_size_tokens - 1):
+            raise PydanticCustomError("page_size", "allowed: a power of two from 1 to 1024")
+        return page_size_tokens

@@ -144,13 +144,13 @@ class _Face:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         asked = parse_completion_request(await request.read())
-        run = self._admission.admit(asked)
+        run = await self._admission.admit(asked)
         answer = CompletionAnswer(asked, run, self._instance.model, int(time.time()), self._instance.pieces)
         return await self._serve(request, asked, run, answer)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         asked = parse_chat_request(await request.read())
-        run = self._admission.admit(asked)
+        run = await self._admission.admit(asked)
         answer = ChatAnswer(asked, run, self._instance.model, int(time.time()), self._instance.pieces)
         return await self._serve(request, asked, run, answer)
 
@@ -161,7 +161,7 @@ class _Face:
         self._instance.core.submit(run)
         try:
             if asked.stream:
-                wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
+                wants_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
                 return await self._stream(request, run, answer, wants_usage)
             return await self._whole(run, answer)
         finally:

@@ -1,11 +1,13 @@
 """Runs one instance until it is told to stop."""
 
 import asyncio
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
-from kvrs.config import Config
+from kvrs.config import Config, InstanceSettings
 from kvrs.engine.faults import add_fault_route
 from kvrs.engine.http import make_app
 from kvrs.engine.instance import EngineInstance
@@ -30,11 +32,10 @@ async def serve(
     await runner.setup()
     settings = instance.settings
     try:
-        try:
+        with _naming(settings, "page_port"):
             await instance.start()
+        with _naming(settings, "port"):
             await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
-        except OSError as error:
-            raise ConfigError([f"instance {settings.id}: {error}"]) from None
         ready()
         await asyncio.wait({asyncio.ensure_future(stop.wait()), *instance.tasks}, return_when=asyncio.FIRST_COMPLETED)
         if (bug := instance.failed()) is not None:
@@ -42,3 +43,14 @@ async def serve(
     finally:
         await runner.cleanup()
         await instance.close()
+
+
+@contextmanager
+def _naming(settings: InstanceSettings, key: str) -> Iterator[None]:
+    """Say which port it is that cannot be had."""
+    try:
+        yield
+    except OSError as error:
+        why = "in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+        address = f"{settings.host}:{getattr(settings, key)}"
+        raise ConfigError([f"instance {settings.id}: {key}: {address} is {why}; allowed: a free port"]) from None

@@ -37,7 +37,6 @@ class Worker:
             KvrsError: this machine's matrix library cannot compute exactly.
         """
         self.settings = settings
-        _check_page_size(settings.page_size_tokens)
         device = _device(settings.device)
         # Four engines share a machine; and a loop split between threads would end in other SIMD remainders.
         torch.set_num_threads(1)
@@ -52,7 +51,8 @@ class Worker:
             page_size_tokens=settings.page_size_tokens,
         )
         self.vocab_size = config.vocab
-        self.eos_token_ids = config.eos_token_ids
+        # Some checkpoints name end tokens that their weights do not have.
+        self.eos_token_ids = frozenset(token_id for token_id in config.eos_token_ids if token_id < config.vocab)
         self.max_positions = min(settings.max_model_len, config.max_positions)
         self.fingerprint = _fingerprint(config, weights, self.geometry, device)
         # Outside of inference mode: `store` writes into the pool from other threads too.
@@ -81,12 +81,6 @@ def _device(name: str) -> torch.device:
             ["cluster.engine.device: got 'cuda'; allowed: 'cpu' (this machine has no CUDA device that torch can use)"]
         )
     return torch.device(name)
-
-
-def _check_page_size(page_size_tokens: int) -> None:
-    # Blocks of keys are made of whole pages and must fill whole SIMD vectors.
-    if page_size_tokens & (page_size_tokens - 1):
-        raise ConfigError([f"cluster.engine.page_size_tokens: got {page_size_tokens}; allowed: a power of two"])
 
 
 def _check_attention(config: ModelConfig, page_size_tokens: int, device: torch.device) -> None:

@@ -3,6 +3,8 @@
 What is not supported is refused by name; nothing is silently ignored that would change the output.
 """
 
+import re
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +20,8 @@ MAX_TOP_LOGPROBS = 20
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # Refused, unless it is false: tokens are counted at the end.
 
 
 class _Refused(msgspec.Struct, kw_only=True):
@@ -39,6 +42,8 @@ class _Refused(msgspec.Struct, kw_only=True):
     prompt_logprobs: Any = None
     return_tokens_as_token_ids: Any = None
     prompt_embeds: Any = None
+    logits_processors: Any = None
+    include_reasoning: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -95,6 +100,7 @@ class CompletionRequest(_SamplingRequest, kw_only=True):
 
     prompt: str | list[int]
     max_tokens: int = 16
+    add_special_tokens: Any = None  # Refused, unless it is true.
     echo: bool = False
     logprobs: int | None = None
 
@@ -111,6 +117,8 @@ class ChatRequest(_SamplingRequest, kw_only=True):
     """
 
     messages: msgspec.Raw
+    add_special_tokens: Any = None  # Refused, unless it is false: a template writes the special tokens itself.
+    echo: Any = None  # Refused: in other servers it repeats the last message.
     max_tokens: int | None = None  # None: whatever the prompt leaves of the engine's `max_model_len`.
     max_completion_tokens: int | None = None  # The newer name; None once parsed, `max_tokens` has it then.
     logprobs: bool = False
@@ -271,9 +279,13 @@ class _Message(msgspec.Struct):
     role: str
 
 
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PROMPTS = msgspec.json.Decoder(list[str | list[int]])
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _MESSAGES = msgspec.json.Decoder(list[_Message])
+
+_MISSING = re.compile("Object missing required field `(.*)`")
 
 # What a refused field may say, because it changes nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -288,6 +300,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
+    "logits_processors": ([],),
+    "include_reasoning": (True,),
     "response_format": ({"type": "text"},),
     "functions": ([],),
     "modalities": (["text"],),
@@ -320,8 +334,9 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
     Raises:
         RequestError: malformed JSON, a wrong type, a value out of range, or a feature that is not supported.
     """
-    request = _decode(_COMPLETION, body)
+    request = _decode_body(_COMPLETION, body)
     _check(request)
+    _check_neutral("add_special_tokens", request.add_special_tokens, (True,))
     _check_range("logprobs", request.logprobs, *_LOGPROBS_RANGE)
     if len(request.prompt) == 0:
         raise RequestError("prompt must not be empty", param="prompt")
@@ -338,7 +353,9 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     Raises:
         RequestError: as `parse_completion_request`.
     """
-    request = _decode(_CHAT, body)
+    request = _decode_body(_CHAT, body)
+    _check_neutral("add_special_tokens", request.add_special_tokens, (False,))
+    _check_neutral("echo", request.echo, (False,))
     if request.max_completion_tokens is not None:
         if request.max_tokens not in (None, request.max_completion_tokens):
             raise RequestError(
@@ -353,7 +370,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     if request.tool_choice not in (None, "none", "auto"):
         raise RequestError(
-            f"tool_choice={request.tool_choice!r} needs guided decoding, which is not supported; allowed: 'none', 'auto'",
+            f"tool_choice={request.tool_choice!r:.80} needs guided decoding, which is not supported; allowed: 'none', 'auto'",
             param="tool_choice",
         )
     if not _decode(_MESSAGES, bytes(request.messages), "messages"):
@@ -364,12 +381,54 @@ def parse_chat_request(body: bytes) -> ChatRequest:
 Decoded = TypeVar("Decoded")
 
 
+def _decode_body(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
+    """Decode what a client sent, in the other forms too in which clients say the same."""
+    try:
+        # What is passed on undecoded must be JSON as well, so that no engine stumbles over it.
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    try:
+        return _decode(decoder, body)
+    except RequestError:
+        plain = _plainly(body)
+        if plain is None:
+            raise
+    return _decode(decoder, plain)
+
+
+def _plainly(body: bytes) -> bytes | None:
+    """The body without fields that are null, which say nothing, and with one prompt where it has a list of one; None: it is
+    no object.
+    """
+    try:
+        fields = _FIELDS.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    fields = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+    if "prompt" in fields:
+        fields["prompt"] = _only_prompt(fields["prompt"])
+    return msgspec.json.encode(fields)
+
+
+def _only_prompt(prompt: msgspec.Raw) -> msgspec.Raw:
+    try:
+        prompts = _PROMPTS.decode(prompt)
+    except msgspec.DecodeError:
+        return prompt
+    if len(prompts) > 1:
+        raise RequestError(f"{len(prompts)} prompts in one request are not supported; allowed: one", param="prompt")
+    return msgspec.Raw(msgspec.json.encode(prompts[0])) if prompts else prompt
+
+
 def _decode(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = "") -> Decoded:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         path = (field + path.rstrip("`")).lstrip(".")
+        if not path and (missing := _MISSING.match(message)):
+            path = missing[1]
         raise RequestError(f"{message} (field {path or 'body'})", param=path or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
@@ -377,10 +436,10 @@ def _decode(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = ""
 
 def _check(request: CompletionRequest | ChatRequest) -> None:
     for name in _Refused.__struct_fields__:
-        value = getattr(request, name)
-        if value is not None and value not in _NEUTRAL.get(name, ()):
-            allowed = " or ".join(msgspec.json.encode(value).decode() for value in (*_NEUTRAL.get(name, ()), None))
-            raise RequestError(f"{name}={value!r:.80} is not supported; allowed: {allowed}", param=name)
+        _check_neutral(name, getattr(request, name), _NEUTRAL.get(name, ()))
+    if request.stream_options is not None:
+        name = "stream_options.continuous_usage_stats"
+        _check_neutral(name, request.stream_options.continuous_usage_stats, (False,))
     for name, (lowest, highest) in _RANGES.items():
         _check_range(name, getattr(request, name), lowest, highest)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
@@ -394,9 +453,15 @@ def _check(request: CompletionRequest | ChatRequest) -> None:
         _check_ids("kvrs.token_ids", request.kvrs.token_ids)
 
 
+def _check_neutral(name: str, value: Any, neutral: Sequence[Any]) -> None:
+    if value is not None and value not in neutral:
+        allowed = " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None))
+        raise RequestError(f"{name}={value!r:.80} is not supported; allowed: {allowed}", param=name)
+
+
 def _check_range(name: str, value: float | None, lowest: float, highest: float) -> None:
     if value is not None and not lowest <= value <= highest:
-        raise RequestError(f"{name} must be in [{lowest}, {highest}], got {value!r}", param=name)
+        raise RequestError(f"{name} must be in [{lowest}, {highest}], got {value!r:.80}", param=name)
 
 
 def _check_ids(name: str, token_ids: list[int]) -> None:
@@ -409,6 +474,15 @@ def _check_ids(name: str, token_ids: list[int]) -> None:
 def error_body(message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> bytes:
     """The JSON of an OpenAI-style error, for a 4xx or 5xx body or an SSE event."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def error_kind(said: Any) -> str:
+    """Of what kind a decoded error body or event is; for causes, which are logged: its message may quote a prompt."""
+    match said:
+        case {"error": {"type": kind, "code": code}} if kind or code:
+            return f" ({', '.join(str(part)[:80] for part in (kind, code) if part)})"
+        case _:
+            return ""
 
 
 def sse(data: bytes) -> bytes:

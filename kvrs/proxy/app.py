@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -42,6 +43,7 @@ class Api:
         app.router.add_post(COMPLETIONS.path, self._completions)
         app.router.add_post(CHAT.path, self._chat)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         return app
@@ -55,6 +57,7 @@ class Api:
     async def _answer(self, form: Form, request: web.Request) -> web.StreamResponse:
         try:
             asked = read(form, await self._body(request))
+            self._check_model(asked.request.model)
             inexact = self._inexact(asked)
             echo = await self._echo(asked)
             if len(self._driver.streams) + asked.request.n > self._settings.max_streams:
@@ -73,11 +76,23 @@ class Api:
             raise
 
     async def _body(self, request: web.Request) -> bytes:
+        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+            raise RequestError(f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'", status=415)
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise RequestError(f"the body must be at most {self._settings.max_body_bytes} bytes", status=413) from None
         except TimeoutError:
             raise RequestError(f"the body did not arrive within {self._settings.body_timeout_s} s", status=408) from None
+
+    def _check_model(self, model: str | None) -> None:
+        """Only one is served. While no instance has said which, any may be asked for."""
+        served = self._driver.instances.model
+        if model is not None and served is not None and model != served:
+            raise RequestError(
+                f"the model {model!r:.200} does not exist; allowed: {served!r}", param="model", status=404, code="model_not_found"
+            )
 
     def _inexact(self, asked: Asked) -> tuple[str, ...]:
         """What of the request could not be continued exactly on the engines that there are."""
@@ -161,8 +176,18 @@ class Api:
 
     async def _models(self, _: web.Request) -> web.Response:
         model = self._driver.instances.model
-        models = [] if model is None else [{"id": model, "object": "model", "created": self._created, "owned_by": "kvrs"}]
+        models = [] if model is None else [self._described(model)]
         return _json(msgspec.json.encode({"object": "list", "data": models}))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        model = request.match_info["model"]
+        self._check_model(model)
+        if self._driver.instances.model is None:
+            raise RequestError(f"the model {model!r:.200} is not known yet: no instance has come up", status=503)
+        return _json(msgspec.json.encode(self._described(model)))
+
+    def _described(self, model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": self._created, "owned_by": "kvrs"}
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -199,11 +224,20 @@ async def _errors_as_openai(request: web.Request, handler: Handler) -> web.Strea
     except RequestError as error:
         headers = {"Retry-After": "1"} if error.status == 503 else None
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-        response = _json(error_body(str(error), kind=kind, param=error.param), error.status, headers)
-        if error.status == 408:
+        response = _json(error_body(str(error), kind=kind, param=error.param, code=error.code), error.status, headers)
+        # The rest of the body is still to come.
+        if error.status in (408, 413):
             response.force_close()
         return response
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return _json(error_body(error.reason), error.status)
+        message = f"{request.method} {request.path:.200}: {error.reason}"
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return _json(error_body(message), error.status, headers)
+    except Exception:
+        # A bug of ours. Once a response has begun, only the end of the connection can tell of it.
+        log.exception("request ended by a bug")
+        if request.writer.output_size > 0:
+            raise
+        return _json(error_body("the proxy failed; its log says more", kind="server_error"), 500)

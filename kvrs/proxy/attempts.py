@@ -32,7 +32,7 @@ class Reports(Protocol):
         """Whether this attempt goes on to decode."""
 
     def resumed(self, live: LiveStream, attempt: int) -> None: ...
-    def relayed(self, tokens: int) -> None: ...
+    def relayed(self, instance: InstanceId, tokens: int) -> None: ...
     def attempt_failed(self, live: LiveStream, attempt: int, instance: InstanceId, cause: str) -> None: ...
     def refused(self, live: LiveStream, error: RefusedError) -> None: ...
     def completed(self, live: LiveStream) -> None: ...
@@ -52,6 +52,9 @@ class World(Protocol):
 
     def patience_s(self, instance: InstanceId) -> float:
         """How long an instance may be silent, its queue included."""
+
+    def keeps_waiting(self, instance: InstanceId) -> bool:
+        """Whether an instance has more streams than it can run at a time, and gets on with them."""
 
 
 class Attempt:
@@ -132,7 +135,7 @@ class Attempt:
         live.enter(Stage.PREFILL, instance)
         live.prefilled_at.add(instance)
         call = prefill_call(live.journal, self._attempt, exact=self._world.resumes_exactly(instance))
-        async with silence_limit(self._world.patience_s(instance), paused=lambda: False):
+        async with silence_limit(self._world.patience_s(instance), paused=lambda: self._world.keeps_waiting(instance)):
             answer = await self._world.backend(instance).prefill(call)
         if live.journal.prompt_ids is None:
             live.journal.prompt_ids = answer.prompt_ids
@@ -144,8 +147,12 @@ class Attempt:
         live.enter(Stage.DECODE, self._instance)
         call = decode_call(live.journal, self._attempt, plan, transfer, exact=self._world.resumes_exactly(plan.decode))
         relay = self._relay(continuation)
+
+        def excused() -> bool:
+            return live.client.blocked or self._world.keeps_waiting(plan.decode)
+
         async with (
-            silence_limit(self._world.patience_s(plan.decode), paused=lambda: live.client.blocked) as watchdog,
+            silence_limit(self._world.patience_s(plan.decode), paused=excused) as watchdog,
             self._world.backend(plan.decode).decode(call) as chunks,
         ):
             if not await relay.copy(chunks, watchdog.heard):
@@ -163,7 +170,7 @@ class Attempt:
             self._attempt,
             clock=self._clock,
             resumed=lambda: self._reports.resumed(live, self._attempt),
-            relayed=self._reports.relayed,
+            relayed=lambda tokens: self._reports.relayed(self._plan.decode, tokens),
             exact=self._world.resumes_exactly(self._plan.decode),
             continuation=continuation,
         )

@@ -64,6 +64,7 @@ class Driver:
         self._telling = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._wakes: set[asyncio.TimerHandle] = set()
+        self._progress_s: dict[InstanceId, float] = {}  # When an instance last delivered anything.
         # Attempts that may still run at an instance, for the day on which it has to be fenced.
         self._writers: defaultdict[InstanceId, dict[StreamId, int]] = defaultdict(dict)
 
@@ -183,6 +184,13 @@ class Driver:
     def patience_s(self, instance: InstanceId) -> float:
         return self._token_gap_s + self.instances.queue_delay_s(instance)
 
+    def keeps_waiting(self, instance: InstanceId) -> bool:
+        # To give such streams up would only send them to the end of another line, and what they got done to waste. An
+        # engine that hangs has a line as well, but no stream that gets on.
+        progress_s = self._progress_s.get(instance)
+        is_recent = progress_s is not None and self._clock() - progress_s < self._token_gap_s
+        return is_recent and self.instances.queued(instance) > 0
+
     # What attempts report.
 
     def prefill_done(self, live: LiveStream, attempt: int, instance: InstanceId) -> bool:
@@ -190,6 +198,7 @@ class Driver:
         decode = live.plan.decode
         if instance != decode:
             self._writers[instance].pop(live.id, None)
+        self._progress_s[instance] = self._clock()
         self.leases.hold(instance, live.id)
         self.tell(PrefillDone(live.id, attempt, live.journal.history_tokens))
         if attempt != live.journal.attempt:
@@ -204,7 +213,8 @@ class Driver:
         self.recoveries.resumed(live.id, attempt)
         self.tell(StreamResumed(live.id, attempt))
 
-    def relayed(self, tokens: int) -> None:
+    def relayed(self, instance: InstanceId, tokens: int) -> None:
+        self._progress_s[instance] = self._clock()
         self._metrics.tokens.inc(tokens)
 
     def attempt_failed(self, live: LiveStream, attempt: int, instance: InstanceId, cause: str) -> None:

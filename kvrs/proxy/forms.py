@@ -97,7 +97,7 @@ class Asked:
     def wants_usage(self) -> bool:
         """Whether the client asked for a last event that counts tokens."""
         options = self.request.stream_options
-        return self.request.stream and options is not None and options.include_usage
+        return self.request.stream and options is not None and bool(options.include_usage)
 
 
 def read(form: Form, body: bytes) -> Asked:
@@ -109,8 +109,8 @@ def read(form: Form, body: bytes) -> Asked:
     request = form.parse(body)
     try:
         fields = _FIELDS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
-    for name in _OURS:
-        fields.pop(name, None)
+    # A null says nothing, yet not every engine takes it.
+    fields = {name: value for name, value in fields.items() if name not in _OURS and bytes(value) != b"null"}
     return Asked(form, request, fields, len(body))

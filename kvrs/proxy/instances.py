@@ -71,6 +71,11 @@ class Instances:
         load = self.known[instance].load
         return 0.0 if load is None else load.queue_delay_s
 
+    def queued(self, instance: InstanceId) -> int:
+        """Streams that wait there until others have ended."""
+        load = self.known[instance].load
+        return 0 if load is None else load.queued
+
     def fault(self, known: Known, info: InstanceInfo, *, streams_open: bool) -> str | None:
         """Why an instance that answered cannot be used."""
         for what, wanted, got in (("id", known.id, info.id), ("node", known.node, info.node), ("role", known.role, info.role)):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import UpstreamError
-from kvrs.protocol.openai import Usage
+from kvrs.protocol.openai import Usage, error_kind
 from kvrs.proxy.clients import Client
 from kvrs.proxy.continuation import Continuation, Piece
 from kvrs.proxy.journal import Journal
@@ -175,7 +175,7 @@ class Relay:
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise UpstreamError("sent an event that is not a completion chunk") from None
         if event.error is not None:
-            raise UpstreamError(f"sent an error event: {str(event.error)[:300]}")
+            raise UpstreamError(f"sent an error event{error_kind({'error': event.error})}")
         if not event.choices:
             return self._take_usage(data, event)
         return self._take_choice(data, event.choices[0])

@@ -4,12 +4,14 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 import socket
 import time
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvrs.config import Config
 from kvrs.errors import ConfigError
@@ -23,6 +25,22 @@ from kvrs.proxy.metrics import Metrics
 from kvrs.proxy.watcher import Watcher
 
 log = logging.getLogger(__name__)
+
+
+class _BrokenHttp(logging.Filter):
+    """One line for a request that is no HTTP, without its bytes, which aiohttp quotes: they may be of a prompt or a key."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg, record.args = "broken HTTP: %s", (type(error).__name__,)
+            record.exc_info = record.exc_text = None
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+_http_log = logging.getLogger(f"{__name__}.http")
+_http_log.addFilter(_BrokenHttp())
 
 _BACKLOG = 1024
 _LAST_WORDS_S = 2.0  # For clients to read how their streams ended when the proxy stops.
@@ -97,6 +115,7 @@ class Proxy:
         runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_http_log,
             auto_decompress=False,
             handler_cancellation=True,
             keepalive_timeout=20.0,
@@ -124,11 +143,19 @@ def _check_addresses(config: Config) -> None:
 
 
 async def serve(config: Config, secret: bytes) -> None:
-    """Run a proxy until cancelled."""
+    """Run a proxy until the process is told to end."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     proxy = Proxy(config, secret)
     await proxy.start()
     log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
+    running, stopping = asyncio.ensure_future(proxy.run()), asyncio.ensure_future(stop.wait())
     try:
-        await proxy.run()
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            await running
     finally:
+        running.cancel()
+        stopping.cancel()
         await proxy.close()

@@ -37,6 +37,9 @@ class Watcher:
                 self._lost = self._known.info
                 self._driver.instance_lost(self._known, cause)
                 pause_s = _FIRST_PAUSE_S
+            elif self._known.health is not Health.REFUSED and self._known.reason != cause:
+                self._known.reason = cause
+                log.warning("instance not reached", extra={"instance": self._known.id, "cause": cause})
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.cluster.actor import next_epoch
 from kvrs.cluster.ports import FIRST_PORT, LAST_PORT, resolve_ports
+from kvrs.cluster.starts import next_start
 from kvrs.config import parse_config
 from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
 
 
 def test_every_open_port_is_chosen_and_none_twice() -> None:
@@ -40,4 +41,4 @@ def test_ports_in_use_are_named_all_at_once() -> None:
 
 def test_an_epoch_rises_with_every_start(tmp_path: Path) -> None:
     """Whatever the clock does: the count is kept in the run directory."""
-    assert [next_epoch(tmp_path / "d0.epoch") for _ in range(3)] == [1, 2, 3]
+    assert [next_start(tmp_path, InstanceId("d0")) for _ in range(3)] == [1, 2, 3]

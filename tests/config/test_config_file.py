@@ -29,6 +29,13 @@ def test_every_fault_of_a_file_is_named_at_once() -> None:
     assert any("policy.slots_max: got 0" in line and "greater than or equal to 1" in line for line in faults)
 
 
+def test_a_page_size_that_no_engine_could_serve_is_found_before_one_starts() -> None:
+    """Pages are parts of SIMD blocks; that is no news for an instance's log."""
+    (fault,) = faults_of({"cluster": {"engine": {"page_size_tokens": 24}}})
+
+    assert fault == "cluster.engine.page_size_tokens: got 24; allowed: a power of two from 1 to 1024"
+
+
 @pytest.mark.parametrize("document", [[], "text", 3, {"nonsense": {}}])
 def test_a_document_that_is_no_configuration_is_refused(document: Any) -> None:
     """Whatever YAML can hold is answered by faults, not by a crash."""
@@ -69,6 +76,16 @@ def test_the_commented_example_holds_every_key_and_every_default() -> None:
     """The example is the reference of all keys, so it must not drift from the code."""
     assert load_config(EXAMPLE) == Config()
     assert yaml.safe_load(EXAMPLE.read_text()) == yaml.safe_load(dump_config(Config()))
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
+    """People write rates as 20e6; YAML 1.1 would call that text."""
+    path = tmp_path / "kvrs.yaml"
+    path.write_text("transfer: {link_bytes_per_s: 20e6, probe_interval_s: 1.5E+1, stall_timeout_s: .5e1}")
+
+    transfer = load_config(path).transfer
+
+    assert (transfer.link_bytes_per_s, transfer.probe_interval_s, transfer.stall_timeout_s) == (20e6, 15.0, 5.0)
 
 
 def test_a_file_that_is_not_yaml_says_so(tmp_path: Path) -> None:

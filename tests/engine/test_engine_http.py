@@ -1,10 +1,12 @@
 """What an instance answers over HTTP, and what it refuses."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from kvrs.engine.tiny import write_tiny_model
 from tests.engine.serving import TOKEN, serving
@@ -76,6 +78,9 @@ async def test_log_probabilities_are_the_models_own(tiny_model: Path) -> None:
     assert plain_top == dict(list(bent_top.items())[:4])
 
 
+# In the arguments, which are JSON within JSON.
+HALF_A_PAIR = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}]
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "n": 2}, "n"),
     (CHAT, {"messages": MESSAGES, "n": 2}, "n"),
@@ -85,6 +90,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [512]}, "stop_token_ids"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": 1 << 20}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "kalo " * 5000}, "prompt"),
+    (CHAT, {"messages": [{"role": "user", "content": "kalo " * 100_000}]}, "messages"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": HALF_A_PAIR}]}, "messages"),
     (COMPLETIONS, {"prompt": [5] * 3000}, "prompt"),
     (COMPLETIONS, {"prompt": [5] * 3000, "kvrs": KVRS, "kv_transfer_params": {"do_remote_decode": True}}, "max_tokens"),
     (COMPLETIONS, {"prompt": [5, 5, 6, 7, 8], "max_tokens": 2, "kvrs": KVRS}, "max_tokens"),
@@ -143,3 +151,23 @@ async def test_a_superseded_attempt_ends_with_an_error(tiny_model: Path) -> None
         assert rest.endswith(b"data: [DONE]\n\n")
         assert (await higher).status == 200
         assert late.status == 409
+
+
+async def test_tokenising_a_long_prompt_does_not_hold_up_the_streams(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds where a model has room for millions of characters: the event loop goes on meanwhile."""
+    async with serving(tiny_model) as (instance, client):
+        threads: list[bool] = []
+        encode = instance.tokenizer.encode
+
+        class Noting:
+            """The tokenizer's own class takes no new methods."""
+
+            def encode(self, text: str, **options: Any) -> Any:
+                threads.append(threading.current_thread() is threading.main_thread())
+                return encode(text, **options)
+
+        monkeypatch.setattr(instance, "tokenizer", Noting())
+        for words in (10, 3000):
+            assert (await client.post(COMPLETIONS, json={"prompt": "kalo " * words, "max_tokens": 1})).status in (200, 400)
+
+    assert threads == [True, False]

@@ -145,9 +145,3 @@ def test_an_index_cannot_name_files_elsewhere(directory: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"weight_map: other\.safetensors: not a file of this directory"):
         Worker(directory, EngineSettings(pages=2))
-
-
-def test_page_sizes_that_are_no_power_of_two_are_refused(directory: Path) -> None:
-    """Blocks of keys are whole pages and whole SIMD vectors."""
-    with pytest.raises(ConfigError, match="page_size_tokens: got 24; allowed: a power of two"):
-        Worker(directory, EngineSettings(pages=2, page_size_tokens=24))

@@ -42,6 +42,8 @@ def chat(**fields: Any) -> bytes:
         ("guided_json", {}, "null"),
         ("structured_outputs", {"regex": "a"}, "null"),
         ("use_beam_search", True, "false or null"),
+        ("logits_processors", ["x"], r"\[\] or null"),
+        ("include_reasoning", False, "true or null"),
         ("prompt_logprobs", 1, "null"),
         ("chat_template", "{{ messages }}", "null"),
         ("presence_penalty", 2.1, r"\[-2.0, 2.0\]"),
@@ -89,7 +91,13 @@ def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [1, -1]}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt[0]"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": None}, "prompt"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
     ],
 )
 def test_completions_have_limits_of_their_own(fields: dict[str, Any], param: str) -> None:
@@ -113,6 +121,8 @@ def test_completions_have_limits_of_their_own(fields: dict[str, Any], param: str
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": "f"}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
+        ({"echo": True}, "echo"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"min_tokens": 5, "max_completion_tokens": 4}, "min_tokens"),
         ({"kvrs": {"stream": "s", "attempt": 1, "prompt_tokens": 1, "token_ids": [-1]}}, "kvrs.token_ids"),
@@ -125,6 +135,45 @@ def test_chats_have_limits_of_their_own(fields: dict[str, Any], param: str) -> N
         parse_chat_request(chat(**fields))
 
     assert refusal.value.param == param
+
+
+@pytest.mark.parametrize("body", [completion, chat])
+def test_null_is_as_good_as_nothing(body: Any) -> None:
+    """Many clients name every field of the API; it allows null for what has a default."""
+    parse = parse_completion_request if body is completion else parse_chat_request
+    silent = parse(body())
+
+    nulls = dict.fromkeys(set(silent.__struct_fields__) - {"prompt", "messages"})
+
+    assert parse(body(**nulls)) == silent
+    assert parse(body(**{**nulls, "n": 2, "stream_options": {"include_usage": None}})).n == 2
+    with pytest.raises(RequestError) as refusal:
+        parse(body(**{**nulls, "top_p": "x"}))
+    assert refusal.value.param == "top_p"
+
+
+@pytest.mark.parametrize("prompt", ["é ka", [5, 6]])
+def test_a_list_of_one_prompt_is_that_prompt(prompt: str | list[int]) -> None:
+    """The API takes lists of prompts, and many clients send one that way."""
+    assert parse_completion_request(completion(prompt=[prompt])).prompt == prompt
+
+
+def test_what_is_passed_on_undecoded_must_be_text_too() -> None:
+    """An engine that stumbles over bytes which are no UTF-8 fails, and would have to be asked again and again."""
+    for body in (
+        b'{"messages":[{"role":"user","content":"\xff"}]}',
+        b'{"messages":[{"role":"user"}],"unknown":"\xff"}',
+    ):
+        with pytest.raises(RequestError, match="not valid JSON"):
+            parse_chat_request(body)
+
+
+def test_a_usage_in_every_event_is_refused() -> None:
+    """What would change the events is not ignored."""
+    with pytest.raises(RequestError) as refusal:
+        parse_completion_request(completion(stream_options={"continuous_usage_stats": True}))
+
+    assert refusal.value.param == "stream_options.continuous_usage_stats"
 
 
 def test_the_newer_name_of_max_tokens_counts() -> None:

@@ -114,6 +114,7 @@ class Scripted:
     forgotten: set[str] = field(default_factory=set)  # Streams whose lease is said to be unknown.
     fences: list[dict[str, int]] = field(default_factory=list)
     running: int = 0
+    queued: int = 0
     aborted: int = 0
     watches: int = 0
     refusal: tuple[int, bytes] | None = None
@@ -198,7 +199,9 @@ class Scripted:
         self.watches += 1
         try:
             while True:
-                report = LoadReport(self.epoch, queued=0, running=self.running, free_pages=9, queue_delay_s=0.0, links=[])
+                report = LoadReport(
+                    self.epoch, queued=self.queued, running=self.running, free_pages=9, queue_delay_s=0.0, links=[]
+                )
                 await response.write(msgspec.json.encode(report) + b"\n")
                 await asyncio.sleep(float(request.query["watch"]))
         finally:

@@ -115,14 +115,63 @@ async def test_http_errors_have_openai_bodies_too(build: HouseBuilder) -> None:
     """Unknown paths, wrong methods, bodies that are too large."""
     house = await build(pairs=1, proxy={"max_body_bytes": 2048})
 
-    for method, path, size, status in (
-        ("GET", "/v1/nothing", 0, 404),
-        ("GET", "/v1/completions", 0, 405),
-        ("POST", "/v1/completions", 5000, 413),
+    for method, path, size, status, says in (
+        ("GET", "/v1/nothing", 0, 404, "GET /v1/nothing"),
+        ("GET", "/v1/completions", 0, 405, "Method Not Allowed"),
+        ("POST", "/v1/completions", 5000, 413, "at most 2048 bytes"),
     ):
         async with house.http.request(method, house.url + path, data=b" " * size) as response:
             assert response.status == status
-            assert msgspec.json.decode(await response.read())["error"]["message"]
+            assert says in msgspec.json.decode(await response.read())["error"]["message"]
+            assert response.headers.get("Allow") == ("POST" if status == 405 else None)
+
+
+async def test_a_compressed_body_is_refused_by_name(build: HouseBuilder) -> None:
+    """A few bytes of it could unpack to any size."""
+    house = await build(pairs=1)
+
+    async with house.http.post(f"{house.url}/v1/completions", data=b"x", headers={"Content-Encoding": "gzip"}) as response:
+        assert response.status == 415
+        assert "'gzip'" in msgspec.json.decode(await response.read())["error"]["message"]
+
+
+async def test_only_the_served_model_can_be_asked_for(build: HouseBuilder) -> None:
+    """404 with the code that OpenAI clients know; also where one model is looked up."""
+    house = await build(pairs=1)
+
+    async with openai.AsyncOpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0) as client:
+        assert (await client.models.retrieve("scripted")).id == "scripted"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("org/another")
+        with pytest.raises(openai.NotFoundError) as refusal:
+            await client.completions.create(model="another", prompt="a")
+
+    assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")
+    assert "allowed: 'scripted'" in refusal.value.message
+
+
+async def test_a_bug_has_an_openai_body_as_well(build: HouseBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client library shows what it finds in the body."""
+    house = await build(pairs=1)
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("kvrs.proxy.app.read", broken)
+    status, body = await house.complete(**ASKED)
+
+    assert (status, msgspec.json.decode(body)["error"]["type"]) == (500, "server_error")
+
+
+async def test_broken_http_is_logged_without_what_was_sent(build: HouseBuilder, caplog: pytest.LogCaptureFixture) -> None:
+    """What is no request may be a prompt whose length was counted wrongly, or a key."""
+    house = await build(pairs=1)
+
+    answer = await raw(house, b"GET /healthz HTTP/1.1\r\nHost: x\r\nmy very private prompt\r\n\r\n")
+
+    assert b"400" in answer
+    assert "broken HTTP" in caplog.text
+    assert "private" not in caplog.text
 
 
 async def test_a_client_that_drips_its_body_is_cut_off(build: HouseBuilder) -> None:
@@ -166,6 +215,48 @@ async def test_what_an_engine_finds_wrong_is_passed_on(build: HouseBuilder) -> N
 
     assert await house.complete(**ASKED) == (400, body)
     assert len(house.instances["p0"].completions) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{\n "error": {\n  "message": "no such\\nthing", "code": 400}\n}', "no such\nthing"),
+        (b'{"object": "error", "message": "too long", "code": 400}', "too long"),
+        (b"<html>\n\ndata: [DONE]\n\n</html>", "the engine refuses the request: <html>\n\ndata: [DONE]"),
+    ],
+)
+async def test_a_refusal_in_a_stream_is_one_event(build: HouseBuilder, body: bytes, says: str) -> None:
+    """However an engine words it, and although it refuses what another had begun."""
+    house = await build()
+    house.script.gate, house.script.gate_at = asyncio.Event(), 2
+    streaming = asyncio.create_task(house.complete(**ASKED, stream=True))
+    await house.until_streams_hold(2)
+    for instance in house.instances.values():
+        instance.refusal = (400, body)
+
+    victim = (await house.state())["streams"][0]["decode"]
+    await house.instances[victim].kill()
+    status, answer = await streaming
+
+    *events, end = answer.split(b"\n\n")
+    assert (status, end) == (200, b"")
+    assert len(events) == 3
+    assert b"\n" not in events[2]
+    assert msgspec.json.decode(events[2][6:])["error"]["message"].startswith(says)
+
+
+async def test_causes_do_not_quote_engines(build: HouseBuilder, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine may repeat the prompt in its error; logs and state must not."""
+    house = await build(policy={"recovery": {"max_attempts": 2, "retry_pause_s": 0.01}})
+    for instance in house.instances.values():
+        instance.refusal = (500, error_body("bad prompt: 'my very private prompt'", kind="InternalServerError"))
+
+    status, _ = await house.complete(**ASKED)
+
+    assert status == 502
+    logged = str([vars(record) for record in caplog.records])
+    assert "HTTP 500 (InternalServerError)" in logged
+    assert "private" not in logged + str(await house.state())
 
 
 async def test_internal_fields_and_headers_of_a_client_go_nowhere(build: HouseBuilder) -> None:

@@ -55,6 +55,7 @@ async def test_a_client_s_fields_are_forwarded_as_they_came(build: HouseBuilder)
         "seed": 7,
         "temperature": 0.5,
         "some_new_field": [1],
+        "top_p": None,
     }
 
     await whole(house, **asked)
@@ -64,6 +65,7 @@ async def test_a_client_s_fields_are_forwarded_as_they_came(build: HouseBuilder)
         for name in ("messages", "chat_template_kwargs", "user", "some_new_field"):
             assert body[name] == asked[name]
         assert "n" not in body
+        assert "top_p" not in body
     assert (prefill["max_tokens"], prefill["stream"]) == (1, False)
     assert (decode["max_tokens"], decode["stream"], decode["temperature"]) == (50, True, 0.5)
 

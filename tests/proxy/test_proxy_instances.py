@@ -172,6 +172,18 @@ async def test_a_request_waits_for_an_instance_to_come_up(build: HouseBuilder) -
     assert await asked == text()
 
 
+async def test_an_instance_that_is_not_reached_says_why(build: HouseBuilder) -> None:
+    """An operator with a wrong port or secret finds the reason in the state, not a bare `down`."""
+    house = await build(pairs=1)
+    await house.instances["d0"].kill()
+
+    async def explains() -> bool:
+        row = next(row for row in (await house.state())["instances"] if row["id"] == "d0")
+        return row["health"] == "down" and "connect" in row.get("reason", "") and str(house.instances["d0"].port) in row["reason"]
+
+    await house.until(explains)
+
+
 async def test_without_any_instance_the_answer_is_503_with_retry_after(build: HouseBuilder) -> None:
     """After `policy.recovery.wait_s`; a status, for nothing was sent yet."""
     house = await build(pairs=1, policy={"recovery": {"wait_s": 0.1}})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
-from kvrs.protocol.openai import ChatChunkChoice, Choice, Completion, Delta, FunctionCall, Logprobs, ToolCall, sse
+from kvrs.protocol.openai import ChatChunkChoice, Choice, Completion, Delta, FunctionCall, Logprobs, ToolCall, error_body, sse
 from kvrs.proxy.forms import COMPLETIONS, read
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.relay import Relay
@@ -162,7 +162,7 @@ async def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
         (sse(event("x", None)), "without token ids"),
         (sse(event("x", list(range(11)))), "more than max_tokens"),
         (sse(event("x", [1], finish="stop")) + sse(event("y", [2])), "went on after its finish"),
-        (sse(b'{"error":{"message":"boom"}}') + sse(b"[DONE]"), "boom"),
+        (sse(error_body("boom", kind="overloaded")) + sse(b"[DONE]"), r"error event \(overloaded\)$"),
         (sse(b"[1]"), "not a completion chunk"),
         (sse(event("x", [1])), "ended without"),
         (sse(event("x", [1]).replace(b"[1]", b'["a"]')), "not a list of integers"),

@@ -1,5 +1,6 @@
 """What a client sees of a stream: the same bytes, whatever happens behind the proxy."""
 
+import asyncio
 import re
 
 import msgspec
@@ -151,6 +152,28 @@ async def test_several_breaks_in_one_stream_lose_nothing(build: HouseBuilder) ->
 
     assert normal(await stream(house)) == normal(undisturbed)
     assert not house.script.faults
+
+
+async def test_a_stream_in_a_long_line_is_not_given_up(build: HouseBuilder) -> None:
+    """An instance that is full and gets on with its streams is not silent, however long the others have to wait.
+
+    One that has a line and gets on with nothing hangs, and is given up.
+    """
+    house = await build(pairs=1, proxy={"token_gap_s": 0.15}, policy={"recovery": {"max_attempts": 1}})
+    decode = house.instances["d0"]
+    decode.queued = 1
+    house.script.pause_s = 0.03
+    busy = asyncio.create_task(house.complete(prompt=PROMPT, max_tokens=40, temperature=0))
+    await house.until_streams_hold(2)
+    house.script.faults[0] = Fault.HANG
+    waiting = asyncio.create_task(house.complete(prompt=PROMPT, max_tokens=TOKENS, temperature=0))
+
+    assert (await busy)[0] == 200
+
+    assert not waiting.done()
+    status, body = await waiting
+    assert status == 502
+    assert b"silent" in body
 
 
 async def test_a_silent_engine_is_given_up(build: HouseBuilder) -> None:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import FenceRequest, InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
+from kvrs.protocol.openai import error_body, error_kind
 from kvrs.proxy.backends.bodies import Call
 
 Answer = TypeVar("Answer")
@@ -118,8 +119,8 @@ class PdBackend:
             if response.status != 200:
                 answer = await _body_of(response)
                 if 400 <= response.status < 500 and response.status not in _NOT_THE_CLIENTS_FAULT:
-                    raise RefusedError(response.status, answer)
-                raise UpstreamError(f"HTTP {response.status}: {answer[:300].decode(errors='replace')}")
+                    raise RefusedError(response.status, _as_openai(answer))
+                raise UpstreamError(f"HTTP {response.status}{error_kind(_decoded(answer))}")
             yield response
 
     # The instance protocol.
@@ -149,6 +150,8 @@ class PdBackend:
                 raw = await _body_of(response)
         except TimeoutError:
             raise UpstreamError(f"no answer to {path} within {_CONTROL_TIMEOUT_S} s") from None
+        if response.status == 401:
+            raise UpstreamError("HTTP 401: the instance was started with another secret than this proxy")
         if response.status != 200:
             raise UpstreamError(f"HTTP {response.status} for {path}: {raw[:300].decode(errors='replace')}")
         try:
@@ -168,6 +171,28 @@ class PdBackend:
         finally:
             # A response read to its end has given its connection back already; any other closes it here.
             response.close()
+
+
+def _decoded(body: bytes) -> Any:
+    """None for what is no JSON."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _as_openai(body: bytes) -> bytes:
+    """An engine's refusal in the form that clients read, on one line, as it must be in an event.
+
+    Engines have other forms too: older ones of vLLM a flat one, and what stands before an engine may say anything.
+    """
+    match _decoded(body):
+        case {"error": {"message": str()}} as said:
+            return msgspec.json.encode(said)
+        case {"message": str(message)}:
+            return error_body(message)
+        case _:
+            return error_body(f"the engine refuses the request: {body[:300].decode(errors='replace')}")
 
 
 async def _body_of(response: aiohttp.ClientResponse) -> bytes:
