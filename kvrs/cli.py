@@ -25,9 +25,11 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 config_app = typer.Typer(no_args_is_help=True, help="Work with configuration files.")
 app.add_typer(config_app, name="config")
 
+INTERRUPTED = 130  # The exit status of whatever Ctrl-C has ended.
+
 console = Console(stderr=True, highlight=False)
 
-ConfigFile = Annotated[Path, typer.Option("--config", help="YAML file; see docs/policies.md for every key")]
+ConfigFile = Annotated[Path, typer.Option("--config", help="YAML file; docs/kvrs.example.yaml has every key")]
 
 
 def main() -> None:
@@ -37,13 +39,19 @@ def main() -> None:
     except KvrsError as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         sys.exit(2)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            console.print("interrupted", style="yellow")
+        raise
 
 
 @app.command()
 def demo(
     policy: Annotated[PolicyName, typer.Option(help="How victims are recovered")] = PolicyName.AUTO,
-    requests: Annotated[int, typer.Option(min=9, max=2000, help="How many streams to replay")] = 60,
-    trace: Annotated[Path | None, typer.Option(help="Mooncake JSONL; its lengths are scaled to the tiny model")] = None,
+    requests: Annotated[int, typer.Option(min=1, max=2000, help="How many streams to replay")] = 60,
+    trace: Annotated[
+        Path | None, typer.Option(help="Mooncake JSONL, Azure or BurstGPT CSV; lengths are scaled to the tiny model")
+    ] = None,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Count a trace's bad lines, go on without them")
     ] = False,
@@ -218,7 +226,7 @@ def profile(
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory; without it, a tiny random model")] = None,
     label: Annotated[str | None, typer.Option(help="What the table is called; default: model and machine")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    longest_tokens: Annotated[int | None, typer.Option(min=1, help="Default: what the model takes")] = None,
+    longest_tokens: Annotated[int | None, typer.Option(min=1, help="Default: what the model takes, at most 1,024")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Largest decode batch")] = 16,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step of a chunked prefill")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Per point; the median counts")] = 3,
@@ -228,7 +236,7 @@ def profile(
     given = locals()
     from kvrs.engine.profiler import ProfileOptions, run_profile
 
-    run_profile(_filled(ProfileOptions, given))
+    _say(f"profile: {run_profile(_filled(ProfileOptions, given))}")
 
 
 @config_app.command()

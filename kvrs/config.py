@@ -113,7 +113,10 @@ def load_config(path: Path) -> Config:
         raise ConfigError([f"{path}: {error.strerror}"]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: not valid YAML: {' '.join(str(error).split())}"]) from None
-    return parse_config(document)
+    try:
+        return parse_config(document)
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {fault}" for fault in error.faults]) from None
 
 
 def dump_config(config: Config) -> str:
@@ -152,7 +155,8 @@ def _line(fault: Any) -> str:
     # Only scalars are echoed: a whole section would bury the message.
     value = fault["input"]
     shown = "a section" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)
-    return f"{path}: got {shown}; {fault['msg'][0].lower()}{fault['msg'][1:]}"
+    message = "allowed: a section" if fault["type"] in ("model_type", "model_attributes_type") else fault["msg"]
+    return f"{path}: got {shown}; {message[0].lower()}{message[1:]}"
 
 
 def _allowed_keys(path: tuple[str | int, ...]) -> list[str]:

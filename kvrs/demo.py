@@ -6,16 +6,20 @@ from pathlib import Path
 from rich.console import Console
 
 from kvrs.cluster.drill import Run, run_load
+from kvrs.cluster.faults import unknown_victims
 from kvrs.cluster.launcher import Cluster
 from kvrs.config import Config, parse_config
+from kvrs.errors import ConfigError
 from kvrs.policy.config import PolicyName
 from kvrs.replay.faults import load_faults, parse_faults
+from kvrs.replay.formats import load_trace
 from kvrs.replay.generator import GeneratorSettings, generate
 from kvrs.replay.html import write_html
+from kvrs.replay.output import claim_directory
 from kvrs.replay.records import ReplayRequest
 from kvrs.replay.report import Report, build_report, write_report
 from kvrs.replay.table import terminal_table
-from kvrs.replay.traces import Trace, at_rate, jitter, load_mooncake, replay_requests, scale, window
+from kvrs.replay.traces import Trace, at_rate, jitter, replay_requests, scale, window
 
 # Lengths that a 13-billion-parameter model would see in a chat, and its clock: on shared cores the survivors of a kill
 # would otherwise run faster than before it, and streams of a tiny model are over before anything can happen to them.
@@ -29,6 +33,8 @@ FIRST_ORDINARY_TOKEN = 4
 LINK_BYTES_PER_S = 20e6
 
 DEFAULT_FAULTS = [{"when": {"inflight_at_least": 8}, "what": "kill", "whom": {"role": "decode", "pick": "busiest"}}]
+# With fewer no instance ever works on that many: they are spread over two.
+FEWEST_REQUESTS = 20
 RETURN_TIMEOUT_S = 60.0
 
 
@@ -50,9 +56,16 @@ def run_demo(options: DemoOptions) -> bool:
         ConfigError, TraceError: a file is wrong; nothing was started.
     """
     console = Console()
-    faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
-    requests = _requests(options, console)
+    if options.fault is None and options.requests < FEWEST_REQUESTS:
+        allowed = f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 8 streams at one instance)"
+        raise ConfigError([f"--requests: got {options.requests}; allowed: {allowed}"])
     config = demo_config(options.policy, options.seed)
+    faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
+    nodes = config.cluster.nodes
+    if mistakes := unknown_victims(faults, {i.id for node in nodes for i in node.instances}, {node.id for node in nodes}):
+        raise ConfigError([f"{options.fault}: {line}" for line in mistakes])
+    requests = _requests(options, console)
+    claim_directory(options.out)
     with Cluster(config, lambda line: console.print(f"  {line}", style="dim", markup=False)) as cluster:
         faulted = run_load(cluster, requests, faults, options.seed, console, "with the fault")
         back_s = cluster.wait_all_up(RETURN_TIMEOUT_S)
@@ -80,7 +93,7 @@ def _requests(options: DemoOptions, console: Console) -> list[ReplayRequest]:
     if options.trace is None:
         trace = generate(GeneratorSettings(requests=options.requests), options.seed)
     else:
-        loaded = load_mooncake(options.trace, options.skip_bad_lines)
+        loaded = load_trace(options.trace, options.skip_bad_lines)
         if loaded.skipped:
             console.print(f"  {loaded.skipped} bad lines of {options.trace} were skipped", style="yellow", markup=False)
         # Mooncake's arrivals were logged in batches of 3 s.
@@ -106,11 +119,12 @@ def _report(options: DemoOptions, config: Config, faulted: Run, clean: Run) -> R
         "link_bytes_per_s": config.transfer.link_bytes_per_s,
         "nodes": len(config.cluster.nodes),
     }
-    return build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings)
+    never_due = [fault.label for fault in faulted.never_due]
+    return build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings, never_due=never_due)
 
 
 def _write(report: Report, out: Path, console: Console) -> None:
     write_report(report, out / "report.json")
     write_html(report, out / "report.html")
     console.print(terminal_table(report))
-    console.print(f"\nreport: {out / 'report.html'} and {out / 'report.json'}", markup=False)
+    console.print(f"\nreport: {out / 'report.html'} and {out / 'report.json'}", markup=False, soft_wrap=True)

@@ -64,7 +64,10 @@ def ask(options: ExplainOptions) -> tuple[Profile, Question]:
     """
     if wrong := [*_faults(options)]:
         raise ConfigError(wrong)
-    profile, table = catalog.profile(options.profile), catalog.prefill_table(options.profile)
+    try:
+        profile, table = catalog.profile(options.profile), catalog.prefill_table(options.profile)
+    except ConfigError as error:
+        raise ConfigError([f"--profile: {line}" for line in error.faults]) from None
     settings = PolicySettings(name=options.policy)
     service_s = options.service_s if options.service_s is not None else table.seconds_for(options.prompt_tokens)
     if service_s <= 0:
@@ -132,9 +135,13 @@ def _faults(options: ExplainOptions) -> list[str]:
         ("--target-queue-s", options.target_queue_s),
         ("--budget-s", options.budget_s),
     )
-    wrong += [f"{name}: got {value}; allowed: 0 or more" for name, value in times if value is not None and not 0 <= value < 1e9]
+    wrong += [
+        f"{name}: got {value}; allowed: 0 or more, below 1e9"
+        for name, value in times
+        if value is not None and not 0 <= value < 1e9
+    ]
     if options.service_s is not None and not 0 < options.service_s < 1e9:
-        wrong.append(f"--service-s: got {options.service_s}; allowed: above 0")
+        wrong.append(f"--service-s: got {options.service_s}; allowed: above 0, below 1e9")
     if options.queue_depth is not None and options.queue_s is not None:
         wrong.append("--queue-depth, --queue-s: got both; allowed: one of them")
     for name, text in (("--bandwidth", options.bandwidth), ("--local-bandwidth", options.local_bandwidth)):
@@ -185,8 +192,13 @@ def _table(explanation: Explanation) -> Table:
         for term in weighed.terms:
             table.add_row(weighed.option.value, term.name, f"{term.seconds:.6f}", term.how)
         note = "[yellow]beyond the table's range: extrapolated[/]" if weighed.extrapolated else ""
-        mark = " [green]<- chosen[/]" if weighed.option is explanation.chosen else ""
-        table.add_row(f"[bold]{weighed.option.value}[/]", "[bold]total[/]", f"[bold]{weighed.total_s:.6f}[/]", note + mark)
+        mark = "[green]<- chosen[/]" if weighed.option is explanation.chosen else ""
+        table.add_row(
+            f"[bold]{weighed.option.value}[/]",
+            "[bold]total[/]",
+            f"[bold]{weighed.total_s:.6f}[/]",
+            " ".join(filter(None, (note, mark))),
+        )
         table.add_section()
     if explanation.chosen is Option.ABORT:
         table.add_row("[red]abort[/]", "", "", "[red]no option meets the budget[/]")
@@ -208,6 +220,8 @@ def crossover_lines(explanation: Explanation) -> list[str]:
         lines.append(
             f"crossover queue depth: {crossover.queue_depth:.2f} requests before recomputing; beyond it migrating is cheaper"
         )
+    if not isfinite(crossover.hand_off_queue_depth):
+        return [*lines, "hand-off crossover queue depth: none, the link is too slow for any queue"]
     lines.append(
         f"hand-off crossover queue depth: {crossover.hand_off_queue_depth:.2f} requests in the own queue; "
         "beyond it moving the KV to an idle node is sooner"

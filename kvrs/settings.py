@@ -18,7 +18,15 @@ class Settings(BaseModel):
 
 
 class _Loader(yaml.SafeLoader):
-    """As YAML 1.2 has it: `20e6` and `3.0e6` are numbers. PyYAML's own, of YAML 1.1, takes them for text."""
+    """As YAML 1.2 has it: `20e6` and `3.0e6` are numbers (YAML 1.1 takes them for text), and a key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -31,5 +39,7 @@ def parse_yaml(text: str) -> Any:
     loader = _Loader(text)
     try:
         return loader.get_single_data()
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
     finally:
         loader.dispose()

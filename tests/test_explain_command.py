@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -59,6 +60,21 @@ def test_json_holds_question_and_answer(capsys: pytest.CaptureFixture[str]) -> N
     assert (found["version"], found["profile"]["kind"], found["question"]["prompt_tokens"]) == (1, "estimated", 8000)
     assert found["question"]["queue_s"] == pytest.approx(2 * found["question"]["service_s"])
     assert {option["option"] for option in found["answer"]["options"]} == {"migrate", "recompute"}
+
+
+def test_a_profile_that_is_none_is_named_by_its_option() -> None:
+    """And the links and profiles that there are."""
+    with pytest.raises(ConfigError, match=r"^--profile: got 'nope'; allowed: a path to a profile, or llama"):
+        run_explain(replace(SEED, profile="nope"))
+
+
+def test_a_link_that_carries_nothing_has_no_crossover() -> None:
+    """Infinity is no number of requests."""
+    shown = io.StringIO()
+
+    run_explain(replace(SEED, bandwidth="1e-320bit/s"), Console(file=shown, width=160))
+
+    assert "hand-off crossover queue depth: none" in shown.getvalue()
 
 
 def test_wrong_options_are_named_all_at_once() -> None:

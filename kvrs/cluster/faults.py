@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, assert_never
 from urllib.parse import urlsplit
@@ -44,7 +44,15 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
         AdminError: the admin port does not answer.
     """
     rows = (await port.state())["instances"]
-    ids, nodes = {row["id"] for row in rows}, {row["node"] for row in rows}
+    mistakes = unknown_victims(faults, {row["id"] for row in rows}, {row["node"] for row in rows})
+    if not mistakes and any(fault.what in _ASKED_OF_INSTANCES for fault in faults):
+        mistakes = await _refusals(rows, port)
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def unknown_victims(faults: Sequence[Fault], ids: Set[str], nodes: Set[str]) -> list[str]:
+    """One line per name that the faults use and the cluster does not have."""
     mistakes = []
     for number, fault in enumerate(faults):
         whom = fault.whom
@@ -54,10 +62,7 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
             mistakes += [
                 f"fault [{number}]: no {name!r} in the cluster; allowed: {', '.join(sorted(allowed))}" for name in unknown
             ]
-    if not mistakes and any(fault.what in _ASKED_OF_INSTANCES for fault in faults):
-        mistakes = await _refusals(rows, port)
-    if mistakes:
-        raise ConfigError(mistakes)
+    return mistakes
 
 
 async def _refusals(rows: list[Any], port: AdminPort) -> list[str]:

@@ -38,7 +38,7 @@ def profile(name: str) -> Profile:
         return _read(Path(name))
     # Compared with the listing, never joined to a path first: a name is not a way out of the folder.
     if name not in names():
-        raise ConfigError([f"profiles: got {name!r}; allowed: a path to a profile, or {', '.join(names())}"])
+        raise ConfigError([f"got {name!r}; allowed: a path to a profile, or {', '.join(names())}"])
     found = msgspec.json.decode(_folder().joinpath(f"{name}.json").read_bytes(), type=Profile)
     assert found.label == name, f"{name}.json is labelled {found.label}"
     assert not list(faults(found)), list(faults(found))
@@ -80,7 +80,7 @@ def decode_table(name: str) -> DecodeTable | DecodeGrid:
             return DecodeGrid(found.label, found.source, batches, contexts, rows)
         case None:
             having = [other for other in names() if profile(other).decode is not None]
-            raise ConfigError([f"profiles: {name!r} has no decode table; allowed: {', '.join(having)}"])
+            raise ConfigError([f"{name!r} has no decode table; allowed: {', '.join(having)}"])
         case _:
             assert_never(found.decode)
 
@@ -90,7 +90,7 @@ def load_s(name: str) -> float:
     load = profile(name).load
     if load is None:
         having = [other for other in names() if profile(other).load is not None]
-        raise ConfigError([f"profiles: {name!r} does not say how long its model loads; allowed: {', '.join(having)}"])
+        raise ConfigError([f"{name!r} does not say how long its model loads; allowed: {', '.join(having)}"])
     return load.weight_bytes / load.bytes_per_s
 
 
@@ -124,12 +124,12 @@ def parse_profile(text: bytes, place: str) -> Profile:
 def _read(path: Path) -> Profile:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError([f"profiles: {path}: got {path.stat().st_size} bytes; allowed: at most {MAX_FILE_BYTES}"])
+            raise ConfigError([f"{path}: got {path.stat().st_size} bytes; allowed: at most {MAX_FILE_BYTES}"])
         text = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"profiles: {str(path)!r}: {reason}; allowed: a profile file, or {', '.join(names())}"]) from None
-    return parse_profile(text, f"profiles: {path}")
+        raise ConfigError([f"{str(path)!r}: {reason}; allowed: a profile file, or {', '.join(names())}"]) from None
+    return parse_profile(text, str(path))
 
 
 def _folder() -> Traversable:

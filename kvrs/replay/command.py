@@ -1,8 +1,9 @@
 """`kvrs replay`: drive an OpenAI endpoint with a trace, hit it if asked to, compare with a clean run, and write the report."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import uvloop
@@ -17,6 +18,7 @@ from kvrs.replay.live import LiveView
 from kvrs.replay.load import Dialect
 from kvrs.replay.measures import combine_reports
 from kvrs.replay.metrics import Slo
+from kvrs.replay.output import claim_directory
 from kvrs.replay.passes import Run, Strike, Target, run_pass
 from kvrs.replay.presets import PRESETS
 from kvrs.replay.records import ReplayRequest
@@ -104,14 +106,13 @@ def run_replay(options: ReplayOptions, strike: Strike, check: Check) -> bool:
         AdminError, FaultError: the cluster cannot be looked at, or hit.
     """
     faults = _faults(options)
-    requests = load_requests(options)
     console = Console()
-    reports, left = uvloop.run(_run_all(options, requests, faults, strike, check, console))
+    requests = load_requests(options, console)
+    claim_directory(options.out)
+    reports = uvloop.run(_run_all(options, requests, faults, strike, check, console))
     report = combine_reports(reports)
     _write(report, reports, options.out, console)
-    if left:
-        console.print(f"{left} fault(s) never came due", style="yellow")
-    return not report["reasons"] and not left
+    return not report["reasons"] and not report["faults_never_due"]
 
 
 def _faults(options: ReplayOptions) -> list[Fault]:
@@ -122,14 +123,16 @@ def _faults(options: ReplayOptions) -> list[Fault]:
     return load_faults(options.fault)
 
 
-def load_requests(options: ReplayOptions) -> list[ReplayRequest]:
-    """The trace as it will be sent.
+def load_requests(options: ReplayOptions, console: Console | None = None) -> list[ReplayRequest]:
+    """The trace as it will be sent; how many bad lines were skipped is said on the console.
 
     Raises:
         ConfigError, TraceError: options or the file are wrong.
     """
     _check(options)
     trace = _source(options)
+    if trace.skipped and console is not None:
+        console.print(f"  {trace.skipped} bad lines of {options.trace} were skipped", style="yellow", markup=False)
     if options.window is not None:
         first, end = options.window
         trace = window(trace, end - first, first)
@@ -139,7 +142,7 @@ def load_requests(options: ReplayOptions) -> list[ReplayRequest]:
         trace = jitter(trace, options.jitter_s, options.seed)
     trace = scale_time(trace, options.time_scale) if options.rate is None else at_rate(trace, options.rate)
     if options.write_trace is not None:
-        write_mooncake(trace, options.write_trace)
+        _keep_trace(trace, options.write_trace)
     trace = scale_lengths(trace, options.length_scale) if options.length_scale != 1 else trace
     trace = clip(trace, options.max_input or _LARGEST_LENGTH, options.max_output or _LARGEST_LENGTH)
     requests = replay_requests(trace, options.vocab_size, options.seed, options.first_token)
@@ -148,8 +151,15 @@ def load_requests(options: ReplayOptions) -> list[ReplayRequest]:
     return requests
 
 
+def _keep_trace(trace: Trace, path: Path) -> None:
+    try:
+        write_mooncake(trace, path)
+    except OSError as error:
+        raise ConfigError([f"--write-trace: {path}: {error.strerror}; allowed: a file that can be written"]) from None
+
+
 def _check(options: ReplayOptions) -> None:
-    mistakes = []
+    mistakes = [*_numbers_out_of_range(options)]
     if (options.trace is None) == (options.preset is None):
         mistakes.append("allowed: exactly one of --trace and --preset")
     if options.preset is not None and options.preset not in PRESETS:
@@ -158,10 +168,28 @@ def _check(options: ReplayOptions) -> None:
         mistakes.append("--rate and --time-scale both stretch the times; allowed: one of them")
     if options.vocab_size - options.first_token < 2:
         mistakes.append(f"--vocab-size: got {options.vocab_size}; allowed: at least {options.first_token + 2}")
-    if not options.url.startswith(("http://", "https://")):
-        mistakes.append(f"--url: got {options.url!r}; allowed: http://... or https://...")
+    if not (options.url.startswith(("http://", "https://")) and options.url.partition("://")[2].strip("/")):
+        mistakes.append(f"--url: got {options.url!r}; allowed: http://HOST... or https://HOST...")
     if mistakes:
         raise ConfigError(mistakes)
+
+
+def _numbers_out_of_range(options: ReplayOptions) -> Iterator[str]:
+    positive = (
+        ("--time-scale", options.time_scale),
+        ("--rate", options.rate),
+        ("--timeout-s", options.timeout_s),
+        ("--slo-ttft", options.slo.ttft_s),
+        ("--slo-tpot", options.slo.tpot_s),
+        ("--slo-tbt", options.slo.tbt_s),
+    )
+    for name, value in positive:
+        if value is not None and not 0 < value < inf:
+            yield f"{name}: got {value}; allowed: above 0"
+    if not 0 <= options.jitter_s < inf:
+        yield f"--jitter: got {options.jitter_s}; allowed: 0 or more"
+    if not 0 < options.length_scale <= 1:
+        yield f"--length-scale: got {options.length_scale}; allowed: above 0, up to 1"
 
 
 def _source(options: ReplayOptions) -> Trace:
@@ -178,15 +206,15 @@ async def _run_all(
     strike: Strike,
     check: Check,
     console: Console,
-) -> tuple[list[Report], int]:
-    """One report per repeat, and how many faults never came due."""
+) -> list[Report]:
+    """One report per repeat."""
     async with AsyncExitStack() as stack:
         port = None
         if options.admin_url is not None:
             port = await stack.enter_async_context(AdminPort(options.admin_url, options.secret))
             await check(faults, port)
         target = Target(options.url, options.dialect, options.timeout_s, port, strike)
-        reports, left = [], 0
+        reports = []
         for number in range(options.repeat):
             label = f" {number + 1}/{options.repeat}" if options.repeat > 1 else ""
             # Each repeat has its own random victims; the requests are the same.
@@ -195,11 +223,10 @@ async def _run_all(
             if options.oracle:
                 await _all_up(port)
                 clean = await _pass(target, requests, [], options.seed, console, f"oracle{label}")
-            left += run.faults_left
             reports.append(_report(options, run, clean))
             if number + 1 < options.repeat:
                 await _all_up(port)
-        return reports, left
+        return reports
 
 
 async def _pass(
@@ -236,7 +263,8 @@ def _report(options: ReplayOptions, run: Run, clean: Run | None) -> Report:
         "caches_at_the_start": caches,
     }
     records = None if clean is None else clean.records
-    return build_report(run.records, records, run.recoveries, run.faults, settings, options.slo)
+    never_due = [fault.label for fault in run.never_due]
+    return build_report(run.records, records, run.recoveries, run.faults, settings, options.slo, never_due)
 
 
 def _write(report: Report, reports: list[Report], out: Path, console: Console) -> None:

@@ -29,7 +29,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
-from kvrs.settings import Settings
+from kvrs.settings import Settings, parse_yaml
 
 NEAR_THE_END_TOKENS = 8
 
@@ -87,6 +87,12 @@ class When(Settings):
             raise ValueError("names no condition; allowed: at least one of at_s, after_requests, inflight_at_least, phase")
         return self
 
+    @property
+    def label(self) -> str:
+        """The conditions that were named, in words."""
+        named = self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        return ", ".join(f"{name} {value}" for name, value in named.items())
+
 
 class Whom(Settings):
     """One instance by id, one of a role (within a node, if that is named too), all of a node, or the link of two nodes."""
@@ -102,7 +108,8 @@ class Whom(Settings):
     def _names_one_way(self) -> "Whom":
         named = [name for name in ("id", "role", "node", "link") if getattr(self, name) is not None]
         if len(named) != 1 and named != ["role", "node"]:
-            raise ValueError("allowed: exactly one of id, role, node and link, or role and node together")
+            got = " and ".join(named) or "nobody"
+            raise ValueError(f"names {got}; allowed: exactly one of id, role, node and link, or role and node together")
         if self.pick is not None and self.role is None:
             raise ValueError("pick chooses within a role; allowed: only together with role")
         if self.seed is not None and self.pick is not Pick.RANDOM:
@@ -151,6 +158,11 @@ class Fault(Settings):
             raise ValueError(f"{self.what} hits {hits}")
         return self
 
+    @property
+    def label(self) -> str:
+        """What it does to whom, and when, for those who wait for it in vain."""
+        return f"{self.what.value.replace('_', ' ')} {self.whom.label} ({self.when.label})"
+
 
 _FAULTS: TypeAdapter[list[Fault]] = TypeAdapter(Annotated[list[Fault], Field(min_length=1, max_length=10_000)])
 _KEYS = {"when": When.model_fields, "whom": Whom.model_fields}
@@ -163,10 +175,10 @@ def load_faults(path: Path) -> list[Fault]:
         ConfigError: the file cannot be read, is not YAML, or holds mistakes: one line for each, all at once.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}"]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError([f"{path}: not valid YAML: {' '.join(str(error).split())}"]) from None
     try:
         return parse_faults(document)
@@ -195,6 +207,10 @@ def _line(mistake: Any) -> str:
         return f"{path}: {message}"
     value = mistake["input"]
     shown = "a section" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)
+    if mistake["type"] in ("list_type", "model_type"):
+        shown = "nothing" if value is None else shown
+        wanted = "a list of faults" if not mistake["loc"] else "a section" if mistake["type"] == "model_type" else "a list"
+        return f"{path}: got {shown}; allowed: {wanted}"
     return f"{path}: got {shown}; {message[0].lower()}{message[1:]}"
 
 

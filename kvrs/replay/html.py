@@ -10,19 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.replay import plots
-from kvrs.replay.measures import MEASURES
 from kvrs.replay.report import Report
 from kvrs.replay.style import CSS
 from kvrs.replay.table import (
+    errors_by_kind,
     fault_label,
+    interval_rows,
     late_sentence,
+    measure_words,
     milliseconds,
+    never_due_lines,
     recoveries_by_option,
+    run_names,
     share,
     verdict_sentence,
     window_words,
 )
 
+_SHOWN_OF_AN_ID = 8  # Enough to find the stream in report.json, which has the whole.
+_LONG_CELL = 24  # Longer texts are broken over lines; numbers and names never.
 _ROWS_OPEN = 24  # More rows than this are folded away, with the key numbers above them.
 
 
@@ -37,6 +43,7 @@ def render_html(report: Report) -> str:
         (
             _headline(report),
             _cards(report),
+            _errors(report),
             _timeline(report),
             _figure("Throughput", "Tokens per second that all clients together received.", plots.throughput_svg(report)),
             "<div class=pair>",
@@ -73,11 +80,16 @@ _TIMELINE_WORDS = (
 def _headline(report: Report) -> str:
     kind = "bad" if report["reasons"] else "good"
     faults = ", ".join(f"{fault_label(fault)} with {fault['inflight']} streams in flight" for fault in report["faults"])
-    story = f"{faults}; recovered by {recoveries_by_option(report)}." if faults else "No fault was carried out."
+    story = f"{faults}; recoveries: {recoveries_by_option(report)}." if faults else "No fault was carried out."
     late = late_sentence(report)
-    warning = f"<p class=warning>{escape(late)}</p>" if late else ""
+    lines = [*never_due_lines(report), *([late] if late else [])]
+    warning = "".join(f"<p class=warning>{escape(line)}</p>" for line in lines)
+    # Of several runs each has its reasons: a list, under a headline that can be taken in.
+    reasons = report["reasons"] if len(report["reasons"]) > 1 else []
+    verdict = f"{verdict_sentence(report).partition(':')[0]}." if reasons else verdict_sentence(report)
+    listed = f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>" if reasons else ""
     return (
-        f"<header class={kind}><p class=kicker>kvrs recovery report</p><h1>{escape(verdict_sentence(report))}</h1>"
+        f"<header class={kind}><p class=kicker>kvrs recovery report</p><h1>{escape(verdict)}</h1>{listed}"
         f"<p>{escape(story)}</p>{warning}</header>"
     )
 
@@ -101,6 +113,15 @@ def _cards(report: Report) -> str:
         ("goodput", f"{run['goodput_per_s']:.2f}/s"),
     ]
     return "<div class=cards>" + "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in cards) + "</div>"
+
+
+def _errors(report: Report) -> str:
+    rows = errors_by_kind(report)
+    if not rows:
+        return ""
+    table = _table(("kind", "streams", "first number", "said there"), rows, "words-in-cells")
+    words = "Streams that did not complete, by what ended them at the client."
+    return f"<section><h2>Errors</h2><p class=words>{words}</p>{table}</section>"
 
 
 def _timeline(report: Report) -> str:
@@ -180,7 +201,7 @@ def _runs(report: Report) -> str:
         rows += [(f"{name} {q}", *(milliseconds(run[key][q]) for run in runs)) for q in ("p50", "p99")]
     rows.append(("goodput", *(f"{run['goodput_per_s']:.2f}/s ({run['slo_met']} of {run['streams']})" for run in runs)))
     rows.append(("offered / asked requests per s", *(_rates(run) for run in runs)))
-    columns = ("", "with the fault" if report["faults"] else "measured", *(["without"] if clean is not None else []))
+    columns = ("", *run_names(report)[: len(runs)])
     title = "With and without the fault" if report["faults"] and clean is not None else "The run in numbers"
     return f"<section><h2>{title}</h2><p class=words>{escape(_slo_words(report['slo']))}</p>{_table(columns, rows)}</section>"
 
@@ -202,19 +223,11 @@ def _repeats(report: Report) -> str:
     if len(runs) < 2:
         return ""
     rows = []
-    for name, title, *_ in MEASURES:
-        found = report["intervals"].get(name)
-        if found is not None:
-            rows.append((title, *(_number(value, name) for value in (found["mean"], found["half_width"])), found["n"]))
+    for name, title, found in interval_rows(report):
+        rows.append((title, *(measure_words(found[key], name) for key in ("mean", "half_width")), found["n"]))
     table = _table(("", "mean", "± 95 %", "runs"), rows)
     words = f"{len(runs)} runs of the same requests; intervals under Student's t-distribution. All other sections show run 1."
     return f"<section><h2>Over repeated runs</h2><p class=words>{escape(words)}</p>{table}</section>"
-
-
-def _number(value: float | None, name: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.2f}/s" if name.endswith("_per_s") else milliseconds(value)
 
 
 def _recoveries(report: Report) -> str:
@@ -237,7 +250,7 @@ def _recoveries(report: Report) -> str:
     rows = [
         (
             f"{row['at_s']:.3f} s",
-            row["stream"],
+            row["stream"][:_SHOWN_OF_AN_ID],
             row.get("attempt"),
             row["option"],
             row["from"],
@@ -266,9 +279,10 @@ def _made_with(report: Report) -> str:
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], kind: str = "numbers") -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<div class=scroll><table class={kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _cell(value: Any) -> str:
-    return "-" if value is None else escape(str(value))
+    text = "-" if value is None else str(value)
+    return f"<td{' class=long' if len(text) > _LONG_CELL else ''}>{escape(text)}</td>"

@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from kvrs.errors import KvrsError
 from kvrs.replay.student import Interval, interval
@@ -40,6 +42,19 @@ _MORE_COUNTS = ("text_different", "finish_different", "unverified")
 Report = dict[str, Any]
 
 
+# What a comparison reads of each run, and of a report: files come from anywhere, so their shape is checked.
+_Repeat = msgspec.defstruct("_Repeat", [(name, float | None) for name, *_ in MEASURES])
+
+
+class _Compared(msgspec.Struct):
+    exact: bool | None
+    streams: int
+    completed: int
+    recoveries: dict[str, int]
+    settings: dict[str, Any]
+    repeats: Annotated[list[_Repeat], msgspec.Meta(min_length=1)]  # type: ignore[valid-type]  # Its fields are MEASURES.
+
+
 class ReportError(KvrsError):
     """A file is no report of ours; the message names it and says why."""
 
@@ -64,7 +79,8 @@ def combine_reports(reports: Sequence[Report]) -> Report:
         **{key: sum(report[key] for report in reports) for key in (*_COUNTS, *_MORE_COUNTS)},
         "exact": None if first["exact"] is None else all(report["exact"] for report in reports),
         "compared": "text" if any(report["compared"] == "text" for report in reports) else first["compared"],
-        "reasons": first["reasons"] if len(reports) == 1 else _all_reasons(reports),
+        "reasons": _all_lines(reports, "reasons"),
+        "faults_never_due": _all_lines(reports, "faults_never_due"),
         "repeats": [
             {"exact": report["exact"], "reasons": report["reasons"], "recoveries": report["recoveries"], **report["measures"]}
             for report in reports
@@ -74,8 +90,11 @@ def combine_reports(reports: Sequence[Report]) -> Report:
     return combined
 
 
-def _all_reasons(reports: Sequence[Report]) -> list[str]:
-    return [f"run {number}: {reason}" for number, report in enumerate(reports, start=1) for reason in report["reasons"]]
+def _all_lines(reports: Sequence[Report], key: str) -> list[str]:
+    """The lines that each run has; of several runs they say which."""
+    if len(reports) == 1:
+        return list(reports[0][key])
+    return [f"run {number}: {line}" for number, report in enumerate(reports, start=1) for line in report[key]]
 
 
 def values_of(report: Mapping[str, Any], name: str) -> list[float]:
@@ -104,6 +123,8 @@ def load_report(path: Path, schema_version: int) -> Report:
     found = report.get("schema_version") if isinstance(report, dict) else None
     if found != schema_version:
         raise ReportError(f"{file}: schema_version {found!r}; allowed: {schema_version}")
-    if not isinstance(report.get("repeats"), list) or not report["repeats"]:
-        raise ReportError(f"{file}: no list of repeats; it was not written by `kvrs replay` or `kvrs demo`")
+    try:
+        msgspec.convert(report, _Compared)
+    except msgspec.ValidationError as error:
+        raise ReportError(f"{file}: {error}; it was not written by `kvrs replay` or `kvrs demo`") from None
     return dict(report)

@@ -19,8 +19,12 @@ class Run:
     records: list[StreamRecord]
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
-    faults_left: int = 0  # Whose moment never came.
+    never_due: list[Fault] = field(default_factory=list)  # Whose moment never came.
     cold: bool = False  # It began with empty prefix caches.
+
+    @property
+    def faults_left(self) -> int:
+        return len(self.never_due)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ async def run_pass(
         schedule = FaultSchedule(faults, seed)
         scene = Scene(target.port, schedule, start_s, lambda: progress.sent, run.faults)
         run.records = await _beside(load, target.strike(scene))
-        run.faults_left = len(schedule.pending)
+        run.never_due = list(schedule.pending)
     else:
         run.records = await load
     if target.port is not None:

@@ -16,7 +16,7 @@ from matplotlib.path import Path as Outline
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
 from kvrs.replay.report import Report
-from kvrs.replay.table import costs_by_option, fault_label
+from kvrs.replay.table import costs_by_option, fault_label, run_names
 
 # Stand-in colour by CSS variable. They only must be unlike each other; a PNG drawn with them can still be looked at.
 _COLORS = {
@@ -30,6 +30,7 @@ _COLORS = {
     "recompute": "#d97707",
     "other": "#7c5cd7",
 }
+_LETTER_SHARE = 0.0072  # Of the width of the timeline that a letter of a label takes, at the most.
 _LABEL_SHARE = 0.08  # Of the width of the timeline: less than this between two labels is too little.
 _STYLE = {
     "svg.fonttype": "none",
@@ -98,12 +99,13 @@ def timeline_figure(report: Report) -> Figure:
 def throughput_figure(report: Report) -> Figure:
     """Tokens per second over time, with and without the fault; the faults are the same lines as in the timeline."""
     rates = report["throughput"]
+    measured, again = run_names(report)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 2.5), layout="constrained")
         axes = figure.add_subplot()
         series = (
-            (rates["clean_tokens_per_s"], "without", "base", 1.2),
-            (rates["tokens_per_s"], _measured(report), "migrate", 1.8),
+            (rates["clean_tokens_per_s"], again, "base", 1.2),
+            (rates["tokens_per_s"], measured, "migrate", 1.8),
         )
         for values, label, color, width in series:
             if values:
@@ -123,11 +125,12 @@ def throughput_figure(report: Report) -> Figure:
 def impact_figure(report: Report) -> Figure:
     """Mean TTFT by bucket of requests, with and without the fault; the window is shaded."""
     buckets = report["impact"]["buckets"]
+    measured, again = run_names(report)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 2.5), layout="constrained")
         axes = figure.add_subplot()
         at = np.arange(len(buckets))
-        for key, label, color in (("clean_ttft_s", "without", "base"), ("ttft_s", _measured(report), "migrate")):
+        for key, label, color in (("clean_ttft_s", again, "base"), ("ttft_s", measured, "migrate")):
             values = [np.nan if bucket[key] is None else bucket[key] for bucket in buckets]
             axes.plot(at, values, "o-", color=_COLORS[color], label=label, linewidth=1.8, markersize=4)
         inside = [i for i, bucket in enumerate(buckets) if bucket["in_window"]]
@@ -142,17 +145,14 @@ def impact_figure(report: Report) -> Figure:
     return figure
 
 
-def _measured(report: Report) -> str:
-    return "with the fault" if report["faults"] else "measured"
-
-
 def cdf_figure(report: Report, measure: str) -> Figure:
     """Share of streams at or below a time, with and without the fault."""
+    measured, again = run_names(report)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(5, 3.1), layout="constrained")
         axes = figure.add_subplot()
         everything: list[float] = []
-        for key, label, color in ((f"clean_{measure}", "without", "base"), (measure, _measured(report), "migrate")):
+        for key, label, color in ((f"clean_{measure}", again, "base"), (measure, measured, "migrate")):
             values = sorted(stream[key] for stream in report["per_stream"] if stream[key] is not None)
             everything += values
             if values:
@@ -215,10 +215,25 @@ def _draw_faults(axes: Axes, report: Report) -> None:
         if not groups or fault["at_s"] - groups[-1][0] > _LABEL_SHARE * ends_s:
             groups.append((fault["at_s"], []))
         groups[-1][1].append(fault_label(fault))
+    taken = 0.0  # Up to where, in shares of the width, the last label reaches.
+    high = False
     for at_s, labels in groups:
-        text = f" {', '.join(labels)}".replace("$", r"\$")  # A dollar sign would begin a formula.
-        side = "right" if at_s > ends_s / 2 else "left"
-        axes.text(at_s, -0.4, text + " ", color=_COLORS["fault"], fontsize=8, zorder=5, horizontalalignment=side)
+        text = ", ".join(labels).replace("$", r"\$")  # A dollar sign would begin a formula.
+        late = at_s > ends_s / 2
+        at, width = at_s / ends_s, _LETTER_SHARE * len(text)
+        # A label that would run into the one before it goes above that one.
+        high = not high and (at - width if late else at) < taken
+        taken = max(taken, at if late else at + width)
+        axes.annotate(
+            text,
+            (at_s, -0.4),
+            xytext=(-4 if late else 4, 10 if high else 0),
+            textcoords="offset points",
+            color=_COLORS["fault"],
+            fontsize=8,
+            zorder=5,
+            horizontalalignment="right" if late else "left",
+        )
 
 
 def _scale_seconds(axes: Axes, values: Sequence[float], axis: str) -> None:

@@ -33,6 +33,7 @@ def build_report(
     faults: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
     slo: Slo | None = None,
+    never_due: Sequence[str] = (),
 ) -> Report:
     """Describe a run, and compare it with its clean twin.
 
@@ -44,6 +45,7 @@ def build_report(
         faults: what was really carried out: at_s, what, whom, instances, pid, inflight.
         settings: what the run was made with; kept as it is.
         slo: what counts for goodput.
+        never_due: faults that were asked for and never carried out, in words.
     """
     slo = slo or Slo()
     assert all(abs(row["at_s"]) < _RUN_MAX_S for row in (*recoveries, *faults)), "at_s must count from the start of the run"
@@ -78,6 +80,7 @@ def build_report(
         "throughput": _throughput(faulted, clean),
         "slo": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "tbt_s": slo.tbt_s},
         "faults": fault_rows,
+        "faults_never_due": list(never_due),
         "recovery_rows": rows,
         "recovery_costs": _costs(rows),
         "recovery_options": _options(rows),
@@ -294,7 +297,8 @@ def _stream_rows(
             "tokens": record.tokens,
             "finish_reason": record.finish_reason,
             "status": record.status,
-            "error": f"{record.error.kind}: {record.error.message}" if record.error else None,
+            "error": _error(record),
+            "clean_error": _error(twins.get(record.index)),
             **_judged(record, judged.get(record.index)),
             "recoveries": options[record.stream],
             **_felt("", record),
@@ -303,6 +307,10 @@ def _stream_rows(
         }
         for record in faulted
     ]
+
+
+def _error(record: StreamRecord | None) -> str | None:
+    return None if record is None or record.error is None else f"{record.error.kind}: {record.error.message}"
 
 
 def _judged(record: StreamRecord, verdict: StreamVerdict | None) -> dict[str, Any]:

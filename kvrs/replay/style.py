@@ -18,6 +18,7 @@ header.bad { border-left-color: var(--bad); }
 header h1 { margin: 0 0 4px; font-size: clamp(20px, 4.5vw, 30px); line-height: 1.2; color: var(--good); }
 header.bad h1 { color: var(--bad); }
 header p { margin: 0; color: var(--soft); overflow-wrap: anywhere; }
+header ul { margin: 0 0 6px; padding-left: 20px; }
 header .warning { margin-top: 8px; color: var(--fault); }
 .kicker { font-size: 12px; letter-spacing: .08em; text-transform: uppercase; }
 .cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(168px, 1fr)); }
@@ -34,6 +35,7 @@ table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-nu
 th { text-align: left; color: var(--soft); font-weight: 500; }
 th, td { padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 .numbers th:not(:first-child), .numbers td:not(:first-child) { text-align: right; }
+td.long { white-space: normal; min-width: 15em; overflow-wrap: anywhere; }
 tbody tr:last-child td { border-bottom: 0; }
 pre { font-size: 12px; overflow-x: auto; margin: 8px 0 0; }
 """

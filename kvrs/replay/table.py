@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvrs.replay.measures import MEASURES
 from kvrs.replay.metrics import LATE_S
 from kvrs.replay.report import Report
 
@@ -17,7 +18,14 @@ _SHARE_OFF = 0.01  # Beyond it the client did not offer what it was asked for.
 def terminal_table(report: Report) -> RenderableType:
     """Verdict, then one row per quantity with and without the fault. Data are shown as text, never as markup."""
     late = late_sentence(report)
-    return Group(_verdict(report), *([Text(late, style="yellow")] if late else []), _quantities(report))
+    notes = [Text(line, style="red") for line in (*error_lines(report), *never_due_lines(report))]
+    several = [_intervals(report)] if len(report["repeats"]) > 1 else []
+    return Group(_verdict(report), *notes, *([Text(late, style="yellow")] if late else []), _quantities(report), *several)
+
+
+def run_names(report: Report) -> tuple[str, str]:
+    """What the run and its clean twin are called; without a fault the twin is only the same again."""
+    return ("with the fault", "without") if report["faults"] else ("measured", "again")
 
 
 def verdict_sentence(report: Report) -> str:
@@ -36,13 +44,34 @@ def late_sentence(report: Report) -> str | None:
     run = report["runs"]["fault"]
     asked, offered = run["asked_per_s"], run["offered_per_s"]
     off = asked is not None and abs(offered / asked - 1) > _SHARE_OFF
-    if not run["late"] and not off:
-        return None
+    if not run["late"]:
+        return f"The client offered {offered:.2f} of {asked:.2f} requests/s, more than 1 % off." if off else None
     rates = "" if asked is None else f"; it offered {offered:.2f} of {asked:.2f} requests/s"
     return (
         f"The client was late: {run['late']} of {run['streams']} requests were sent more than {LATE_S * 1000:.0f} ms "
         f"after they were due (worst {milliseconds(run['lag_s']['max'])}){rates}."
     )
+
+
+def errors_by_kind(report: Report) -> list[tuple[str, int, int, str]]:
+    """Of every kind of error: its name, how many streams it ended, the first of them, and what was said there."""
+    found: dict[str, tuple[int, int, str]] = {}
+    for key, run in (("error", ""), ("clean_error", "in the clean run, ")):
+        for stream in report["per_stream"]:
+            if stream[key] is not None:
+                kind, _, message = stream[key].partition(": ")
+                count, first, said = found.get(run + kind, (0, stream["index"], message))
+                found[run + kind] = (count + 1, first, said)
+    return [(kind, *rest) for kind, rest in found.items()]
+
+
+def error_lines(report: Report) -> list[str]:
+    return [f"{kind}: {count} streams, first number {index}: {said}" for kind, count, index, said in errors_by_kind(report)]
+
+
+def never_due_lines(report: Report) -> list[str]:
+    """An experiment that did not happen must not look like one that went well."""
+    return [f"A fault never came due: {label}" for label in report["faults_never_due"]]
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -73,8 +102,8 @@ def window_words(report: Report) -> str:
         return "-"
     if impact["from_s"] is None:
         return "not felt"
-    to = f"{impact['to_s']:.2f} s" if impact["closed"] else "the end"
-    return f"{impact['recovery_time_s']:.2f} s, from {impact['from_s']:.2f} s to {to}"
+    to = f"{impact['to_s']:.2f} s" if impact["closed"] else "end"
+    return f"{impact['recovery_time_s']:.2f} s, {impact['from_s']:.2f} s to {to}"
 
 
 def _verdict(report: Report) -> Text:
@@ -86,9 +115,11 @@ def _quantities(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     fault, clean = report["runs"]["fault"], report["runs"]["clean"]
     table.add_column("", no_wrap=True)
-    table.add_column("with the fault" if report["faults"] else "measured", justify="right")
+    measured, again = run_names(report)
+    of_several = ", run 1" if len(report["repeats"]) > 1 else ""
+    table.add_column(measured + of_several, justify="right")
     if clean is not None:
-        table.add_column("without" if report["faults"] else "again", justify="right")
+        table.add_column(again + of_several, justify="right")
 
     def row(title: str, measured: str | Text, again: str = "-") -> None:
         table.add_row(title, measured, *([] if clean is None else [again]))
@@ -109,11 +140,12 @@ def _quantities(report: Report) -> Table:
     )
     for name, key in names:
         row(f"{name} p50 / p99", _pair(fault[key]), "" if clean is None else _pair(clean[key]))
-    row("goodput", _goodput(fault), "" if clean is None else _goodput(clean))
-    row("requests offered / asked", _rates(fault), "" if clean is None else _rates(clean))
+    row("goodput (streams within the SLO)", _goodput(fault), "" if clean is None else _goodput(clean))
+    row("requests/s offered / asked", _rates(fault), "" if clean is None else _rates(clean))
     for option, costs in report["recovery_options"].items():
-        words = f"{milliseconds(costs['predicted_s'])} / {milliseconds(costs['real_s'])}"
-        row(f"{option}: predicted / real cost", Text(f"{words}, off by {share(costs['absolute_error_share'])}"))
+        words = _both(costs["predicted_s"], costs["real_s"])
+        row(f"{option}: predicted / real cost", Text(words))
+        row("  off by (share of the real cost)", share(costs["absolute_error_share"]))
     return table
 
 
@@ -127,9 +159,34 @@ def _add_fault_rows(report: Report, row: Any) -> None:
     row("failure-impact window", window_words(report))
     for name in ("interrupted", "uninterrupted"):
         group = groups[name]
-        words = f"{milliseconds(group['arrival_ttft_s']['mean'])} / {milliseconds(group['tpot_s']['mean'])}"
-        row(f"{name} ({group['streams']}): mean TTFT / TPOT", words)
-    row("replay TTFT from arrival p50 / p99", _pair(groups["interrupted"]["replay_ttft_s"]))
+        words = _both(group["arrival_ttft_s"]["mean"], group["tpot_s"]["mean"])
+        row(f"{name} ({group['streams']}): TTFT / TPOT", words)
+    row("replay TTFT p50 / p99", _pair(groups["interrupted"]["replay_ttft_s"]))
+
+
+def _intervals(report: Report) -> Table:
+    """Every measure over repeated runs."""
+    runs = len(report["repeats"])
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for title in ("mean", "± 95 %", "runs"):
+        table.add_column(title, justify="right")
+    for name, title, found in interval_rows(report):
+        table.add_row(title, measure_words(found["mean"], name), measure_words(found["half_width"], name), str(found["n"]))
+    table.title = f"over {runs} runs (Student's t)"
+    table.title_justify = "left"
+    return table
+
+
+def interval_rows(report: Report) -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, title and interval of every measure that has one."""
+    return [(name, title, report["intervals"][name]) for name, title, *_ in MEASURES if name in report["intervals"]]
+
+
+def measure_words(value: float | None, name: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.2f}/s" if name.endswith("_per_s") else milliseconds(value)
 
 
 def costs_by_option(report: Report) -> dict[str, list[tuple[float, float]]]:
@@ -149,13 +206,18 @@ def _faults(report: Report) -> str:
 
 
 def _goodput(run: Mapping[str, Any]) -> str:
-    return f"{run['goodput_per_s']:.2f}/s ({run['slo_met']} of {run['streams']})"
+    return f"{run['goodput_per_s']:.2f}/s ({run['slo_met']})"
 
 
 def _rates(run: Mapping[str, Any]) -> str:
-    return "-" if run["asked_per_s"] is None else f"{run['offered_per_s']:.2f} / {run['asked_per_s']:.2f} per s"
+    return "-" if run["asked_per_s"] is None else f"{run['offered_per_s']:.2f} / {run['asked_per_s']:.2f}"
 
 
 def _pair(spread: Mapping[str, float | None]) -> str:
-    p50, p99 = milliseconds(spread["p50"]), milliseconds(spread["p99"])
-    return f"{p50.removesuffix(' ms')} / {p99}" if p50.endswith("ms") and p99.endswith("ms") else f"{p50} / {p99}"
+    return _both(spread["p50"], spread["p99"])
+
+
+def _both(one_s: float | None, other_s: float | None) -> str:
+    """Two times with their unit said once where it is the same."""
+    one, other = milliseconds(one_s), milliseconds(other_s)
+    return f"{one.removesuffix(' ms')} / {other}" if one.endswith("ms") and other.endswith("ms") else f"{one} / {other}"

@@ -150,7 +150,9 @@ def at_rate(trace: Trace, requests_per_s: float) -> Trace:
     arrivals_s = [request.arrival_s for request in trace.requests]
     span_s = arrivals_s[-1] - arrivals_s[0]
     if span_s == 0 and len(arrivals_s) > 1:
-        raise TraceError(f"all {len(arrivals_s)} requests arrive at the same moment: they have no rate; jitter them first")
+        raise TraceError(
+            f"all {len(arrivals_s)} requests arrive at the same moment: they have no rate; jitter them first (--jitter S)"
+        )
     factor = (len(arrivals_s) - 1) / requests_per_s / span_s if span_s else 1.0
     moved = (replace(request, arrival_s=(request.arrival_s - arrivals_s[0]) * factor) for request in trace.requests)
     return replace(trace, requests=tuple(moved))

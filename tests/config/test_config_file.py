@@ -88,6 +88,23 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
     assert (transfer.link_bytes_per_s, transfer.probe_interval_s, transfer.stall_timeout_s) == (20e6, 15.0, 5.0)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("proxy: {port: 8000}\nproxy: {port: 1}", "the key 'proxy' stands twice"),
+        ("slo: " + "[" * 5000, "nested too deeply"),
+        ("slo: 3", r"slo: got 3; allowed: a section"),
+    ],
+)
+def test_what_yaml_allows_and_we_do_not_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    """A key that stands twice would silently win; a deep document would be a traceback. The file is named."""
+    path = tmp_path / "kvrs.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=rf"kvrs\.yaml: .*{reason}"):
+        load_config(path)
+
+
 def test_a_file_that_is_not_yaml_says_so(tmp_path: Path) -> None:
     """A parser's error is one line with the file's name."""
     path = tmp_path / "broken.yaml"

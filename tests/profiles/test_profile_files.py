@@ -103,5 +103,5 @@ def test_what_is_no_profile_at_all_is_refused(tmp_path: Path, text: bytes) -> No
 @pytest.mark.parametrize("name", ["missing/file.json", "/", "a\0b/c"])
 def test_a_path_that_cannot_be_read_is_refused(name: str) -> None:
     """Missing, a folder, or no path at all."""
-    with pytest.raises(ConfigError, match="profiles: "):
+    with pytest.raises(ConfigError, match="allowed: a profile file, or "):
         catalog.profile(name)

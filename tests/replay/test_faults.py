@@ -55,7 +55,7 @@ def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
         f"{path}: [1].what: got 'melt'; input should be 'kill', 'stop', 'slow', 'link_rate', 'link_cut' or 'corrupt_page'",
         f"{path}: [1].whom.role: got 'king'; input should be 'prefill', 'decode' or 'both'",
         f"{path}: [2].when: names no condition; allowed: at least one of at_s, after_requests, inflight_at_least, phase",
-        f"{path}: [2].whom: allowed: exactly one of id, role, node and link, or role and node together",
+        f"{path}: [2].whom: names id and role; allowed: exactly one of id, role, node and link, or role and node together",
         f"{path}: [2].why: unknown key; allowed: bytes_per_s, factor, for_s, pages, what, when, whom",
         f"{path}: [3].whom: pick chooses within a role; allowed: only together with role",
         f"{path}: [4].when: missing",
@@ -63,7 +63,9 @@ def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "kill: d0", "[]", "- [", "- 3", "- {when: {at_s: .nan}, what: kill, whom: {id: d}}"])
+@pytest.mark.parametrize(
+    "text", ["", "kill: d0", "[]", "- [", "- 3", "- " + "[" * 5000, "- {when: {at_s: .nan}, what: kill, whom: {id: d}}"]
+)
 def test_a_file_that_is_no_list_of_faults_is_refused(tmp_path: Path, text: str) -> None:
     """Also an empty one: a run without faults is asked for by giving no file."""
     path = tmp_path / "f.yaml"
@@ -71,6 +73,39 @@ def test_a_file_that_is_no_list_of_faults_is_refused(tmp_path: Path, text: str) 
 
     with pytest.raises(ConfigError):
         load_faults(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "the file: got nothing; allowed: a list of faults"),
+        ("kill: d0", "the file: got a section; allowed: a list of faults"),
+        ("- 3", "[0]: got 3; allowed: a section"),
+        ("- {when: 3, what: kill, whom: {id: d0}}", "[0].when: got 3; allowed: a section"),
+    ],
+)
+def test_a_wrong_shape_is_named_in_words_of_the_file(tmp_path: Path, text: str, reason: str) -> None:
+    """Who wrote YAML knows lists and sections, not the classes that read them."""
+    path = tmp_path / "f.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError) as caught:
+        load_faults(path)
+
+    assert caught.value.faults == [f"{path}: {reason}"]
+
+
+def test_a_fault_has_a_label_for_people() -> None:
+    """What, whom and when, as the file named them."""
+    (kill_later, cut) = parse_faults(
+        [
+            kill({"at_s": 9, "inflight_at_least": 8}, {"role": "decode"}),
+            {"when": {"phase": "handoff"}, "what": "link_cut", "for_s": 1, "whom": {"link": ["n0", "n1"]}},
+        ]
+    )
+
+    assert kill_later.label == "kill decode (at_s 9.0, inflight_at_least 8)"
+    assert cut.label == "link cut n0-n1 (phase handoff)"
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from kvrs.replay.compare import compare_reports
 from kvrs.replay.faults import Fault
 from kvrs.replay.load import Dialect
 from kvrs.replay.measures import ReportError
+from kvrs.replay.metrics import Slo
 from kvrs.replay.passes import Scene
 from kvrs.replay.records import Api
 from kvrs.replay.traces import load_mooncake
@@ -151,12 +153,15 @@ def test_without_an_oracle_nothing_is_called_exact(tmp_path: Path) -> None:
     assert "Nothing was compared" in (tmp_path / "report.html").read_text()
 
 
-def test_repeated_runs_get_intervals_and_can_be_compared(tmp_path: Path) -> None:
+def test_repeated_runs_get_intervals_and_can_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One report with means and intervals, one file per run, and a table of two such reports with ratios."""
     with serving(Server()) as url:
         for name in ("a", "b"):
             assert run_replay(small(url, tmp_path / name, repeat=3, oracle=False), no_strike, no_check)
 
+    shown = capsys.readouterr().out
+    assert "over 3 runs" in shown
+    assert re.search(r"TTFT mean +[0-9.]+ ms +[0-9.]+ ms +3", shown)
     report = report_of(tmp_path / "a")
     assert (report["streams"], len(report["repeats"])) == (36, 3)
     assert report["intervals"]["ttft_mean_s"]["n"] == 3
@@ -170,8 +175,8 @@ def test_repeated_runs_get_intervals_and_can_be_compared(tmp_path: Path) -> None
     assert out.getvalue().splitlines()[0].split() == ["a", "b", "/", "a"]
 
 
-def test_faults_go_to_the_striker_and_those_that_never_came_due_fail(tmp_path: Path) -> None:
-    """The striker gets the schedule, what was sent so far, and where to note what it did."""
+def test_faults_go_to_the_striker_and_those_that_never_came_due_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The striker gets the schedule, what was sent so far, and where to note what it did; what is left is named everywhere."""
     (tmp_path / "f.yaml").write_text(
         "- {when: {at_s: 0}, what: kill, whom: {id: d0}}\n- {when: {at_s: 999}, what: kill, whom: {id: d0}}\n"
     )
@@ -193,6 +198,9 @@ def test_faults_go_to_the_striker_and_those_that_never_came_due_fail(tmp_path: P
 
     assert checked == [2]
     assert [fault["whom"] for fault in report_of(tmp_path)["faults"]] == ["d0"]
+    assert report_of(tmp_path)["faults_never_due"] == ["kill d0 (at_s 999.0)"]
+    assert "A fault never came due: kill d0 (at_s 999.0)" in capsys.readouterr().out
+    assert "A fault never came due: kill d0 (at_s 999.0)" in (tmp_path / "report.html").read_text()
 
 
 def test_a_striker_that_fails_ends_the_run(tmp_path: Path) -> None:
@@ -230,6 +238,14 @@ async def check_state(faults: list[Fault], port: AdminPort) -> None:
         ({"rate": 2.0, "time_scale": 3.0}, "--rate and --time-scale"),
         ({"vocab_size": 5}, "--vocab-size: got 5; allowed: at least 6"),
         ({"url": "localhost"}, "--url: got 'localhost'"),
+        ({"url": "http://"}, "--url: got 'http://'"),
+        ({"rate": 0.0}, "--rate: got 0.0; allowed: above 0"),
+        ({"rate": float("nan")}, "--rate: got nan; allowed: above 0"),
+        ({"time_scale": -1.0}, "--time-scale: got -1.0; allowed: above 0"),
+        ({"jitter_s": -1.0}, "--jitter: got -1.0; allowed: 0 or more"),
+        ({"timeout_s": 0.0}, "--timeout-s: got 0.0; allowed: above 0"),
+        ({"slo": Slo(ttft_s=float("nan"))}, "--slo-ttft: got nan; allowed: above 0"),
+        ({"length_scale": 2}, "--length-scale: got 2; allowed: above 0, up to 1"),
     ],
 )
 def test_options_that_contradict_are_refused(change: dict[str, Any], reason: str) -> None:
@@ -270,17 +286,60 @@ def test_window_sample_times_and_lengths_apply_in_this_order(tmp_path: Path) -> 
     assert load_requests(replace(options, temperature=0.7))[3].seed == 3
 
 
-def test_a_sample_larger_than_the_trace_and_a_length_scale_above_one_are_refused() -> None:
-    """With what is allowed."""
+def test_a_sample_larger_than_the_trace_is_refused() -> None:
+    """With what is there."""
     with pytest.raises(TraceError, match="has 30 requests, 31 were asked for"):
         load_requests(replace(OPTIONS, sample=31))
-    with pytest.raises(TraceError, match="length scale: got 2; allowed"):
-        load_requests(replace(OPTIONS, length_scale=2))
+
+
+@pytest.mark.parametrize("place", ["out", "write_trace"])
+def test_a_place_that_cannot_be_written_to_is_named_before_anything_is_sent(tmp_path: Path, place: str) -> None:
+    """A run takes minutes; its result must not be lost to a wrong path at the end."""
+    (tmp_path / "file").write_text("")
+    server = Server()
+
+    with serving(server) as url, pytest.raises(ConfigError) as caught:
+        run_replay(small(url, **{"out": tmp_path, place: tmp_path / "file" / "under"}), no_strike, no_check)
+
+    assert str(caught.value).startswith(f"--{place.replace('_', '-')}: {tmp_path / 'file' / 'under'}: Not a directory; allowed: ")
+    assert server.seen == 0
+
+
+def test_skipped_lines_of_a_trace_are_counted_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trace that is silently shorter is another trace."""
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [1]}\nnonsense\n')
+    with serving(Server()) as url:
+        assert run_replay(small(url, tmp_path, preset=None, trace=path, rate=None, skip_bad_lines=True), no_strike, no_check)
+
+    assert "1 bad lines of" in capsys.readouterr().out
+
+
+def test_errors_are_named_to_the_person_who_watches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """How many streams ended how, and what was said to the first of them; in the page as well."""
+    assert not run_replay(small("http://127.0.0.1:9", tmp_path, oracle=False), no_strike, no_check)
+
+    assert "connect: 12 streams, first number 0: Cannot connect to host 127.0.0.1:9" in " ".join(capsys.readouterr().out.split())
+    assert "Cannot connect to host 127.0.0.1:9" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("{", "not JSON"), ("[]", "schema_version None"), ('{"schema_version": 1}', "schema_version 1; allowed: 2")],
+    [
+        ("{", "not JSON"),
+        ("[]", "schema_version None"),
+        ('{"schema_version": 1}', "schema_version 1; allowed: 2"),
+        ('{"schema_version": 2}', "missing required field `exact`"),
+        (
+            '{"schema_version": 2, "exact": null, "streams": 1, "completed": 1, "recoveries": {}, "settings": {}, "repeats": []}',
+            "length >= 1",
+        ),
+        (
+            '{"schema_version": 2, "exact": null, "streams": 1, "completed": 1, "recoveries": {}, "settings": {}, '
+            '"repeats": [{"goodput_per_s": "fast"}]}',
+            "goodput_per_s",
+        ),
+    ],
 )
 def test_what_is_no_report_of_this_version_is_not_compared(tmp_path: Path, text: str, reason: str) -> None:
     """Numbers of another version may mean something else."""

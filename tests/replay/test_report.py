@@ -141,6 +141,34 @@ def test_the_terminal_table_shows_verdict_and_both_runs() -> None:
     assert re.search(r"TFS.*300\.0 ms", shown)
 
 
+def test_the_terminal_table_fits_into_80_columns() -> None:
+    """Nothing of the numbers is broken over lines, whatever was chosen how often."""
+    report = exact_report()
+    report["recoveries"] = {"migrate": 15, "recompute": 14}
+    for run in report["runs"].values():
+        run |= {"streams": 300, "slo_met": 300, "goodput_per_s": 15.45}
+    for costs in report["recovery_options"].values():
+        costs |= {"predicted_s": 0.9999, "real_s": 0.8888, "absolute_error_share": 0.999}
+    out = StringIO()
+
+    Console(file=out, width=80).print(terminal_table(report))
+
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("recoveries ") and "15 migrate, 14 recompute" in line for line in lines)
+    assert any(line.startswith("migrate: predicted / real cost") and "999.9 / 888.8 ms" in line for line in lines)
+
+
+def test_many_reasons_are_a_list_under_a_short_headline() -> None:
+    """A headline of ten lines is not read; and every reason is there."""
+    report = broken_report()
+
+    page = render_html(report)
+
+    assert "<h1>Not exact.</h1>" in page
+    assert page.count("<li>") == len(report["reasons"]) > 1
+
+
 class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,20 @@
+"""Where a run's report goes."""
+
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from kvrs.errors import ConfigError
+
+
+def claim_directory(directory: Path) -> None:
+    """Make sure that files can be written there, before anything runs whose result would be lost.
+
+    Raises:
+        ConfigError: they cannot; says why.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError([f"--out: {directory}: {error.strerror}; allowed: a directory that can be written to"]) from None
