@@ -99,9 +99,6 @@ class SlotBook:
     def waiting_for(self, target: InstanceId) -> list[StreamId]:
         return list(self._targets[target].waiting) if target in self._targets else []
 
-    def has_slot(self, stream: StreamId) -> bool:
-        return stream in self._target_held
-
     def snapshot(self) -> dict[str, dict[str, int]]:
         """Slots held and streams waiting, of every target that has either."""
         return {
