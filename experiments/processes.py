@@ -1,10 +1,11 @@
-"""Real engine and proxy processes for experiments: started from one configuration, killed on purpose, ended at the end.
+"""Real engine, agent and proxy processes for experiments: started from one configuration, killed on purpose, ended at the end.
 
     with Processes(config) as processes:
-        processes.start("p0", "d0")
-        processes.wait_ready("p0", "d0")
+        processes.start("p0", "d0", "agent-n0")
+        processes.wait_ready("p0", "d0", "agent-n0")
 
-Everything of one run lives in one private directory; the guard of `kvrs.cluster` ends what is left when this process is gone.
+Everything of one run lives in one private directory, and agents' segments in another; the guard of `kvrs.cluster` ends and
+removes what is left when this process is gone.
 """
 
 import contextlib
@@ -22,7 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from kvrs.cluster.guard import start_guard
 from kvrs.cluster.ports import resolve_ports
+from kvrs.cluster.segments import make_segments, own_segments
 from kvrs.config import ENV_NAME, Config, dump_config
 from kvrs.errors import KvrsError
 
@@ -36,7 +39,7 @@ class ProcessFailedError(KvrsError):
 
 
 class Processes:
-    """Instances by id, each start in a higher epoch than the one before; and at most one proxy, under the id "proxy"."""
+    """Instances and agents by id, each start in a higher epoch than the one before; and at most one proxy, as "proxy"."""
 
     def __init__(self, config: Config) -> None:
         self.config = resolve_ports(config)
@@ -46,8 +49,9 @@ class Processes:
 
     def __enter__(self) -> Self:
         self.directory = Path(tempfile.mkdtemp(prefix="kvrs-experiment-"))
-        guard = [sys.executable, "-m", "kvrs.cluster.guard", str(self.directory)]
-        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+        self.config, segments = own_segments(self.config, self.directory)
+        self._guard = start_guard(self.directory, *segments)
+        make_segments(segments)
         # One thread per engine: several share the cores, and one order of additions is what makes KV exact.
         self._environment = os.environ | {ENV_NAME: self.secret.decode(), "OMP_NUM_THREADS": "1"}
         cluster = self.config.cluster
@@ -72,28 +76,33 @@ class Processes:
         for process in self._running.values():
             process.wait()
 
-    def start(self, *instances: str) -> None:
-        """Start these instances, or start them again after a kill; returns before they are ready."""
-        for name in instances:
+    def start(self, *names: str) -> None:
+        """Start these instances and agents, or start them again after a kill; returns before they are ready."""
+        nodes = {str(node.agent_id): node.id for node in self.config.cluster.nodes}
+        for name in names:
             if (former := self._running.get(name)) is not None:
                 former.wait()
+            if name in nodes:
+                # Its epoch is kept beside its segments.
+                self._spawn(name, "kvrs.agent", "--config", str(self._config_path), "--node", nodes[name])
+                continue
             epoch = str(self._starts[name] + 1)
             self._spawn(name, "kvrs.engine", "--config", str(self._config_path), "--instance", name, "--epoch", epoch)
 
-    def start_proxy(self, config: Config | None = None) -> None:
-        """Start the proxy and wait until it can take a stream; another `config` may name other addresses of the instances."""
+    def start_proxy(self, config: Config | None = None, name: str = "proxy") -> None:
+        """Start a proxy and wait until it can take a stream; another `config` may name other addresses of the instances."""
         config = self.config if config is None else config
-        self._spawn("proxy", "kvrs", "proxy", "--config", str(self._write("proxy", config)))
+        self._spawn(name, "kvrs", "proxy", "--config", str(self._write(name, config)))
         url = f"http://{config.proxy.host}:{config.proxy.port}/readyz"
-        self._wait("proxy", lambda: _answers(url))
+        self._wait(name, lambda: _answers(url))
 
-    def wait_ready(self, *instances: str) -> None:
+    def wait_ready(self, *names: str) -> None:
         """Wait until these take requests.
 
         Raises:
             ProcessFailedError: one ended, or took too long.
         """
-        for name in instances:
+        for name in names:
             self._wait(name, partial(_says_ready, self._log(name)))
 
     def pid(self, name: str) -> int:

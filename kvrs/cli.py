@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from kvrs.agent.config import BackupMode
 from kvrs.config import ENV_NAME, Config, SecuritySettings, demo_nodes, load_config, parse_config, read_secret
 from kvrs.errors import ConfigError, KvrsError
+from kvrs.ids import NodeId
 from kvrs.policy.config import PolicyName
+from kvrs.policy.explain import CheckpointAt
 from kvrs.replay.records import Api
 
 if TYPE_CHECKING:
@@ -123,10 +126,32 @@ def proxy(config: ConfigFile) -> None:
         for key in ("port", "page_port")
         if not getattr(instance, key)
     ]
+    if settings.backup.mode is not BackupMode.OFF:
+        faults += [
+            f"agent of node {node.id}: {key} is 0; allowed: the port it listens on, or backup.mode: off"
+            for node in settings.cluster.nodes
+            for key in ("port", "page_port")
+            if not getattr(node.agent, key)
+        ]
     if faults:
         raise ConfigError(faults)
     log_to_stderr()
     uvloop.run(serve(settings, read_secret(settings.security, os.environ)))
+
+
+@app.command()
+def agent(
+    config: ConfigFile,
+    node: Annotated[str, typer.Option(help="Id of the node in cluster.nodes whose agent this is")],
+) -> None:
+    """Run the agent of one node alone: it keeps checkpoints of KV in host memory."""
+    from kvrs.agent.__main__ import run_agent
+
+    settings = load_config(config)
+    known = {each.id: each.agent for each in settings.cluster.nodes}
+    if (given := known.get(NodeId(node))) is not None and not (given.port and given.page_port):
+        raise ConfigError([f"agent of node {node}: its port or page_port is 0; allowed: the ports that others find it at"])
+    run_agent(settings, NodeId(node))
 
 
 @app.command()
@@ -199,8 +224,8 @@ def report(
 
 @app.command()
 def explain(
-    profile: Annotated[str, typer.Option(help="Name of a table that comes with kvrs, or the path of one")],
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="L: what the client wrote")],
+    profile: Annotated[str | None, typer.Option(help="Name of a table that comes with kvrs, or the path of one")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="L: what the client wrote")] = None,
     output_tokens: Annotated[int, typer.Option(min=0, help="t: what it already has")] = 0,
     bandwidth: Annotated[str, typer.Option(help="Between the nodes: 25Gbit/s, 3.1GB/s, or the name of a link")] = "10Gbit/s",
     local_bandwidth: Annotated[str | None, typer.Option(help="Within a node; default: the profile's GPU, where known")] = None,
@@ -209,15 +234,27 @@ def explain(
     service_s: Annotated[float | None, typer.Option(help="Per request ahead; default: this prompt's own prefill")] = None,
     target_queue_s: Annotated[float, typer.Option(help="Work ahead at the target decode instance")] = 0.0,
     held_tokens: Annotated[int | None, typer.Option(help="Of which prefill still holds the KV; default: the prompt's")] = None,
+    checkpoint_tokens: Annotated[int, typer.Option(min=0, help="Of prompt and output, held by an agent")] = 0,
+    checkpoint_at: Annotated[CheckpointAt, typer.Option(help="Whose node that agent is on")] = CheckpointAt.TARGET,
+    host_bandwidth: Annotated[str | None, typer.Option(help="From an agent's memory into an instance beside it")] = None,
+    reused_tokens: Annotated[int, typer.Option(min=0, help="Of prompt and output, at the target already")] = 0,
+    own_queue_depth: Annotated[float, typer.Option(help="Requests ahead at the own decode instance, for the hand-off")] = 0.0,
+    correct: Annotated[list[str] | None, typer.Option(metavar="OPTION=FACTOR", help="What was learnt; may be repeated")] = None,
     budget_s: Annotated[float | None, typer.Option(help="The longest pause allowed; beyond it the answer is abort")] = None,
     policy: Annotated[PolicyName, typer.Option(help="By which rule")] = PolicyName.AUTO,
+    log: Annotated[Path | None, typer.Option(help="Or a proxy's event log: show its incidents, decide them again")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs")] = False,
 ) -> None:
-    """One recovery decision: all options, the terms of each sum, and where the answer would flip."""
+    """One recovery decision: all options, the terms of each sum, and where the answer would flip. Or a whole event log."""
     given = locals()
-    from kvrs.explain import ExplainOptions, run_explain
+    from kvrs.explain import ExplainOptions, explain_log, run_explain
 
-    run_explain(_filled(ExplainOptions, given, json=as_json))
+    if log is not None:
+        raise typer.Exit(0 if explain_log(log, as_json=as_json) else 1)
+    missing = [f"--{name.replace('_', '-')}: missing" for name in ("profile", "prompt_tokens") if given[name] is None]
+    if missing:
+        raise ConfigError([f"{line}; allowed: a value, or --log with an event log instead" for line in missing])
+    run_explain(_filled(ExplainOptions, given, corrections=correct or (), json=as_json))
 
 
 @app.command()

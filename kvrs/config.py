@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
+from kvrs.agent.config import AgentSettings, BackupMode, BackupSettings
 from kvrs.engine.config import EngineSettings
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
@@ -42,6 +43,12 @@ class InstanceSettings(Settings):
 class NodeSettings(Settings):
     id: NodeId = Field(min_length=1, max_length=64)
     instances: list[InstanceSettings] = Field(min_length=1)
+    agent: AgentSettings = AgentSettings()  # Runs when `backup.mode` is not off.
+
+    @property
+    def agent_id(self) -> InstanceId:
+        """Under this name the node's agent is a peer of the instances, and a holder of checkpoints."""
+        return InstanceId(f"agent-{self.id}")
 
 
 def demo_nodes(count: int) -> list[NodeSettings]:
@@ -82,6 +89,7 @@ class Config(Settings):
     policy: PolicySettings = PolicySettings()
     slo: SloSettings = SloSettings()
     transfer: TransferSettings = TransferSettings()
+    backup: BackupSettings = BackupSettings()
     profiles: ProfileSettings = ProfileSettings()
     security: SecuritySettings = SecuritySettings()
 
@@ -172,10 +180,14 @@ def _allowed_keys(path: tuple[str | int, ...]) -> list[str]:
 
 def _faults_across_sections(config: Config) -> Iterator[str]:
     instances = [instance for _, instance in config.cluster.instances()]
-    for what, names in (("node", [node.id for node in config.cluster.nodes]), ("instance", [i.id for i in instances])):
+    nodes = config.cluster.nodes
+    names_of_instances = [i.id for i in instances] + [node.agent_id for node in nodes]
+    for what, names in (("node", [node.id for node in nodes]), ("instance", names_of_instances)):
         for name, count in Counter(map(str, names)).items():
             if count > 1:
                 yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
+    if config.backup.mode in (BackupMode.REMOTE, BackupMode.BOTH) and len(nodes) < 2:
+        yield f"backup.mode: got {config.backup.mode.value!r} with 1 node; allowed: 'off' or 'local', or a second node"
     roles = {instance.role for instance in instances}
     for role in (Role.PREFILL, Role.DECODE):
         if not roles & {role, Role.BOTH}:
@@ -189,7 +201,8 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
                 table(wanted)
         except ConfigError as error:
             yield from (f"{key}: {fault}" for fault in error.faults)
-    ports = [(f"{i.host}:{port}") for i in instances for port in (i.port, i.page_port) if port]
+    listeners: list[InstanceSettings | AgentSettings] = [*instances, *(node.agent for node in nodes)]
+    ports = [f"{listener.host}:{port}" for listener in listeners for port in (listener.port, listener.page_port) if port]
     ports += [f"{config.proxy.host}:{port}" for port in (config.proxy.port, config.proxy.admin_port) if port]
     for address, count in Counter(ports).items():
         if count > 1:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvrs.agent.config import BackupMode
 from kvrs.cluster.drill import Run, run_load
-from kvrs.cluster.faults import unknown_victims
+from kvrs.cluster.faults import members_of, unknown_victims
 from kvrs.cluster.launcher import Cluster
 from kvrs.config import Config, parse_config
 from kvrs.errors import ConfigError
@@ -31,6 +32,8 @@ VOCAB_SIZE = 512
 FIRST_ORDINARY_TOKEN = 4
 # Slow enough that moving a long prompt costs about as much as computing it: both options get chosen.
 LINK_BYTES_PER_S = 20e6
+# Of each agent: the KV of about a hundred such streams.
+BACKUP_BYTES = 64 << 20
 
 DEFAULT_FAULTS = [{"when": {"inflight_at_least": 8}, "what": "kill", "whom": {"role": "decode", "pick": "busiest"}}]
 # With fewer no instance ever works on that many: they are spread over two.
@@ -59,10 +62,9 @@ def run_demo(options: DemoOptions) -> bool:
     if options.fault is None and options.requests < FEWEST_REQUESTS:
         allowed = f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 8 streams at one instance)"
         raise ConfigError([f"--requests: got {options.requests}; allowed: {allowed}"])
-    config = demo_config(options.policy, options.seed)
+    config = demo_config(options.policy, options.seed, BackupMode.BOTH)
     faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
-    nodes = config.cluster.nodes
-    if mistakes := unknown_victims(faults, {i.id for node in nodes for i in node.instances}, {node.id for node in nodes}):
+    if mistakes := unknown_victims(faults, members_of(config)):
         raise ConfigError([f"{options.fault}: {line}" for line in mistakes])
     requests = _requests(options, console)
     claim_directory(options.out)
@@ -77,7 +79,7 @@ def run_demo(options: DemoOptions) -> bool:
     return bool(report["exact"]) and not faulted.faults_left
 
 
-def demo_config(policy: PolicyName, seed: int) -> Config:
+def demo_config(policy: PolicyName, seed: int, backup: BackupMode = BackupMode.OFF) -> Config:
     """Two nodes with a prefill and a decode instance each, joined by a slow link; every port is chosen freely."""
     return parse_config(
         {
@@ -85,6 +87,7 @@ def demo_config(policy: PolicyName, seed: int) -> Config:
             "cluster": {"engine": {"seed": seed, "pace": PACE}, "allow_faults": True},
             "policy": {"name": policy.value},
             "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S, "probe_interval_s": 1.0},
+            "backup": {"mode": backup.value, "capacity_bytes": BACKUP_BYTES},
         }
     )
 
@@ -118,6 +121,7 @@ def _report(options: DemoOptions, config: Config, faulted: Run, clean: Run) -> R
         "pace": PACE,
         "link_bytes_per_s": config.transfer.link_bytes_per_s,
         "nodes": len(config.cluster.nodes),
+        "backup": config.backup.mode.value,
     }
     never_due = [fault.label for fault in faulted.never_due]
     return build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings, never_due=never_due)

@@ -33,3 +33,7 @@ class TransferError(KvrsError):
 
 class UpstreamError(KvrsError):
     """An engine failed while it served a stream: reset, end without a finish, error event, or silence."""
+
+
+class LogError(KvrsError):
+    """An event log cannot be read or run again; the message names line and reason."""

@@ -1,24 +1,34 @@
-"""`kvrs explain`: one recovery decision with every term, as a table for people or as JSON."""
+"""`kvrs explain`: one recovery decision with every term, or all decisions of an event log, for people or as JSON."""
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from kvrs.errors import ConfigError
+from kvrs.agent.config import BackupSettings
+from kvrs.errors import ConfigError, LogError
+from kvrs.policy.actions import GiveUp
 from kvrs.policy.config import PolicyName, PolicySettings
 from kvrs.policy.costs import Option
-from kvrs.policy.explain import Explanation, Question, explain
+from kvrs.policy.event_log import Entry, Header, Rerun, read, rerun
+from kvrs.policy.explain import CheckpointAt, Explanation, Question, explain
+from kvrs.policy.incidents import Decision, Loss, chosen_of, incidents, others_of, way_of
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import Profile
 
 _PREFIX = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BANDWIDTH = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)")
 _MAX_TOKENS = 1 << 24
+_CORRECTED = [option.value for option in Option if option not in (Option.START, Option.ABORT)]
+_FACTOR = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +47,12 @@ class ExplainOptions:
     service_s: float | None = None  # Per request ahead. None: what this prompt's own prefill takes.
     target_queue_s: float = 0.0
     held_tokens: int | None = None  # None: the whole prompt.
+    checkpoint_tokens: int = 0  # Of the history, prompt and output, at an agent.
+    checkpoint_at: CheckpointAt = CheckpointAt.TARGET
+    host_bandwidth: str | None = None  # From an agent's memory into an instance beside it. None: what `backup` assumes.
+    reused_tokens: int = 0  # Of the history, at the target already.
+    own_queue_depth: float = 0.0  # Requests ahead at the own decode instance when the hand-off is due.
+    corrections: Sequence[str] = ()  # Each as OPTION=FACTOR.
     budget_s: float | None = None
     policy: PolicyName = PolicyName.AUTO
     json: bool = False
@@ -86,6 +102,12 @@ def ask(options: ExplainOptions) -> tuple[Profile, Question]:
         queue_s=queue_s,
         target_queue_s=options.target_queue_s,
         budget_s=options.budget_s,
+        checkpoint_tokens=options.checkpoint_tokens,
+        checkpoint_at=options.checkpoint_at,
+        host_to_device_bytes_per_s=_host_bytes_per_s(options),
+        reused_tokens=options.reused_tokens,
+        own_queue_s=options.own_queue_depth * service_s,
+        corrections=dict(map(_parse_correction, options.corrections)),
     )
 
 
@@ -111,7 +133,8 @@ def as_json(profile: Profile, question: Question, explanation: Explanation) -> d
     labels = ("label", "model", "dtype", "gpu", "tp", "engine", "version", "kind", "source")
     asked = (
         *("prompt_tokens", "output_tokens", "held_tokens", "bytes_per_s", "local_bytes_per_s"),
-        *("queue_s", "service_s", "target_queue_s", "budget_s"),
+        *("queue_s", "service_s", "target_queue_s", "budget_s", "checkpoint_tokens", "checkpoint_at"),
+        *("host_to_device_bytes_per_s", "reused_tokens", "own_queue_s", "corrections"),
     )
     return {
         "version": 1,
@@ -123,16 +146,20 @@ def as_json(profile: Profile, question: Question, explanation: Explanation) -> d
 
 def _faults(options: ExplainOptions) -> list[str]:
     held = options.prompt_tokens if options.held_tokens is None else options.held_tokens
+    history = max(0, options.prompt_tokens) + max(0, options.output_tokens)
     whole = (
         ("--prompt-tokens", options.prompt_tokens, 1, _MAX_TOKENS),
         ("--output-tokens", options.output_tokens, 0, _MAX_TOKENS),
         ("--held-tokens", held, 0, max(0, options.prompt_tokens)),
+        ("--checkpoint-tokens", options.checkpoint_tokens, 0, history),
+        ("--reused-tokens", options.reused_tokens, 0, history),
     )
     wrong = [f"{name}: got {value}; allowed: {low} to {high}" for name, value, low, high in whole if not low <= value <= high]
     times = (
         ("--queue-depth", options.queue_depth),
         ("--queue-s", options.queue_s),
         ("--target-queue-s", options.target_queue_s),
+        ("--own-queue-depth", options.own_queue_depth),
         ("--budget-s", options.budget_s),
     )
     wrong += [
@@ -144,18 +171,44 @@ def _faults(options: ExplainOptions) -> list[str]:
         wrong.append(f"--service-s: got {options.service_s}; allowed: above 0, below 1e9")
     if options.queue_depth is not None and options.queue_s is not None:
         wrong.append("--queue-depth, --queue-s: got both; allowed: one of them")
-    for name, text in (("--bandwidth", options.bandwidth), ("--local-bandwidth", options.local_bandwidth)):
+    bandwidths = (
+        ("--bandwidth", options.bandwidth),
+        ("--local-bandwidth", options.local_bandwidth),
+        ("--host-bandwidth", options.host_bandwidth),
+    )
+    for name, text in bandwidths:
         if text is not None:
-            wrong += _faults_of_bandwidth(text, name)
+            wrong += _faults_of(partial(parse_bandwidth, text, name))
+    for text in options.corrections:
+        wrong += _faults_of(partial(_parse_correction, text))
     return wrong
 
 
-def _faults_of_bandwidth(text: str, option: str) -> list[str]:
+def _faults_of(parse: Callable[[], object]) -> list[str]:
     try:
-        parse_bandwidth(text, option)
+        parse()
     except ConfigError as error:
         return error.faults
     return []
+
+
+def _parse_correction(text: str) -> tuple[Option, float]:
+    """'migrate=1.5' of `--correct`.
+
+    Raises:
+        ConfigError: there is no such option, or the factor is none.
+    """
+    name, _, number = text.partition("=")
+    if name in _CORRECTED and (found := _FACTOR.fullmatch(number)) is not None and 0.01 <= float(found[0]) <= 100:
+        return Option(name), float(number)
+    allowed = f"OPTION=FACTOR, of {', '.join(_CORRECTED)}, from 0.01 to 100"
+    raise ConfigError([f"--correct: got {text!r}; allowed: {allowed}"])
+
+
+def _host_bytes_per_s(options: ExplainOptions) -> float:
+    if options.host_bandwidth is not None:
+        return parse_bandwidth(options.host_bandwidth, "--host-bandwidth")
+    return BackupSettings().host_to_device_bytes_per_s
 
 
 def _local_bytes_per_s(options: ExplainOptions, profile: Profile, settings: PolicySettings) -> float:
@@ -181,7 +234,7 @@ def _show(profile: Profile, question: Question, explanation: Explanation, consol
     console.print(_table(explanation))
     others = ", ".join(f"{name.value}: {option.value}" for name, option in explanation.by_policy.items())
     console.print(f"by policy: {others}")
-    for line in crossover_lines(explanation):
+    for line in [*crossover_lines(explanation), *hand_off_lines(explanation)]:
         console.print(line)
 
 
@@ -227,3 +280,130 @@ def crossover_lines(explanation: Explanation) -> list[str]:
         "beyond it moving the KV to an idle node is sooner"
     )
     return lines
+
+
+def hand_off_lines(explanation: Explanation) -> list[str]:
+    """Where each of the rules sends the KV at the end of prefill."""
+    return [
+        f"hand-off by {each.how.value}: {'own pair' if each.is_own else 'remote'} "
+        f"(own {each.own_s:.6f} s, remote {each.remote_s:.6f} s)"
+        for each in explanation.hand_offs
+    ]
+
+
+def explain_log(path: Path, *, as_json: bool = False, console: Console | None = None) -> bool:
+    """Print what an event log says of each loss and each decision, and whether the policy, told the same, does the same again.
+
+    Returns:
+        False if it does otherwise.
+
+    Raises:
+        LogError: the file cannot be read, or one of its lines is none.
+    """
+    console = console or Console()
+    lines, notes = _lines_of(path)
+    try:
+        records = [*read(lines)]
+        # From its middle on a log can be shown, but not run again: the policy was told more than it says.
+        whole = bool(records) and isinstance(records[0], Header) and records[0].part == 1
+        again = rerun(lines) if whole or not records else None
+    except LogError as error:
+        raise LogError(f"{path}: {error}") from error
+    entries = [record for record in records if isinstance(record, Entry)]
+    happened = incidents(entries)
+    if as_json:
+        console.print_json(msgspec.json.encode(_log_as_json(path, entries, happened, again, notes)).decode())
+    else:
+        _show_log(path, entries, happened, again, notes, console)
+    return again is None or again.difference is None
+
+
+def _lines_of(path: Path) -> tuple[list[str], list[str]]:
+    """The lines of the log, with those of the file before it where it goes on from that, and what is to be said of them."""
+    lines, notes = _lines_of_file(path)
+    try:
+        header = next(read(lines), None)
+    except LogError as error:
+        raise LogError(f"{path}: {error}") from None
+    if isinstance(header, Header) and header.part > 1:
+        older = path.with_name(f"{path.name}.1")
+        if older.exists():
+            before, more = _lines_of_file(older)
+            lines, notes = [*before, *lines], [f"begins with {older.name}, {len(before):,} lines", *more, *notes]
+    return lines, notes
+
+
+def _lines_of_file(path: Path) -> tuple[list[str], list[str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise LogError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise LogError(f"{path}: not text: {error.reason} at byte {error.start}") from None
+    *lines, rest = text.split("\n")
+    # A proxy that is killed while it writes leaves part of a line.
+    return lines, [f"{path.name} ends within line {len(lines) + 1}, which is left out"] if rest else []
+
+
+def _show_log(
+    path: Path, entries: list[Entry], happened: list[Loss | Decision], again: Rerun | None, notes: list[str], console: Console
+) -> None:
+    for note in notes:
+        console.print(note, style="yellow", markup=False)
+    span_s = entries[-1].now_s - entries[0].now_s if entries else 0.0
+    actions = sum(len(entry.actions) for entry in entries)
+    console.print(f"{path.name}: {len(entries):,} events in {span_s:,.3f} s, {actions:,} actions", markup=False)
+    table = Table("at s", "line", "what", "predicted s", "corrected s", "real s", "regret s", "why, and the others")
+    for column in table.columns[3:7]:
+        column.justify = "right"
+    began_s = entries[0].now_s if entries else 0.0
+    for each in happened:
+        table.add_row(f"{each.at_s - began_s:.3f}", str(each.line), *map(escape, _log_row(each)))
+    console.print(table if happened else "nothing was lost")
+    console.print(_verdict(again), markup=False)
+
+
+def _log_row(each: Loss | Decision) -> tuple[str, ...]:
+    """What, predicted, corrected, real, regret, and why."""
+    if isinstance(each, Loss):
+        what = f"{each.who} lost" if each.stream is None else f"{each.stream} failed at {each.who}"
+        return what, "", "", "", "", each.cause
+    action, settled = each.action, each.settled
+    if isinstance(action, GiveUp):
+        return f"{action.stream} given up: {action.reason.value}", "", "", "", "", action.message
+    chosen = chosen_of(each)
+    real = ("", "") if settled is None else (f"{settled.real_s:.3f}", f"{settled.regret_s:+.3f}")
+    raw = f"{chosen.raw_s:.3f}" if chosen is not None else ""
+    others = ", ".join(f"{option.value} {total_s:.3f}" for option, total_s in others_of(each).items())
+    return f"{action.stream}#{action.attempt}: {way_of(each)}", raw, f"{action.predicted_s:.3f}", *real, others
+
+
+def _verdict(again: Rerun | None) -> str:
+    if again is None:
+        return "not run again: the log begins in the middle"
+    if again.difference is None:
+        return "run again: the policy asks for the same"
+    entry = again.difference.entry
+    return (
+        f"run again: line {entry.line} differs, on {type(entry.event).__name__}\n"
+        f"  recorded: {list(entry.actions)}\n"
+        f"  again:    {list(again.difference.again)}"
+    )
+
+
+def _log_as_json(
+    path: Path, entries: list[Entry], happened: list[Loss | Decision], again: Rerun | None, notes: list[str]
+) -> dict[str, Any]:
+    """Times as in the log, seconds and pages throughout."""
+    difference = again.difference if again is not None else None
+    return {
+        "version": 1,
+        "log": path.name,
+        "notes": notes,
+        "events": len(entries),
+        "actions": sum(len(entry.actions) for entry in entries),
+        "same": None if again is None else difference is None,
+        "difference": None if difference is None else {"line": difference.entry.line, "again": difference.again},
+        "losses": [each for each in happened if isinstance(each, Loss)],
+        "decisions": [each for each in happened if isinstance(each, Decision)],
+    }

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 # What every record has; the rest came with `extra=` and is shown.
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -23,6 +23,11 @@ def _shown(value: Any) -> str:
 
 def log_to_stderr() -> None:
     """Log everything from INFO on."""
-    handler = logging.StreamHandler(sys.stderr)
+    log_to(sys.stderr)
+
+
+def log_to(stream: TextIO) -> None:
+    """Log everything from INFO on to a stream."""
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(_KeyValueFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -32,7 +32,7 @@ def test_a_fault_on_nobody_is_refused_before_the_start(options: DemoOptions, tmp
     with pytest.raises(ConfigError) as caught:
         run_demo(replace(options, fault=path))
 
-    assert caught.value.faults == [f"{path}: fault [0]: no 'zz' in the cluster; allowed: d0, d1, p0, p1"]
+    assert caught.value.faults == [f"{path}: fault [0]: no 'zz' in the cluster; allowed: agent-n0, agent-n1, d0, d1, p0, p1"]
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_start(options: DemoOptions, tmp_path: Path) -> None:

@@ -25,9 +25,11 @@ RANK = {
     "gossip": 4,
     "transfer": 4,
     "config": 5,
+    "agent": 6,
     "engine": 6,
     "proxy": 6,
     "replay": 6,
+    "sim": 7,
     "cluster": 7,
     "demo": 8,
     "explain": 8,
@@ -40,7 +42,8 @@ SECTION = "config"
 
 PURE = {"ids", "errors", "settings", "protocol", "policy", "profiles", "scheduling"}
 PURE_MODULES = {
-    *(f"kvrs/transfer/{name}.py" for name in ("meter", "limiter", "faults")),
+    *(f"kvrs/transfer/{name}.py" for name in ("meter", "limiter", "faults", "store/book")),
+    "kvrs/engine/backlog.py",
     *(f"kvrs/replay/{name}.py" for name in ("metrics", "oracle", "impact", "student")),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "time", "random", "logging", "torch", "aiohttp", "threading", "ray", "subprocess"}
@@ -99,7 +102,10 @@ def test_nothing_that_comes_from_outside_can_run_code(path: Path) -> None:
     assert not calls & FORBIDDEN_CALLS
 
 
-@pytest.mark.parametrize("module", ["kvrs.proxy.server", "kvrs.cli", "kvrs.policy.recovery", "kvrs.scheduling.batches"])
+@pytest.mark.parametrize(
+    "module",
+    ["kvrs.proxy.server", "kvrs.agent.server", "kvrs.sim", "kvrs.cli", "kvrs.policy.recovery", "kvrs.scheduling.batches"],
+)
 def test_only_the_engine_loads_torch(module: str) -> None:
     """A proxy starts in a fraction of a second and a simulator needs no tensors."""
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"

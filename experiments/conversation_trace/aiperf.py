@@ -73,7 +73,7 @@ def kill_when_busy(cluster: Cluster, kills: list[dict[str, Any]], over: threadin
         decoding = [stream["decode"] for stream in state["streams"] if stream["stage"] == "decode"]
         busiest = max(set(decoding), key=decoding.count, default=None)
         if busiest is not None and decoding.count(busiest) >= HIT_AT_LEAST:
-            pid = cluster.kill(InstanceId(busiest))
+            (pid,) = cluster.kill(InstanceId(busiest))
             kills.append({"whom": busiest, "pid": pid, "streams": decoding.count(busiest)})
             return
         time.sleep(0.02)

@@ -21,25 +21,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from rich.progress import Progress
 
 from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.rig import Rig, draw, session_for
 from kvrs.config import Config, parse_config
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.config import PolicyName
 from kvrs.policy.costs import Instance, Option, decide, rom_migrate, rom_recompute
 from kvrs.profiles import catalog
-from kvrs.protocol.instance import Capability, Role
-from kvrs.protocol.secrets import http_token
+from kvrs.protocol.instance import Capability, PageRun, Role
 
 # Slow enough that the tiny model's real work fits into its steps several times over, and its clock is a measured one.
 PROFILE = "opt-66b-a100-vllm-tp2"
 PROMPT_TOKENS = (768, 1024, 1536)
 GBIT_PER_S = (12, 20, 28, 36, 44, 52, 64, 80)
 PRODUCED_TOKENS = 16
-VOCAB_SIZE = 512
-FIRST_ORDINARY_TOKEN = 4
 
 SHORTEST_CELL_S = 0.2
 CLEAR_DIFFERENCE = 0.2
@@ -102,120 +99,57 @@ def rom_pick(prompt_tokens: int, bytes_per_s: float) -> Option:
     return decide(PolicyName.ROM, [migrate, rom_recompute(instance, instance, prompt_tokens=prompt_tokens)]).option
 
 
-class Rig:
-    """The engines, and the calls that a proxy would make of them."""
+class Bench:
+    """Both ways of bringing one stream back."""
 
-    def __init__(self, processes: Processes, session: aiohttp.ClientSession, seed: int) -> None:
-        self._urls = {instance.id: instance.url for _, instance in processes.config.cluster.instances()}
-        self._session = session
-        self._attempts = 0
+    def __init__(self, rig: Rig, seed: int) -> None:
+        self._rig = rig
         rng = random.Random(seed)
-        self._prompts = {tokens: _draw(rng, tokens) for tokens in PROMPT_TOKENS}
-        self._produced = _draw(rng, PRODUCED_TOKENS)
+        self._prompts = {tokens: draw(rng, tokens) for tokens in PROMPT_TOKENS}
+        self._produced = draw(rng, PRODUCED_TOKENS)
         self._tokens: dict[int, int] = {}
 
     async def prepare(self) -> None:
-        """Let p0 compute and retain every prompt; learn how large a token's KV is here."""
-        info = await self._get("p0", "/kvrs/v1/instance")
-        self._epoch = int(info["epoch"])
-        geometry = info["geometry"]
-        self._page_size = int(geometry["page_size_tokens"])
-        self.bytes_per_token = 2 * geometry["layers"] * geometry["kv_heads"] * geometry["head_dim"] * geometry["dtype_bytes"]
+        """Let p0 compute and retain every prompt."""
         for prompt in self._prompts.values():
-            await self._prefill("p0", prompt, len(prompt))
-
-    async def set_link(self, bytes_per_s: float) -> None:
-        """Hold what p0 sends to n1 to this rate, with the limiter that `transfer.link_bytes_per_s` uses."""
-        await self._post("p0", "/kvrs/v1/faults", {"type": "link", "node": "n1", "bytes_per_s": bytes_per_s, "for_s": 3600.0})
+            await self._rig.prefill("p0", prompt, len(prompt))
 
     async def take(self, way: Option, prompt_tokens: int) -> float:
         """Bring a stream back one way; seconds until its first new token."""
-        for instance in ("p1", "d1"):
-            await self._post(instance, "/reset_prefix_cache", {})
-        started_s = time.perf_counter()
+        rig = self._rig
+        await rig.empty("p1", "d1")
         history = self._prompts[prompt_tokens] + self._produced
+        started_s = time.perf_counter()
         if way is Option.MIGRATE:
-            pages = prompt_tokens // self._page_size
-            source = {"id": "p0", "first_page": 0, "pages": pages, "generation": self._epoch}
-            token = await self._decode(history, prompt_tokens, sources=[source])
+            pages = prompt_tokens // rig.geometry.page_size_tokens
+            source = PageRun(InstanceId("p0"), 0, pages, rig.infos[InstanceId("p0")].epoch)
+            token = await rig.decode("d1", history, prompt_tokens, sources=[source])
         else:
-            params = await self._prefill("p1", history, prompt_tokens)
-            token = await self._decode(history, prompt_tokens, params=params)
+            hand_off = await rig.prefill("p1", history, prompt_tokens)
+            token = await rig.decode("d1", history, prompt_tokens, hand_off=hand_off)
         seconds = time.perf_counter() - started_s
         # Greedy and exact: however the KV came, the next token is the same.
         if self._tokens.setdefault(prompt_tokens, token) != token:
             raise RuntimeError(f"{way.value} continued a prompt of {prompt_tokens} tokens with another token")
         return seconds
 
-    async def _prefill(self, instance: str, history: list[int], prompt_tokens: int) -> dict[str, Any]:
-        body = {**self._body(history, prompt_tokens, []), "max_tokens": 1, "stream": False}
-        body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
-        answer = await self._post(instance, "/v1/completions", body)
-        params: dict[str, Any] = answer["kv_transfer_params"]
-        return params
-
-    async def _decode(
-        self, history: list[int], prompt_tokens: int, sources: list[Any] | None = None, params: dict[str, Any] | None = None
-    ) -> int:
-        body = {**self._body(history, prompt_tokens, sources or []), "max_tokens": PRODUCED_TOKENS + 1, "stream": True}
-        if params is not None:
-            body["kv_transfer_params"] = params
-        first: int | None = None
-        async with self._session.post(f"{self._urls[InstanceId('d1')]}/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            async for line in answer.content:
-                if first is None and line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    ids = [token for choice in event.get("choices", []) for token in choice.get("token_ids") or []]
-                    first = ids[0] if ids else None
-        if first is None:
-            raise RuntimeError("an engine ended a stream without a token")
-        return first
-
-    def _body(self, history: list[int], prompt_tokens: int, sources: list[Any]) -> dict[str, Any]:
-        self._attempts += 1
-        stream = f"crossover-{self._attempts}"
-        return {
-            "model": "tiny-llama",
-            "prompt": history,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "kvrs": {"stream": stream, "owner_epoch": 0, "attempt": 1, "prompt_tokens": prompt_tokens, "sources": sources},
-        }
-
-    async def _get(self, instance: str, path: str) -> Any:
-        async with self._session.get(self._urls[InstanceId(instance)] + path) as answer:
-            answer.raise_for_status()
-            return await answer.json()
-
-    async def _post(self, instance: str, path: str, body: dict[str, Any]) -> Any:
-        async with self._session.post(self._urls[InstanceId(instance)] + path, json=body) as answer:
-            answer.raise_for_status()
-            return await answer.json(content_type=None)
-
-
-def _draw(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(FIRST_ORDINARY_TOKEN, VOCAB_SIZE) for _ in range(count)]
-
 
 async def measure(processes: Processes, cells: list[Cell], repeats: int, seed: int) -> float:
     """Fill the cells; the share of the CPUs that was in use meanwhile."""
-    headers = {"Authorization": f"Bearer {http_token(processes.secret)}"}
     order = random.Random(seed)
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=60)) as session:
-        rig = Rig(processes, session, seed)
-        await rig.prepare()
-        # The tiny model's tokens are smaller than the profile's, so its link is slower by as much: equal seconds.
-        shrink = rig.bytes_per_token / catalog.kv_geometry(PROFILE).bytes_per_token
+    async with session_for(processes) as session:
+        rig = Rig(processes, session, PROFILE)
+        await rig.meet()
+        bench = Bench(rig, seed)
+        await bench.prepare()
         before = cpu_ticks()
         with _bar(repeats * len(cells)) as advance:
             for _ in range(repeats):
                 # Another order every time, and both ways in turns: a busy moment hits no cell and no side for good.
                 for cell in order.sample(cells, len(cells)):
-                    await rig.set_link(cell.gbit_per_s / 8 * 1e9 * shrink)
+                    await rig.set_link("p0", "n1", cell.gbit_per_s / 8 * 1e9 * rig.shrink)
                     for way in order.sample(WAYS, len(WAYS)):
-                        cell.seconds[way].append(await rig.take(way, cell.prompt_tokens))
+                        cell.seconds[way].append(await bench.take(way, cell.prompt_tokens))
                     advance()
         return share_used(before, cpu_ticks())
 

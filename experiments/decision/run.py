@@ -1,7 +1,7 @@
 """How long one decision takes: all options of one victim at one target, at several history lengths.
 
-Timed is what the policy does per victim and target: look the holder's and the link's books up, predict migration and
-recompute from the tables, choose. The lengths take turns within one run, so that a busy moment hits all of them.
+Timed is what the policy does per victim and target: look the holder's and the link's books up, predict migration,
+its split and recompute from the tables, choose. The lengths take turns within one run, so that a busy moment hits all of them.
 """
 
 import argparse

@@ -24,6 +24,8 @@ import uvloop
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.server import PageServer
@@ -65,7 +67,8 @@ def serve_plainly(ports: Connection, size: int) -> None:
 def serve_pages(ports: Connection, size: int, page_bytes: int) -> None:
     async def serve() -> None:
         source = Memory(memoryview(os.urandom(size)), page_bytes)
-        server = PageServer(lambda: identity("sender", "n0", page_bytes), source, SECRET, SETTINGS)
+        links = SendingLinks(SETTINGS, SendingFaults(), NodeId("n0"))
+        server = PageServer(lambda: identity("sender", "n0", page_bytes), source, SECRET, SETTINGS, links)
         ports.send(await server.start("127.0.0.1", 0))
         await asyncio.Event().wait()
 

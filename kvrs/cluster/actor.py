@@ -1,6 +1,6 @@
-"""The process that Ray places and brings back: one instance of the embedded engine.
+"""The processes that Ray places and brings back: instances of the embedded engine, and the agents of the nodes.
 
-Ray only starts, watches and restarts it. Requests, tokens and pages never pass through Ray.
+Ray only starts, watches and restarts them. Requests, tokens and pages never pass through Ray.
 """
 
 import asyncio
@@ -10,42 +10,67 @@ import traceback
 from pathlib import Path
 
 from kvrs.cluster.starts import next_start, report_fault
-from kvrs.config import load_config, read_secret
+from kvrs.config import Config, load_config, read_secret
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
+from kvrs.logs import log_to
 
 
-class InstanceActor:
+class _Actor:
     """Serves from a thread of its own; the actor's main thread stays free to answer Ray."""
 
-    def __init__(self, config_path: str, instance_id: str, run_directory: str) -> None:
+    def __init__(self, config_path: str, name: str, run_directory: str) -> None:
         # The log file in the run directory also marks this process as part of the run (see guard.py).
-        self._log = (Path(run_directory) / f"{instance_id}.log").open("a", buffering=1)
+        self._log = (Path(run_directory) / f"{name}.log").open("a", buffering=1)
+        log_to(self._log)
         self._ready = threading.Event()
         self._config_path = Path(config_path)
-        self._instance_id = InstanceId(instance_id)
+        self._name = InstanceId(name)
         self._run_directory = Path(run_directory)
-        self._epoch = next_start(self._run_directory, self._instance_id)
-        threading.Thread(target=self._serve, name="engine", daemon=True).start()
+        self._start = next_start(self._run_directory, self._name)
+        threading.Thread(target=self._run, name="server", daemon=True).start()
 
     def wait_ready(self) -> int:
         """Block until requests are taken; the process id."""
         self._ready.wait()
         return os.getpid()
 
-    def _serve(self) -> None:
-        from kvrs.engine.server import serve  # Loads torch, which only this process needs.
+    # Not `async def`: Ray would run an actor that has such a method on an event loop of its own.
+    def _serve(self, config: Config, secret: bytes) -> None:
+        raise NotImplementedError
 
+    def _run(self) -> None:
         try:
             config = load_config(self._config_path)
             secret = read_secret(config.security, os.environ)
-            asyncio.run(serve(config, self._instance_id, self._epoch, secret, asyncio.Event(), self._ready.set))
+            self._serve(config, secret)
         except KvrsError as error:
             print(error, file=self._log)
             if not self._ready.is_set():
-                report_fault(self._run_directory, self._instance_id, str(error))
+                report_fault(self._run_directory, self._name, str(error))
         except BaseException:
             traceback.print_exc(file=self._log)
         finally:
-            # An instance that does not serve must not look alive; Ray starts it again.
+            # Who does not serve must not look alive; Ray starts it again.
             os._exit(1)
+
+
+class InstanceActor(_Actor):
+    """An instance; its epoch is the number of its start."""
+
+    def _serve(self, config: Config, secret: bytes) -> None:
+        from kvrs.engine.server import serve  # Loads torch, which only this process needs.
+
+        asyncio.run(serve(config, self._name, self._start, secret, asyncio.Event(), self._ready.set))
+
+
+class AgentActor(_Actor):
+    """The agent of a node; its epoch is kept beside its segments."""
+
+    def _serve(self, config: Config, secret: bytes) -> None:
+        import uvloop
+
+        from kvrs.agent.server import serve
+
+        (node,) = (node.id for node in config.cluster.nodes if node.agent_id == self._name)
+        uvloop.run(serve(config, node, secret, asyncio.Event(), self._ready.set))

@@ -1,32 +1,36 @@
-"""Carries faults out: signals to processes of this machine, and requests to instances for what only they can do.
+"""Carries faults out: signals to processes of this machine, and requests to instances and agents for what only they can do.
 
-A process is hit by a handle on it (pidfd), after it was seen to listen on its instance's port: a number that another process, or
+A process is hit by a handle on it (pidfd), after it was seen to listen on its own port: a number that another process, or
 another machine's, may bear by now is never trusted.
 """
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 from urllib.parse import urlsplit
 
+from kvrs.agent.config import BackupMode
+from kvrs.config import Config
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.faults import LinkFault, NoFault, PageFault
-from kvrs.protocol.instance import Role
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.faults import FaultRequest, LinkFault, NoFault, PageFault
 from kvrs.replay.admin import AdminError, AdminPort
-from kvrs.replay.faults import DueFault, Fault, InstanceView, Phase, What, phase_of
+from kvrs.replay.faults import DueFault, Fault, InstanceView, Phase, VictimRole, What, phase_of
 from kvrs.replay.passes import Scene
 
 WATCH_INTERVAL_S = 0.02
 # A slowed process is stopped and continued this often: short enough that no single stop is noticed as one.
 SLOW_PERIOD_S = 0.05
+# A proxy knows of a death by then: the kernel closes the connection that it keeps open.
+NOTICE_S = 0.5
 
 _ASKED_OF_INSTANCES = (What.LINK_RATE, What.LINK_CUT, What.CORRUPT_PAGE)
 _LISTENING = "0A"
@@ -43,41 +47,66 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
         ConfigError: one line per fault that names nobody, or that its victim would not carry out.
         AdminError: the admin port does not answer.
     """
-    rows = (await port.state())["instances"]
-    mistakes = unknown_victims(faults, {row["id"] for row in rows}, {row["node"] for row in rows})
+    rows = rows_of(await port.state())
+    everybody = {name: InstanceView(VictimRole(row["role"]), NodeId(row["node"])) for name, row in rows.items()}
+    mistakes = unknown_victims(faults, everybody)
     if not mistakes and any(fault.what in _ASKED_OF_INSTANCES for fault in faults):
-        mistakes = await _refusals(rows, port)
+        mistakes = await _refusals(rows.values(), port)
     if mistakes:
         raise ConfigError(mistakes)
 
 
-def unknown_victims(faults: Sequence[Fault], ids: Set[str], nodes: Set[str]) -> list[str]:
+def unknown_victims(faults: Sequence[Fault], everybody: Mapping[InstanceId, InstanceView]) -> list[str]:
     """One line per name that the faults use and the cluster does not have."""
+    roles = {view.role for view in everybody.values()}
+    if VictimRole.BOTH in roles:
+        roles |= {VictimRole.PREFILL, VictimRole.DECODE}
+    nodes = {view.node for view in everybody.values()}
     mistakes = []
     for number, fault in enumerate(faults):
         whom = fault.whom
-        named = ([whom.id] if whom.id else [], ids), ([whom.node] if whom.node else whom.link or [], nodes)
+        named: list[tuple[Sequence[str], Collection[str]]] = [
+            ([whom.id] if whom.id else [], everybody),
+            ([whom.node] if whom.node else whom.link or [], nodes),
+            ([whom.role] if whom.role else [], roles),
+        ]
         for names, allowed in named:
-            unknown = [name for name in names if name not in allowed]
+            unknown = [str(name) for name in names if name not in allowed]
             mistakes += [
                 f"fault [{number}]: no {name!r} in the cluster; allowed: {', '.join(sorted(allowed))}" for name in unknown
             ]
     return mistakes
 
 
-async def _refusals(rows: list[Any], port: AdminPort) -> list[str]:
+def members_of(config: Config) -> dict[InstanceId, InstanceView]:
+    """Who will run in a cluster of this configuration."""
+    everybody = {
+        instance.id: InstanceView(VictimRole(instance.role.value), node.id) for node, instance in config.cluster.instances()
+    }
+    if config.backup.mode is not BackupMode.OFF:
+        everybody |= {node.agent_id: InstanceView(VictimRole.AGENT, node.id) for node in config.cluster.nodes}
+    return everybody
+
+
+def rows_of(state: Mapping[str, Any]) -> dict[InstanceId, dict[str, Any]]:
+    """Every instance and agent of a cluster by its id, with a role for each."""
+    agents = [row | {"role": VictimRole.AGENT.value} for row in state.get("agents", [])]
+    return {InstanceId(row["id"]): row for row in [*state["instances"], *agents]}
+
+
+async def _refusals(rows: Iterable[dict[str, Any]], port: AdminPort) -> list[str]:
     refusals = []
     for row in rows:
         try:
             await port.inject(row["url"], NoFault())
         except AdminError as error:
             hint = " (does its configuration say cluster.allow_faults: true?)" if "HTTP 404" in str(error) else ""
-            refusals.append(f"instance {row['id']} takes no faults{hint}: {error}")
+            refusals.append(f"{_named(row)} takes no faults{hint}: {error}")
     return refusals
 
 
 async def strike(scene: Scene) -> None:
-    """Look at the cluster and hit it, until every fault was carried out and is over.
+    """Look at the cluster and hit it, until every fault was carried out and is over; damage to pages is when we are cancelled.
 
     Raises:
         FaultError: a process cannot be hit from here.
@@ -86,9 +115,10 @@ async def strike(scene: Scene) -> None:
     try:
         async with asyncio.TaskGroup() as lasting:
             while scene.schedule.pending:
-                state = await scene.port.state()
-                for due in scene.schedule.due(time.monotonic() - scene.start_s, scene.requests_sent(), views(state)):
-                    await striker.carry_out(due, state, lasting)
+                if scene.schedule.wants_a_look(time.monotonic() - scene.start_s, scene.requests_sent()):
+                    state = await scene.port.state()
+                    for due in scene.schedule.due(time.monotonic() - scene.start_s, scene.requests_sent(), views(state)):
+                        await striker.carry_out(due, state, lasting)
                 await asyncio.sleep(WATCH_INTERVAL_S)
     except BaseExceptionGroup as group:
         # Whoever called knows single errors.
@@ -99,90 +129,117 @@ async def strike(scene: Scene) -> None:
 
 
 def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
-    """Every instance that is up, as a schedule wants to see it."""
-    busy: Counter[str] = Counter()
-    phases: defaultdict[str, Counter[Phase]] = defaultdict(Counter)
+    """Every instance and agent that is up, as a schedule wants to see it."""
+    works: Counter[str] = Counter()
+    counts: defaultdict[str, dict[StreamId, Phase]] = defaultdict(dict)
+    recovering = {row["stream"] for row in state["recoveries"] if row["outcome"] == "running"}
     for stream in state["streams"]:
-        phase = phase_of(stream["stage"], stream["output_tokens"], stream["max_tokens"])
+        phase = phase_of(stream["stage"], stream["output_tokens"], stream["max_tokens"], stream["id"] in recovering)
         if phase is None:
             continue
-        busy[stream[stream["stage"]]] += 1
-        for instance in {stream["prefill"], stream["decode"]}:
-            phases[instance][phase] += 1
-    return {
-        InstanceId(row["id"]): InstanceView(Role(row["role"]), NodeId(row["node"]), busy[row["id"]], phases[row["id"]])
-        for row in state["instances"]
-        if row["health"] == "up"
-    }
+        works[stream[stream["stage"]]] += 1
+        keepers = {agent for agent, pages in stream.get("protected", {}).items() if pages}
+        for name in {stream["prefill"], stream["decode"]} | keepers:
+            counts[name][StreamId(stream["id"])] = phase
+    seen = {}
+    for name, row in rows_of(state).items():
+        if row["health"] == "up":
+            role = VictimRole(row["role"])
+            inflight = row["checkpoints"] or 0 if role is VictimRole.AGENT else works[name]
+            seen[name] = InstanceView(role, NodeId(row["node"]), inflight, counts[name])
+    return seen
 
 
 class _Striker:
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._asked: set[str] = set()  # URLs of instances with a fault of their own.
+        self._asked: set[str] = set()  # URLs of those with a fault of their own.
 
     async def carry_out(self, due: DueFault, state: Mapping[str, Any], lasting: asyncio.TaskGroup) -> None:
-        rows = {row["id"]: row for row in state["instances"]}
-        up = views(state)
-        phases: Counter[Phase] = Counter()
-        for name in due.instances:
-            phases.update(up[name].phases)
+        rows = rows_of(state)
         note = {
             "at_s": time.monotonic() - self._scene.start_s,
             "what": due.fault.what.value,
             "whom": due.whom,
+            "fault": due.fault.label,
             "instances": list(due.instances),
             "pid": rows[due.instances[0]]["pid"],
             "inflight": due.inflight,
-            "phases": {phase.value: count for phase, count in phases.items()},
+            "streams": len(due.streams),
+            "phases": {phase.value: count for phase, count in Counter(due.streams.values()).items()},
         }
         parameters = {key: getattr(due.fault, key) for key in ("for_s", "factor", "bytes_per_s", "pages")}
         note |= {key: value for key, value in parameters.items() if value is not None}
         if due.fault.what in _ASKED_OF_INSTANCES:
             await self._ask(due, rows)
+            # Nobody says when the pages were sent; a link knows itself when it is whole again, but must not be made so earlier.
+            lasting.create_task(asyncio.sleep(due.fault.for_s or math.inf))
         else:
-            for name in due.instances:
-                self._signal(due.fault, rows[name], lasting)
+            # All handles first, so that those who are hit together are hit within microseconds.
+            processes = [await self._open(rows[name]) for name in due.instances]
+            for process in processes:
+                if process is not None:
+                    _signal(due.fault, process, lasting)
         self._scene.carried_out.append(note)
 
-    def _signal(self, fault: Fault, row: Mapping[str, Any], lasting: asyncio.TaskGroup) -> None:
-        process = open_process(row)
-        match fault.what:
-            case What.KILL:
-                with closing_process(process):
-                    _send(process, signal.SIGKILL)
-            case What.STOP:
-                assert fault.for_s is not None
-                lasting.create_task(_stop(process, fault.for_s))
-            case What.SLOW:
-                assert fault.for_s is not None
-                assert fault.factor is not None
-                lasting.create_task(_slow(process, fault.factor, fault.for_s))
-            case What.LINK_RATE | What.LINK_CUT | What.CORRUPT_PAGE:
-                raise AssertionError(f"{fault.what} is no signal")
-            case _:
-                assert_never(fault.what)
+    async def _open(self, row: Mapping[str, Any]) -> int | None:
+        """A handle on a process; None if it has died of another fault since we looked."""
+        try:
+            return open_process(row)
+        except FaultError:
+            if not await self._has_died(row):
+                raise
+            return None
 
-    async def _ask(self, due: DueFault, rows: Mapping[str, Any]) -> None:
-        fault = due.fault
-        for name in due.instances:
-            row = rows[name]
+    async def _has_died(self, row: Mapping[str, Any]) -> bool:
+        await asyncio.sleep(NOTICE_S)
+        now = rows_of(await self._scene.port.state())[InstanceId(row["id"])]
+        return (now["health"], now["pid"]) != ("up", row["pid"])
+
+    async def _ask(self, due: DueFault, rows: Mapping[InstanceId, Any]) -> None:
+        for row in (rows[name] for name in due.instances):
             self._asked.add(row["url"])
-            if fault.what is What.CORRUPT_PAGE:
-                assert fault.pages is not None
-                await self._scene.port.inject(row["url"], PageFault(fault.pages))
-                continue
-            assert fault.whom.link is not None
-            assert fault.for_s is not None
-            (other,) = set(fault.whom.link) - {row["node"]}
-            await self._scene.port.inject(row["url"], LinkFault(other, fault.bytes_per_s or 0.0, fault.for_s))
+            try:
+                await self._scene.port.inject(row["url"], _request(due.fault, NodeId(row["node"])))
+            except AdminError:
+                if not await self._has_died(row):
+                    raise
 
     async def undo(self) -> None:
-        """End the faults that instances were asked for: the next run must not meet them."""
+        """End the faults that were asked for: the next run must not meet them."""
         for url in self._asked:
-            # An instance that died has forgotten them already.
+            # Who died has forgotten them already.
             with contextlib.suppress(AdminError):
                 await self._scene.port.inject(url, NoFault())
+
+
+def _request(fault: Fault, node: NodeId) -> FaultRequest:
+    """What is asked of who is hit on this node."""
+    if fault.what is What.CORRUPT_PAGE:
+        assert fault.pages is not None
+        return PageFault(fault.pages)
+    assert fault.whom.link is not None
+    assert fault.for_s is not None
+    (other,) = set(fault.whom.link) - {node}
+    return LinkFault(other, fault.bytes_per_s or 0.0, fault.for_s)
+
+
+def _signal(fault: Fault, process: int, lasting: asyncio.TaskGroup) -> None:
+    match fault.what:
+        case What.KILL:
+            with closing_process(process):
+                _send(process, signal.SIGKILL)
+        case What.STOP:
+            assert fault.for_s is not None
+            lasting.create_task(_stop(process, fault.for_s))
+        case What.SLOW:
+            assert fault.for_s is not None
+            assert fault.factor is not None
+            lasting.create_task(_slow(process, fault.factor, fault.for_s))
+        case What.LINK_RATE | What.LINK_CUT | What.CORRUPT_PAGE:
+            raise AssertionError(f"{fault.what} is no signal")
+        case _:
+            assert_never(fault.what)
 
 
 async def _stop(process: int, for_s: float) -> None:
@@ -223,13 +280,13 @@ def closing_process(process: int) -> Iterator[None]:
 
 
 def open_process(row: Mapping[str, Any]) -> int:
-    """A handle on the process of an instance, as the state lists it: certainly that one, and certainly of this machine.
+    """A handle on the process of an instance or agent, as the state lists it: certainly that one, and certainly of this machine.
 
     Raises:
         FaultError: it runs elsewhere, is not ours to signal, or is not what the state says.
     """
     address = urlsplit(row["url"])
-    what = f"instance {row['id']} at {row['url']}"
+    what = f"{_named(row)} at {row['url']}"
     if not _is_of_this_machine(address.hostname or ""):
         raise FaultError(f"{what}: it runs on another machine; allowed: faults on processes of this one")
     try:
@@ -238,8 +295,12 @@ def open_process(row: Mapping[str, Any]) -> int:
         raise FaultError(f"{what}: process {row['pid']}: {error}") from None
     if not _listens(row["pid"], address.port or 0):
         os.close(process)
-        raise FaultError(f"{what}: process {row['pid']} of this machine does not listen there, so it is not that instance")
+        raise FaultError(f"{what}: process {row['pid']} of this machine does not listen there, so it is another one")
     return process
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return str(row["id"]) if row.get("role") == VictimRole.AGENT else f"instance {row['id']}"
 
 
 def _is_of_this_machine(host: str) -> bool:

@@ -1,15 +1,17 @@
 """Ends whatever a launcher left behind, however the launcher ended.
 
-`python -m kvrs.cluster.guard RUN_DIRECTORY` reads its standard input until the launcher's end of the pipe is closed,
-by a clean exit or by SIGKILL alike. The run directory is private to one run and every process of the run keeps a log
-file in it open, so "holds a file in the run directory open" is "belongs to the run", whatever the process calls
-itself and whoever its parent is by then.
+`python -m kvrs.cluster.guard RUN_DIRECTORY [SHARED_MEMORY]` reads its standard input until the launcher's end of the pipe
+is closed, by a clean exit or by SIGKILL alike. The run directory is private to one run and every process of the run
+keeps a log file in it open, so "holds a file in the run directory open" is "belongs to the run", whatever the process
+calls itself and whoever its parent is by then. Both directories are removed: agents that were killed have left their
+segments in the second one, for those that come after them, and nobody comes any more.
 """
 
 import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -37,8 +39,14 @@ def _holds(process: Path, prefix: str) -> bool:
     return False
 
 
-def sweep(run_directory: Path) -> None:
-    """SIGKILL the members until none is left, then remove the directory."""
+def start_guard(*directories: Path) -> subprocess.Popen[bytes]:
+    """The guard of the run directory and what else is to be removed; it waits until its standard input is closed."""
+    command = [sys.executable, "-m", "kvrs.cluster.guard", *map(str, directories)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def sweep(run_directory: Path, *others: Path) -> None:
+    """SIGKILL the members until none is left, then remove the directories."""
     quiet = 0
     give_up_s = time.monotonic() + PATIENCE_S
     while quiet < QUIET_LOOKS and time.monotonic() < give_up_s:
@@ -48,16 +56,16 @@ def sweep(run_directory: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         quiet = 0 if found else quiet + 1
         time.sleep(LOOK_INTERVAL_S)
-    shutil.rmtree(run_directory, ignore_errors=True)
+    for directory in (*others, run_directory):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def main() -> None:
-    run_directory = Path(sys.argv[1])
     # Ctrl-C is meant for the launcher; the guard outlives it on purpose.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while sys.stdin.buffer.read(4096):
         continue
-    sweep(run_directory)
+    sweep(*map(Path, sys.argv[1:]))
 
 
 if __name__ == "__main__":

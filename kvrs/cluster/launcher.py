@@ -1,6 +1,7 @@
-"""Brings a whole cluster up on this machine: Ray, the instances as Ray actors, and the proxy in front of them.
+"""Brings a whole cluster up on this machine: Ray, instances and agents as Ray actors, and the proxy in front of them.
 
-Everything of one run lives in one private directory; a guard process ends what is left when this process is gone.
+Everything of one run lives in one private directory, and the agents' segments in another one below `backup.directory`;
+a guard process ends and removes what is left when this process is gone.
 """
 
 import contextlib
@@ -16,16 +17,21 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from kvrs.cluster.faults import closing_process, members_of, open_process, rows_of
+from kvrs.cluster.guard import start_guard
 from kvrs.cluster.ports import resolve_ports
+from kvrs.cluster.segments import make_segments, own_segments
 from kvrs.cluster.signals import EndingSignals
 from kvrs.cluster.starts import start_fault, starts
 from kvrs.config import ENV_NAME, Config, dump_config, read_secret
 from kvrs.errors import KvrsError
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, NodeId
+from kvrs.replay.faults import VictimRole
 
 Progress = Callable[[str], None]
 
@@ -68,15 +74,15 @@ class Cluster:
         self._proxy: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.config = resolve_ports(self._asked)
+        config = resolve_ports(self._asked)
         self._signals = EndingSignals()
         self.run_directory = _new_run_directory()
         self._progress(f"logs are in {self.run_directory} while it runs")
-        self._guard = subprocess.Popen(
-            [sys.executable, "-m", "kvrs.cluster.guard", str(self.run_directory)], stdin=subprocess.PIPE, start_new_session=True
-        )
+        self.config, segments = own_segments(config, self.run_directory)
+        self._guard = start_guard(self.run_directory, *segments)
         try:
             self._signals.interrupt()
+            make_segments(segments)
             self._start()
             self._signals.hand_back()
         except BaseException:
@@ -115,29 +121,42 @@ class Cluster:
         with urllib.request.urlopen(f"{self.admin_url}/kvrs/v1/state", timeout=10) as answer:  # noqa: S310 - our own URL
             return json.load(answer)
 
-    def kill(self, instance: InstanceId) -> int:
-        """SIGKILL the process of an instance that is up; its process id. Ray brings it back.
+    def kill(self, *names: InstanceId) -> list[int]:
+        """SIGKILL the processes of instances and agents that are up, all at once; their process ids. Ray brings them back.
 
         Raises:
-            LaunchError: the instance is not up.
+            LaunchError: one is not up; nobody was killed.
+            FaultError: what the proxy says of one is not, or no longer, so.
         """
-        for known in self.state()["instances"]:
-            if known["id"] == instance and known["health"] == "up":
-                os.kill(known["pid"], signal.SIGKILL)
-                return int(known["pid"])
-        raise LaunchError(f"instance {instance!r} is not up, so it cannot be killed")
+        rows = rows_of(self.state())
+        for name in names:
+            if name not in rows or rows[name]["health"] != "up":
+                raise LaunchError(f"{name!r} is not up, so it cannot be killed")
+        with contextlib.ExitStack() as stack:
+            processes = []
+            for name in names:
+                processes.append(open_process(rows[name]))
+                stack.enter_context(closing_process(processes[-1]))
+            for process in processes:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        return [int(rows[name]["pid"]) for name in names]
+
+    def kill_node(self, node: NodeId) -> list[int]:
+        """SIGKILL all that runs on a node, its agent too; as `kill`."""
+        return self.kill(*(name for name, member in members_of(self.config).items() if member.node == node))
 
     def wait_all_up(self, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Wait until the proxy sees every instance up; the seconds it took."""
+        """Wait until the proxy sees every instance and agent up; the seconds it took."""
         started_s = time.monotonic()
         while time.monotonic() - started_s < timeout_s:
-            instances = self.state()["instances"]
-            if all(instance["health"] == "up" for instance in instances):
+            rows = rows_of(self.state())
+            down = {name: rows[name]["health"] if name in rows else "unknown" for name in members_of(self.config)}
+            down = {name: health for name, health in down.items() if health != "up"}
+            if not down:
                 return time.monotonic() - started_s
             self.check()
             time.sleep(0.1)
-        down = {instance["id"]: instance["health"] for instance in instances if instance["health"] != "up"}
-        raise LaunchError(f"after {timeout_s:.0f} s these instances are not up: {down}")
+        raise LaunchError(f"after {timeout_s:.0f} s these are not up: {down}")
 
     def _start(self) -> None:
         os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_TMPDIR=str(self.run_directory))
@@ -145,7 +164,8 @@ class Cluster:
         self._write_config()
         self._progress("starting Ray on loopback")
         self._start_ray()
-        self._progress(f"starting {len(self._actors)} instances")
+        agents = sum(member.role is VictimRole.AGENT for member in members_of(self.config).values())
+        self._progress(f"starting {len(self._actors) - agents} instances" + (f" and {agents} agents" if agents else ""))
         self._wait_ready()
         self._progress("starting the proxy")
         self._start_proxy()
@@ -174,12 +194,13 @@ class Cluster:
     def _start_ray(self) -> None:
         import ray
 
-        from kvrs.cluster.actor import InstanceActor
+        from kvrs.cluster.actor import AgentActor, InstanceActor
 
-        nodes = {f"kvrs-{node.id}": float(len(node.instances)) for node in self.config.cluster.nodes}
+        everybody = members_of(self.config)
+        nodes = Counter(f"kvrs-{member.node}" for member in everybody.values())
         ray.init(
             num_cpus=1,
-            resources=nodes,
+            resources={node: float(count) for node, count in nodes.items()},
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
@@ -188,12 +209,12 @@ class Cluster:
         )
         self._ray_runs = True
         self._signals.interrupt()
-        actor = ray.remote(InstanceActor)
-        for node, instance in self.config.cluster.instances():
-            # A killed instance is brought back however often.
+        for name, member in everybody.items():
+            actor = ray.remote(AgentActor if member.role is VictimRole.AGENT else InstanceActor)
+            # Who was killed is brought back however often.
             options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 2}
-            self._actors[instance.id] = actor.options(resources={f"kvrs-{node.id}": 1.0}, **options).remote(
-                str(self.config_path), instance.id, str(self.run_directory)
+            self._actors[name] = actor.options(resources={f"kvrs-{member.node}": 1.0}, **options).remote(
+                str(self.config_path), name, str(self.run_directory)
             )
 
     def _wait_ready(self) -> None:
@@ -207,7 +228,7 @@ class Cluster:
                 name = waiting.pop(reference)
                 try:
                     ray.get(reference)
-                    self._progress(f"instance {name} is up")
+                    self._progress(f"{self._named(name)} is up")
                 except ray.exceptions.RayActorError:
                     # It ended, or is about to be started again; Ray would ask it again by itself, with a paragraph each time.
                     time.sleep(LOOK_INTERVAL_S)
@@ -216,14 +237,18 @@ class Cluster:
             for name in waiting.values():
                 self._check_start(name)
                 if time.monotonic() > deadline_s:
-                    raise LaunchError(f"instance {name!r} did not start within {START_TIMEOUT_S:.0f} s\n{self._log_tail(name)}")
+                    raise LaunchError(f"{self._named(name)} did not start within {START_TIMEOUT_S:.0f} s\n{self._log_tail(name)}")
 
     def _check_start(self, name: InstanceId) -> None:
-        """Raise LaunchError when it makes no sense to wait for an instance any longer."""
+        """Raise LaunchError when it makes no sense to wait for it any longer."""
         if fault := start_fault(self.run_directory, name):
-            raise LaunchError("\n".join(f"instance {name!r}: {line}" for line in fault.splitlines()))
+            raise LaunchError("\n".join(f"{self._named(name)}: {line}" for line in fault.splitlines()))
         if starts(self.run_directory, name) > STARTS:
-            raise LaunchError(f"instance {name!r} ended {STARTS} times while it started\n{self._log_tail(name)}")
+            raise LaunchError(f"{self._named(name)} ended {STARTS} times while it started\n{self._log_tail(name)}")
+
+    def _named(self, name: InstanceId) -> str:
+        is_agent = members_of(self.config)[name].role is VictimRole.AGENT
+        return str(name) if is_agent else f"instance {name}"
 
     def _spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A Python process of this run: its log file tells the guard so, and Ctrl-C at a terminal is left to the launcher."""

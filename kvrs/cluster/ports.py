@@ -1,20 +1,21 @@
-"""Fixed ports for a whole run: instances keep their addresses when they are brought back."""
+"""Fixed ports for a whole run: instances and agents keep their addresses when they are brought back."""
 
 import contextlib
 import errno
 import random
 import socket
 
+from kvrs.agent.config import BackupMode
 from kvrs.config import Config, parse_config
 from kvrs.errors import ConfigError
 
-# Below the range from which the system takes ports for outgoing connections: while an instance is down, nobody else
-# may be given its port by chance.
+# Below the range from which the system takes ports for outgoing connections: while a process is down, nobody else may be
+# given its port by chance.
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 
 
 def resolve_ports(config: Config) -> Config:
-    """The same configuration with every port 0 of proxy and instances replaced by a free one.
+    """The same configuration with every port 0 of proxy, instances, and agents (if any will run) replaced by a free one.
 
     Raises:
         ConfigError: a port that was asked for is in use; says which.
@@ -24,6 +25,8 @@ def resolve_ports(config: Config) -> Config:
     for node in document["cluster"]["nodes"]:
         for instance in node["instances"]:
             wanted += [(instance, key, f"instance {instance['id']}: {key}") for key in ("port", "page_port")]
+        if config.backup.mode is not BackupMode.OFF:
+            wanted += [(node["agent"], key, f"agent of node {node['id']}: {key}") for key in ("port", "page_port")]
     faults: list[str] = []
     with contextlib.ExitStack() as held:
         for section, key, name in wanted:
@@ -43,8 +46,12 @@ def _bound(host: str, port: int) -> socket.socket:
     if port:
         return _bind(host, port)
     while True:
-        with contextlib.suppress(OSError):
+        try:
             return _bind(host, random.randrange(FIRST_PORT, LAST_PORT))
+        except OSError as error:
+            # Of a host that is not this machine, no port is free.
+            if error.errno != errno.EADDRINUSE:
+                raise
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -10,6 +10,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
 from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
+from kvrs.transfer.peers import TrafficClass
 
 # Tokenising more than this takes milliseconds, for which the streams of the event loop shall not wait.
 _QUICKLY_TOKENISED_CHARACTERS = 10_000
@@ -40,7 +41,7 @@ class Admission:
         prompt_tokens = len(ids) if written_here else min(params.prompt_tokens or len(ids), len(ids))
         transfer = asked.kv_transfer_params or KvTransferParams()
         max_tokens = self._max_tokens(asked, prompt_tokens, len(ids), prefill_only=transfer.do_remote_decode)
-        source, pages = self._source(transfer, params)
+        sources = self._sources(transfer, params)
         sequence = Sequence(
             stream=params.stream,
             attempt=(params.owner_epoch, params.attempt),
@@ -48,10 +49,10 @@ class Admission:
             prompt_tokens=prompt_tokens,
             root=self._instance.root(asked.cache_salt),
             prefill_only=transfer.do_remote_decode,
-            pull_pages=pages,
-            pull_tail=source is not None and source.handoff is not None,
+            pulls=tuple(source.pages for source in sources if source.pages),
+            pull_tail=any(source.handoff is not None for source in sources),
         )
-        return make_run(asked, max_tokens, sequence, source, self._instance.served)
+        return make_run(asked, max_tokens, sequence, sources, self._instance.served)
 
     async def _history(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], bool]:
         """Prompt and output so far, and whether this engine made the ids from what the client wrote."""
@@ -107,22 +108,23 @@ class Admission:
             raise RequestError(f"the output so far has more than max_tokens ({max_tokens}) tokens", param="max_tokens")
         return max_tokens
 
-    def _source(self, transfer: KvTransferParams, params: KvrsParams) -> tuple[Source | None, int]:
-        """Who holds the leading pages, and how many."""
+    def _sources(self, transfer: KvTransferParams, params: KvrsParams) -> tuple[Source, ...]:
+        """Who holds which pages of the history: the prefill instance that hands it off, or those that kept it for a recovery."""
         if transfer.do_remote_prefill and transfer.remote_engine_id is not None:
-            known = self._known(InstanceId(transfer.remote_engine_id))
-            blocks = transfer.remote_block_ids or []
-            return Source(known, None, transfer.remote_request_id), len(blocks)
-        if params.sources:
-            run = params.sources[0]
-            return Source(self._known(run.id), run.generation, None), run.pages if run.first_page == 0 else 0
-        return None, 0
+            known = self._known(InstanceId(transfer.remote_engine_id), "kv_transfer_params")
+            handoff = StreamId(transfer.remote_request_id) if transfer.remote_request_id is not None else None
+            return (Source(known, None, range(len(transfer.remote_block_ids or [])), TrafficClass.HANDOFF, handoff),)
+        sources: list[Source] = []
+        for run in sorted(params.sources, key=lambda run: run.first_page):
+            pages = range(run.first_page, run.first_page + run.pages)
+            sources.append(Source(self._known(run.id, "kvrs.sources"), run.generation, pages, TrafficClass.RECOVERY))
+        return tuple(sources)
 
-    def _known(self, instance: InstanceId) -> InstanceId:
-        if instance not in self._instance.registry:
+    def _known(self, peer: InstanceId, param: str) -> InstanceId:
+        if peer not in self._instance.registry:
             allowed = ", ".join(self._instance.registry)
-            raise RequestError(f"instance {instance!r} is not in the registry; allowed: {allowed}", param="kv_transfer_params")
-        return instance
+            raise RequestError(f"{peer!r} is not in the registry; allowed: {allowed}", param=param)
+        return peer
 
 
 def _refuse_proxys_work(asked: CompletionRequest | ChatRequest) -> None:

@@ -8,18 +8,20 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from kvrs.engine.pace import Pace
-from kvrs.engine.requests import Run, Sampled, StepOutput
+from kvrs.engine.requests import Run, Sampled, Source, StepOutput
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.batches import BatchScheduler
 from kvrs.scheduling.chunks import Chunk
 from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.sequences import Pull, Sequence
+from kvrs.scheduling.places import PlaceWait
+from kvrs.scheduling.sequences import Phase, Pull, Sequence
 from kvrs.text.output import TextDelta
-from kvrs.transfer.peers import Peer, PullRequest
+from kvrs.transfer.peers import Peer, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
 
 # Fencing remembers this many streams; older ones ended long ago.
@@ -30,6 +32,22 @@ Batch = list[tuple[Sequence, Chunk]]
 
 class FencedError(Exception):
     """The request's attempt is lower than one already seen for its stream."""
+
+
+class CheckpointHooks(Protocol):
+    """What is told to whoever sends newly filled pages to agents. No call waits for anything, and none may fail."""
+
+    def began(self, run: Run) -> None:
+        """A run with checkpoints is about to be computed."""
+
+    def filled(self, sequence: Sequence) -> None:
+        """It has more full pages than before, computed, fetched or found here, or has them again after it was preempted.
+
+        Called after a batch, while it owns them.
+        """
+
+    def ended(self, sequence: Sequence) -> None:
+        """Nothing more is computed for it; its pages are only leased or cached from now on, if they are kept at all."""
 
 
 class EngineCore:
@@ -47,6 +65,7 @@ class EngineCore:
         lease_s: float,
         prefill: PrefillTable,
         pace: Pace | None,
+        checkpoints: CheckpointHooks | None = None,
     ) -> None:
         self.worker = worker
         self.scheduler = scheduler
@@ -57,10 +76,13 @@ class EngineCore:
         self._clock = clock
         self._lease_s = lease_s
         self._pace = pace
+        self._checkpoints = checkpoints
+        self._places = PlaceWait()
         self._runs: dict[Sequence, Run] = {}
         self._attempts: OrderedDict[StreamId, tuple[int, int]] = OrderedDict()
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
+        self._bug: BaseException | None = None  # It ended a pull, and is to end `run`.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
 
     def submit(self, run: Run) -> None:
@@ -77,6 +99,8 @@ class EngineCore:
             run.outputs.put_nowait(run.ending)
             return
         self._runs[sequence] = run
+        if self._checkpoints is not None and run.checkpoints:
+            self._checkpoints.began(run)
         self.scheduler.add(sequence)
         self.wake()
 
@@ -92,9 +116,8 @@ class EngineCore:
 
     def abort(self, run: Run) -> None:
         """Forget a run; nothing happens if it has ended."""
-        if self._runs.pop(run.sequence, None) is not None:
-            self.scheduler.abort(run.sequence)
-            run.outputs.put_nowait(None)
+        if run.sequence in self._runs:
+            self._end(run, None)
             self.wake()
 
     def wake(self) -> None:
@@ -102,17 +125,22 @@ class EngineCore:
         self._wake.set()
 
     def queue_delay_s(self) -> float:
-        """Predicted time until a request that arrives now starts its prefill."""
-        return self.prefill.extra(0, queued) if (queued := self.scheduler.queued_tokens) else 0.0
+        """Predicted time until a request that arrives now starts its prefill: what is to be computed before, and the wait for
+        a place among those that run, where there is none left.
+        """
+        queued = self.scheduler.queued_tokens
+        compute_s = self.prefill.extra(0, queued) if queued else 0.0
+        return compute_s + self._places.expected_s(self._clock(), self.scheduler.waiting)
 
     async def run(self) -> None:
         """Serve until cancelled."""
         loop = asyncio.get_running_loop()
         try:
-            while True:
+            while self._bug is None:
                 self.pages.expire(self._clock())
                 for pull in self.scheduler.admit():
                     self._start_pull(pull)
+                self._places.observe(self._clock(), self.scheduler.released_places, self.scheduler.full)
                 batch = self.scheduler.next_batch()
                 if not batch:
                     await self._sleep()
@@ -124,6 +152,7 @@ class EngineCore:
                 self._take(batch, sampled)
                 # Outputs reach their sockets before the next batch takes the interpreter.
                 await asyncio.sleep(0)
+            raise self._bug
         finally:
             for task in self._pulls:
                 task.cancel()
@@ -152,53 +181,108 @@ class EngineCore:
 
     def _take(self, batch: Batch, sampled: dict[Sequence, Sampled]) -> None:
         """Give a finished batch back to the scheduler and its tokens to the streams."""
-        for sequence in self.scheduler.complete(batch, {sequence: one.token_id for sequence, one in sampled.items()}):
-            self._end_prefill(sequence)
+        prefilled = self.scheduler.complete(batch, {sequence: one.token_id for sequence, one in sampled.items()})
+        if self._checkpoints is not None:
+            for sequence, _ in batch:
+                self._tell_filled(sequence)
+        for sequence in prefilled:
+            if (run := self._runs.get(sequence)) is not None:
+                self._end(run, StepOutput([], TextDelta(""), "length"), retain_until_s=self._clock() + self._lease_s)
         for sequence, one in sampled.items():
             run = self._runs.get(sequence)
             if run is None:
                 continue
             output = run.take(one)
-            run.outputs.put_nowait(output)
             if output.finish_reason is not None:
-                del self._runs[sequence]
-                self.scheduler.finish(sequence)
+                self._end(run, output)
+            else:
+                run.outputs.put_nowait(output)
 
-    def _end_prefill(self, sequence: Sequence) -> None:
-        if (run := self._runs.pop(sequence, None)) is not None:
-            self.scheduler.finish(sequence, retain_until_s=self._clock() + self._lease_s)
-            run.outputs.put_nowait(StepOutput([], TextDelta(""), "length"))
+    def _tell_filled(self, sequence: Sequence) -> None:
+        run = self._runs.get(sequence)
+        if self._checkpoints is None or run is None or not run.checkpoints:
+            return
+        # Fewer than before: it was preempted, and has some of them again.
+        if (full_pages := sequence.computed_tokens // self.pages.page_size_tokens) != run.told_pages:
+            run.told_pages = full_pages
+            self._checkpoints.filled(sequence)
+
+    def _end(self, run: Run, output: StepOutput | None, retain_until_s: float | None = None) -> None:
+        """Say the last word of a run; None: it was aborted."""
+        sequence = run.sequence
+        del self._runs[sequence]
+        self.scheduler.finish(sequence, retain_until_s)
+        if self._checkpoints is not None and run.checkpoints:
+            self._checkpoints.ended(sequence)
+        run.outputs.put_nowait(output)
 
     def _start_pull(self, pull: Pull) -> None:
-        run = self._runs.get(pull.sequence)
-        task = asyncio.get_running_loop().create_task(self._pull(pull, run))
+        # Who was aborted before it was admitted is not admitted, so there is a run.
+        task = asyncio.get_running_loop().create_task(self._pull(pull, list(self._runs[pull.sequence].sources)))
         self._pulls.add(task)
-        task.add_done_callback(self._pulls.discard)
+        task.add_done_callback(self._pull_ended)
 
-    async def _pull(self, pull: Pull, run: Run | None) -> None:
-        """Fetch what a peer holds; whatever does not arrive is computed here, in the same attempt."""
-        full_pages, tail = 0, False
-        source = run.source if run is not None else None
-        peer = self._registry.get(source.instance) if source is not None else None
-        if source is not None and peer is not None:
-            pool = self.worker.pool
-            wants_tail = pull.tail_page is not None and source.handoff is not None
-            request = PullRequest(
-                tags=pull.tags,
-                handoff=StreamId(source.handoff) if wants_tail and source.handoff is not None else None,
-                tail_index=pull.first_page + len(pull.tags) if wants_tail else None,
-            )
+    def _pull_ended(self, task: asyncio.Task[None]) -> None:
+        self._pulls.discard(task)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            # Its stream would wait for ever.
+            self._bug = bug
+            self.wake()
+
+    async def _pull(self, pull: Pull, sources: list[Source]) -> None:
+        """Fetch what peers hold, one after the other, each from where the last one ended. Whatever does not arrive is computed
+        here, in the same attempt.
+        """
+        sequence = pull.sequence
+        arrived, tail = range(pull.first_page, pull.first_page), False
+        step = _next_source(sources, pull, arrived.stop)
+        while step is not None and sequence.phase is not Phase.FINISHED:
+            source, wanted = step
+            result = await self._fetch(pull, source, wanted)
+            arrived, tail = range(wanted.start, wanted.start + result.full_pages), result.tail
+            if (step := _next_source(sources, pull, arrived.stop)) is not None:
+                self._pulled(sequence, arrived, more_from=step[1].start)
+                arrived = range(arrived.stop, arrived.stop)
+        self._pulled(sequence, arrived, tail=tail)
+
+    def _pulled(self, sequence: Sequence, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:
+        self.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
+        self.wake()
+
+    async def _fetch(self, pull: Pull, source: Source, wanted: range) -> PullResult:
+        """The full pages `wanted` from one source, then the partial one if the source has it and all before it arrives."""
+        pool, sequence = self.worker.pool, pull.sequence
+        has_tail = source.handoff is not None and wanted.stop == pull.tail_index
+        pages = [sequence.pages[index] for index in wanted]
+        tail_page = sequence.pages[wanted.stop] if has_tail else None
+        request = PullRequest(
+            tags=tuple(sequence.tags[wanted.start : wanted.stop]),
+            handoff=source.handoff if has_tail else None,
+            tail_index=pull.tail_index if has_tail else None,
+            traffic=source.traffic,
+        )
+        staged = pool.stage(pages if tail_page is None else [*pages, tail_page])
+        try:
             result = await self._puller.pull(
-                peer,
+                self._registry[source.instance],
                 request,
-                [pool.view(page) for page in pull.pages],
-                pool.view(pull.tail_page) if wants_tail and pull.tail_page is not None else None,
+                staged.views[: len(pages)],
+                None if tail_page is None else staged.views[-1],
                 expected_epoch=source.epoch,
             )
-            full_pages, tail = result.full_pages, result.tail
-            for page in pull.pages[:full_pages]:
-                pool.store(page)
-            if tail and pull.tail_page is not None:
-                pool.store(pull.tail_page)
-        self.scheduler.pulled(pull.sequence, full_pages, tail)
-        self.wake()
+            await staged.restore(result.full_pages + result.tail)
+        finally:
+            staged.free()
+        return result
+
+
+def _next_source(sources: list[Source], pull: Pull, first_page: int) -> tuple[Source, range] | None:
+    """The next source that is believed to have something from that page on, with just that; those before it are used up."""
+    while sources:
+        source = sources.pop(0)
+        wanted = range(max(first_page, source.pages.start), min(pull.end_page, source.pages.stop))
+        if wanted:
+            return source, wanted
+        if source.handoff is not None and first_page == pull.tail_index:
+            return source, range(first_page, first_page)
+    return None

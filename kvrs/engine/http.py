@@ -1,20 +1,16 @@
 """The HTTP face of an instance: OpenAI completions and chat with vLLM's P/D convention, and the instance protocol."""
 
-import asyncio
-import hmac
 import time
-from typing import TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from kvrs.engine.admission import Admission
 from kvrs.engine.answers import Answer, ChatAnswer, CompletionAnswer
 from kvrs.engine.core import FencedError
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.requests import Run, StepOutput
-from kvrs.errors import RequestError
 from kvrs.protocol.instance import FenceRequest, KvTransferParams, LeaseAnswer, LeaseUpdate
 from kvrs.protocol.openai import (
     DONE,
@@ -25,18 +21,13 @@ from kvrs.protocol.openai import (
     parse_completion_request,
     sse,
 )
-from kvrs.protocol.secrets import http_token
-
-T = TypeVar("T")
-
-MAX_BODY_BYTES = 64 << 20
-SHORTEST_WATCH_S = 0.02
+from kvrs.transfer import http
 
 
 def make_app(instance: EngineInstance) -> web.Application:
     """All routes of an instance. Everything but `/healthz` wants the cluster's bearer token."""
     face = _Face(instance)
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_authenticate(http_token(instance.secret)), _explain])
+    app = http.new_app(instance.secret, _explain_fence)
     app.add_routes(
         [
             web.get("/healthz", face.health),
@@ -53,44 +44,12 @@ def make_app(instance: EngineInstance) -> web.Application:
     return app
 
 
-def _authenticate(token: str) -> Middleware:
-    expected = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path != "/healthz" and not hmac.compare_digest(given, expected):
-            return _error(401, "this endpoint wants the cluster's bearer token", kind="authentication_error")
-        return await handler(request)
-
-    return middleware
-
-
 @web.middleware
-async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors of the caller's making become OpenAI-style bodies."""
+async def _explain_fence(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except RequestError as error:
-        return _error(error.status, str(error), param=error.param)
     except FencedError as error:
-        return _error(409, str(error), kind="conflict")
-
-
-def _error(status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None) -> web.Response:
-    body = error_body(message, kind=kind, param=param)
-    return web.Response(status=status, body=body, content_type="application/json")
-
-
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
-def _decode(body: bytes, what: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=what)
-    except msgspec.DecodeError as error:
-        raise RequestError(str(error)) from None
+        return http.error(409, str(error), kind="conflict")
 
 
 class _Face:
@@ -106,41 +65,33 @@ class _Face:
 
     async def models(self, request: web.Request) -> web.Response:
         model = {"id": self._instance.model, "object": "model", "created": 0, "owned_by": "kvrs"}
-        return _json({"object": "list", "data": [model]})
+        return http.answer({"object": "list", "data": [model]})
 
     async def instance_info(self, request: web.Request) -> web.Response:
-        return _json(self._instance.info())
+        return http.answer(self._instance.info())
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         self._instance.pages.reset_cache()
-        return _json({})
+        return http.answer({})
 
     async def leases(self, request: web.Request) -> web.Response:
-        update = _decode(await request.read(), LeaseUpdate)
+        update = http.decode(await request.read(), LeaseUpdate)
         pages = self._instance.pages
         pages.unretain(update.release)
-        return _json(LeaseAnswer(unknown=pages.renew(update.renew, time.monotonic() + update.lease_s)))
+        return http.answer(LeaseAnswer(unknown=pages.renew(update.renew, time.monotonic() + update.lease_s)))
 
     async def fence(self, request: web.Request) -> web.Response:
         """Drop lower attempts; the raised epoch tells everybody that what they knew of this instance is void."""
-        fence = _decode(await request.read(), FenceRequest)
+        fence = http.decode(await request.read(), FenceRequest)
         self._instance.core.fence({stream: (0, attempt) for stream, attempt in fence.attempts.items()})
         self._instance.epoch += 1
-        return _json(self._instance.info())
+        return http.answer(self._instance.info())
 
     async def load(self, request: web.Request) -> web.StreamResponse:
         """Once, or as an endless stream whose end tells the watcher that this process is gone."""
         if "watch" not in request.query:
-            return _json(self._instance.load())
-        try:
-            interval_s = max(SHORTEST_WATCH_S, float(request.query["watch"]))
-        except ValueError:
-            raise RequestError(f"watch must be seconds, got {request.query['watch']!r}", param="watch") from None
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
-        while True:
-            await response.write(msgspec.json.encode(self._instance.load()) + b"\n")
-            await asyncio.sleep(interval_s)
+            return http.answer(self._instance.load())
+        return await http.watch(request, self._instance.load)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         asked = parse_completion_request(await request.read())
@@ -191,8 +142,8 @@ class _Face:
         while (output := await run.outputs.get()) is not None:
             outputs.append(output)
             if output.finish_reason is not None:
-                return _json(answer.whole(outputs, self._hand_off(run) if run.sequence.prefill_only else None))
-        return _error(409, "this attempt was superseded", kind="conflict")
+                return http.answer(answer.whole(outputs, self._hand_off(run) if run.sequence.prefill_only else None))
+        return http.error(409, "this attempt was superseded", kind="conflict")
 
     def _event(self, message: msgspec.Struct) -> bytes:
         return sse(self._encoder.encode(message))

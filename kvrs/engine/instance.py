@@ -6,8 +6,10 @@ import statistics
 import time
 from pathlib import Path
 
+from kvrs.agent.config import BackupMode
 from kvrs.config import Config, InstanceSettings, NodeSettings
 from kvrs.engine.chat import load_chat_template
+from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.core import EngineCore
 from kvrs.engine.pace import Pace
 from kvrs.engine.pages import EnginePages
@@ -24,11 +26,21 @@ from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.sequences import Queue
 from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
+from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.server import PageServer
 
-CAPABILITIES = [Capability.PULL_PAGES, Capability.RETAIN, Capability.FENCE, Capability.EXACT_RESUME]
+CAPABILITIES = [
+    Capability.PULL_PAGES,
+    Capability.RETAIN,
+    Capability.FENCE,
+    Capability.SPLIT,
+    Capability.CHECKPOINT,
+    Capability.EXACT_RESUME,
+]
 
 # An instance measures its own prefill table at its start: a few lengths, in well under a second on a small model.
 WARM_UP_REPEATS = 3
@@ -62,11 +74,20 @@ class EngineInstance:
         self.prefill = pace.prefill if pace is not None else measure_prefill(self.worker, self.max_model_len)
         self.puller = PagePuller(self.identity, secret, config.transfer, time.monotonic)
         source = EnginePages(self.pages, self.worker.pool, released=lambda: self.core.wake())
-        self.page_server = PageServer(self.identity, source, secret, config.transfer)
-        self.registry = {
-            instance.id: Peer(instance=instance.id, node=node.id, host=instance.host, port=instance.page_port)
-            for node, instance in config.cluster.instances()
-        }
+        # All that this process sends, whoever sends it, shares the links to the other nodes.
+        self.links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
+        self.page_server = PageServer(self.identity, source, secret, config.transfer, self.links)
+        self.pusher = PagePusher(self.identity, secret, config.transfer, self.links)
+        self.registry = peers_of(config)
+        self.checkpointer = Checkpointer(
+            self.pages,
+            self.worker.pool,
+            self.pusher,
+            agents_of(config),
+            config.backup,
+            clock=time.monotonic,
+            released=lambda: self.core.wake(),
+        )
         self.core = EngineCore(
             self.worker,
             BatchScheduler(engine, self.pages),
@@ -77,6 +98,7 @@ class EngineInstance:
             lease_s=config.transfer.lease_s,
             prefill=self.prefill,
             pace=pace,
+            checkpoints=self.checkpointer,
         )
         self.tasks: list[asyncio.Task[None]] = []  # None of them ends by itself.
 
@@ -124,13 +146,14 @@ class EngineInstance:
             queued_reuse=waiting[Queue.REUSE],
             queued_recompute=waiting[Queue.RECOMPUTE],
             queued_new=waiting[Queue.NEW],
+            checkpoint_lag_pages=self.checkpointer.lag_pages,
         )
 
     async def start(self) -> None:
         """Serve pages and begin to compute; the HTTP side is the caller's."""
         await self.page_server.start(self.settings.host, self.settings.page_port)
         loop = asyncio.get_running_loop()
-        self.tasks = [loop.create_task(self.core.run()), loop.create_task(self._probe_links())]
+        self.tasks = [loop.create_task(work) for work in (self.core.run(), self._probe_links(), self.checkpointer.run())]
 
     def failed(self) -> BaseException | None:
         """The bug that ended one of the tasks, if one did: an instance that cannot compute must not look alive."""
@@ -142,14 +165,35 @@ class EngineInstance:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.page_server.close()
         await self.puller.close()
+        await self.pusher.close()
 
     async def _probe_links(self) -> None:
         """Keep an estimate of every link into this instance; links with traffic of their own are left alone."""
-        others = {peer.node: peer for peer in self.registry.values() if peer.instance != self.settings.id}
         while True:
-            for peer in others.values():
-                await self.puller.probe(peer)
+            for peer in self.registry.values():
+                # Where one answered, its neighbours on that node are not asked.
+                if peer.instance != self.settings.id:
+                    await self.puller.probe(peer)
             await asyncio.sleep(self.config.transfer.probe_interval_s)
+
+
+def peers_of(config: Config) -> dict[InstanceId, Peer]:
+    """Where pages may come from and go to: all instances, then the agents if there are any."""
+    peers = [
+        Peer(instance=instance.id, node=node.id, host=instance.host, port=instance.page_port)
+        for node, instance in config.cluster.instances()
+    ]
+    return {peer.instance: peer for peer in peers} | agents_of(config)
+
+
+def agents_of(config: Config) -> dict[InstanceId, Peer]:
+    """Where checkpoints go."""
+    if config.backup.mode is BackupMode.OFF:
+        return {}
+    return {
+        node.agent_id: Peer(instance=node.agent_id, node=node.id, host=node.agent.host, port=node.agent.page_port)
+        for node in config.cluster.nodes
+    }
 
 
 def measure_prefill(worker: Worker, max_model_len: int) -> PrefillTable:

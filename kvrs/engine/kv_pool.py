@@ -1,48 +1,43 @@
 """The KV pages of one instance: one tensor, in which a page is one run of bytes."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kvrs.engine.staging import Staged, StagingArea
 from kvrs.protocol.geometry import KvGeometry
+
+_DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 class KvPool:
-    """Pages `0 .. pages - 1` as `[layers, 2, kv_heads, page_size_tokens, head_dim]` in float32.
+    """Pages `0 .. pages - 1` as `[layers, 2, kv_heads, page_size_tokens, head_dim]`, in float32 or bfloat16 by their geometry.
 
     One more page lies behind them: it is always zero and fills up blocks of pages that a sequence has only begun.
     """
 
     def __init__(self, geometry: KvGeometry, pages: int, device: torch.device) -> None:
-        assert geometry.dtype_bytes == 4, "KV is kept in float32"
         self.geometry = geometry
         self.pages = pages
         shape = (pages + 1, geometry.layers, 2, geometry.kv_heads, geometry.page_size_tokens, geometry.head_dim)
         # Masked positions are multiplied by zero, so whatever lies there must be finite from the start.
-        self.tensor = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._staging: dict[int, Tensor] = {}
-        on_host = device.type == "cpu"
-        self._bytes = self.tensor.view(pages + 1, -1).view(torch.uint8) if on_host else None
+        self.tensor = torch.zeros(shape, dtype=_DTYPES[geometry.dtype_bytes], device=device)
+        self._bytes = self.tensor.view(pages + 1, -1).view(torch.uint8)
+        self._area = StagingArea(self._bytes) if device.type == "cuda" else None
         self._runs = self.tensor.view(-1, geometry.page_size_tokens * geometry.head_dim)
 
     @property
     def zero_page(self) -> int:
         return self.pages
 
+    def stage(self, pages: Sequence[int]) -> Staged:
+        """The bytes of pages for a socket: to be sent after `save`, or received before `restore`. The caller frees them."""
+        return Staged(pages, self._bytes if self._area is None else self._area)
+
     def view(self, page: int) -> memoryview:
-        """The writable bytes of a page: in place on a CPU, else a pinned buffer (see `load` and `store`)."""
-        assert 0 <= page < self.pages, page
-        buffer = self._staged(page) if self._bytes is None else self._bytes[page]
-        return buffer.numpy().data
-
-    def load(self, page: int) -> None:
-        """Bring the device's page into its buffer, before it is sent."""
-        if self._bytes is None:
-            self._staged(page).copy_(self.tensor[page].reshape(-1).view(torch.uint8))
-
-    def store(self, page: int) -> None:
-        """Bring a page's buffer to the device, after it was received."""
-        if self._bytes is None:
-            self.tensor[page].view(-1).view(torch.uint8).copy_(self._staged(page))
+        """The writable bytes of a page, in place. Only on a CPU."""
+        return self._bytes[page].numpy().data
 
     def begin(self, pages: Tensor) -> None:
         """Clear pages that get their first position: an older owner's overflow (inf, nan) must not reach the new one."""
@@ -63,11 +58,3 @@ class KvPool:
         first = layer * 2 * self.geometry.kv_heads
         keys = self._runs[first:].index_select(0, runs)
         return keys, self._runs[first + self.geometry.kv_heads :].index_select(0, runs)
-
-    def _staged(self, page: int) -> Tensor:
-        # Only pages that ever travel need a buffer; pinning the whole pool would double a GPU's memory on the host.
-        buffer = self._staging.get(page)
-        if buffer is None:
-            buffer = torch.empty(self.geometry.page_bytes, dtype=torch.uint8, pin_memory=True)
-            self._staging[page] = buffer
-        return buffer

@@ -8,7 +8,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -210,17 +210,25 @@ class _Rig:
         """Save: out of the pool, as before pages are sent or checkpointed. Load: into it, as after they were received."""
         pool, host = self._worker.pool, bytearray(self._worker.geometry.page_bytes)
 
-        def save(page: int) -> None:
-            pool.load(page)
-            host[:] = pool.view(page)
+        def save(count: int) -> None:
+            staged = pool.stage(range(count))
+            staged.begin_save()
+            staged.wait()
+            for view in staged.views:
+                host[:] = view
+            staged.free()
 
-        def load(page: int) -> None:
-            pool.view(page)[:] = host
-            pool.store(page)
+        def load(count: int) -> None:
+            staged = pool.stage(range(count))
+            for view in staged.views:
+                view[:] = host
+            staged.begin_restore(count)
+            staged.wait()
+            staged.free()
 
-        # On a GPU the first use of a page pins its buffer.
-        _each(save, range(PAGE_COUNTS[-1]))
-        cells = [partial(_each, move, range(count)) for move in (save, load) for count in PAGE_COUNTS]
+        # On a GPU the first use of buffers pins them.
+        save(PAGE_COUNTS[-1])
+        cells = [partial(_timed, move, count) for move in (save, load) for count in PAGE_COUNTS]
         size = self._worker.geometry.page_bytes
         saved, loaded = (
             fit_transfer([(count * size, seconds) for count, seconds in zip(PAGE_COUNTS, times, strict=True)])
@@ -283,10 +291,9 @@ class _Rig:
         return lambda: self._bar.advance(task)
 
 
-def _each(move: Callable[[int], None], pages: Iterable[int]) -> float:
+def _timed(move: Callable[[int], None], count: int) -> float:
     started_s = time.perf_counter()
-    for page in pages:
-        move(page)
+    move(count)
     return time.perf_counter() - started_s
 
 

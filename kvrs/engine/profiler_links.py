@@ -19,6 +19,8 @@ from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.server import PageServer
@@ -106,7 +108,9 @@ async def _serve() -> None:
     page_bytes = int(asked["page_bytes"])
     source = _Numbered(memoryview(os.urandom(page_bytes * int(asked["pages"]))), page_bytes)
     secret = str(asked["secret"]).encode()
-    server = PageServer(lambda: _identity("sender", "n0", page_bytes), source, secret, TransferSettings())
+    settings = TransferSettings()
+    links = SendingLinks(settings, SendingFaults(), NodeId("n0"))
+    server = PageServer(lambda: _identity("sender", "n0", page_bytes), source, secret, settings, links)
     print(await server.start(HOST, 0), flush=True)
     await loop.run_in_executor(None, sys.stdin.readline)
     await server.close()

@@ -10,20 +10,24 @@ from torch import Tensor
 from kvrs.engine.penalties import Penalties
 from kvrs.engine.sampler import Logprobs, SamplingParams, logprobs_of, sample
 from kvrs.errors import RequestError
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import Checkpoint
 from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
 from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
+from kvrs.transfer.peers import TrafficClass
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Who is believed to hold the leading pages of the history."""
+    """Who is believed to hold which full pages of the history."""
 
-    instance: InstanceId
+    instance: InstanceId  # Or an agent.
     epoch: int | None  # Pages of another epoch are not asked for; None: whichever is running.
-    handoff: str | None  # Names the retained run whose partial last page may be pulled too.
+    pages: range  # By index into the history; not empty unless there is a hand-off.
+    traffic: TrafficClass
+    handoff: StreamId | None = None  # Names the retained run whose partial last page may be pulled too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,9 @@ class Run:
     min_tokens: int
     end_token_ids: frozenset[int]  # Tokens that end the stream; not sampled before `min_tokens`.
     stop_token_ids: frozenset[int]  # Those among them that the client named.
-    source: Source | None
+    sources: tuple[Source, ...]  # In the order of their pages.
+    checkpoints: tuple[Checkpoint, ...] = ()  # Where its newly filled pages go.
+    told_pages: int = 0  # How many full pages it had when those who send them were last told.
     ending: StepOutput | None = None  # The history is complete already: this is all that there is left to say.
     outputs: asyncio.Queue[StepOutput | None] = field(default_factory=asyncio.Queue)  # None: aborted.
 
@@ -138,7 +144,7 @@ class Run:
 
 
 def make_run(
-    request: CompletionRequest | ChatRequest, max_tokens: int, sequence: Sequence, source: Source | None, model: Model
+    request: CompletionRequest | ChatRequest, max_tokens: int, sequence: Sequence, sources: tuple[Source, ...], model: Model
 ) -> Run:
     """A run that continues exactly where the history of `sequence` ends.
 
@@ -156,7 +162,8 @@ def make_run(
         min_tokens=request.min_tokens,
         end_token_ids=stop_token_ids if request.ignore_eos else stop_token_ids | model.eos_token_ids,
         stop_token_ids=stop_token_ids,
-        source=source,
+        sources=sources,
+        checkpoints=() if request.kvrs is None else tuple(request.kvrs.checkpoints),
     )
     if not sequence.prefill_only:
         run.ending = run.replay(sequence.token_ids[sequence.prompt_tokens :])

@@ -1,18 +1,16 @@
 """Runs one instance until it is told to stop."""
 
 import asyncio
-import errno
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from aiohttp import web
 
-from kvrs.config import Config, InstanceSettings
-from kvrs.engine.faults import add_fault_route
+from kvrs.config import Config
 from kvrs.engine.http import make_app
 from kvrs.engine.instance import EngineInstance
-from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
+from kvrs.transfer.fault_route import add_fault_route
+from kvrs.transfer.http import naming_port
 
 
 async def serve(
@@ -30,11 +28,11 @@ async def serve(
         add_fault_route(app, instance.page_server.faults, {peer.node for peer in instance.registry.values()})
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
     await runner.setup()
-    settings = instance.settings
+    settings, who = instance.settings, f"instance {instance_id}"
     try:
-        with _naming(settings, "page_port"):
+        with naming_port(who, "page_port", settings.host, settings.page_port):
             await instance.start()
-        with _naming(settings, "port"):
+        with naming_port(who, "port", settings.host, settings.port):
             await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
         ready()
         await asyncio.wait({asyncio.ensure_future(stop.wait()), *instance.tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -43,14 +41,3 @@ async def serve(
     finally:
         await runner.cleanup()
         await instance.close()
-
-
-@contextmanager
-def _naming(settings: InstanceSettings, key: str) -> Iterator[None]:
-    """Say which port it is that cannot be had."""
-    try:
-        yield
-    except OSError as error:
-        why = "in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-        address = f"{settings.host}:{getattr(settings, key)}"
-        raise ConfigError([f"instance {settings.id}: {key}: {address} is {why}; allowed: a free port"]) from None

@@ -8,18 +8,36 @@ from kvrs.policy.costs import Estimate, Option
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Pages `[first_page, first_page + pages)` of the history are to be had from `holder` (an instance or an agent)."""
+
+    holder: InstanceId
+    first_page: int
+    pages: int
+    generation: int  # The holder's epoch.
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A checkpoint of the stream is kept by this agent, with room for all that it may come to."""
+
+    holder: InstanceId
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How one attempt produces a stream's next tokens.
 
-    With `prefill`, the whole history goes to that instance first and `decode` gets its hand-off. Without it, `decode`
-    takes the history directly, pulls pages `[0, source_pages)` from `source` and computes the rest itself.
+    With `prefill`, the whole history goes to that instance first and `decode` gets its hand-off. Without it, `decode` takes
+    the history directly, fetches the pages of `runs` and computes the rest itself; what lies before the first run it
+    computes while it fetches. `places` are where the attempt's newly filled pages go.
     """
 
     decode: InstanceId
     prefill: InstanceId | None = None
-    source: InstanceId | None = None
-    source_pages: int = 0
-    source_generation: int = 0
+    runs: tuple[Run, ...] = ()
+    places: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +60,28 @@ class Recovered:
     estimates: tuple[Estimate, ...]
     cause: str
     failed: InstanceId | None
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """The hand-off of this attempt goes by another plan: prefill is done, and its decode call has not begun."""
+
+    stream: StreamId
+    attempt: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """For the record: a recovery has brought a token to the client. What it was predicted to cost, and what it did cost."""
+
+    stream: StreamId
+    attempt: int
+    option: Option
+    raw_s: float  # As the tables say.
+    predicted_s: float  # After the correction.
+    real_s: float
+    regret_s: float  # Real cost minus the best other prediction; below 0: nothing would have been better, as far as is known.
 
 
 class Reason(StrEnum):
@@ -67,4 +107,4 @@ class WakeAt:
     at_s: float
 
 
-Action = Start | Recovered | GiveUp | WakeAt
+Action = Start | Redirect | Recovered | Settled | GiveUp | WakeAt

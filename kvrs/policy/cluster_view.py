@@ -1,7 +1,7 @@
-"""What the policy believes about instances and links: facts from events, and its own book of what it has asked for.
+"""What the policy believes about instances, agents and links: facts from events, and its own book of what it has asked for.
 
-Reports are as old as the last poll; the book knows at once what this proxy has just sent where. A queue is taken as
-the larger of the two, because each misses some of what the other sees.
+Reports are as old as the last poll; the book knows at once what this proxy has just sent where. A queue, and what
+is reserved at an agent, is taken as the larger of the two, because each misses some of what the other sees.
 """
 
 from bisect import bisect_left, insort
@@ -30,12 +30,18 @@ class Member:
     decodes: bool = field(init=False)
     pulls: bool = field(init=False)
     retains: bool = field(init=False)
+    splits: bool = field(init=False)
+    page_bytes: int = field(init=False)
+    page_size_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefills = self.instance.role is not Role.DECODE
         self.decodes = self.instance.role is not Role.PREFILL
         self.pulls = Capability.PULL_PAGES in self.instance.capabilities
         self.retains = Capability.RETAIN in self.instance.capabilities
+        self.splits = self.pulls and Capability.SPLIT in self.instance.capabilities
+        self.page_bytes = self.instance.geometry.page_bytes
+        self.page_size_tokens = self.instance.geometry.page_size_tokens
 
     @property
     def queue_s(self) -> float:
@@ -56,15 +62,42 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
+class Agent:
+    """One life of the agent of one node: a row of the load table of seed LUMEN, section 4.2."""
+
+    id: InstanceId
+    node: NodeId
+    epoch: int
+    capacity_bytes: int
+    host_to_device_bytes_per_s: float
+    reported_bytes: int = 0  # Reserved by the streams of all proxies.
+    reported_checkpoints: int = 0
+    booked_bytes: int = 0  # For streams of this proxy, from the moment at which the place is chosen.
+    streams: set[StreamId] = field(default_factory=set)  # That have a checkpoint here, or are to have one.
+
+    @property
+    def reserved_bytes(self) -> int:
+        return max(self.booked_bytes, self.reported_bytes)
+
+    @property
+    def checkpoints(self) -> int:
+        return max(len(self.streams), self.reported_checkpoints)
+
+    def has_room(self, need_bytes: int) -> bool:
+        return self.reserved_bytes + need_bytes <= self.capacity_bytes
+
+
+@dataclass(slots=True, eq=False)
 class Link:
     bytes_per_s: float
     measured: bool = False
-    in_flight_bytes: int = 0  # Asked for by recoveries of this proxy and not yet seen to have arrived.
+    in_flight_bytes: int = 0  # Asked for on behalf of this proxy's streams and not yet seen to have arrived.
 
 
 class ClusterView:
     def __init__(self, assumed_link_bytes_per_s: float) -> None:
         self.members: dict[InstanceId, Member] = {}
+        self.agents: dict[InstanceId, Agent] = {}
         self.links: dict[tuple[NodeId, NodeId], Link] = {}
         self._assumed_link_bytes_per_s = assumed_link_bytes_per_s
         self._decoders: list[Member] = []  # Sorted by rank, so the least loaded are found without looking at all.
@@ -113,6 +146,19 @@ class ClusterView:
             found = self.links[source, target] = Link(self._assumed_link_bytes_per_s)
         return found
 
+    def bytes_per_s(self, source: NodeId, target: NodeId) -> float:
+        found = self.links.get((source, target))
+        return self._assumed_link_bytes_per_s if found is None else found.bytes_per_s
+
+    def agent_on(self, node: NodeId) -> Agent | None:
+        return next((agent for agent in self.agents.values() if agent.node == node), None)
+
+    def queueing_delay_s(self, node: NodeId) -> float:
+        """What a stream that came to this node now would wait."""
+        members = self.on_node(node)
+        decoders = [member.queue_s for member in members if member.decodes]
+        return min(decoders or [member.queue_s for member in members], default=0.0)
+
     def snapshot(self) -> dict[str, Any]:
         return {
             "instances": [
@@ -128,6 +174,19 @@ class ClusterView:
                     "retained_streams": len(member.held),
                 }
                 for member in self.members.values()
+            ],
+            "agents": [
+                {
+                    "id": agent.id,
+                    "node": agent.node,
+                    "epoch": agent.epoch,
+                    "capacity_bytes": agent.capacity_bytes,
+                    "reserved_bytes": agent.reserved_bytes,
+                    "checkpoints": agent.checkpoints,
+                    "booked_bytes": agent.booked_bytes,
+                    "own_streams": len(agent.streams),
+                }
+                for agent in self.agents.values()
             ],
             "links": [
                 {

@@ -41,11 +41,53 @@ class LinkMeasured:
 
 
 @dataclass(frozen=True, slots=True)
+class HolderUp:
+    """The agent of a node answers and takes checkpoints. A higher epoch than before replaces the old one."""
+
+    holder: InstanceId
+    node: NodeId
+    epoch: int
+    capacity_bytes: int
+    host_to_device_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLost:
+    """The agent, its node or the way to it is gone; so, for all that we know, is what it held."""
+
+    holder: InstanceId
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointsReported:
+    """What a holder says that it has. `pages` counts the leading full pages of each stream that changed since the last report."""
+
+    holder: InstanceId
+    epoch: int
+    reserved_bytes: int  # For the streams of all proxies.
+    checkpoints: int
+    pages: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """What the client was promised; None: nothing. The first one holds before the first token, the others after it."""
+
+    ttft_s: float | None = None
+    recovery_gap_s: float | None = None
+    end_to_end_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StreamArrived:
     """A client asked. `prompt_tokens` is a guess while the prompt is text; prefill corrects it."""
 
     stream: StreamId
     prompt_tokens: int
+    most_tokens: int | None = None  # Prompt and output together, at most; None: as many as the model can.
+    deadlines: Deadlines = Deadlines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +144,9 @@ Event = (
     | InstanceLost
     | LoadReported
     | LinkMeasured
+    | HolderUp
+    | HolderLost
+    | CheckpointsReported
     | StreamArrived
     | PrefillDone
     | RetentionLost

@@ -8,20 +8,31 @@ Pure: no clock, no socket, no randomness. A proxy drives it in real time, a simu
                    +--> queued (for a slot) --> decode
 
 Laws: a stream has one current attempt and its number only rises; what an older attempt reports is ignored; no `Start`
-names an instance that is not up; a stream that is neither started nor given up on has an alarm set.
+names an instance that is not up, nor a holder that is lost; a stream that is neither started nor given up on has an alarm
+set; a stream is moved only because what it ran on was lost or failed it.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, assert_never
 
+from kvrs.agent.config import BackupMode, BackupSettings
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.actions import Action, GiveUp, Plan, Reason, Recovered, Start
-from kvrs.policy.cluster_view import ClusterView, Member
+from kvrs.policy.actions import Action, GiveUp, Plan, Reason, Recovered, Redirect, Start
+from kvrs.policy.attempts import Attempts
+from kvrs.policy.checkpoints import Checkpoints, protection
+from kvrs.policy.cluster_view import Agent, ClusterView, Member
 from kvrs.policy.config import PolicySettings, SloSettings
-from kvrs.policy.costs import Estimate, Instance, Option, decide
+from kvrs.policy.costs import Estimate, Instance, Option
+from kvrs.policy.deadlines import deadlines_of, due_s, promise
+from kvrs.policy.decisions import Decisions
+from kvrs.policy.dispatch import assign, ceiling
 from kvrs.policy.events import (
     AttemptFailed,
+    CheckpointsReported,
     Event,
+    HolderLost,
+    HolderUp,
     InstanceLost,
     InstanceUp,
     LinkMeasured,
@@ -33,27 +44,31 @@ from kvrs.policy.events import (
     StreamResumed,
     TimerFired,
 )
-from kvrs.policy.options import Options
-from kvrs.policy.routing import pair_for, targets_for
+from kvrs.policy.routing import hand_off_to, victim_of
 from kvrs.policy.slots import SHORTEST_WAIT_S, SlotBook
-from kvrs.policy.streams import Holder, Stage, Stream
-from kvrs.policy.timers import SLACK_S, Timers
+from kvrs.policy.streams import Decision, Holder, Stage, Stream
+from kvrs.policy.timers import SLACK_S, Timers, is_past
 
+NO_BACKUP = BackupSettings()
 LONGEST_PAUSE_S = 2.0  # Between two tries of the same instance, which double from `recovery.retry_pause_s`.
 
 
 class RecoveryPolicy:
     """One per proxy, with that proxy's own view of the cluster."""
 
-    def __init__(self, settings: PolicySettings, slo: SloSettings) -> None:
-        self._settings = settings
+    def __init__(self, policy: PolicySettings, slo: SloSettings, backup: BackupSettings = NO_BACKUP) -> None:
+        self._settings = policy
         self._slo = slo
-        self._view = ClusterView(settings.assumed_link_bytes_per_s)
-        self._slots = SlotBook(settings.slots_max)
-        self._options = Options(self._view, self._slots, settings)
+        self._backup = backup
+        self._view = ClusterView(policy.assumed_link_bytes_per_s)
+        self._slots = SlotBook(policy.slots_max)
+        self._decisions = Decisions(self._view, self._slots, policy, slo)
         self._timers = Timers()
+        self._attempts = Attempts(self._view, self._slots, self._timers)
+        self._checkpoints = Checkpoints(self._view, backup)
         self._streams: dict[StreamId, Stream] = {}
         self._idle: dict[StreamId, Stream] = {}  # Those waiting or queued.
+        self._gathered: dict[StreamId, Stream] = {}  # Of these, the victims of losses that are decided together in a moment.
         self._arrivals = 0
         self._actions: list[Action] = []
 
@@ -63,7 +78,7 @@ class RecoveryPolicy:
         while (stream := self._timers.next_due(now_s)) is not None:
             self._ring(self._streams[stream], now_s)
         while (served := self._slots.next_served()) is not None:
-            self._place(self._streams[served], now_s)
+            self._look_again(self._streams[served], now_s)
         if (wake := self._timers.promise(now_s)) is not None:
             self._actions.append(wake)
         actions, self._actions = self._actions, []
@@ -78,12 +93,16 @@ class RecoveryPolicy:
             {"stream": stream.id, "stage": stream.stage.value, "since_s": stream.waiting_since_s, "attempt": stream.attempt}
             for stream in _by_arrival(self._idle.values())
         ]
+        kept = self._streams.values() if self._backup.mode is not BackupMode.OFF else ()
         return {
             "policy": self._settings.name.value,
             **self._view.snapshot(),
             "slots": self._slots.snapshot(),
             "streams": stages,
             "waiting": waiting,
+            "checkpoints": {stream.id: protection(stream) for stream in kept if stream.attempt},
+            "unprotected": {stream.id: stream.unprotected for stream in kept if stream.unprotected},
+            "corrections": self._decisions.corrections.snapshot(),
         }
 
     def _apply(self, event: Event, now_s: float) -> None:
@@ -93,7 +112,7 @@ class RecoveryPolicy:
             case InstanceLost():
                 member = self._view.members.get(event.instance)
                 if member is not None and event.epoch >= member.instance.epoch:
-                    self._instance_lost(member, event.cause, event.produced_tokens, now_s)
+                    self._gather(self._lose_instance(member, event.cause, event.produced_tokens, now_s), now_s)
             case LoadReported():
                 if (reporter := self._view.members.get(event.instance)) is not None:
                     reporter.reported_queue_s = event.queue_delay_s
@@ -101,6 +120,14 @@ class RecoveryPolicy:
                 if event.bytes_per_s > 0:
                     link = self._view.link(event.source, event.target)
                     link.bytes_per_s, link.measured = event.bytes_per_s, True
+            case HolderUp():
+                self._holder_up(event)
+            case HolderLost():
+                agent = self._view.agents.get(event.holder)
+                if agent is not None and event.epoch >= agent.epoch:
+                    self._lose_agent(agent, event.cause)
+            case CheckpointsReported():
+                self._checkpoints_reported(event)
             case StreamArrived():
                 self._arrived(event, now_s)
             case PrefillDone():
@@ -109,7 +136,7 @@ class RecoveryPolicy:
                 for stream in event.streams:
                     self._forget_holder(stream, event.instance)
             case StreamResumed():
-                self._resumed(event)
+                self._resumed(event, now_s)
             case AttemptFailed():
                 self._attempt_failed(event, now_s)
             case StreamEnded():
@@ -126,83 +153,134 @@ class RecoveryPolicy:
         found = self._streams.get(stream)
         return found if found is not None and found.attempt == attempt else None
 
-    # --- instances
+    # --- instances and agents
 
     def _instance_up(self, instance: Instance, now_s: float) -> None:
         member = self._view.members.get(instance.id)
         if member is not None and instance.epoch <= member.instance.epoch:
             return
-        if member is not None:
-            # What ran in its former life is gone, also when nobody has told us.
-            self._instance_lost(member, "replaced by a new epoch", {}, now_s, place=False)
+        # What ran in its former life is gone, also when nobody has told us.
+        lost = [] if member is None else self._lose_instance(member, "replaced by a new epoch", {}, now_s)
         self._view.add(instance)
-        for stream in _by_arrival(self._idle.values()):
-            self._place(stream, now_s)
+        self._gather(lost, now_s)
+        self._place_all([stream for stream in self._idle.values() if stream.id not in self._gathered], now_s)
 
-    def _instance_lost(
-        self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float, *, place: bool = True
-    ) -> None:
+    def _lose_instance(self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float) -> list[Stream]:
+        """Take it and its streams out of the books; return those that are to be placed again."""
         self._view.remove(member)
         for stream_id in list(member.held):
             self._forget_holder(stream_id, member.instance.id)
-        victims = _by_arrival(self._streams[stream_id] for stream_id in member.running)
+        victims = [self._streams[stream_id] for stream_id in member.running]
         stranded = [self._streams[stream_id] for stream_id in self._slots.waiting_for(member.instance.id)]
         for stream in victims:
             stream.produced_tokens = max(stream.produced_tokens, produced_tokens.get(stream.id, 0))
             self._fail(stream, cause, member.instance.id, now_s)
         for stream in stranded:
             self._wait(stream, now_s)
-        if place:
-            # Every victim has left the books before the first is decided: they are one event, not many.
-            for stream in _by_arrival([*victims, *stranded]):
-                self._place(stream, now_s)
+        return [*victims, *stranded]
 
-    def _forget_holder(self, stream_id: StreamId, instance: InstanceId) -> None:
+    def _gather(self, victims: Iterable[Stream], now_s: float) -> None:
+        """Have the victims of losses that are near to each other decided together, a moment after the first of them.
+
+        Every victim has left the books before any of them is decided: they are one event, not many.
+        """
+        gather_s = self._settings.recovery.gather_s
+        if gather_s <= SLACK_S:  # No alarm can be set that near.
+            self._place_all(victims, now_s)
+            return
+        for stream in victims:
+            self._gathered[stream.id] = stream
+            self._timers.set(stream.id, now_s + gather_s)  # The first of them rings for all.
+
+    def _holder_up(self, event: HolderUp) -> None:
+        agent = self._view.agents.get(event.holder)
+        if agent is not None and event.epoch <= agent.epoch:
+            return
+        if agent is not None:
+            self._lose_agent(agent, "replaced by a new epoch")
+        self._view.agents[event.holder] = Agent(
+            event.holder, event.node, event.epoch, event.capacity_bytes, event.host_to_device_bytes_per_s
+        )
+
+    def _lose_agent(self, agent: Agent, cause: str) -> None:
+        del self._view.agents[agent.id]
+        for stream_id in list(agent.streams):
+            self._checkpoints.lose(self._streams[stream_id], agent.id, f"{agent.id} was lost: {cause}")
+
+    def _checkpoints_reported(self, event: CheckpointsReported) -> None:
+        agent = self._view.agents.get(event.holder)
+        if agent is None or event.epoch != agent.epoch:
+            return
+        agent.reported_bytes, agent.reported_checkpoints = event.reserved_bytes, event.checkpoints
+        for stream_id, pages in event.pages.items():
+            if (stream := self._streams.get(stream_id)) is not None:
+                self._checkpoints.reported(stream, agent, pages)
+
+    def _forget_holder(self, stream_id: StreamId, holder: InstanceId) -> None:
         stream = self._streams.get(stream_id)
-        if stream is not None and (holder := stream.holders.pop(instance, None)) is not None:
-            holder.member.held.discard(stream_id)
+        if stream is None:
+            return
+        self._checkpoints.lose(stream, holder, f"{holder} keeps nothing of it any more")
+        if (found := stream.holders.pop(holder, None)) is not None:
+            found.member.held.discard(stream_id)
 
     # --- streams
 
     def _arrived(self, event: StreamArrived, now_s: float) -> None:
         if event.stream in self._streams:
             return
-        stream = Stream(event.stream, self._arrivals, max(1, event.prompt_tokens), waiting_since_s=now_s)
+        stream = Stream(event.stream, self._arrivals, max(1, event.prompt_tokens), now_s, event.most_tokens)
+        stream.arrived_s, stream.deadlines = now_s, deadlines_of(event.deadlines, self._slo)
         self._arrivals += 1
         self._streams[stream.id] = self._idle[stream.id] = stream
-        self._place(stream, now_s)
+        self._place_all([stream], now_s)
 
     def _prefill_done(self, event: PrefillDone, now_s: float) -> None:
         stream = self._current(event.stream, event.attempt)
-        if stream is None or stream.stage is not Stage.PREFILL:
+        if stream is None or stream.runs_on is None or stream.plan is None or stream.resumed:
             return
-        prefill, plan = stream.runs_on, stream.plan
-        assert prefill is not None
-        assert plan is not None
-        if not stream.prefilled:
-            stream.prompt_tokens = max(1, event.history_tokens - stream.produced_tokens)
-            stream.prefilled = True
-        if prefill.retains:
-            pages = event.history_tokens // prefill.instance.geometry.page_size_tokens
-            stream.holders[prefill.instance.id] = Holder(prefill, pages)
-            prefill.held.add(stream.id)
-        self._unbook(stream)
-        decode = self._view.members.get(plan.decode)
-        if decode is None:
-            self._fail(stream, "the decode instance was lost during prefill", plan.decode, now_s)
-            self._place(stream, now_s)
-            return
-        # It may be a new life of the instance that was planned with.
-        self._run(stream, Stage.DECODE, decode, decodes_on=decode)
+        self._note_prefill(stream, stream.runs_on, event.history_tokens)
+        if stream.stage is Stage.PREFILL:
+            self._attempts.done_waiting(stream)
+            self._hand_off(stream, stream.plan, stream.runs_on, now_s)
 
-    def _resumed(self, event: StreamResumed) -> None:
+    def _note_prefill(self, stream: Stream, prefill: Member, history_tokens: int) -> None:
+        if not stream.prefilled:
+            guess, stream.prompt_tokens = stream.prompt_tokens, max(1, history_tokens - stream.produced_tokens)
+            stream.prefilled = True
+            if stream.most_tokens is not None:
+                stream.most_tokens += max(0, stream.prompt_tokens - guess)
+        if prefill.retains:
+            stream.holders[prefill.instance.id] = Holder(prefill, history_tokens // prefill.page_size_tokens)
+            prefill.held.add(stream.id)
+
+    def _hand_off(self, stream: Stream, plan: Plan, prefill: Member, now_s: float) -> None:
+        """To the decode instance of the plan, which may be in a new life by now, or to another one where that is sooner."""
+        planned = self._view.members.get(plan.decode)
+        if planned is None:
+            self._fail(stream, "the decode instance was lost during prefill", plan.decode, now_s)
+            self._place_all([stream], now_s)
+            return
+        decode = hand_off_to(self._view, stream, prefill, planned, self._settings)
+        stream.plan = replace(plan, decode=decode.instance.id, places=self._checkpoints.place(stream, decode))
+        if stream.plan != plan:
+            self._actions.append(Redirect(stream.id, stream.attempt, stream.plan))
+        self._attempts.run(stream, Stage.DECODE, decode, decodes_on=decode)
+        if decode.instance.node != prefill.instance.node:
+            size_bytes = stream.history_tokens * decode.instance.geometry.bytes_per_token
+            self._attempts.put_on_link(stream, prefill.instance.node, decode, size_bytes)
+
+    def _resumed(self, event: StreamResumed, now_s: float) -> None:
         stream = self._current(event.stream, event.attempt)
         if stream is None or stream.stage is not Stage.DECODE:
             return
-        self._unbook(stream)
+        if (settled := self._decisions.settle(stream, now_s)) is not None:
+            self._actions.append(settled)
+        self._attempts.done_waiting(stream)
         self._slots.release(stream.id)
         self._timers.clear(stream.id)
-        stream.resumed = True
+        self._checkpoints.drop_former(stream)
+        stream.resumed = stream.flowed = True
         stream.failed_at_s, stream.cause, stream.failed = None, "", None
         stream.failures, stream.retry_at_s = 0, 0.0
         stream.removed.clear()
@@ -222,146 +300,94 @@ class RecoveryPolicy:
         stream.failures += 1
         stream.retry_at_s = now_s + pause_s
         self._fail(stream, event.cause, event.instance, now_s)
-        self._place(stream, now_s)
+        self._place_all([stream], now_s)
 
     def _ring(self, stream: Stream, now_s: float) -> None:
-        """The stream's alarm: its slot has expired, or its wait is over in one way or another."""
+        """The stream's alarm: the gathering is over, its slot has expired, or its wait is over in one way or another."""
+        if stream.id in self._gathered:
+            self._place_all(list(self._gathered.values()), now_s)
+            return
         if stream.stage is Stage.DECODE:
             stream.removed.add(stream.option)
+            stream.slot_expired = True
             self._fail(stream, f"its slot expired after {self._settings.slot_lease_s:g} s", None, now_s)
-        self._place(stream, now_s)
+        self._look_again(stream, now_s)
 
     def _forget(self, stream: Stream) -> None:
-        self._leave(stream)
+        self._attempts.leave(stream)
+        self._checkpoints.forget(stream)
         for instance in list(stream.holders):
             self._forget_holder(stream.id, instance)
         self._idle.pop(stream.id, None)
+        self._gathered.pop(stream.id, None)
         del self._streams[stream.id]
 
     # --- the decision
 
-    def _place(self, stream: Stream, now_s: float) -> None:
-        """Start the next attempt of a stream that has none running, or leave it waiting for what it lacks."""
+    def _place_all(self, streams: Iterable[Stream], now_s: float) -> None:
+        """Decide the streams of one event together, the most urgent first."""
+        self._decisions.begin(now_s)
+        ordered = sorted(streams, key=lambda stream: (due_s(stream), stream.number))
+        recovering = [stream for stream in ordered if not stream.is_fresh]
+        victims = [victim_of(self._view, stream, barred_too=is_past(stream.retry_at_s, now_s)) for stream in recovering]
+        loads = {member.instance.id: member.streams for member in self._view.decoders()} if victims else {}
+        assigned, limit = assign(self._settings.dispatch, victims, loads), ceiling(len(victims), loads)
+        for stream in ordered:
+            self._gathered.pop(stream.id, None)
+            self._place(stream, assigned.get(stream.id), limit, now_s)
+
+    def _look_again(self, stream: Stream, now_s: float) -> None:
+        """One stream, because its time has come. Who queues for a slot goes on asking where it queues."""
+        self._decisions.begin(now_s)
+        awaited = self._slots.awaited_by(stream.id)
+        if awaited is None:
+            self._place_all([stream], now_s)
+        else:
+            self._place(stream, awaited, self._view.members[awaited].streams + 1, now_s)
+
+    def _place(self, stream: Stream, assigned: InstanceId | None, limit: int, now_s: float) -> None:
+        """Start the next attempt of a stream that has none running, or leave it waiting for what it lacks.
+
+        Targets other than the assigned one are looked at only as long as they have fewer than `limit` streams.
+        """
         if stream.attempt >= self._settings.recovery.max_attempts:
             message = f"the stream failed {stream.attempt} times, at last: {stream.cause}"
             self._give_up(stream, Reason.RETRIES, message)
             return
-        barred_too = _is_past(stream.retry_at_s, now_s)
-        placed = self._start_over(stream, now_s, barred_too) if stream.is_fresh else self._recover(stream, now_s, barred_too)
-        if not placed:
+        decision: Decision | None = None
+        if stream.is_fresh:
+            decision = self._decisions.start(stream, now_s)
+        elif assigned is not None:
+            decision = self._decisions.recover(stream, self._view.members[assigned], limit, now_s)
+        if decision is None:
             self._keep_waiting(stream, now_s)
-
-    def _start_over(self, stream: Stream, now_s: float, barred_too: bool) -> bool:
-        pair = pair_for(self._view, stream, barred_too=False) or (barred_too and pair_for(self._view, stream, barred_too=True))
-        if not pair:
-            return False
-        prefill, decode = pair
-        compute_s = prefill.instance.prefill.seconds_for(stream.prompt_tokens)
-        covered = prefill.instance.prefill.covers(stream.prompt_tokens)
-        total_s = prefill.queue_s + compute_s
-        estimate = Estimate(Option.START, decode.instance.id, total_s, prefill.queue_s, 0.0, compute_s, not covered)
-        plan = Plan(decode=decode.instance.id, prefill=None if prefill is decode else prefill.instance.id)
-        self._start(stream, plan, estimate, (estimate,))
-        return True
-
-    def _recover(self, stream: Stream, now_s: float, barred_too: bool) -> bool:
-        targets = targets_for(self._view, stream, barred_too=False)
-        if not targets and barred_too:
-            targets = targets_for(self._view, stream, barred_too=True)
-        if not targets:
-            return False
-        estimates = self._options.weigh(stream, targets, now_s)
-        chosen = decide(self._settings.name, self._eligible(stream, estimates, now_s), self._budget_s(stream, now_s))
-        if chosen.option is Option.ABORT:
-            message = f"no option brings the stream back within {self._slo.recovery_gap_s:g} s"
-            self._give_up(stream, Reason.SLO, message)
-            return True
-        if chosen.option is Option.MIGRATE and not self._slots.acquire(chosen.target, stream.id, now_s, chosen.total_s):
-            self._queue(stream, chosen, now_s)
-            return True
-        self._start(stream, self._options.plan(stream, chosen, now_s), chosen, tuple(estimates))
-        if chosen.option is Option.MIGRATE:
+        elif decision.plan is None:
+            self._give_up(stream, Reason.SLO, f"no option brings the stream on in time: {promise(stream)}")
+        elif not decision.chosen.fetches:
+            self._start(stream, decision.plan, decision, now_s)
+        elif self._slots.acquire(decision.chosen.target, stream.id, now_s, decision.chosen.total_s):
+            self._start(stream, decision.plan, decision, now_s)
             self._timers.set(stream.id, now_s + self._settings.slot_lease_s)
-        return True
+        else:
+            self._queue(stream, decision.chosen, now_s)
 
-    def _eligible(self, stream: Stream, estimates: list[Estimate], now_s: float) -> list[Estimate]:
-        """What has not just failed. Never empty, and never only what failed last: then nothing would replace that attempt."""
-        if stream.stage is Stage.QUEUED and _is_past(stream.waiting_since_s + self._settings.recovery.wait_s, now_s):
-            # Who has queued for as long as anybody waits takes the other way, so that no policy queues for ever.
-            return [estimate for estimate in estimates if estimate.option is not Option.MIGRATE]
-        allowed = [estimate for estimate in estimates if estimate.option not in stream.removed]
-        return allowed or [estimate for estimate in estimates if estimate.option is not stream.option] or estimates
-
-    def _budget_s(self, stream: Stream, now_s: float) -> float | None:
-        if not self._slo.abort or stream.failed_at_s is None:
-            return None
-        return stream.failed_at_s + self._slo.recovery_gap_s - now_s
-
-    # --- attempts
-
-    def _start(self, stream: Stream, plan: Plan, chosen: Estimate, estimates: tuple[Estimate, ...]) -> None:
-        stream.attempt += 1
-        stream.plan, stream.option, stream.resumed = plan, chosen.option, False
-        self._slots.leave(stream.id)
-        self._timers.clear(stream.id)
+    def _start(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
+        plan = replace(plan, places=self._checkpoints.place(stream, self._view.members[plan.decode]))
+        chosen = decision.chosen
         del self._idle[stream.id]
-        decode = self._view.members[plan.decode]
-        prefill = None if plan.prefill is None else self._view.members[plan.prefill]
-        self._book(stream, prefill or decode, chosen)
-        stage = Stage.DECODE if prefill is None else Stage.PREFILL
-        self._run(stream, stage, prefill or decode, decodes_on=decode)
+        self._attempts.begin(stream, plan, chosen.compute_s)
+        stream.option, stream.slot_expired = chosen.option, False
         self._actions.append(Start(stream.id, stream.attempt, plan))
         if stream.attempt > 1:
-            self._actions.append(
-                Recovered(
-                    stream.id, stream.attempt, chosen.option, chosen.total_s, estimates, cause=stream.cause, failed=stream.failed
-                )
+            stream.decision, stream.decided_s = decision, now_s
+            record = Recovered(
+                stream.id, stream.attempt, chosen.option, chosen.total_s, decision.estimates, stream.cause, stream.failed
             )
-
-    def _run(self, stream: Stream, stage: Stage, member: Member, decodes_on: Member) -> None:
-        if stream.runs_on is not None:
-            stream.runs_on.running.discard(stream.id)
-        if stream.decodes_on is not decodes_on:
-            if stream.decodes_on is not None:
-                self._view.count_stream(stream.decodes_on, -1)
-            self._view.count_stream(decodes_on, 1)
-        stream.stage, stream.runs_on, stream.decodes_on = stage, member, decodes_on
-        member.running.add(stream.id)
-
-    def _book(self, stream: Stream, member: Member, chosen: Estimate) -> None:
-        member.book(chosen.compute_s)
-        stream.booked_on, stream.booked_s = member, chosen.compute_s
-        plan = stream.plan
-        if plan is not None and plan.source is not None:
-            source = self._view.members[plan.source].instance
-            stream.link = self._view.link(source.node, member.instance.node)
-            stream.link_bytes = plan.source_pages * source.geometry.page_bytes
-            stream.link.in_flight_bytes += stream.link_bytes
-
-    def _unbook(self, stream: Stream) -> None:
-        if stream.booked_on is not None:
-            stream.booked_on.unbook(stream.booked_s)
-            stream.booked_on = None
-        if stream.link is not None:
-            stream.link.in_flight_bytes -= stream.link_bytes
-            stream.link = None
-
-    def _leave(self, stream: Stream) -> None:
-        """Take the stream out of every book: its attempt is over, or its wait."""
-        self._unbook(stream)
-        self._slots.release(stream.id)
-        self._slots.leave(stream.id)
-        self._timers.clear(stream.id)
-        if stream.runs_on is not None:
-            stream.runs_on.running.discard(stream.id)
-            stream.runs_on = None
-        if stream.decodes_on is not None:
-            self._view.count_stream(stream.decodes_on, -1)
-            stream.decodes_on = None
+            self._actions.append(record)
 
     def _fail(self, stream: Stream, cause: str, failed: InstanceId | None, now_s: float) -> None:
         """The current attempt is over; the stream waits to be placed."""
-        stream.cause, stream.failed = cause, failed
+        stream.cause, stream.failed, stream.decision = cause, failed, None
         if stream.failed_at_s is None:
             stream.failed_at_s = now_s
         self._wait(stream, now_s)
@@ -370,7 +396,7 @@ class RecoveryPolicy:
 
     def _wait(self, stream: Stream, now_s: float) -> None:
         """From an attempt, or from a queue that is gone, to waiting; whoever calls has it placed."""
-        self._leave(stream)
+        self._attempts.leave(stream)
         if stream.id not in self._idle:
             stream.waiting_since_s = now_s
             self._idle[stream.id] = stream
@@ -387,15 +413,15 @@ class RecoveryPolicy:
         """Nothing can be started: go on until the wait is over, or longer than the client should see."""
         self._wait(stream, now_s)
         wait_ends_s = stream.waiting_since_s + self._settings.recovery.wait_s
-        budget_s = self._budget_s(stream, now_s)
+        budget_s = self._decisions.budget_s(stream, now_s)
         budget_ends_s = wait_ends_s if budget_s is None else now_s + budget_s
-        if _is_past(wait_ends_s, now_s):
+        if is_past(wait_ends_s, now_s):
             self._give_up(stream, Reason.NO_INSTANCE, f"no instance came up within {self._settings.recovery.wait_s:g} s")
-        elif _is_past(budget_ends_s, now_s):
-            self._give_up(stream, Reason.SLO, f"no instance came up within {self._slo.recovery_gap_s:g} s")
+        elif is_past(budget_ends_s, now_s):
+            self._give_up(stream, Reason.SLO, f"no instance came up in time: {promise(stream)}")
         else:
             alarms_s = [wait_ends_s, budget_ends_s, stream.retry_at_s]
-            self._timers.set(stream.id, min(at_s for at_s in alarms_s if not _is_past(at_s, now_s)))
+            self._timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
 
     def _give_up(self, stream: Stream, reason: Reason, message: str) -> None:
         # A client that comes back when others have just waited in vain should not come at once.
@@ -406,7 +432,3 @@ class RecoveryPolicy:
 
 def _by_arrival(streams: Iterable[Stream]) -> list[Stream]:
     return sorted(streams, key=lambda stream: stream.number)
-
-
-def _is_past(at_s: float, now_s: float) -> bool:
-    return at_s <= now_s + SLACK_S

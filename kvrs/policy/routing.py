@@ -1,9 +1,12 @@
-"""Where work goes: new streams to the least predicted work, own pair first; recoveries to the least loaded."""
+"""Where work goes: new streams to the least predicted work, own pair first; recoveries to the few targets worth weighing."""
 
 from itertools import islice
 
 from kvrs.ids import InstanceId
+from kvrs.policy import handoff
 from kvrs.policy.cluster_view import ClusterView, Member
+from kvrs.policy.config import Dispatch, Handoff, PolicyName, PolicySettings
+from kvrs.policy.dispatch import Victim
 from kvrs.policy.streams import Stream
 
 # How many targets are looked at per victim: a decision takes the same time in a large cluster as in a small one.
@@ -16,7 +19,7 @@ def pair_for(view: ClusterView, stream: Stream, *, barred_too: bool) -> tuple[Me
     if prefill is None:
         return None
     decode = own_decode(view, prefill, stream, barred_too=barred_too) or next(
-        iter(targets_for(view, stream, barred_too=barred_too)), None
+        (member for member in view.decoders() if barred_too or not stream.bars(member)), None
     )
     return None if decode is None else (prefill, decode)
 
@@ -39,12 +42,63 @@ def own_decode(view: ClusterView, prefill: Member, stream: Stream, *, barred_too
     return min(allowed, key=lambda member: member.rank, default=None)
 
 
-def targets_for(view: ClusterView, stream: Stream, *, barred_too: bool) -> list[Member]:
-    """The few least loaded decode instances."""
-    decoders = view.decoders()
-    if not stream.barred or barred_too:
-        return decoders[:TARGETS_MAX]
-    return list(islice((member for member in decoders if not stream.bars(member)), TARGETS_MAX))
+def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
+    """What the dispatcher has to know of a stream. Where it has just failed it goes only when there is nothing else."""
+    barred: frozenset[InstanceId] = frozenset()
+    if stream.barred:
+        barred = frozenset(member.instance.id for member in view.decoders() if stream.bars(member))
+        if barred_too and len(barred) == len(view.decoders()):
+            barred = frozenset()
+    # With equal pages an agent comes first: what it has survives the instances beside it.
+    holders = [(kept.pages, kept.agent.node) for kept in stream.checkpoints.values() if kept.pages]
+    holders += [(kept.pages, kept.member.instance.node) for kept in stream.holders.values() if kept.pages]
+    holders.sort(key=lambda holder: holder[0], reverse=True)
+    for pages, node in holders:
+        homes = tuple(m.instance.id for m in view.on_node(node) if m.decodes and m.instance.id not in barred)
+        if homes:
+            return Victim(stream.id, homes, pages, barred)
+    return Victim(stream.id, barred=barred)
+
+
+def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int, settings: PolicySettings) -> list[Member]:
+    """Whom to weigh: the assigned target, and where the policy may choose the least loaded ones below the limit beside it.
+
+    The limit holds for the assigned one as well, unless nobody is below it.
+    """
+    if settings.name is not PolicyName.AUTO or settings.dispatch is not Dispatch.REBALANCE:
+        return [assigned]
+    targets = [assigned] if assigned.streams < limit else []
+    for member in view.decoders():
+        if len(targets) == TARGETS_MAX or member.streams >= limit:
+            break
+        if member is not assigned and not (stream.barred and stream.bars(member)):
+            targets.append(member)
+    return targets or [assigned]
+
+
+def hand_off_to(view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings) -> Member:
+    """The decode instance that gets the hand-off of a prefill that is done."""
+    if settings.handoff is Handoff.OWN_PAIR:
+        return planned
+    geometry = prefill.instance.geometry
+    others = (
+        member
+        for member in view.decoders()
+        if member is not planned and member.instance.geometry == geometry and not stream.bars(member)
+    )
+    found = handoff.choose(
+        settings.handoff,
+        _candidate(view, prefill, planned),
+        [_candidate(view, prefill, member) for member in islice(others, TARGETS_MAX)],
+        stream.history_tokens * geometry.bytes_per_token,
+        settings.handshake_s,
+    )
+    return view.members[found.instance]
+
+
+def _candidate(view: ClusterView, prefill: Member, decode: Member) -> handoff.Candidate:
+    link = view.link(prefill.instance.node, decode.instance.node)
+    return handoff.Candidate(decode.instance.id, decode.queue_s, link.bytes_per_s, link.in_flight_bytes)
 
 
 def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:

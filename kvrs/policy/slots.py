@@ -96,6 +96,10 @@ class SlotBook:
                     return next(iter(book.waiting))
         return None
 
+    def awaited_by(self, stream: StreamId) -> InstanceId | None:
+        """The target for a slot of which the stream waits."""
+        return self._target_awaited.get(stream)
+
     def waiting_for(self, target: InstanceId) -> list[StreamId]:
         return list(self._targets[target].waiting) if target in self._targets else []
 

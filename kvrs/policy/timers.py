@@ -60,3 +60,8 @@ class Timers:
                 return at_s
             heappop(self._heap)
         return None
+
+
+def is_past(at_s: float, now_s: float) -> bool:
+    """Whether an alarm for this time would ring now."""
+    return at_s <= now_s + SLACK_S

@@ -61,7 +61,8 @@ class PrefixGrid:
         return low + (cached / cached_step - row) * (high - low)
 
     def _beyond(self, cached: int, new: int) -> float:
-        edge_cached, edge_new = min(cached, self._last_cached), min(new, self._last_new)
+        edge_cached = cached if cached < self._last_cached else self._last_cached
+        edge_new = new if new < self._last_new else self._last_new
         b, c, d, e = self._fit
         edge = edge_new * (b + c * edge_new + d * edge_cached) + e * edge_cached
         there = new * (b + c * new + d * cached) + e * cached

@@ -1,4 +1,4 @@
-"""Frames of the page port: how KV pages cross from one instance to another.
+"""Frames of the page port: how KV pages cross from one instance to another, and to the agents that keep checkpoints.
 
 The laws of a connection:
 
@@ -6,6 +6,8 @@ The laws of a connection:
     Then the client asks and the server answers, one question at a time:
     PULL  -> PAGE (followed by one page's bytes) for every page in order, then END, or GONE where the run breaks off
     PROBE -> PROBE_DATA (followed by that many bytes)
+    OFFER -> HELD (followed by one `Held`); agents only, as is
+    STORE, followed by the bytes of all its pages in order -> HELD (followed by one `Held` for each run)
 
 A frame is a header of 8 bytes (magic, version, type, length of the body) and a body. Nothing in it is an address, and every
 length is compared with a bound before anybody waits for, or makes room for, that many bytes. Whatever is wrong raises
@@ -13,6 +15,7 @@ length is compared with a bound before anybody waits for, or makes room for, tha
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -22,14 +25,16 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.tags import TAG_BYTES, Tag
 
-VERSION = 1
+VERSION = 2
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_NAME_BYTES = 255
 MAX_REASON_BYTES = 512
-MAX_TAGS = 1 << 16  # A million tokens in pages of 16.
+MAX_TAGS = 1 << 16  # Of one frame: a million tokens in pages of 16.
 MAX_PAGE_BYTES = 1 << 30
 MAX_PROBE_BYTES = 1 << 24
+MAX_RUNS = 1 << 12  # Of one STORE; together they have at most MAX_TAGS pages.
+CHECKSUM_BYTES = 8
 
 Bytes = bytes | bytearray | memoryview
 
@@ -37,9 +42,14 @@ _MAGIC = b"KV"
 _HEADER = struct.Struct("!2sBBI")
 _ANSWER = struct.Struct("!IIQ")  # request id, index or size, checksum
 _PROLOGUE = struct.Struct(_HEADER.format + _ANSWER.format[1:])
-_PULL = struct.Struct("!IIBI")  # request id, number of tags, has a tail, tail index
+_PULL = struct.Struct("!IIBBI")  # request id, number of tags, traffic class, has a tail, tail index
 _PROBE = struct.Struct("!II")  # request id, bytes
 _IDENTITY = struct.Struct("!QI")  # epoch, bytes of a page
+_CLAIM = struct.Struct("!QQ")  # owner epoch, attempt
+_OFFER = struct.Struct("!IQI")  # request id, reserved bytes, number of tags
+_STORE = struct.Struct("!II")  # request id, number of runs
+_RUN = struct.Struct("!II")  # first page, number of pages
+_HELD = struct.Struct("!BI")  # code, pages
 
 HEADER_BYTES = _HEADER.size
 ANSWER_BYTES = HEADER_BYTES + _ANSWER.size  # Answers start alike, so that their receiver always knows how much to read next.
@@ -56,11 +66,33 @@ class FrameType(IntEnum):
     END = 8
     PROBE = 9
     PROBE_DATA = 10
+    OFFER = 11
+    STORE = 12
+    HELD = 13
+
+
+class TrafficClass(IntEnum):
+    """What goes first on a link: the lower, the earlier."""
+
+    HANDOFF = 0
+    RECOVERY = 1
+    CHECKPOINT = 2
+
+
+class StoreCode(IntEnum):
+    """What an agent says to who wants to keep pages there."""
+
+    OK = 0
+    FENCED = 1  # A later owner or attempt writes this stream's checkpoint.
+    FULL = 2  # No room to reserve what the stream may come to.
 
 
 _TYPES = {int(frame_type): frame_type for frame_type in FrameType}
+_TRAFFIC = {int(traffic): traffic for traffic in TrafficClass}
+_CODES = {int(code): code for code in StoreCode}
 
 _MAX_IDENTITY_BYTES = _IDENTITY.size + 3 * (1 + MAX_NAME_BYTES)
+_MAX_CLAIM_BYTES = _CLAIM.size + 1 + MAX_NAME_BYTES
 _MAX_BODY_BYTES = {
     FrameType.CHALLENGE: NONCE_BYTES,
     FrameType.HELLO: NONCE_BYTES + _MAX_IDENTITY_BYTES + 2 * (1 + MAX_NAME_BYTES) + MAC_BYTES,
@@ -72,6 +104,9 @@ _MAX_BODY_BYTES = {
     FrameType.END: _ANSWER.size,
     FrameType.PROBE: _PROBE.size,
     FrameType.PROBE_DATA: _ANSWER.size + MAX_PROBE_BYTES,
+    FrameType.OFFER: _OFFER.size + _MAX_CLAIM_BYTES + MAX_TAGS * TAG_BYTES,
+    FrameType.STORE: _STORE.size + MAX_RUNS * (_MAX_CLAIM_BYTES + _RUN.size) + MAX_TAGS * (TAG_BYTES + CHECKSUM_BYTES),
+    FrameType.HELD: _ANSWER.size + MAX_RUNS * _HELD.size,
 }
 
 
@@ -110,6 +145,7 @@ class PullRequest:
     tags: tuple[Tag, ...]
     handoff: StreamId | None = None
     tail_index: int | None = None
+    traffic: TrafficClass = TrafficClass.HANDOFF
 
     def __post_init__(self) -> None:
         assert self.tail_index is None or self.handoff is not None, "a tail page belongs to a hand-off"
@@ -128,9 +164,52 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """Who writes which stream's checkpoint: whoever has the highest (owner_epoch, attempt)."""
+
+    stream: StreamId
+    owner_epoch: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Asks for room for all that the stream may come to. `tags`: of all its full pages so far, from page 0 on."""
+
+    request_id: int
+    claim: Claim
+    reserved_bytes: int
+    tags: tuple[Tag, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Pages `[first_page, first_page + len(tags))` of a stream, at least one; `checksums[i]` guards the page of `tags[i]`."""
+
+    claim: Claim
+    first_page: int
+    tags: tuple[Tag, ...]
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    request_id: int
+    runs: tuple[StoredRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Answers an offer, or one run of a store: how many leading pages of the stream the agent has."""
+
+    code: StoreCode
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The start of every answer. `index` is the page's place in the request (its tail comes after the tags); for GONE the
-    first page that is not to be had; for PROBE_DATA and END nothing. `payload_bytes` follow it.
+    first page that is not to be had; for HELD how many; for PROBE_DATA and END nothing. `payload_bytes` follow it.
     """
 
     type: FrameType
@@ -222,26 +301,26 @@ def decode_refused(body: bytes) -> str:
 
 def encode_pull(pull: Pull) -> bytes:
     request = pull.request
-    assert len(request.tags) <= MAX_TAGS, f"{len(request.tags)} tags in one pull, at most {MAX_TAGS}"
     has_tail = request.tail_index is not None
-    head = _PULL.pack(pull.request_id, len(request.tags), has_tail, request.tail_index or 0)
+    head = _PULL.pack(pull.request_id, _count(request.tags), request.traffic, has_tail, request.tail_index or 0)
     return _frame(FrameType.PULL, b"".join((head, *request.tags, _name(request.handoff or ""))))
 
 
 def decode_pull(body: bytes) -> Pull:
     reader = _Reader(body, "PULL")
-    request_id, tags, has_tail, tail_index = _PULL.unpack(reader.take(_PULL.size))
-    if tags > MAX_TAGS:
-        raise TransferError(f"PULL of {tags} tags, at most {MAX_TAGS} are allowed")
-    wanted = reader.take(tags * TAG_BYTES)
+    request_id, count, traffic, has_tail, tail_index = _PULL.unpack(reader.take(_PULL.size))
+    tags = reader.tags(count)
     handoff = reader.name()
     reader.finish()
     if has_tail > 1 or (has_tail and not handoff) or (tail_index and not has_tail):
         raise TransferError("PULL asks for a tail page without naming its hand-off, or names it twice")
+    if traffic not in _TRAFFIC:
+        raise TransferError(f"PULL of traffic class {traffic}, allowed: 0 to {max(_TRAFFIC)}")
     request = PullRequest(
-        tags=tuple(Tag(wanted[start : start + TAG_BYTES]) for start in range(0, len(wanted), TAG_BYTES)),
+        tags=tags,
         handoff=StreamId(handoff) if handoff else None,
         tail_index=tail_index if has_tail else None,
+        traffic=_TRAFFIC[traffic],
     )
     return Pull(request_id, request)
 
@@ -258,6 +337,71 @@ def decode_probe(body: bytes) -> Probe:
     if not 0 < size_bytes <= MAX_PROBE_BYTES:
         raise TransferError(f"PROBE for {size_bytes} bytes, allowed: 1 to {MAX_PROBE_BYTES}")
     return Probe(request_id, size_bytes)
+
+
+def encode_offer(offer: Offer) -> bytes:
+    head = _OFFER.pack(offer.request_id, offer.reserved_bytes, _count(offer.tags))
+    return _frame(FrameType.OFFER, b"".join((head, _claim(offer.claim), *offer.tags)))
+
+
+def decode_offer(body: bytes) -> Offer:
+    reader = _Reader(body, "OFFER")
+    request_id, reserved_bytes, count = _OFFER.unpack(reader.take(_OFFER.size))
+    offer = Offer(request_id, reader.claim(), reserved_bytes, reader.tags(count))
+    reader.finish()
+    return offer
+
+
+def encode_store(store: Store) -> bytes:
+    """The frame; the bytes of its pages are sent after it, straight from where they lie."""
+    assert 0 < len(store.runs) <= MAX_RUNS, f"{len(store.runs)} runs in one store, at most {MAX_RUNS}"
+    assert sum(_count(run.tags) for run in store.runs) <= MAX_TAGS, f"more than {MAX_TAGS} pages in one store"
+    parts = [_STORE.pack(store.request_id, len(store.runs))]
+    for run in store.runs:
+        assert len(run.tags) == len(run.checksums) > 0, "a run has a checksum for each of its pages"
+        parts += (_claim(run.claim), _RUN.pack(run.first_page, len(run.tags)), *run.tags)
+        parts.append(struct.pack(f"!{len(run.checksums)}Q", *run.checksums))
+    return _frame(FrameType.STORE, b"".join(parts))
+
+
+def decode_store(body: bytes) -> Store:
+    reader = _Reader(body, "STORE")
+    request_id, count = _STORE.unpack(reader.take(_STORE.size))
+    if not 0 < count <= MAX_RUNS:
+        raise TransferError(f"STORE of {count} runs, allowed: 1 to {MAX_RUNS}")
+    runs = tuple(_run(reader) for _ in range(count))
+    reader.finish()
+    if (pages := sum(len(run.tags) for run in runs)) > MAX_TAGS:
+        raise TransferError(f"STORE of {pages} pages, at most {MAX_TAGS} are allowed")
+    return Store(request_id, runs)
+
+
+def _run(reader: "_Reader") -> StoredRun:
+    claim = reader.claim()
+    first_page, pages = _RUN.unpack(reader.take(_RUN.size))
+    if pages == 0:
+        raise TransferError("STORE of a run without pages")
+    tags = reader.tags(pages)
+    return StoredRun(claim, first_page, tags, struct.unpack(f"!{pages}Q", reader.take(pages * CHECKSUM_BYTES)))
+
+
+def encode_held(request_id: int, held: Sequence[Held]) -> bytes:
+    records = b"".join(_HELD.pack(one.code, one.pages) for one in held)
+    return encode_answer(Answer(FrameType.HELD, request_id, len(held), 0, len(records))) + records
+
+
+def held_bytes(count: int) -> int:
+    """How many bytes follow an answer that is HELD `count` times."""
+    return count * _HELD.size
+
+
+def decode_held(payload: Bytes) -> list[Held]:
+    if len(payload) % _HELD.size:
+        raise TransferError(f"HELD of {len(payload)} bytes, not a multiple of {_HELD.size}")
+    records = list(_HELD.iter_unpack(payload))
+    if unknown := {code for code, _ in records} - _CODES.keys():
+        raise TransferError(f"HELD with code {min(unknown)}, allowed: 0 to {max(_CODES)}")
+    return [Held(_CODES[code], pages) for code, pages in records]
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -287,6 +431,15 @@ def _name(text: str) -> bytes:
     encoded = text.encode()
     assert len(encoded) <= MAX_NAME_BYTES, f"name of {len(encoded)} bytes: {text[:40]!r}"
     return bytes((len(encoded),)) + encoded
+
+
+def _claim(claim: Claim) -> bytes:
+    return _CLAIM.pack(claim.owner_epoch, claim.attempt) + _name(claim.stream)
+
+
+def _count(tags: Sequence[Tag]) -> int:
+    assert len(tags) <= MAX_TAGS, f"{len(tags)} tags in one frame, at most {MAX_TAGS}"
+    return len(tags)
 
 
 def _frame(type_: FrameType, body: bytes) -> bytes:
@@ -322,6 +475,16 @@ class _Reader:
             raise TransferError(f"{self._what} names pages of {page_bytes} bytes, allowed: 1 to {MAX_PAGE_BYTES}")
         names = self.name(), self.name(), self.name()
         return Identity(InstanceId(names[0]), NodeId(names[1]), epoch, names[2], page_bytes)
+
+    def claim(self) -> Claim:
+        owner_epoch, attempt = _CLAIM.unpack(self.take(_CLAIM.size))
+        return Claim(StreamId(self.name()), owner_epoch, attempt)
+
+    def tags(self, count: int) -> tuple[Tag, ...]:
+        if count > MAX_TAGS:
+            raise TransferError(f"{self._what} of {count} tags, at most {MAX_TAGS} are allowed")
+        joined = self.take(count * TAG_BYTES)
+        return tuple(Tag(joined[start : start + TAG_BYTES]) for start in range(0, len(joined), TAG_BYTES))
 
     def finish(self) -> None:
         if self._offset != len(self._body):

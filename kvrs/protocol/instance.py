@@ -29,6 +29,8 @@ class Capability(StrEnum):
     PULL_PAGES = "pull_pages"  # Takes `kvrs.sources` and pulls those pages itself.
     RETAIN = "retain"  # Keeps a prompt's pages under a lease after hand-off.
     FENCE = "fence"  # Refuses lower attempts and has /kvrs/v1/fence.
+    SPLIT = "split"  # Computes the front of a history while the back of it is fetched.
+    CHECKPOINT = "checkpoint"  # Sends newly filled pages to the agents of `kvrs.checkpoints`.
     EXACT_RESUME = "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
 
 
@@ -77,6 +79,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     queued_reuse: Natural = 0  # Recoveries that hope to fetch KV of their history.
     queued_recompute: Natural = 0  # Recoveries that compute it.
     queued_new: Natural = 0
+    checkpoint_lag_pages: Natural = 0  # Full pages of protected streams that their holders do not have yet.
 
 
 class KvTransferParams(msgspec.Struct, omit_defaults=False):
@@ -100,6 +103,13 @@ class PageRun(msgspec.Struct, frozen=True):
     generation: Natural  # The holder's epoch when the pages were made.
 
 
+class Checkpoint(msgspec.Struct, frozen=True):
+    """Newly filled pages of the stream go to this agent, which reserves room for all that the stream may come to."""
+
+    agent: InstanceId
+    reserved_bytes: Natural
+
+
 class KvrsParams(msgspec.Struct):
     """The `kvrs` object of a request: who writes which stream, and where the KV of its history lies."""
 
@@ -107,7 +117,9 @@ class KvrsParams(msgspec.Struct):
     attempt: AttemptNumber
     prompt_tokens: Natural  # How many tokens of the history the client wrote; the rest was already sent to it.
     owner_epoch: Natural = 0
+    # In the order of their pages. What they leave out is computed; what lies before the first one, while that is fetched.
     sources: list[PageRun] = []
+    checkpoints: list[Checkpoint] = []
     token_ids: list[int] | None = None  # The whole history of a chat: its template was rendered at the first attempt.
 
 
@@ -129,3 +141,31 @@ class FenceRequest(msgspec.Struct):
     """Body of `POST /kvrs/v1/fence`: every attempt below the one named is dropped; streams not named are left alone."""
 
     attempts: dict[StreamId, AttemptNumber]
+
+
+# The agent of a node, as a holder of checkpoints. Its leases are those of an instance: `POST /kvrs/v1/leases`.
+
+
+class AgentInfo(msgspec.Struct, frozen=True):
+    """Answer of `GET /kvrs/v1/agent`."""
+
+    id: InstanceId
+    node: NodeId
+    epoch: Natural  # Rises with every start of the process.
+    pid: int
+    page_port: int
+    capacity_bytes: Natural
+    host_to_device_bytes_per_s: float
+
+
+class AgentReport(msgspec.Struct, frozen=True):
+    """Answer of `GET /kvrs/v1/holdings`, and each line of `GET /kvrs/v1/holdings?watch=SECONDS` (newline-delimited JSON)."""
+
+    epoch: Natural
+    reserved_bytes: Natural
+    held_bytes: Natural  # Whole pages, reserved and not.
+    checkpoints: Natural  # Reservations.
+    links: list[LinkReport]
+    # Leading full pages held of each stream. On the first line of a watch of all streams, then of those that changed.
+    pages: dict[StreamId, Natural]
+    denied: list[StreamId] = []  # Streams that found no room since the last line.

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from kvrs.proxy.driver import Driver
 from kvrs.proxy.metrics import Metrics
-from kvrs.proxy.state import describe
+from kvrs.proxy.state import describe, measure
 
 
 class Admin:
@@ -30,6 +30,7 @@ class Admin:
         return web.Response(body=msgspec.json.encode(state), content_type="application/json")
 
     async def _show_metrics(self, _: web.Request) -> web.Response:
+        measure(self._driver, self._metrics)
         return web.Response(body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _healthz(self, _: web.Request) -> web.Response:

@@ -13,11 +13,13 @@ from aiohttp import HttpVersion11, web
 
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
+from kvrs.policy.events import Deadlines
 from kvrs.protocol.openai import CompletionRequest, error_body
 from kvrs.proxy.answers import WholeClient, answer, total_usage
 from kvrs.proxy.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.clients import Client, ClientGoneError, SseClient
 from kvrs.proxy.config import Inexact, ProxySettings
+from kvrs.proxy.deadlines import deadlines_of
 from kvrs.proxy.driver import Driver
 from kvrs.proxy.exactness import inexact_features
 from kvrs.proxy.forms import CHAT, COMPLETIONS, Asked, Form, read
@@ -59,13 +61,14 @@ class Api:
             asked = read(form, await self._body(request))
             self._check_model(asked.request.model)
             inexact = self._inexact(asked)
+            deadlines = deadlines_of(request.headers)
             echo = await self._echo(asked)
             if len(self._driver.streams) + asked.request.n > self._settings.max_streams:
                 raise RequestError(f"{len(self._driver.streams)} of {self._settings.max_streams} streams are open", status=503)
         except (RequestError, web.HTTPException):
             self._metrics.requests.labels("rejected").inc()
             raise
-        journals = self._open_journals(asked, inexact)
+        journals = self._open_journals(asked, inexact, deadlines)
         headers = {"X-Kvrs-Exact": "no"} if inexact else {}
         try:
             if asked.request.stream:
@@ -119,7 +122,7 @@ class Api:
         except ConfigError as error:
             raise RequestError(f"a prompt of ids cannot be echoed: {error}", param="echo") from None
 
-    def _open_journals(self, asked: Asked, inexact: tuple[str, ...]) -> list[Journal]:
+    def _open_journals(self, asked: Asked, inexact: tuple[str, ...], deadlines: Deadlines) -> list[Journal]:
         """One per choice. Every attempt must draw the same numbers, and every choice others."""
         request, seed = asked.request, asked.request.seed
         if request.temperature > 0 and seed is None:
@@ -132,6 +135,7 @@ class Api:
                 seed=None if seed is None else _wrapped(seed + index),
                 wants_usage=asked.wants_usage and request.n == 1,
                 prompt_ids=asked.prompt_ids,
+                deadlines=deadlines,
                 inexact=inexact,
             )
             for index in range(request.n)

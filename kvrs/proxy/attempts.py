@@ -8,7 +8,7 @@ import msgspec
 
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
-from kvrs.policy.actions import Plan
+from kvrs.policy.actions import Place, Plan
 from kvrs.proxy.backends.bodies import decode_call, prefill_call
 from kvrs.proxy.backends.pd import PdBackend, Prefilled, RefusedError
 from kvrs.proxy.clients import ClientGoneError
@@ -16,7 +16,7 @@ from kvrs.proxy.continuation import Continuation
 from kvrs.proxy.relay import Relay
 from kvrs.proxy.streams import LiveStream, Stage
 from kvrs.proxy.texts import Texts
-from kvrs.proxy.watchdog import silence_limit
+from kvrs.proxy.watchdog import SilentError, silence_limit
 
 # A killed process resets all its sockets at once, but they are read one after the other: wait this long for the news
 # that the whole instance is gone, so that all its victims are decided together.
@@ -50,8 +50,17 @@ class World(Protocol):
     def resumes_exactly(self, instance: InstanceId) -> bool:
         """Whether the engine continues text, stop strings, usage and sampling itself."""
 
+    def places(self, instance: InstanceId, plan: Plan) -> tuple[Place, ...]:
+        """Where the instance is to send checkpoints; nowhere if it cannot."""
+
     def patience_s(self, instance: InstanceId) -> float:
-        """How long an instance may be silent, its queue included."""
+        """How long an instance may be silent before its first token, its queue included."""
+
+    def token_gap_s(self, live: LiveStream) -> float:
+        """How long it may be silent between two tokens of the stream."""
+
+    def doubt(self, instance: InstanceId) -> None:
+        """It was silent for too long: perhaps not only for this stream."""
 
     def keeps_waiting(self, instance: InstanceId) -> bool:
         """Whether an instance has more streams than it can run at a time, and gets on with them."""
@@ -77,6 +86,7 @@ class Attempt:
         self._clock = clock
         self._reports = reports
         self._instance = plan.prefill or plan.decode  # Whom a failure is put down to.
+        self._has_resumed = False
 
     async def run(self) -> None:
         await self._report(self._produce())
@@ -95,6 +105,8 @@ class Attempt:
         except ConfigError as error:
             self._reports.cannot_continue(self._live, str(error))
         except UpstreamError as error:
+            if isinstance(error, SilentError):
+                self._world.doubt(self._instance)
             await asyncio.sleep(LOST_TOGETHER_S)
             self._reports.attempt_failed(self._live, self._attempt, self._instance, str(error))
 
@@ -112,6 +124,10 @@ class Attempt:
             transfer = answer.transfer if plan.prefill is not None else None
             if not self._reports.prefill_done(live, self._attempt, prefill):
                 return
+            assert live.plan is not None
+            if live.plan is not plan:
+                self._plan = live.plan  # Redirected, to an engine that may need other text.
+                continuation = await self._continuation()
         await self._decode(transfer, continuation)
 
     async def _end_alone(self) -> None:
@@ -134,33 +150,41 @@ class Attempt:
         live = self._live
         live.enter(Stage.PREFILL, instance)
         live.prefilled_at.add(instance)
-        call = prefill_call(live.journal, self._attempt, exact=self._world.resumes_exactly(instance))
-        async with silence_limit(self._world.patience_s(instance), paused=lambda: self._world.keeps_waiting(instance)):
-            answer = await self._world.backend(instance).prefill(call)
+        world, patience_s = self._world, self._world.patience_s(instance)
+        places = world.places(instance, self._plan)
+        call = prefill_call(live.journal, self._attempt, places, exact=world.resumes_exactly(instance))
+        async with silence_limit(lambda: patience_s, paused=lambda: world.keeps_waiting(instance)):
+            answer = await world.backend(instance).prefill(call)
         if live.journal.prompt_ids is None:
             live.journal.prompt_ids = answer.prompt_ids
         return answer
 
     async def _decode(self, transfer: msgspec.Raw | None, continuation: Continuation | None) -> None:
-        live, plan = self._live, self._plan
+        live, plan, world = self._live, self._plan, self._world
         self._instance = plan.decode
         live.enter(Stage.DECODE, self._instance)
-        call = decode_call(live.journal, self._attempt, plan, transfer, exact=self._world.resumes_exactly(plan.decode))
+        places, exact = world.places(plan.decode, plan), world.resumes_exactly(plan.decode)
+        call = decode_call(live.journal, self._attempt, plan.runs, places, transfer, exact=exact)
         relay = self._relay(continuation)
+        patience_s = world.patience_s(plan.decode)
+
+        def limit_s() -> float:
+            return world.token_gap_s(live) if self._has_resumed else patience_s
 
         def excused() -> bool:
-            return live.client.blocked or self._world.keeps_waiting(plan.decode)
+            return live.client.blocked or world.keeps_waiting(plan.decode)
 
-        async with (
-            silence_limit(self._world.patience_s(plan.decode), paused=excused) as watchdog,
-            self._world.backend(plan.decode).decode(call) as chunks,
-        ):
+        async with silence_limit(limit_s, excused) as watchdog, world.backend(plan.decode).decode(call) as chunks:
             if not await relay.copy(chunks, watchdog.heard):
                 return
             # The client need not wait for the rest, and a failure in it is none of the stream's.
             self._reports.completed(live)
             if continuation is None:
                 await _read_to_end(chunks)
+
+    def _resumed(self) -> None:
+        self._has_resumed = True
+        self._reports.resumed(self._live, self._attempt)
 
     def _relay(self, continuation: Continuation | None) -> Relay:
         live = self._live
@@ -169,7 +193,7 @@ class Attempt:
             live.client,
             self._attempt,
             clock=self._clock,
-            resumed=lambda: self._reports.resumed(live, self._attempt),
+            resumed=self._resumed,
             relayed=lambda tokens: self._reports.relayed(self._plan.decode, tokens),
             exact=self._world.resumes_exactly(self._plan.decode),
             continuation=continuation,

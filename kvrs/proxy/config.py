@@ -22,6 +22,8 @@ class ProxySettings(Settings):
     body_timeout_s: float = Field(default=10.0, gt=0)  # A client that drips its request is cut off.
     write_timeout_s: float = Field(default=30.0, gt=0)  # A client that does not read is cut off.
     max_streams: int = Field(default=4096, ge=1)  # Beyond it new requests get 503.
-    token_gap_s: float = Field(default=10.0, gt=0)  # An attempt that is silent for this long is given up.
-    load_interval_s: float = Field(default=0.25, gt=0, le=60)  # How often instances report their load.
+    token_gap_s: float = Field(default=10.0, gt=0)  # The longest silence of an attempt.
+    load_interval_s: float = Field(default=0.25, gt=0, le=60)  # How often instances report their load, and agents what they hold.
+    event_log: str | None = None  # A file for what the policy was told and what it asked for, as JSON lines.
+    event_log_bytes: int = Field(default=64 << 20, ge=4096)  # A larger file is put aside as FILE.1, in place of the one there.
     inexact: Inexact = Field(default=Inexact.MARK, strict=False)  # Of requests that plain engines cannot continue exactly.

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 from kvrs.config import Config
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.actions import Action, GiveUp, Plan, Reason, Recovered, Start, WakeAt
+from kvrs.policy.actions import Action, GiveUp, Place, Plan, Reason, Recovered, Redirect, Settled, Start, WakeAt
 from kvrs.policy.events import (
     AttemptFailed,
     Event,
@@ -27,10 +27,13 @@ from kvrs.policy.events import (
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.protocol.instance import InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
 from kvrs.protocol.openai import error_body
+from kvrs.proxy.agents import Agents
 from kvrs.proxy.attempts import Attempt
 from kvrs.proxy.backends.pd import PdBackend, RefusedError
+from kvrs.proxy.checkpoints import Checkpoints
 from kvrs.proxy.clients import Client
 from kvrs.proxy.config import Inexact
+from kvrs.proxy.event_log import EventLog
 from kvrs.proxy.instances import Health, Instances, Known
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.leases import Leases
@@ -38,6 +41,7 @@ from kvrs.proxy.metrics import Metrics
 from kvrs.proxy.recoveries import RecoveryLog
 from kvrs.proxy.streams import Complete, Failed, LiveStream, Outcome, Stage
 from kvrs.proxy.texts import Texts
+from kvrs.proxy.watchdog import silent_after_s
 
 log = logging.getLogger(__name__)
 
@@ -48,18 +52,27 @@ class Driver:
     """Owns the policy and every live stream. All methods run on one event loop."""
 
     def __init__(
-        self, config: Config, instances: Instances, metrics: Metrics, clock: Callable[[], float], wall_clock: Callable[[], float]
+        self,
+        config: Config,
+        instances: Instances,
+        agents: Agents,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        event_log: EventLog | None = None,
     ) -> None:
-        self.policy = RecoveryPolicy(config.policy, config.slo)
+        self.policy = RecoveryPolicy(config.policy, config.slo, config.backup)
         self.instances = instances
         self.streams: dict[StreamId, LiveStream] = {}
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recovery_settled)
         self.leases = Leases(config.transfer.lease_s, self._send_leases, self._retention_lost)
+        self.checkpoints = Checkpoints(config, agents, self.streams, self.tell)
         self.texts = Texts(config.cluster.model)
         self._token_gap_s = config.proxy.token_gap_s
         self._inexact = config.proxy.inexact
         self._metrics = metrics
         self._clock = clock
+        self._event_log = event_log
         self._events: deque[Event] = deque()
         self._telling = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,10 +90,18 @@ class Driver:
         self.streams[live.id] = live
         self._metrics.streams.inc()
         try:
-            self.tell(StreamArrived(live.id, journal.prompt_tokens or journal.asked.tokens_guess))
+            self.tell(self._arrival(journal))
             return await live.outcome
         finally:
             self._forget(live)
+
+    def _arrival(self, journal: Journal) -> StreamArrived:
+        prompt_tokens = journal.prompt_tokens or journal.asked.tokens_guess
+        room = most_tokens = self.instances.max_model_len
+        if journal.max_tokens is not None:
+            most_tokens = prompt_tokens + journal.max_tokens
+            most_tokens = most_tokens if room is None else min(most_tokens, room)
+        return StreamArrived(journal.stream, prompt_tokens, most_tokens, journal.deadlines)
 
     def _forget(self, live: LiveStream) -> None:
         """The stream has ended, however; safe to call again."""
@@ -92,6 +113,7 @@ class Driver:
         self.recoveries.ended(live.id)
         for instance in live.prefilled_at:
             self.leases.release(instance, live.id)
+        self.checkpoints.ended(live)
         for instance, writers in self._writers.items():
             # One that is up drops the attempt because its connection is closed; one that is cut off cannot know.
             if self.instances.is_up(instance):
@@ -111,7 +133,11 @@ class Driver:
         self._telling = True
         try:
             while self._events:
-                for action in self.policy.handle(self._events.popleft(), self._clock()):
+                event, now_s = self._events.popleft(), self._clock()
+                actions = self.policy.handle(event, now_s)
+                if self._event_log is not None:
+                    self._event_log.note(now_s, event, actions)
+                for action in actions:
                     self._carry_out(action)
         finally:
             self._telling = False
@@ -123,6 +149,10 @@ class Driver:
             case Recovered():
                 if (live := self.streams.get(action.stream)) is not None:
                     self.recoveries.decided(action, live)
+            case Redirect():
+                self._redirect(action)
+            case Settled():
+                self.recoveries.predicted(action)
             case GiveUp():
                 self._give_up(action)
             case WakeAt():
@@ -141,7 +171,20 @@ class Driver:
             self._writers[instance][live.id] = action.attempt
         # Before the task's first step, because an instance can be lost before it.
         live.enter(Stage.PREFILL if action.plan.prefill else Stage.DECODE, action.plan.prefill or action.plan.decode)
+        self.checkpoints.planned(live)
         self._run(live, self._attempt(live, action.plan).run())
+
+    def _redirect(self, action: Redirect) -> None:
+        """The attempt, whose prefill has just reported, finds the new plan where it left the old one."""
+        live = self.streams.get(action.stream)
+        if live is None or live.journal.attempt != action.attempt:
+            return
+        assert live.plan is not None
+        self._writers[live.plan.decode].pop(live.id, None)
+        self._writers[action.plan.decode][live.id] = action.attempt
+        live.plan = action.plan
+        self.recoveries.redirected(live)
+        self.checkpoints.planned(live)
 
     def _attempt(self, live: LiveStream, plan: Plan) -> Attempt:
         return Attempt(live, live.journal.attempt, plan, world=self, clock=self._clock, reports=self)
@@ -184,34 +227,50 @@ class Driver:
     def patience_s(self, instance: InstanceId) -> float:
         return self._token_gap_s + self.instances.queue_delay_s(instance)
 
+    def token_gap_s(self, live: LiveStream) -> float:
+        usual_s = live.journal.token_interval_s
+        return self._token_gap_s if usual_s is None else silent_after_s(usual_s, self._token_gap_s)
+
+    def places(self, instance: InstanceId, plan: Plan) -> tuple[Place, ...]:
+        return plan.places if self.instances.sends_checkpoints(instance) else ()
+
+    def doubt(self, instance: InstanceId) -> None:
+        # Of one that hangs nothing comes at all. So its streams are decided together, and it is fenced when it wakes.
+        end_watch = self.instances.known[instance].end_watch
+        if end_watch is not None and not self.instances.is_reporting(instance, self._clock()):
+            end_watch()
+
     def keeps_waiting(self, instance: InstanceId) -> bool:
         # To give such streams up would only send them to the end of another line, and what they got done to waste. An
         # engine that hangs has a line as well, but no stream that gets on.
-        progress_s = self._progress_s.get(instance)
-        is_recent = progress_s is not None and self._clock() - progress_s < self._token_gap_s
-        return is_recent and self.instances.queued(instance) > 0
+        now_s, progress_s = self._clock(), self._progress_s.get(instance)
+        is_recent = progress_s is not None and now_s - progress_s < self._token_gap_s
+        return is_recent and self.instances.queued(instance) > 0 and self.instances.is_reporting(instance, now_s)
 
     # What attempts report.
 
     def prefill_done(self, live: LiveStream, attempt: int, instance: InstanceId) -> bool:
         assert live.plan is not None
-        decode = live.plan.decode
-        if instance != decode:
+        if instance != live.plan.decode:
             self._writers[instance].pop(live.id, None)
         self._progress_s[instance] = self._clock()
         self.leases.hold(instance, live.id)
         self.tell(PrefillDone(live.id, attempt, live.journal.history_tokens))
         if attempt != live.journal.attempt:
             return False
+        # Another one, if the policy has redirected the hand-off.
+        decode = live.plan.decode
         if not self.instances.is_up(decode):
             # The policy knows as well; the stream waits for its next attempt.
             live.halt()
             return False
+        live.enter(Stage.DECODE, decode)
         return True
 
     def resumed(self, live: LiveStream, attempt: int) -> None:
-        self.recoveries.resumed(live.id, attempt)
         self.tell(StreamResumed(live.id, attempt))
+        self.recoveries.resumed(live.id, attempt)
+        self.checkpoints.resumed(live)
 
     def relayed(self, instance: InstanceId, tokens: int) -> None:
         self._progress_s[instance] = self._clock()
@@ -267,9 +326,12 @@ class Driver:
 
     def load_reported(self, known: Known, report: LoadReport) -> None:
         known.load = report
+        known.reported_s = self._clock()
         self.tell(LoadReported(known.id, report.queue_delay_s))
         for link in report.links:
-            self.tell(LinkMeasured(link.source, known.node, link.bytes_per_s))
+            if known.links.get(link.source) != link.bytes_per_s:
+                known.links[link.source] = link.bytes_per_s
+                self.tell(LinkMeasured(link.source, known.node, link.bytes_per_s))
 
     def instance_lost(self, known: Known, cause: str) -> None:
         """All its victims in one event, so that the policy can spread them."""

@@ -1,7 +1,7 @@
 """The instances of the configuration, and what this proxy knows of each. Only one model is served at a time."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrs.config import Config
@@ -11,6 +11,11 @@ from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, Role
 from kvrs.proxy.backends.pd import PdBackend
+
+
+def overdue_after_s(interval_s: float) -> float:
+    """When a report that comes every `interval_s` is late enough to doubt who sends it."""
+    return max(1.0, 4 * interval_s)
 
 
 class Health(StrEnum):
@@ -32,6 +37,9 @@ class Known:
     reason: str | None = None
     info: InstanceInfo | None = None
     load: LoadReport | None = None
+    reported_s: float = 0.0  # When it came.
+    links: dict[NodeId, float] = field(default_factory=dict)  # Bytes per second from other nodes, as last reported.
+    end_watch: Callable[[], None] | None = None  # Take its silence for its end.
 
 
 class Instances:
@@ -42,12 +50,18 @@ class Instances:
         }
         # Looked up now, so that an unknown name is told before anything starts.
         self._table = prefill_table(config.profiles.prefill) if config.profiles.prefill else None
+        self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
         # What the first instance serves, all must: a stream continues exactly only on equal weights.
         self._served: InstanceInfo | None = None
 
     @property
     def model(self) -> str | None:
         return None if self._served is None else self._served.model
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and output together."""
+        return None if self._served is None else self._served.max_model_len
 
     def is_up(self, instance: InstanceId) -> bool:
         return self.known[instance].health is Health.UP
@@ -59,8 +73,18 @@ class Instances:
 
     def resumes_exactly(self, instance: InstanceId) -> bool:
         """Whether the engine continues text, stop strings, usage and sampling itself."""
+        return self._can(instance, Capability.EXACT_RESUME)
+
+    def sends_checkpoints(self, instance: InstanceId) -> bool:
+        return self._can(instance, Capability.CHECKPOINT)
+
+    def _can(self, instance: InstanceId, capability: Capability) -> bool:
         info = self.known[instance].info
-        return info is not None and Capability.EXACT_RESUME in info.capabilities
+        return info is not None and capability in info.capabilities
+
+    def is_reporting(self, instance: InstanceId, now_s: float) -> bool:
+        """Whether its last report is no older than it should be."""
+        return now_s - self.known[instance].reported_s < self._overdue_s
 
     def plain(self) -> InstanceId | None:
         """An instance to which a stream may have to go and that cannot continue everything exactly."""

@@ -7,6 +7,7 @@ their bytes are given to the client's socket, so the two never disagree.
 from dataclasses import dataclass, field
 
 from kvrs.ids import StreamId
+from kvrs.policy.events import Deadlines
 from kvrs.protocol.openai import Usage
 from kvrs.proxy.forms import Asked
 
@@ -30,6 +31,7 @@ class Journal:
     # Characters that the client has, counted since a plain engine wrote some: nobody knows what such an engine holds back.
     # None: exactly what `kvrs.text` gives for the output ids.
     text_sent: int | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
     inexact: tuple[str, ...] = ()  # What cannot be continued exactly, should the stream be cut.
     first_write_s: float | None = None
     last_write_s: float | None = None
@@ -61,6 +63,13 @@ class Journal:
     def remaining_tokens(self) -> int | None:
         """How many more the client wants; None: as many as the engine has room for."""
         return None if self.max_tokens is None else self.max_tokens - len(self.output_ids)
+
+    @property
+    def token_interval_s(self) -> float | None:
+        """Mean time between two of the tokens that the client has; None: it has too few to say."""
+        if self.first_write_s is None or self.last_write_s is None or len(self.output_ids) < 2:
+            return None
+        return (self.last_write_s - self.first_write_s) / (len(self.output_ids) - 1)
 
     @property
     def finished(self) -> bool:

@@ -1,6 +1,7 @@
 """Keeps retained KV alive: one batched message per instance and third of a lease, none per stream."""
 
 import asyncio
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -20,8 +21,11 @@ class Leases:
         lease_s: float,
         send: Callable[[InstanceId, LeaseUpdate], Awaitable[LeaseAnswer]],
         lost: Callable[[InstanceId, tuple[StreamId, ...]], None],
+        release_s: float | None = None,
     ) -> None:
+        """Releases wait for the next renewal, or at most for `release_s`."""
         self._lease_s = lease_s
+        self._tick_s = min(lease_s / 3, release_s or lease_s)
         self._send = send
         self._lost = lost
         self._held: defaultdict[InstanceId, set[StreamId]] = defaultdict(set)
@@ -35,6 +39,10 @@ class Leases:
         self._held[instance].discard(stream)
         self._ended[instance].add(stream)
 
+    def drop(self, instance: InstanceId, stream: StreamId) -> None:
+        """The instance retains nothing of the stream, and knows it."""
+        self._held[instance].discard(stream)
+
     def forget(self, instance: InstanceId) -> None:
         """The instance is gone, and what it retained with it."""
         self._held.pop(instance, None)
@@ -42,16 +50,18 @@ class Leases:
 
     async def run(self) -> None:
         """Send batches until cancelled."""
-        while True:
-            await asyncio.sleep(self._lease_s / 3)
-            await self.send_batches()
+        ticks_per_renewal = max(1, int(self._lease_s / 3 / self._tick_s))
+        for tick in itertools.count(1):
+            await asyncio.sleep(self._tick_s)
+            await self.send_batches(renew=tick % ticks_per_renewal == 0)
 
-    async def send_batches(self) -> None:
-        instances = [name for name in self._held.keys() | self._ended.keys() if self._held[name] or self._ended[name]]
-        await asyncio.gather(*map(self._send_batch, instances))
+    async def send_batches(self, *, renew: bool) -> None:
+        known = self._held.keys() | self._ended.keys()
+        due = [instance for instance in known if self._ended[instance] or (renew and self._held[instance])]
+        await asyncio.gather(*(self._send_batch(instance, renew) for instance in due))
 
-    async def _send_batch(self, instance: InstanceId) -> None:
-        renewed, ended = self._held[instance], self._ended.pop(instance, set())
+    async def _send_batch(self, instance: InstanceId, renew: bool) -> None:
+        renewed, ended = self._held[instance] if renew else set(), self._ended.pop(instance, set())
         update = LeaseUpdate(self._lease_s, renew=sorted(renewed), release=sorted(ended))
         try:
             answer = await self._send(instance, update)

@@ -30,11 +30,34 @@ class Metrics:
         self.real = Histogram(
             "kvrs_recovery_real_seconds", "What recoveries did cost.", ["option"], buckets=_SECONDS, registry=self.registry
         )
+        self.regret = Histogram(
+            "kvrs_recovery_regret_seconds",
+            "What recoveries did cost beyond the best other prediction.",
+            ["option"],
+            buckets=(*(-seconds for seconds in reversed(_SECONDS)), 0.0, *_SECONDS),
+            registry=self.registry,
+        )
+        self.correction = Gauge(
+            "kvrs_recovery_correction", "By what predictions are multiplied.", ["option"], registry=self.registry
+        )
         self.gap = Histogram(
             "kvrs_client_gap_seconds", "Longest pause between two writes of a stream.", buckets=_SECONDS, registry=self.registry
         )
         self.ttft = Histogram("kvrs_ttft_seconds", "Time to first token.", buckets=_SECONDS, registry=self.registry)
         self.up = Gauge("kvrs_instance_up", "1 while the instance is used.", ["instance"], registry=self.registry)
+        self.checkpoint_lag = Gauge(
+            "kvrs_checkpoint_lag_pages",
+            "Full pages of protected streams that their agents do not have yet.",
+            ["instance"],
+            registry=self.registry,
+        )
+        self.agent_up = Gauge("kvrs_agent_up", "1 while the agent is used.", ["agent"], registry=self.registry)
+        self.agent_reserved = Gauge(
+            "kvrs_agent_reserved_bytes", "Of an agent's memory, for streams of all proxies.", ["agent"], registry=self.registry
+        )
+        self.unprotected = Gauge(
+            "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none.", registry=self.registry
+        )
 
     def stream_ended(self, journal: Journal) -> None:
         if journal.first_write_s is not None:
@@ -46,6 +69,8 @@ class Metrics:
         if recovery.real_s is not None:
             self.predicted.labels(recovery.option).observe(recovery.predicted_s)
             self.real.labels(recovery.option).observe(recovery.real_s)
+        if recovery.regret_s is not None:
+            self.regret.labels(recovery.option).observe(recovery.regret_s)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.actions import Recovered
+from kvrs.policy.actions import Recovered, Settled
 from kvrs.policy.costs import Estimate, Option
 from kvrs.proxy.streams import LiveStream
 
@@ -26,6 +26,8 @@ class Recovery:
     produced_tokens: int
     decided_s: float  # Monotonic, as `last_write_s`.
     last_write_s: float | None
+    raw_s: float | None = None  # As predicted, before the correction; known once it has resumed.
+    regret_s: float | None = None  # What it did cost beyond the best other prediction.
     real_s: float | None = None  # From the decision to the first new token.
     gap_s: float | None = None  # From the last token before to the first one after; none before the first token.
     outcome: str = "running"  # Then resumed, failed (decided again), or ended (the stream did).
@@ -60,6 +62,17 @@ class RecoveryLog:
         )
         self._running[action.stream] = recovery
         self.entries.append(recovery)
+
+    def redirected(self, live: LiveStream) -> None:
+        """The recovery's hand-off goes elsewhere."""
+        if (recovery := self._running.get(live.id)) is not None and live.plan is not None:
+            recovery.target = live.plan.decode
+
+    def predicted(self, action: Settled) -> None:
+        """What the policy makes of a recovery that is about to be `resumed`."""
+        recovery = self._running.get(action.stream)
+        if recovery is not None and recovery.attempt == action.attempt:
+            recovery.raw_s, recovery.regret_s = action.raw_s, action.regret_s
 
     def resumed(self, stream: StreamId, attempt: int) -> None:
         recovery = self._running.get(stream)

@@ -7,22 +7,30 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvrs.agent.config import BackupMode
 from kvrs.config import Config
 from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId, NodeId
+from kvrs.policy.event_log import header_line
 from kvrs.protocol.secrets import http_token
 from kvrs.proxy.admin import Admin
+from kvrs.proxy.agents import Agents
 from kvrs.proxy.app import Api
-from kvrs.proxy.backends.pd import PdBackend, new_session
+from kvrs.proxy.backends.agent import AgentBackend
+from kvrs.proxy.backends.pd import PdBackend
+from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.driver import Driver
+from kvrs.proxy.event_log import EventLog
 from kvrs.proxy.instances import Instances
 from kvrs.proxy.metrics import Metrics
-from kvrs.proxy.watcher import Watcher
+from kvrs.proxy.watcher import AgentWatcher, InstanceWatcher, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +62,7 @@ class Proxy:
         self._token = http_token(secret)
         self._session: aiohttp.ClientSession | None = None
         self._driver: Driver | None = None
+        self._event_log: EventLog | None = None
         self._runners: list[web.AppRunner] = []
         self._sites: list[web.TCPSite] = []
         self._background: list[asyncio.Task[None]] = []
@@ -78,15 +87,39 @@ class Proxy:
         self._session = new_session(self._token)
         metrics = Metrics()
         backends = {instance.id: PdBackend(self._session, instance.url) for _, instance in config.cluster.instances()}
-        instances = Instances(config, backends)
-        self._driver = driver = Driver(config, instances, metrics, clock, time.time)
+        instances, agents = Instances(config, backends), Agents(self._agent_backends())
+        self._event_log = self._open_event_log()
+        self._driver = driver = Driver(config, instances, agents, metrics, clock, time.time, self._event_log)
         api = Api(config.proxy, driver, metrics, clock)
         admin = Admin(driver, metrics, self._describe, clock)
         self.port = await self._listen(api.application(), "proxy.port", config.proxy.port)
         self.admin_port = await self._listen(admin.application(), "proxy.admin_port", config.proxy.admin_port)
         loop = asyncio.get_running_loop()
-        self._background = [loop.create_task(Watcher(known, driver, config.proxy).run()) for known in instances.known.values()]
-        self._background.append(loop.create_task(driver.leases.run()))
+        watchers: list[Watcher] = [InstanceWatcher(known, driver, config.proxy) for known in instances.known.values()]
+        watchers += [AgentWatcher(known, driver.checkpoints, config.proxy) for known in agents.known.values()]
+        work = [*(watcher.run() for watcher in watchers), driver.leases.run(), driver.checkpoints.leases.run()]
+        if self._event_log is not None:
+            work.append(self._event_log.run())
+        self._background = [loop.create_task(each) for each in work]
+
+    def _agent_backends(self) -> dict[InstanceId, tuple[NodeId, AgentBackend]]:
+        assert self._session is not None
+        if self._config.backup.mode is BackupMode.OFF:
+            return {}
+        nodes = self._config.cluster.nodes
+        return {node.agent_id: (node.id, AgentBackend(self._session, node.agent.url)) for node in nodes}
+
+    def _open_event_log(self) -> EventLog | None:
+        config = self._config
+        if config.proxy.event_log is None:
+            return None
+
+        def header(part: int) -> str:
+            return header_line(config.policy, config.slo, config.backup, part)
+
+        opened = EventLog(Path(config.proxy.event_log), config.proxy.event_log_bytes, header)
+        opened.open()
+        return opened
 
     async def run(self) -> None:
         """Serve until cancelled; ends with an exception only for a bug of ours."""
@@ -103,6 +136,8 @@ class Proxy:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        if self._event_log is not None:
+            await self._event_log.close()
         if self._session is not None:
             await self._session.close()
         self._sites, self._runners, self._background = [], [], []
@@ -137,9 +172,11 @@ class Proxy:
 
 
 def _check_addresses(config: Config) -> None:
-    missing = [instance.id for _, instance in config.cluster.instances() if instance.port == 0]
+    missing = [f"instance {instance.id!r}" for _, instance in config.cluster.instances() if instance.port == 0]
+    if config.backup.mode is not BackupMode.OFF:
+        missing += [f"the agent of node {node.id!r}" for node in config.cluster.nodes if node.agent.port == 0]
     if missing:
-        raise ConfigError([f"cluster.nodes: instance {name!r} has no port; allowed: the port it listens on" for name in missing])
+        raise ConfigError([f"cluster.nodes: {name} has no port; allowed: the port it listens on" for name in missing])
 
 
 async def serve(config: Config, secret: bytes) -> None:

@@ -1,11 +1,14 @@
 """What `/kvrs/v1/state` shows: plain data, for people and tests."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from kvrs.ids import StreamId
 from kvrs.proxy.driver import Driver
-from kvrs.proxy.instances import Known
+from kvrs.proxy.instances import Health, Known
+from kvrs.proxy.metrics import Metrics
 from kvrs.proxy.recoveries import Recovery
 from kvrs.proxy.streams import LiveStream
 
@@ -15,13 +18,28 @@ def describe(driver: Driver, proxy: dict[str, Any], now_s: float) -> dict[str, A
     return {
         "instances": [_instance(known) for known in driver.instances.known.values()],
         "proxies": [proxy],
-        "agents": [],
+        "agents": driver.checkpoints.describe(),
         "links": policy["links"],
         "slots": policy["slots"],
-        "streams": [_stream(live, now_s) for live in driver.streams.values()],
+        "streams": [_stream(driver, live, policy["unprotected"], now_s) for live in driver.streams.values()],
         "recoveries": [_recovery(recovery) for recovery in driver.recoveries.entries],
         "policy": policy,
     }
+
+
+def measure(driver: Driver, metrics: Metrics) -> None:
+    """Set the gauges that nobody needs to set at every change."""
+    metrics.unprotected.set(driver.checkpoints.count_unprotected(driver.instances.sends_checkpoints))
+    for known in driver.instances.known.values():
+        if known.load is not None:
+            metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
+        else:
+            metrics.checkpoint_lag.remove(known.id)
+    for agent in driver.checkpoints.agents.known.values():
+        metrics.agent_up.labels(agent.id).set(agent.health is Health.UP)
+        metrics.agent_reserved.labels(agent.id).set(0 if agent.report is None else agent.report.reserved_bytes)
+    for option, factor in driver.policy.snapshot()["corrections"].items():
+        metrics.correction.labels(option).set(factor)
 
 
 def _instance(known: Known) -> dict[str, Any]:
@@ -38,7 +56,7 @@ def _instance(known: Known) -> dict[str, Any]:
     return shown if known.reason is None else shown | {"reason": known.reason}
 
 
-def _stream(live: LiveStream, now_s: float) -> dict[str, Any]:
+def _stream(driver: Driver, live: LiveStream, unplaced: Mapping[StreamId, str], now_s: float) -> dict[str, Any]:
     return {
         "id": live.id,
         "attempt": live.journal.attempt,
@@ -50,6 +68,8 @@ def _stream(live: LiveStream, now_s: float) -> dict[str, Any]:
         "max_tokens": live.journal.max_tokens,
         "exact": not live.journal.inexact,
         "inexact": list(live.journal.inexact),
+        "protected": driver.checkpoints.protected(live),
+        "unprotected": driver.checkpoints.unprotected(live, driver.instances.sends_checkpoints, unplaced),
         "age_s": now_s - live.journal.arrived_s,
     }
 
@@ -63,8 +83,10 @@ def _recovery(recovery: Recovery) -> dict[str, Any]:
         "from": recovery.failed,
         "to": recovery.target,
         "cause": recovery.cause,
+        "raw_s": recovery.raw_s,
         "predicted_s": recovery.predicted_s,
         "real_s": recovery.real_s,
+        "regret_s": recovery.regret_s,
         "gap_s": recovery.gap_s,
         "outcome": recovery.outcome,
         "produced_tokens": recovery.produced_tokens,

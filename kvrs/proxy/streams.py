@@ -34,6 +34,14 @@ Outcome = Complete | Failed
 
 
 @dataclass(slots=True, eq=False)
+class Copy:
+    """What an agent keeps of a stream."""
+
+    pages: int = 0  # Leading full ones.
+    lost: str | None = None  # Why it keeps nothing.
+
+
+@dataclass(slots=True, eq=False)
 class LiveStream:
     journal: Journal
     client: Client
@@ -43,6 +51,7 @@ class LiveStream:
     instance: InstanceId | None = None  # Where the current stage runs.
     task: asyncio.Task[None] | None = None
     prefilled_at: set[InstanceId] = field(default_factory=set)  # May retain pages of this stream.
+    copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By the agents that were to keep checkpoints of it.
 
     @property
     def id(self) -> StreamId:

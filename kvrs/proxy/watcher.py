@@ -1,13 +1,17 @@
-"""Watches one instance over one long-lived connection, whose end is the first sign of the instance's death."""
+"""Watch processes, each over one long-lived connection, whose end is the first sign of the process's death."""
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 
 from kvrs.errors import UpstreamError
-from kvrs.protocol.instance import Capability, InstanceInfo
+from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, LoadReport
+from kvrs.proxy.agents import KnownAgent
+from kvrs.proxy.checkpoints import Checkpoints
 from kvrs.proxy.config import ProxySettings
 from kvrs.proxy.driver import Driver
-from kvrs.proxy.instances import Health, Known
+from kvrs.proxy.instances import Health, Known, overdue_after_s
+from kvrs.proxy.watchdog import silence_limit, silent_after_s
 
 log = logging.getLogger(__name__)
 
@@ -15,54 +19,96 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
 
-class Watcher:
-    """Says when its instance is up, how loaded it is, and when it is lost."""
+class Watcher(ABC):
+    """Says when its process is up, what it reports, and when it is lost."""
 
-    def __init__(self, known: Known, driver: Driver, settings: ProxySettings) -> None:
-        self._known = known
-        self._driver = driver
+    def __init__(self, subject: Known | KnownAgent, settings: ProxySettings) -> None:
+        self._subject = subject
         self._interval_s = settings.load_interval_s
-        self._silence_s = settings.token_gap_s
-        self._lost: InstanceInfo | None = None  # The life of it that we last saw go.
+        longest_s = max(settings.token_gap_s, overdue_after_s(self._interval_s))
+        self._silence_s = silent_after_s(self._interval_s, longest_s)
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        pause_s = _FIRST_PAUSE_S
+        subject, pause_s = self._subject, _FIRST_PAUSE_S
         while True:
             try:
                 await self._watch()
+                cause = "stopped reporting"
             except UpstreamError as error:
                 cause = str(error)
-            if self._known.health is Health.UP:
-                self._lost = self._known.info
-                self._driver.instance_lost(self._known, cause)
+            if subject.health is Health.UP:
+                self._lose(cause)
                 pause_s = _FIRST_PAUSE_S
-            elif self._known.health is not Health.REFUSED and self._known.reason != cause:
-                self._known.reason = cause
-                log.warning("instance not reached", extra={"instance": self._known.id, "cause": cause})
+            elif subject.health is not Health.REFUSED and subject.reason != cause:
+                subject.reason = cause
+                log.warning("not reached", extra={"instance": subject.id, "cause": cause})
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
 
+    @abstractmethod
     async def _watch(self) -> None:
-        """From the first word of the instance to its last. Always ends in UpstreamError."""
-        info = await self._meet()
-        async with self._known.backend.watch_load(self._interval_s, self._silence_s) as reports:
-            async for report in reports:
-                if report.epoch != info.epoch:
-                    # Restarted in between, or fenced by another proxy.
-                    info = await self._meet()
-                    if report.epoch != info.epoch:
-                        raise UpstreamError(f"reports epoch {report.epoch}, but is in {info.epoch}")
-                if self._must_run_dry(info) and report.running > 0:
-                    continue
-                if self._known.health is not Health.UP or self._known.info is not info:
-                    # Again: another instance may have become the measure since this one was met.
-                    self._check(info)
-                    self._lost = None
-                    self._driver.fenced(self._known.id)
-                    self._driver.instance_up(self._known, info)
-                self._driver.load_reported(self._known, report)
-        raise UpstreamError("stopped reporting its load")
+        """From the first word of the process to its last, or until UpstreamError."""
+
+    @abstractmethod
+    def _lose(self, cause: str) -> None: ...
+
+    def _refuse(self, fault: str | None) -> None:
+        """Raises UpstreamError when there is a fault in who the process says it is."""
+        if fault is None:
+            return
+        subject = self._subject
+        if subject.reason != fault:
+            log.error("refused", extra={"instance": subject.id, "cause": fault})
+        if subject.health is not Health.UP:
+            subject.health = Health.REFUSED
+            subject.reason = fault
+        raise UpstreamError(fault)
+
+
+class InstanceWatcher(Watcher):
+    def __init__(self, known: Known, driver: Driver, settings: ProxySettings) -> None:
+        super().__init__(known, settings)
+        self._known = known
+        self._driver = driver
+        self._lost: InstanceInfo | None = None  # The life of it that we last saw go.
+
+    async def _watch(self) -> None:
+        known, info = self._known, await self._meet()
+        async with (
+            silence_limit(lambda: self._silence_s) as watchdog,
+            known.backend.watch_load(self._interval_s) as reports,
+        ):
+            known.end_watch = watchdog.expire
+            try:
+                async for report in reports:
+                    watchdog.heard()
+                    info = await self._heard(info, report)
+            finally:
+                known.end_watch = None
+
+    async def _heard(self, info: InstanceInfo, report: LoadReport) -> InstanceInfo:
+        """Pass a report on; who the instance is now."""
+        known = self._known
+        if report.epoch != info.epoch:
+            # Restarted in between, or fenced by another proxy.
+            info = await self._meet()
+            if report.epoch != info.epoch:
+                raise UpstreamError(f"reports epoch {report.epoch}, but is in {info.epoch}")
+        if self._must_run_dry(info) and report.running > 0:
+            return info
+        if known.health is not Health.UP or known.info is not info:
+            # Again: another instance may have become the measure since this one was met.
+            self._check(info)
+            self._lost = None
+            self._driver.fenced(known.id)
+            self._driver.instance_up(known, info)
+        self._driver.load_reported(known, report)
+        return info
+
+    def _lose(self, cause: str) -> None:
+        self._lost = self._known.info
+        self._driver.instance_lost(self._known, cause)
 
     async def _meet(self) -> InstanceInfo:
         """Ask who it is; fence it when it lived on while we thought it was gone."""
@@ -75,17 +121,37 @@ class Watcher:
 
     def _check(self, info: InstanceInfo) -> None:
         """Refuse an instance that does not fit the configuration or the others."""
-        known = self._known
-        fault = self._driver.instances.fault(known, info, streams_open=bool(self._driver.streams))
-        if fault is None:
-            return
-        if known.reason != fault:
-            log.error("instance refused", extra={"instance": known.id, "cause": fault})
-        if known.health is not Health.UP:
-            known.health = Health.REFUSED
-            known.reason = fault
-        raise UpstreamError(fault)
+        self._refuse(self._driver.instances.fault(self._known, info, streams_open=bool(self._driver.streams)))
 
     def _must_run_dry(self, info: InstanceInfo) -> bool:
         """An engine that cannot be fenced is used again when nothing of its former life runs on it."""
         return self._lost is not None and info.pid == self._lost.pid and Capability.FENCE not in info.capabilities
+
+
+class AgentWatcher(Watcher):
+    def __init__(self, known: KnownAgent, checkpoints: Checkpoints, settings: ProxySettings) -> None:
+        super().__init__(known, settings)
+        self._known = known
+        self._checkpoints = checkpoints
+
+    async def _watch(self) -> None:
+        known, info = self._known, await self._meet()
+        async with (
+            silence_limit(lambda: self._silence_s) as watchdog,
+            known.backend.watch_holdings(self._interval_s) as reports,
+        ):
+            async for report in reports:
+                watchdog.heard()
+                if report.epoch != info.epoch:
+                    raise UpstreamError(f"reports epoch {report.epoch}, but was in {info.epoch}")
+                if known.health is not Health.UP:
+                    self._checkpoints.up(known, info)
+                self._checkpoints.reported(known, report)
+
+    def _lose(self, cause: str) -> None:
+        self._checkpoints.lost(self._known, cause)
+
+    async def _meet(self) -> AgentInfo:
+        info = await self._known.backend.info()
+        self._refuse(self._checkpoints.agents.fault(self._known, info))
+        return info

@@ -53,14 +53,14 @@ class AdminPort:
         return state
 
     async def wait_all_up(self, timeout_s: float, look_again_s: float) -> None:
-        """Wait until every instance is up.
+        """Wait until every instance is up, and every agent.
 
         Raises:
             AdminError: after `timeout_s` some are not; says which.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while down := [row["id"] for row in (await self.state())["instances"] if row["health"] != "up"]:
+                while down := _down(await self.state()):
                     await asyncio.sleep(look_again_s)
         except TimeoutError:
             raise AdminError(f"{self.url}: not up after {timeout_s:.0f} s: {', '.join(down)}") from None
@@ -89,3 +89,7 @@ class AdminPort:
                     raise AdminError(f"{url}: HTTP {answer.status}: {shown}")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise AdminError(f"{url}: {error or type(error).__name__}") from None
+
+
+def _down(state: Any) -> list[str]:
+    return [row["id"] for row in [*state["instances"], *state.get("agents", ())] if row["health"] != "up"]

@@ -11,6 +11,9 @@
       what: link_cut
       for_s: 5
       whom: {link: [n0, n1]}
+    - when: {at_s: 20, streams_at_least: 8}   # at least 8 streams would miss it
+      what: kill
+      whom: {role: agent, pick: busiest}
 
 This module only says what is due and whom it hits, from a given state; carrying it out is the work of a cluster, or of a
 simulator, which both read the same list. See `docs/faults.md`.
@@ -27,7 +30,7 @@ import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId, NodeId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Role
 from kvrs.settings import Settings, parse_yaml
 
@@ -46,6 +49,16 @@ class What(StrEnum):
 class Pick(StrEnum):
     BUSIEST = "busiest"  # Most streams in flight; of equals the first by id.
     RANDOM = "random"
+    ALL = "all"  # Every one that is up, at once.
+
+
+class VictimRole(StrEnum):
+    """What can be hit as one process: an instance, by its role, or the agent of a node."""
+
+    PREFILL = Role.PREFILL.value
+    DECODE = Role.DECODE.value
+    BOTH = Role.BOTH.value
+    AGENT = "agent"
 
 
 class Phase(StrEnum):
@@ -55,11 +68,14 @@ class Phase(StrEnum):
     HANDOFF = "handoff"  # Its KV moves to decode: no token was produced yet.
     DECODE = "decode"  # Between two tokens.
     NEAR_END = "near_end"  # At most 8 tokens are left.
+    RECOVERY = "recovery"  # It lost its instance, and no token has come from the next one yet.
 
 
-def phase_of(stage: str, output_tokens: int, max_tokens: int) -> Phase | None:
+def phase_of(stage: str, output_tokens: int, max_tokens: int, recovers: bool = False) -> Phase | None:
     """The phase of a stream that works at `stage` (prefill or decode); None while it waits for a place."""
     match stage:
+        case "prefill" | "decode" if recovers:
+            return Phase.RECOVERY
         case "prefill":
             return Phase.PREFILL
         case "decode" if output_tokens == 0:
@@ -75,7 +91,8 @@ class When(Settings):
 
     at_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)  # Since the start of the run.
     after_requests: int | None = Field(default=None, ge=1)  # So many requests were sent.
-    inflight_at_least: int | None = Field(default=None, ge=1)  # Streams that the victim works on.
+    inflight_at_least: int | None = Field(default=None, ge=1)  # Streams that the victim works on; an agent: reservations it has.
+    streams_at_least: int | None = Field(default=None, ge=1)  # Streams that count on the victim: on its work or its pages.
     phase: Phase | None = Field(default=None, strict=False)  # Streams that count on the victim are in this phase ...
     in_phase_at_least: int = Field(default=1, ge=1)  # ... at least so many of them.
 
@@ -83,8 +100,9 @@ class When(Settings):
     def _names_a_condition(self) -> "When":
         if "in_phase_at_least" in self.model_fields_set and self.phase is None:
             raise ValueError("in_phase_at_least counts streams in a phase; allowed: only together with phase")
-        if self.at_s is None and self.after_requests is None and self.inflight_at_least is None and self.phase is None:
-            raise ValueError("names no condition; allowed: at least one of at_s, after_requests, inflight_at_least, phase")
+        conditions = ("at_s", "after_requests", "inflight_at_least", "streams_at_least", "phase")
+        if all(getattr(self, name) is None for name in conditions):
+            raise ValueError(f"names no condition; allowed: at least one of {', '.join(conditions)}")
         return self
 
     @property
@@ -95,10 +113,12 @@ class When(Settings):
 
 
 class Whom(Settings):
-    """One instance by id, one of a role (within a node, if that is named too), all of a node, or the link of two nodes."""
+    """Whom a fault hits: an instance or agent by id; one or all of a role (within a node, if that is named too); all of a node,
+    its agent too; or the link of two nodes.
+    """
 
     id: InstanceId | None = Field(default=None, min_length=1, max_length=64)
-    role: Role | None = Field(default=None, strict=False)
+    role: VictimRole | None = Field(default=None, strict=False)
     node: NodeId | None = Field(default=None, min_length=1, max_length=64)
     link: Annotated[list[NodeId], Field(min_length=2, max_length=2)] | None = None
     pick: Pick | None = Field(default=None, strict=False)  # With `role`; without it the busiest.
@@ -123,7 +143,7 @@ class Whom(Settings):
         """The victim as a person would name it, before anybody was chosen."""
         if self.link is not None:
             return "-".join(self.link)
-        return str(self.id or self.role or self.node)
+        return f"all {self.role}" if self.pick is Pick.ALL else str(self.id or self.role or self.node)
 
 
 _PARAMETERS = {
@@ -216,20 +236,21 @@ def _line(mistake: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """What a schedule must know of one instance that is up."""
+    """What a schedule must know of one instance, or agent, that is up."""
 
-    role: Role
+    role: VictimRole
     node: NodeId
-    inflight: int = 0  # Streams that it works on right now.
-    phases: Mapping[Phase, int] = field(default_factory=dict)  # Of all streams that count on it: its pages, or its work.
+    inflight: int = 0  # Streams that it works on right now; of an agent: that have a reservation there.
+    streams: Mapping[StreamId, Phase] = field(default_factory=dict)  # All that count on it: on its work, or on its pages.
 
 
 @dataclass(frozen=True, slots=True)
 class DueFault:
     fault: Fault
-    instances: tuple[InstanceId, ...]  # That it hits; of a link: those at either end, which both have to send less.
+    instances: tuple[InstanceId, ...]  # And agents that it hits; of a link: those at either end, which both have to send less.
     whom: str  # The victim by name: an instance, a node, or two nodes.
     inflight: int  # Streams that were in flight at the victim when it became due.
+    streams: Mapping[StreamId, Phase]  # That counted on it then.
 
 
 class FaultSchedule:
@@ -243,13 +264,17 @@ class FaultSchedule:
     def pending(self) -> tuple[Fault, ...]:
         return tuple(self._pending)
 
+    def wants_a_look(self, elapsed_s: float, requests_sent: int) -> bool:
+        """Whether the time has come for any that is left, so that it is worth to ask how busy everybody is."""
+        return any(_time_has_come(fault.when, elapsed_s, requests_sent) for fault in self._pending)
+
     def due(self, elapsed_s: float, requests_sent: int, up: Mapping[InstanceId, InstanceView]) -> list[DueFault]:
         """The faults to carry out now, in the order of the file.
 
         Args:
             elapsed_s: since the start of the run.
             requests_sent: so far.
-            up: every instance that is up; those that are not are left out.
+            up: every instance and agent that is up; those that are not are left out.
         """
         due: list[DueFault] = []
         for fault in list(self._pending):
@@ -260,8 +285,9 @@ class FaultSchedule:
             candidates = [group for group in _candidates(fault.whom, up, hit) if _is_busy_enough(fault.when, group, up)]
             if candidates:
                 instances = self._choose(fault.whom, candidates, up)
-                label = fault.whom.label if fault.whom.role is None else instances[0]
-                due.append(DueFault(fault, instances, label, _inflight(instances, up)))
+                one_of_many = fault.whom.role is not None and fault.whom.pick is not Pick.ALL
+                label = instances[0] if one_of_many else fault.whom.label
+                due.append(DueFault(fault, instances, label, _inflight(instances, up), _streams(instances, up)))
                 self._pending.remove(fault)
         return due
 
@@ -279,27 +305,41 @@ def _time_has_come(when: When, elapsed_s: float, requests_sent: int) -> bool:
 
 
 def _candidates(whom: Whom, up: Mapping[InstanceId, InstanceView], hit: set[InstanceId]) -> list[tuple[InstanceId, ...]]:
-    """Groups of instances of which one can be hit: single instances, or a whole node, or both ends of a link."""
+    """Groups of which one can be hit: single ones, or all of a role, or a whole node, or both ends of a link."""
     if whom.link is not None:
         ends = tuple(sorted(name for name, view in up.items() if view.node in whom.link))
         return [ends] if {up[name].node for name in ends} == set(whom.link) else []
     if whom.role is None and whom.node is not None:
         members = tuple(sorted(name for name, view in up.items() if view.node == whom.node and name not in hit))
         return [members] if members else []
-    return [(name,) for name in sorted(up) if name not in hit and _is_meant(whom, name, up[name])]
+    meant = [name for name in sorted(up) if name not in hit and _is_meant(whom, name, up[name])]
+    if whom.pick is Pick.ALL:
+        return [tuple(meant)] if meant else []
+    return [(name,) for name in meant]
 
 
 def _is_meant(whom: Whom, instance: InstanceId, view: InstanceView) -> bool:
     if whom.id is not None:
         return whom.id == instance
-    return view.role in (whom.role, Role.BOTH) and whom.node in (None, view.node)
+    does_both = view.role is VictimRole.BOTH and whom.role is not VictimRole.AGENT
+    return (does_both or view.role is whom.role) and whom.node in (None, view.node)
 
 
 def _is_busy_enough(when: When, group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceView]) -> bool:
     if _inflight(group, up) < (when.inflight_at_least or 0):
         return False
-    return when.phase is None or sum(up[name].phases.get(when.phase, 0) for name in group) >= when.in_phase_at_least
+    if when.streams_at_least is None and when.phase is None:
+        return True
+    streams = _streams(group, up)
+    if len(streams) < (when.streams_at_least or 0):
+        return False
+    return when.phase is None or sum(phase is when.phase for phase in streams.values()) >= when.in_phase_at_least
 
 
 def _inflight(group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceView]) -> int:
     return sum(up[name].inflight for name in group)
+
+
+def _streams(group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceView]) -> dict[StreamId, Phase]:
+    """Each once: both instances of a pair may have it."""
+    return {stream: phase for name in group for stream, phase in up[name].streams.items()}

@@ -12,6 +12,11 @@ The laws, which `check` and the tests hold it to:
 3. A page that somebody outside may still be writing into (the executor: a batch in flight; a socket: a pull) is not
    given back, whatever happened to its sequence, before `complete` or `pulled` says that the writing is over.
 4. A page is registered in the prefix cache only when all its tokens are computed or have arrived.
+5. Every position of a history is written once: by a pull or by computing, never by both. A sequence computes in the order of
+   its positions, each only when the KV of all before it is there: up to the first page that a pull may still be writing, from
+   behind the last of those that have arrived without a gap. So what lies before the pages of a pull is computed while they
+   come (Phase.SPLIT), and what did not come is computed after that.
+6. A sequence into whose pages a pull may still be writing is not preempted: by law 3 that would give nothing back at once.
 """
 
 from bisect import insort
@@ -25,6 +30,7 @@ from kvrs.scheduling.config import BatchSettings
 from kvrs.scheduling.line import Line, order
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.sequences import Phase, Pull, Queue, Sequence
+from kvrs.scheduling.spans import at_least, union
 
 
 class BatchScheduler:
@@ -41,11 +47,12 @@ class BatchScheduler:
         self._page_size = settings.page_size_tokens
         self._pages = pages
         self._line = Line()
-        self._admitted: list[Sequence] = []  # PULLING and RUNNING.
-        self._pulls: dict[Sequence, Pull] = {}  # Of the PULLING, and of those that were aborted while PULLING.
+        self._admitted: list[Sequence] = []  # PULLING, SPLIT and RUNNING.
+        self._pulls: dict[Sequence, Pull] = {}  # Of the PULLING and SPLIT, and of those that were aborted as such.
         self._in_flight: frozenset[Sequence] = frozenset()
         self._stalled: list[Sequence] = []  # Had no page for its decode step in the last batch, nor anyone to preempt.
         self._queued_tokens = 0
+        self._released_places = 0
         # The head of the line that did not fit, and the free pages when we last looked: nothing is tried again before
         # there are more, since a try walks over all the tags of a history.
         self._blocked: Sequence | None = None
@@ -61,7 +68,8 @@ class BatchScheduler:
 
     @property
     def pulling(self) -> int:
-        return sum(sequence.phase is Phase.PULLING for sequence in self._pulls)
+        """How many wait for pages of a peer, whether or not they have something to compute meanwhile."""
+        return sum(sequence.phase is not Phase.FINISHED for sequence in self._pulls)
 
     @property
     def running(self) -> int:
@@ -69,8 +77,18 @@ class BatchScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Uncomputed tokens of all sequences that are not finished."""
+        """What is left to compute of all sequences that are not finished, if all arrives that is hoped for."""
         return self._queued_tokens
+
+    @property
+    def full(self) -> bool:
+        """Whether somebody new would have to wait for a place. Right after `admit`, which fills the places that there are."""
+        return len(self._admitted) >= self._max_running or self._blocked is not None
+
+    @property
+    def released_places(self) -> int:
+        """How many sequences ended that had a place, ever."""
+        return self._released_places
 
     def fits(self, history_tokens: int, max_new_tokens: int) -> bool:
         """Whether such a sequence could finish if it were alone. The last token produced needs no KV."""
@@ -79,10 +97,10 @@ class BatchScheduler:
     def add(self, sequence: Sequence) -> None:
         assert self.fits(len(sequence.token_ids), 0), "refuse what `fits` refuses: it would wait for ever"
         sequence.extend_tags(self._page_size)
-        self._queued_tokens += sequence.uncomputed_tokens
+        sequence.awaited = self._hoped(sequence, 0)
+        self._queued_tokens += sequence.work_tokens
         # What a pull is hoped to bring costs the others nothing; if it fails, the place is not taken back.
-        pulled = min(sequence.pull_pages, self._coverable_pages(sequence)) * self._page_size
-        self._line.join(sequence, len(sequence.token_ids) - pulled)
+        self._line.join(sequence, sequence.work_tokens)
 
     # From the line to pages of one's own.
 
@@ -97,13 +115,10 @@ class BatchScheduler:
                 break
             self._line.leave(sequence)
             insort(self._admitted, sequence, key=order)
-            pull = self._wanted_from_peer(sequence)
-            if pull is None:
-                sequence.phase = Phase.RUNNING
-            else:
-                sequence.phase = Phase.PULLING
-                self._pulls[sequence] = pull
+            if sequence.awaited:
+                pull = self._pulls[sequence] = self._pull(sequence)
                 pulls.append(pull)
+            self._settle(sequence)
         return pulls
 
     def _reserve(self, sequence: Sequence) -> bool:
@@ -123,40 +138,49 @@ class BatchScheduler:
             self._blocked = sequence
             return False
         sequence.pages = found + new
-        self._set_computed(sequence, len(found) * self._page_size)
+        self._change(sequence, len(found) * self._page_size, awaited=self._hoped(sequence, len(found)))
         return True
 
-    def _wanted_from_peer(self, sequence: Sequence) -> Pull | None:
-        first, coverable = sequence.computed_tokens // self._page_size, self._coverable_pages(sequence)
-        end = max(first, min(sequence.pull_pages, coverable))
-        tail_tokens = (len(sequence.token_ids) - 1) % self._page_size if sequence.pull_tail and end == coverable else 0
-        if end == first and not tail_tokens:
-            return None
-        return Pull(
-            sequence=sequence,
-            first_page=first,
-            tags=tuple(sequence.tags[first:end]),
-            pages=tuple(sequence.pages[first:end]),
-            tail_page=sequence.pages[end] if tail_tokens else None,
-            tail_tokens=tail_tokens,
-        )
+    def _hoped(self, sequence: Sequence, first_page: int) -> tuple[range, ...]:
+        """The positions, from that page on, whose KV peers are believed to hold."""
+        size, coverable = self._page_size, self._coverable_pages(sequence)
+        spans = union(sequence.pulls, first_page, coverable)
+        hoped = [range(span.start * size, span.stop * size) for span in spans]
+        end_page = spans[-1].stop if spans else first_page
+        if sequence.pull_tail and end_page == coverable and (tail_tokens := (len(sequence.token_ids) - 1) % size):
+            start = hoped.pop().start if hoped else end_page * size
+            hoped.append(range(start, end_page * size + tail_tokens))
+        return tuple(hoped)
 
-    def pulled(self, sequence: Sequence, full_pages: int, tail: bool) -> None:
-        """The pull is over and nobody writes into its pages any more.
+    def _pull(self, sequence: Sequence) -> Pull:
+        size = self._page_size
+        tail_index, tail_tokens = divmod(sequence.awaited[-1].stop, size)
+        spans = tuple(range(one.start // size, one.stop // size) for one in sequence.awaited)
+        return Pull(sequence, tuple(filter(None, spans)), tail_index if tail_tokens else None, tail_tokens)
 
-        The first `full_pages` pages that were asked for have arrived whole, and `tail` says whether the partial one did;
-        what is missing will be computed.
+    def pulled(self, sequence: Sequence, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:
+        """A source has given what it could: the full pages `arrived`, and behind them perhaps the partial one.
+
+        Nobody writes any more into pages before `more_from`, where the next source will begin; None: the pull is over. What
+        of them has not arrived by now will be computed.
         """
-        pull = self._pulls.pop(sequence)
-        assert 0 <= full_pages <= len(pull.tags)
-        assert not tail or (pull.tail_page is not None and full_pages == len(pull.tags)), "a tail needs all before it"
+        pull, size = self._pulls[sequence], self._page_size
+        assert more_from is None or arrived.stop <= more_from
+        assert not tail or (more_from is None and arrived.stop == pull.tail_index), "a partial page is behind all the others"
+        if more_from is None:
+            del self._pulls[sequence]
         if sequence.phase is Phase.FINISHED:
             self._give_back(sequence)
             return
-        end = pull.first_page + full_pages
-        self._register(sequence, range(pull.first_page, end))
-        self._set_computed(sequence, end * self._page_size + (pull.tail_tokens if tail else 0))
-        sequence.phase = Phase.RUNNING
+        new = range(arrived.start * size, arrived.stop * size + (pull.tail_tokens if tail else 0))
+        assert not new or any(one.start <= new.start and new.stop <= one.stop for one in sequence.awaited), (
+            "nobody asked for that"
+        )
+        self._register(sequence, arrived)
+        awaited = at_least(sequence.awaited, more_from * size) if more_from is not None else ()
+        assert more_from is None or awaited, "more of nothing"
+        self._change(sequence, sequence.computed_tokens, (*sequence.arrived, new) if new else sequence.arrived, awaited)
+        self._settle(sequence)
 
     # From pages to tokens.
 
@@ -166,7 +190,7 @@ class BatchScheduler:
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
         budget = self._max_batch_tokens
-        first = next((one for one in self._admitted if one.phase is Phase.RUNNING), None)
+        first = next((one for one in self._admitted if one.phase is not Phase.PULLING), None)
         # Where decode steps alone can fill a batch, the first in line would wait for ever to prefill while others come and go.
         reserved = 1 if first is not None and first.uncomputed_tokens > 1 else 0
         for sequence in [one for one in self._admitted if one.phase is Phase.RUNNING and one.uncomputed_tokens == 1]:
@@ -176,10 +200,10 @@ class BatchScheduler:
             if sequence.phase is Phase.RUNNING and self._has_page(sequence):
                 batch.append((sequence, self._chunk(sequence, 1)))
                 budget -= 1
-        for sequence in [one for one in self._admitted if one.phase is Phase.RUNNING and one.uncomputed_tokens > 1]:
+        for sequence in [one for one in self._admitted if one.phase is not Phase.PULLING and one.uncomputed_tokens > 1]:
             if budget == 0:
                 break
-            tokens = min(budget, sequence.uncomputed_tokens)
+            tokens = min(budget, sequence.computable_tokens)
             batch.append((sequence, self._chunk(sequence, tokens)))
             budget -= tokens
         self._in_flight = frozenset(sequence for sequence, _ in batch)
@@ -213,9 +237,9 @@ class BatchScheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._admitted.remove(sequence)
         self._give_back(sequence)
-        self._set_computed(sequence, 0)
+        self._change(sequence, 0)
         # What it pulled is in the prefix cache now, and the peer may have let go of its pages.
-        sequence.pull_pages, sequence.pull_tail = 0, False
+        sequence.pulls, sequence.pull_tail = (), False
         sequence.phase = Phase.WAITING
         self._line.put_back(sequence)
 
@@ -232,8 +256,9 @@ class BatchScheduler:
                 self._give_back(sequence)
                 continue
             first, end = sequence.computed_tokens, sequence.computed_tokens + len(chunk.token_ids)
-            self._set_computed(sequence, end)
+            self._change(sequence, end, sequence.arrived, sequence.awaited)
             self._register(sequence, range(first // self._page_size, end // self._page_size))
+            self._settle(sequence)
             if end >= sequence.history_tokens:
                 self._line.served(sequence)
             if chunk.wants_logits:
@@ -256,17 +281,16 @@ class BatchScheduler:
                 return
             case Phase.WAITING:
                 self._line.leave(sequence)
-            case Phase.PULLING:
-                self._admitted.remove(sequence)
+            case Phase.PULLING | Phase.SPLIT:
+                self._leave(sequence)
             case Phase.RUNNING:
-                self._admitted.remove(sequence)
+                self._leave(sequence)
                 if retain_until_s is not None and sequence.computed_tokens:
                     pages = sequence.pages[: self._pages_for(sequence.computed_tokens)]
                     self._pages.retain(sequence.stream, pages, sequence.computed_tokens, retain_until_s)
-        self._queued_tokens -= sequence.uncomputed_tokens
+        self._queued_tokens -= sequence.work_tokens
         sequence.phase = Phase.FINISHED
-        if sequence not in self._in_flight and sequence not in self._pulls:
-            self._give_back(sequence)
+        self._give_back(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence in any phase and keep nothing. Nothing more is sampled for it."""
@@ -281,9 +305,26 @@ class BatchScheduler:
         """How many full pages may come from elsewhere: the last position is always computed here, for its logits."""
         return (len(sequence.token_ids) - 1) // self._page_size
 
-    def _set_computed(self, sequence: Sequence, tokens: int) -> None:
-        self._queued_tokens += sequence.computed_tokens - tokens
-        sequence.computed_tokens = tokens
+    def _change(
+        self, sequence: Sequence, computed: int, arrived: tuple[range, ...] = (), awaited: tuple[range, ...] = ()
+    ) -> None:
+        """That many leading tokens are computed; and what has arrived right behind them counts as such."""
+        before = sequence.work_tokens
+        while arrived and arrived[0].start == computed:
+            computed, arrived = arrived[0].stop, arrived[1:]
+        sequence.computed_tokens, sequence.arrived, sequence.awaited = computed, arrived, awaited
+        self._queued_tokens += sequence.work_tokens - before
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Give an admitted sequence the phase that it is in now."""
+        if sequence not in self._pulls:
+            sequence.phase = Phase.RUNNING
+        else:
+            sequence.phase = Phase.SPLIT if sequence.computable_tokens else Phase.PULLING
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._admitted.remove(sequence)
+        self._released_places += 1
 
     def _register(self, sequence: Sequence, indexes: Iterable[int]) -> None:
         for index in indexes:
@@ -297,6 +338,9 @@ class BatchScheduler:
                 sequence.pages[index] = found
 
     def _give_back(self, sequence: Sequence) -> None:
+        """Its pages, as soon as nobody writes into them."""
+        if sequence in self._in_flight or sequence in self._pulls:
+            return
         self._pages.release(sequence.pages)
         sequence.pages = []
         self._blocked = None
@@ -305,15 +349,21 @@ class BatchScheduler:
         """Assert the laws and that all books agree. O(sequences and their pages)."""
         leaving = {one for one in self._in_flight | self._pulls.keys() if one.phase is Phase.FINISHED}
         assert all(one.phase is Phase.WAITING and not one.pages and not one.computed_tokens for one in self._line)
-        assert all(one.phase in (Phase.PULLING, Phase.RUNNING) for one in self._admitted)
-        assert {one for one in self._admitted if one.phase is Phase.PULLING} == self._pulls.keys() - leaving
-        assert all(one.phase in (Phase.RUNNING, Phase.FINISHED) for one in self._in_flight)
+        assert all(one.phase in (Phase.PULLING, Phase.SPLIT, Phase.RUNNING) for one in self._admitted)
+        assert {one for one in self._admitted if one.phase is not Phase.RUNNING} == self._pulls.keys() - leaving
+        assert all(one.phase in (Phase.SPLIT, Phase.RUNNING, Phase.FINISHED) for one in self._in_flight)
         assert all(order(earlier) < order(later) for earlier, later in pairwise(self._admitted))
         self._line.check()
         assert len(self._admitted) <= self._max_running
-        assert self._queued_tokens == sum(one.uncomputed_tokens for one in (*self._line, *self._admitted))
+        assert self._queued_tokens == sum(one.work_tokens for one in (*self._line, *self._admitted))
         for one in (*self._line, *self._admitted):
             assert len(one.tags) == len(one.token_ids) // self._page_size
             assert one.phase is Phase.WAITING or one.computed_tokens <= len(one.pages) * self._page_size
+            assert one.work_tokens > 0 or one.prefill_only, "the last position is always computed here"
+        for one in self._admitted:
+            spans = (range(one.computed_tokens), *one.arrived, *one.awaited)
+            assert all(earlier.stop <= later.start < later.stop for earlier, later in pairwise(spans)), "a position twice"
+            assert bool(one.awaited) == (one.phase is not Phase.RUNNING), "somebody waits for nothing"
+            assert not one.awaited or (one.computable_tokens == 0) == (one.phase is Phase.PULLING)
         owners = Counter(page for one in (*self._admitted, *leaving) for page in one.pages)
         assert all(self._pages.references(page) >= count for page, count in owners.items()), "a page is owned without a pin"

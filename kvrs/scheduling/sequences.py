@@ -9,8 +9,9 @@ from kvrs.protocol.tags import Tag, next_tag
 
 class Phase(StrEnum):
     WAITING = "waiting"  # Owns no pages.
-    PULLING = "pulling"  # Owns pages for its whole history; a peer's pages are being written into some of them.
-    RUNNING = "running"  # Owns pages; computes.
+    PULLING = "pulling"  # Owns pages for its whole history; waits for those into which a peer's are being written.
+    SPLIT = "split"  # The same, and computes what lies before them.
+    RUNNING = "running"  # Owns pages; computes. Nobody else writes into them.
     FINISHED = "finished"  # Ended or aborted; may own pages until nobody writes into them any more.
 
 
@@ -32,8 +33,8 @@ class Sequence:
     prompt_tokens: int  # How many of them the client wrote; 0: all, as far as is known.
     root: Tag  # Of the model and the tenant.
     prefill_only: bool  # Compute the whole history, produce nothing.
-    pull_pages: int = 0  # How many leading full pages of the history a peer is believed to hold.
-    pull_tail: bool = False  # That peer retains exactly this history, so its partial last page may be pulled too.
+    pulls: tuple[range, ...] = ()  # Full pages of the history, by index, that peers are believed to hold; they may overlap.
+    pull_tail: bool = False  # A peer retains exactly this history, so its partial last page may be pulled behind the others.
 
     # Kept by the scheduler.
     phase: Phase = field(default=Phase.WAITING, init=False)
@@ -42,6 +43,9 @@ class Sequence:
     pages: list[int] = field(default_factory=list, init=False)  # `pages[i]` holds the i-th page of `token_ids`.
     tags: list[Tag] = field(default_factory=list, init=False)  # Of all full pages of `token_ids`, computed or not.
     computed_tokens: int = field(default=0, init=False)  # The KV of that many leading tokens is in `pages`.
+    # Positions behind those, which are not to be computed: their KV has come from a peer, or is hoped to. In order, and apart.
+    arrived: tuple[range, ...] = field(default=(), init=False)
+    awaited: tuple[range, ...] = field(default=(), init=False)
     history_tokens: int = field(init=False)  # Length of `token_ids` on arrival.
     queue: Queue = field(init=False)
 
@@ -52,7 +56,7 @@ class Sequence:
         if not self.is_recovery:
             self.queue = Queue.NEW
         else:
-            self.queue = Queue.REUSE if self.pull_pages or self.pull_tail else Queue.RECOMPUTE
+            self.queue = Queue.REUSE if self.pulls or self.pull_tail else Queue.RECOMPUTE
 
     @property
     def is_recovery(self) -> bool:
@@ -67,6 +71,17 @@ class Sequence:
     def uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.computed_tokens
 
+    @property
+    def computable_tokens(self) -> int:
+        """How many come next that are to be computed."""
+        ahead = self.arrived or self.awaited  # What has arrived is before what is awaited: peers are asked in order.
+        return (ahead[0].start if ahead else len(self.token_ids)) - self.computed_tokens
+
+    @property
+    def work_tokens(self) -> int:
+        """How many are left to compute here, if all arrives that is hoped for. At least one while it is not finished."""
+        return self.uncomputed_tokens - sum(map(len, self.arrived)) - sum(map(len, self.awaited))
+
     def extend_tags(self, page_size_tokens: int) -> None:
         """Tag the pages that `token_ids` has filled since the last call."""
         for start in range(len(self.tags) * page_size_tokens, len(self.token_ids) - page_size_tokens + 1, page_size_tokens):
@@ -76,14 +91,25 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """What an admitted sequence hopes to get from a peer; the engine fetches it and then calls `BatchScheduler.pulled`.
+    """What an admitted sequence hopes to get from peers; the engine fetches it, in order, and tells `BatchScheduler.pulled`.
 
-    The pages of the sequence before `first_page` were found in the local prefix cache.
+    Whoever holds what of it: that is between the engine and its sources.
     """
 
     sequence: Sequence
-    first_page: int  # Index into `sequence.pages`.
-    tags: tuple[Tag, ...]  # Of the full pages `first_page`, `first_page + 1`, ...
-    pages: tuple[int, ...]  # The page numbers to fill, one for each tag.
-    tail_page: int | None  # The page number for the partial page, which comes after all full ones.
+    spans: tuple[range, ...]  # Full pages, by index into the sequence's `pages` and `tags`: ascending and apart.
+    tail_index: int | None  # Of the partial page, behind all full ones.
     tail_tokens: int  # How many tokens of the partial page are wanted.
+
+    @property
+    def first_page(self) -> int:
+        """The first page that is wanted; those before it were found here, or are computed."""
+        return self.spans[0].start if self.spans else self.end_page
+
+    @property
+    def end_page(self) -> int:
+        """Behind the last full page that is wanted."""
+        if self.spans:
+            return self.spans[-1].stop
+        assert self.tail_index is not None, "a pull of nothing"
+        return self.tail_index

@@ -1,7 +1,7 @@
 """Connections to the page ports of peers, used again where that is safe."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,13 +25,16 @@ class Connection:
     server: Identity
     request_id: int = 0  # Of the question that is being answered.
 
-    async def ask(self, question: Callable[[int], bytes], *expected: FrameType) -> Answer:
-        """Send what `question` makes of the request's id; returns the start of the answer."""
+    async def ask(self, question: "Question", *expected: FrameType) -> Answer:
+        """Send a question under a new request id; returns the start of the answer."""
         self.request_id = (self.request_id + 1) & 0xFFFFFFFF
-        await self.stream.send(question(self.request_id))
+        await question(self)
         prologue = memoryview(bytearray(ANSWER_BYTES))
         await self.stream.receive_into(prologue)
         return decode_answer(prologue, *expected)
+
+
+Question = Callable[[Connection], Awaitable[None]]  # Sends itself over the connection; perhaps twice, over two of them.
 
 
 class ConnectionPool:
@@ -46,7 +49,7 @@ class ConnectionPool:
         self._closed = False
 
     async def ask(
-        self, peer: Peer, expected_epoch: int | None, question: Callable[[int], bytes], *expected: FrameType
+        self, peer: Peer, expected_epoch: int | None, question: Question, *expected: FrameType
     ) -> tuple[Connection, Answer]:
         """Put a question to `peer`; the caller receives the rest of the answer in `using(connection)`.
 
@@ -92,7 +95,7 @@ class ConnectionPool:
         for stream in self._streams:
             stream.shut()
 
-    async def _ask(self, connection: Connection, question: Callable[[int], bytes], *expected: FrameType) -> Answer:
+    async def _ask(self, connection: Connection, question: Question, *expected: FrameType) -> Answer:
         try:
             return await connection.ask(question, *expected)
         except BaseException:
@@ -112,7 +115,7 @@ class ConnectionPool:
 
     async def _connect(self, peer: Peer) -> Connection:
         if self._closed:
-            raise TransferError("the puller is closed")
+            raise TransferError("this end is closed")
         own = self._identity()
         sock = page_socket(peer.host)
         stream = SocketStream(sock, self._stall_timeout_s)

@@ -1,17 +1,17 @@
-"""Faults on purpose, in what one instance sends: its page server asks here before every piece.
+"""Faults on purpose, in what one process sends: pages that it serves and pages that it pushes.
 
 Pure: `now_s` is an argument. Nothing is ever set here unless the configuration allows faults.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from kvrs.ids import NodeId
-from kvrs.transfer.limiter import RateLimiter
 
 
 @dataclass(frozen=True, slots=True)
-class _Hold:
-    limiter: RateLimiter | None  # None: the link is cut.
+class LinkRate:
+    bytes_per_s: float | None  # None: as fast as it goes; 0: the link is cut.
     until_s: float
 
 
@@ -19,12 +19,12 @@ class SendingFaults:
     """Links that are slower than they should be, or cut; and pages that lose a bit on their way."""
 
     def __init__(self) -> None:
-        self._holds: dict[NodeId, _Hold] = {}
+        self._holds: dict[NodeId, LinkRate] = {}
         self._pages_to_corrupt = 0
 
     def hold(self, node: NodeId, bytes_per_s: float, until_s: float) -> None:
         """Send at most this much to a node; 0 cuts the link. Replaces an earlier hold of the same link."""
-        self._holds[node] = _Hold(RateLimiter(bytes_per_s) if bytes_per_s else None, until_s)
+        self._holds[node] = LinkRate(bytes_per_s, until_s)
 
     def corrupt(self, pages: int) -> None:
         self._pages_to_corrupt += pages
@@ -33,15 +33,10 @@ class SendingFaults:
         self._holds.clear()
         self._pages_to_corrupt = 0
 
-    def limiter(self, node: NodeId, usual: RateLimiter | None, now_s: float) -> RateLimiter | None:
-        """What paces the link right now: the fault's limiter in place of the usual one, while there is a fault."""
-        hold = self._current(node, now_s)
-        return usual if hold is None else hold.limiter
-
-    def cut_for_s(self, node: NodeId, now_s: float) -> float:
-        """How long the link stays cut; 0 when it is not."""
-        hold = self._current(node, now_s)
-        return hold.until_s - now_s if hold is not None and hold.limiter is None else 0.0
+    def rate(self, node: NodeId, usual_bytes_per_s: float | None, now_s: float) -> LinkRate:
+        """What the link carries right now, and until when that is known: the fault's rate in place of the usual one."""
+        hold = self._holds.get(node) if self._holds else None
+        return hold if hold is not None and now_s < hold.until_s else LinkRate(usual_bytes_per_s, inf)
 
     def payload(self, page: memoryview) -> memoryview:
         """What goes over the wire for a page whose checksum was taken: a copy with one bit flipped, while pages are to be hit."""
@@ -51,7 +46,3 @@ class SendingFaults:
         damaged = bytearray(page)
         damaged[len(damaged) // 2] ^= 1
         return memoryview(damaged)
-
-    def _current(self, node: NodeId, now_s: float) -> _Hold | None:
-        hold = self._holds.get(node) if self._holds else None
-        return hold if hold is not None and now_s < hold.until_s else None

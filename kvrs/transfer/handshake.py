@@ -7,6 +7,7 @@ server cannot pass on its proof to another one. A peer is told why it is refused
 
 import hmac
 import secrets
+from collections.abc import Callable
 from hashlib import sha256
 
 from kvrs.errors import TransferError
@@ -22,17 +23,27 @@ def page_key(secret: bytes) -> bytes:
     return derive(secret, b"kvrs-pages")
 
 
-async def admit(stream: SocketStream, key: bytes, own: Identity) -> Identity:
-    """The server's part: who the client is. A client that is refused is told why, if it may know."""
+async def admit(
+    stream: SocketStream, key: bytes, identity: Callable[[], Identity], adopt: Callable[[Identity], None] = lambda client: None
+) -> tuple[Identity, Identity]:
+    """The server's part: who we said that we are, and who the client is. A client that is refused is told why, if it may know.
+
+    `adopt` is called with a client that knows the secret and means this server; it may change what `identity` says.
+    """
     nonce = secrets.token_bytes(frames.NONCE_BYTES)
     await stream.send(frames.encode_challenge(nonce))
     _, body = await stream.receive_frame(FrameType.HELLO)
     hello = frames.decode_hello(body)
-    if reason := _refusal(hello, key, nonce, own):
+    reason = _refusal(hello, key, nonce, identity())
+    if reason is None:
+        adopt(hello.client)
+        reason = _mismatch(hello.client, identity())
+    if reason is not None:
         await stream.send(frames.encode_refused(reason))
         raise TransferError(f"refused {hello.client.instance!r}: {reason}")
+    own = identity()
     await stream.send(frames.encode_welcome(Welcome(own, _server_mac(key, nonce, hello, own))))
-    return hello.client
+    return own, hello.client
 
 
 async def introduce(stream: SocketStream, key: bytes, own: Identity, peer: Peer) -> Identity:
@@ -48,9 +59,12 @@ async def introduce(stream: SocketStream, key: bytes, own: Identity, peer: Peer)
     welcome = frames.decode_welcome(body)
     if not hmac.compare_digest(welcome.mac, _server_mac(key, nonce, hello, welcome.server)):
         raise TransferError("the peer does not know the secret")
-    if reason := _mismatch(welcome.server, own, peer.instance, peer.node):
+    server = welcome.server
+    if (server.instance, server.node) != (peer.instance, peer.node):
+        raise TransferError(f"the peer is {server.instance!r} on {server.node!r}, not {peer.instance!r} on {peer.node!r}")
+    if reason := _mismatch(server, own):
         raise TransferError(reason)
-    return welcome.server
+    return server
 
 
 def _refusal(hello: Hello, key: bytes, nonce: bytes, own: Identity) -> str | None:
@@ -58,12 +72,10 @@ def _refusal(hello: Hello, key: bytes, nonce: bytes, own: Identity) -> str | Non
         return "authentication failed"
     if (hello.server_instance, hello.server_node) != (own.instance, own.node):
         return f"this is {own.instance!r} on {own.node!r}, not {hello.server_instance!r} on {hello.server_node!r}"
-    return _mismatch(hello.client, own, hello.client.instance, hello.client.node)
+    return None
 
 
-def _mismatch(other: Identity, own: Identity, instance: str, node: str) -> str | None:
-    if (other.instance, other.node) != (instance, node):
-        return f"the peer is {other.instance!r} on {other.node!r}, not {instance!r} on {node!r}"
+def _mismatch(other: Identity, own: Identity) -> str | None:
     if other.fingerprint != own.fingerprint:
         return f"fingerprints differ: {other.fingerprint!r} and {own.fingerprint!r}"
     if other.page_bytes != own.page_bytes:

@@ -1,17 +1,33 @@
 """Who pulls what from whom: the types between the page port and the engine behind it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.frames import Identity, PullRequest
+from kvrs.protocol.frames import Claim, Held, Identity, PullRequest, StoreCode, TrafficClass
+from kvrs.protocol.tags import Tag
 
-__all__ = ["Identity", "PageSource", "Peer", "PinnedPages", "PullRequest", "PullResult"]
+__all__ = [
+    "Claim",
+    "Held",
+    "Identity",
+    "Incoming",
+    "PageSink",
+    "PageSource",
+    "Peer",
+    "PinnedPages",
+    "PullRequest",
+    "PullResult",
+    "StoreCode",
+    "StoredPages",
+    "TrafficClass",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where an instance's page port is. Comes from the registry, never from a request."""
+    """Where the page port of an instance or an agent is. Comes from the registry, never from a request."""
 
     instance: InstanceId
     node: NodeId
@@ -46,3 +62,49 @@ class PullResult:
     seconds: float  # As the caller waited, connecting included.
     gone: bool  # The peer no longer holds what is missing.
     error: str | None  # Why it stopped early, unless that is all.
+
+
+class Incoming(Protocol):
+    """Pages of one run while they arrive. Several runs, of one frame or of several connections, arrive at the same time, and
+    two of them may bring the same page.
+    """
+
+    @property
+    def views(self) -> Sequence[memoryview | None]:
+        """One per page: where to receive it. None: it is received and dropped (held already, fenced, full, or behind a gap)."""
+        ...
+
+    def commit(self, index: int, checksum: int) -> None:
+        """The page at `index` of the run lies in its view and its checksum was verified: from now on it is visible.
+
+        Called in rising order of index, and not for those without a view.
+        """
+        ...
+
+    def end(self) -> Held:
+        """Called once, always: after the last page or after a failure. Frees what was not committed."""
+        ...
+
+
+class PageSink(Protocol):
+    """What an agent's store gives its page server. All calls come from the event loop and must not block it for long."""
+
+    def adopt(self, client: Identity) -> None:
+        """A client that knows the secret and means this agent is about to be met; then its fingerprint and page size are
+        compared with those of the agent's identity, and it is refused if they differ. Here the agent may take them over.
+        """
+        ...
+
+    def offer(self, claim: Claim, reserved_bytes: int, tags: tuple[Tag, ...]) -> Held: ...
+
+    def begin(self, claim: Claim, first_page: int, tags: tuple[Tag, ...]) -> Incoming: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPages:
+    """A run of a stream's pages, at least one, to be sent to an agent; `pages` must not change while they are being sent."""
+
+    claim: Claim
+    first_page: int
+    tags: tuple[Tag, ...]
+    pages: Sequence[memoryview]

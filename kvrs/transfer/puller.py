@@ -92,8 +92,8 @@ class PagePuller:
         self._pool.close()
 
     async def _pull(self, peer: Peer, pulling: _Pulling, expected_epoch: int | None) -> None:
-        def question(request_id: int) -> bytes:
-            return frames.encode_pull(Pull(request_id, pulling.request))
+        async def question(connection: Connection) -> None:
+            await connection.stream.send(frames.encode_pull(Pull(connection.request_id, pulling.request)))
 
         expected = (FrameType.PAGE, FrameType.GONE, FrameType.END)
         connection, answer = await self._pool.ask(peer, expected_epoch, question, *expected)
@@ -118,9 +118,10 @@ class PagePuller:
         pulling.gone = gone
 
     async def _probe(self, peer: Peer, size_bytes: int) -> None:
-        connection, answer = await self._pool.ask(
-            peer, None, lambda request_id: frames.encode_probe(Probe(request_id, size_bytes)), FrameType.PROBE_DATA
-        )
+        async def question(connection: Connection) -> None:
+            await connection.stream.send(frames.encode_probe(Probe(connection.request_id, size_bytes)))
+
+        connection, answer = await self._pool.ask(peer, None, question, FrameType.PROBE_DATA)
         with self._pool.using(connection), self._metered(peer.node):
             _check(answer, FrameType.PROBE_DATA, connection.request_id, 0, size_bytes)
             scratch = memoryview(bytearray(min(size_bytes, _PROBE_PIECE_BYTES)))

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvrs.cluster.faults import FaultError, check_faults, strike, views
+from kvrs.cluster.faults import FaultError, check_faults, members_of, strike, unknown_victims, views
+from kvrs.config import parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import http_token
 from kvrs.replay.admin import AdminPort
-from kvrs.replay.faults import FaultSchedule, Phase, parse_faults
+from kvrs.replay.faults import FaultSchedule, Phase, VictimRole, parse_faults
 from kvrs.replay.passes import Scene
 
 SECRET = b"a secret of this test, long enough"
@@ -62,8 +63,19 @@ def row(name: str, node: str, url: str, pid: int, health: str = "up") -> dict[st
     return {"id": name, "role": "prefill" if name[0] == "p" else "decode", "node": node, "url": url, "pid": pid, "health": health}
 
 
-def state_of(*instances: dict[str, Any], streams: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
-    return {"instances": list(instances), "streams": list(streams), "recoveries": []}
+def agent(node: str, url: str = "", pid: int = 1, checkpoints: int = 0) -> dict[str, Any]:
+    return {"id": f"agent-{node}", "node": node, "url": url, "pid": pid, "health": "up", "checkpoints": checkpoints}
+
+
+def stream(name: str, stage: str = "decode", output_tokens: int = 0, **more: Any) -> dict[str, Any]:
+    places = {"prefill": "p0", "decode": "d0"}
+    return {"id": name, "stage": stage, "output_tokens": output_tokens, "max_tokens": 100} | places | more
+
+
+def state_of(
+    *instances: dict[str, Any], streams: tuple[dict[str, Any], ...] = (), agents: tuple[dict[str, Any], ...] = ()
+) -> dict[str, Any]:
+    return {"instances": list(instances), "agents": list(agents), "streams": list(streams), "recoveries": []}
 
 
 @asynccontextmanager
@@ -181,6 +193,58 @@ async def test_a_process_of_another_machine_is_refused(victim: Victim) -> None:
     assert victim.process.poll() is None
 
 
+async def test_a_node_is_hit_with_its_agent() -> None:
+    """Frozen together and woken together, and a neighbour feels nothing."""
+    with running() as decode, running() as holder, running() as neighbour:
+
+        def state() -> dict[str, Any]:
+            urls = [f"http://127.0.0.1:{one.port}" for one in (decode, neighbour, holder)]
+            instances = row("d0", "n0", urls[0], decode.pid), row("d1", "n1", urls[1], neighbour.pid)
+            return state_of(*instances, agents=(agent("n0", urls[2], holder.pid),))
+
+        async with admin(state) as port:
+            done = scene(port, [fault("stop", for_s=0.3, whom={"node": "n0"})])
+            task = asyncio.create_task(strike(done))
+            while (decode.state(), holder.state()) != ("T", "T"):
+                await asyncio.sleep(0.005)
+            assert neighbour.state() != "T"
+            await task
+
+        assert "T" not in (decode.state(), holder.state())
+        assert done.carried_out[0]["instances"] == ["agent-n0", "d0"]
+
+
+async def test_who_died_of_another_fault_meanwhile_is_no_mistake(victim: Victim) -> None:
+    """The state was read a moment before; the others of the group are hit all the same."""
+    with running() as other:
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        dead.wait()
+        looks = 0
+
+        def state() -> dict[str, Any]:
+            nonlocal looks
+            looks += 1
+            health = "up" if looks == 1 else "down"
+            urls = [f"http://127.0.0.1:{one.port}" for one in (other, victim)]
+            return state_of(row("d0", "n0", urls[0], dead.pid, health), row("d1", "n0", urls[1], victim.pid))
+
+        async with admin(state) as port:
+            await strike(scene(port, [fault("kill", whom={"node": "n0"})]))
+
+        assert victim.process.wait(5) == -9
+        assert other.process.poll() is None
+
+
+async def test_an_agent_is_asked_like_an_instance() -> None:
+    """It sends pages, too: those of restores."""
+    asked: list[Any] = []
+    async with instance(asked) as url, admin(lambda: state_of(agents=(agent("n0", url),))) as port:
+        await check_faults(parse_faults([fault("corrupt_page", pages=3, whom={"role": "agent"})]), port)
+        await strike_until_the_end(scene(port, [fault("corrupt_page", pages=3, whom={"role": "agent"})]))
+
+    assert asked == [{"type": "none"}, {"type": "pages", "pages": 3}, {"type": "none"}]
+
+
 async def test_a_link_fault_is_asked_of_both_ends_and_taken_back() -> None:
     """Each end limits what it sends to the other's node; afterwards the next run must find the link whole."""
     asked: dict[str, list[Any]] = {"d0": [], "d1": [], "d2": []}
@@ -188,23 +252,40 @@ async def test_a_link_fault_is_asked_of_both_ends_and_taken_back() -> None:
     async with instance(asked["d0"]) as u0, instance(asked["d1"]) as u1, instance(asked["d2"]) as u2:
         rows = [row("d0", "n0", u0, 1), row("d1", "n1", u1, 2), row("d2", "n2", u2, 3)]
         async with admin(lambda: state_of(*rows)) as port:
-            await strike(scene(port, [fault("link_cut", for_s=9, **link), fault("link_rate", bytes_per_s=5e6, for_s=9, **link)]))
+            started_s = time.monotonic()
+            await strike(
+                scene(port, [fault("link_cut", for_s=0.3, **link), fault("link_rate", bytes_per_s=5e6, for_s=0.2, **link)])
+            )
 
-    def hold(node: str, rate: float) -> dict[str, Any]:
-        return {"type": "link", "node": node, "bytes_per_s": rate, "for_s": 9.0}
+    def holds(node: str) -> list[dict[str, Any]]:
+        of_link = {"type": "link", "node": node}
+        return [of_link | {"bytes_per_s": 0.0, "for_s": 0.3}, of_link | {"bytes_per_s": 5e6, "for_s": 0.2}]
 
-    assert asked["d0"] == [hold("n1", 0.0), hold("n1", 5e6), {"type": "none"}]
-    assert asked["d1"] == [hold("n0", 0.0), hold("n0", 5e6), {"type": "none"}]
+    assert time.monotonic() - started_s >= 0.3, "it was taken back before it was over"
+    assert asked["d0"] == [*holds("n1"), {"type": "none"}]
+    assert asked["d1"] == [*holds("n0"), {"type": "none"}]
     assert asked["d2"] == []
 
 
+async def strike_until_the_end(scene: Scene) -> None:
+    """As a run does: when the load is over, so are the faults."""
+    task = asyncio.create_task(strike(scene))
+    while scene.schedule.pending or not scene.carried_out:
+        await asyncio.sleep(0.005)
+    # Whoever ended now of his own would have taken the fault back before any page was sent.
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_damaged_pages_are_asked_of_the_instance_that_sends_them() -> None:
-    """The engine flips the bit; nobody else can, after the checksum."""
+    """The engine flips the bit; nobody else can, after the checksum. Those not sent by the end of the run stay whole."""
     asked: list[Any] = []
     async with instance(asked) as url, admin(lambda: state_of(row("d0", "n0", url, 1))) as port:
-        await strike(scene(port, [fault("corrupt_page", pages=3)]))
+        await strike_until_the_end(scene(port, [fault("corrupt_page", pages=3)]))
 
-    assert asked[0] == {"type": "pages", "pages": 3}
+    assert asked == [{"type": "pages", "pages": 3}, {"type": "none"}]
 
 
 async def test_faults_of_nobody_are_refused_before_any_load() -> None:
@@ -212,7 +293,8 @@ async def test_faults_of_nobody_are_refused_before_any_load() -> None:
     async with admin(
         lambda: state_of(row("d0", "n0", "http://127.0.0.1:1", 1), row("p0", "n1", "http://127.0.0.1:2", 2))
     ) as port:
-        faults = [fault("kill", whom={"id": "d9"}), fault("link_cut", for_s=1, whom={"link": ["n0", "n9"]}), fault("kill")]
+        faults = [fault("kill", whom={"id": "d9"}), fault("link_cut", for_s=1, whom={"link": ["n0", "n9"]})]
+        faults += [fault("kill", whom={"role": "agent"}), fault("kill")]
 
         with pytest.raises(ConfigError) as caught:
             await check_faults(parse_faults(faults), port)
@@ -220,7 +302,18 @@ async def test_faults_of_nobody_are_refused_before_any_load() -> None:
     assert caught.value.faults == [
         "fault [0]: no 'd9' in the cluster; allowed: d0, p0",
         "fault [1]: no 'n9' in the cluster; allowed: n0, n1",
+        "fault [2]: no 'agent' in the cluster; allowed: decode, prefill",
     ]
+
+
+def test_the_members_of_a_cluster_are_known_before_it_runs() -> None:
+    """Its agents only where there will be some; an instance of both roles is of each."""
+    nodes = [{"id": "n0", "instances": [{"id": "b0", "role": "both"}]}]
+    local, off = ({"cluster": {"nodes": nodes}, "backup": {"mode": mode}} for mode in ("local", "off"))
+    faults = parse_faults([fault("kill", whom=whom) for whom in ({"id": "agent-n0"}, {"role": "agent"}, {"role": "decode"})])
+
+    assert unknown_victims(faults, members_of(parse_config(local))) == []
+    assert len(unknown_victims(faults, members_of(parse_config(off)))) == 2
 
 
 async def test_a_cluster_that_allows_no_faults_says_so_before_any_load() -> None:
@@ -235,15 +328,32 @@ async def test_a_cluster_that_allows_no_faults_says_so_before_any_load() -> None
 def test_a_stream_counts_where_it_works_and_its_phase_where_it_is_missed() -> None:
     """A prefill instance whose pages a decoding stream would need is its victim too."""
 
-    def stream(stage: str, output: int) -> dict[str, Any]:
-        return {"stage": stage, "prefill": "p0", "decode": "d0", "output_tokens": output, "max_tokens": 100}
-
     rows = [row("p0", "n0", "", 1), row("d0", "n0", "", 2), row("d1", "n1", "", 3, health="down")]
-    streams = (stream("prefill", 0), stream("decode", 0), stream("decode", 50), stream("decode", 95), stream("waiting", 9))
+    working = (stream("a", "prefill"), stream("b"), stream("c", output_tokens=50), stream("d", output_tokens=95))
 
-    seen = views(state_of(*rows, streams=streams))
+    seen = views(state_of(*rows, streams=(*working, stream("e", "waiting", output_tokens=9))))
 
     assert set(seen) == {InstanceId("p0"), InstanceId("d0")}
     assert (seen[InstanceId("p0")].inflight, seen[InstanceId("d0")].inflight) == (1, 3)
-    everything = {Phase.PREFILL: 1, Phase.HANDOFF: 1, Phase.DECODE: 1, Phase.NEAR_END: 1}
-    assert seen[InstanceId("p0")].phases == seen[InstanceId("d0")].phases == everything
+    everything = {"a": Phase.PREFILL, "b": Phase.HANDOFF, "c": Phase.DECODE, "d": Phase.NEAR_END}
+    assert seen[InstanceId("p0")].streams == seen[InstanceId("d0")].streams == everything
+
+
+def test_an_agent_is_seen_with_its_reservations_and_with_the_streams_that_it_protects() -> None:
+    """Room is reserved at once, pages come later: only who has some of a stream is missed by it."""
+    streams = stream("a", output_tokens=50, protected={"agent-n1": 7}), stream("b", protected={"agent-n1": 0})
+
+    seen = views(state_of(row("d0", "n0", "", 1), streams=streams, agents=(agent("n1", checkpoints=2),)))
+
+    view = seen[InstanceId("agent-n1")]
+    assert (view.role, view.node, view.inflight, view.streams) == (VictimRole.AGENT, "n1", 2, {"a": Phase.DECODE})
+
+
+def test_a_recovery_counts_as_one_where_it_goes_to() -> None:
+    """From its decision to its first token; then the stream decodes like any other."""
+    recoveries = [{"stream": "a", "outcome": "running"}, {"stream": "b", "outcome": "resumed"}]
+    streams = (stream("a", prefill=None, output_tokens=50), stream("b", prefill=None, output_tokens=50))
+
+    seen = views(state_of(row("d0", "n0", "", 1), streams=streams) | {"recoveries": recoveries})
+
+    assert seen[InstanceId("d0")].streams == {"a": Phase.RECOVERY, "b": Phase.DECODE}

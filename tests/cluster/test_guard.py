@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.cluster.guard import members
+from kvrs.cluster.guard import members, start_guard
 
 HOLD_A_FILE = "import sys, time; f = open(sys.argv[1], 'a'); print('held', flush=True); time.sleep(600)"
 
@@ -28,10 +28,6 @@ def holder(run_directory: Path) -> Iterator[subprocess.Popen[str]]:
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
-
-
-def start_guard(run_directory: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "kvrs.cluster.guard", str(run_directory)], stdin=subprocess.PIPE)
 
 
 def test_who_holds_a_file_of_the_run_belongs_to_it(run_directory: Path, holder: subprocess.Popen[str]) -> None:
@@ -69,3 +65,22 @@ def test_the_guard_spares_strangers_and_the_launcher_that_waits_for_it(
         assert holder.wait(1) != 0
         assert stranger.poll() is None
         stranger.kill()
+
+
+def test_the_guard_removes_what_killed_agents_left_for_their_successors(
+    run_directory: Path, holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Segments are files, which no death removes; those of other runs beside them stay."""
+    segments, others = tmp_path / "shm" / "run", tmp_path / "shm" / "other"
+    for directory in (segments, others):
+        (directory / "kvrs-ab12-n0").mkdir(parents=True)
+        (directory / "kvrs-ab12-n0" / "segment-0").write_bytes(bytes(4096))
+    guard = start_guard(run_directory, segments)
+    assert guard.stdin is not None
+
+    guard.stdin.close()
+
+    assert guard.wait(30) == 0
+    assert holder.wait(1) != 0
+    assert list((tmp_path / "shm").iterdir()) == [others]
+    assert len(list(others.rglob("segment-0"))) == 1

@@ -2,12 +2,13 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvrs.cluster.ports import FIRST_PORT, LAST_PORT, resolve_ports
 from kvrs.cluster.starts import next_start
-from kvrs.config import parse_config
+from kvrs.config import demo_nodes, parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 
@@ -21,6 +22,34 @@ def test_every_open_port_is_chosen_and_none_twice() -> None:
     ports += [port for instance in instances for port in (instance.port, instance.page_port)]
     assert len(set(ports)) == 10
     assert all(FIRST_PORT <= port < LAST_PORT for port in ports)
+
+
+def test_agents_have_ports_where_they_run() -> None:
+    """With checkpoints off there is no agent, so a port of one that somebody else uses is nobody's business."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        nodes: list[Any] = [node.model_dump(mode="json") for node in demo_nodes(2)]
+        nodes[1]["agent"]["page_port"] = port
+        asked = {"proxy": {"port": 0, "admin_port": 0}, "cluster": {"nodes": nodes}}
+
+        off = resolve_ports(parse_config(asked))
+        with pytest.raises(ConfigError) as caught:
+            resolve_ports(parse_config(asked | {"backup": {"mode": "local"}}))
+
+    on = resolve_ports(parse_config(asked | {"backup": {"mode": "local"}}))
+    assert [(node.agent.port, node.agent.page_port) for node in off.cluster.nodes] == [(0, 0), (0, port)]
+    assert caught.value.faults == [f"agent of node n1: page_port: 127.0.0.1:{port} is in use; allowed: a free port, or 0 for any"]
+    assert len({number for node in on.cluster.nodes for number in (node.agent.port, node.agent.page_port)} - {0}) == 4
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    """No port is free there, however long one looks."""
+    nodes: list[Any] = [node.model_dump(mode="json") for node in demo_nodes(1)]
+    nodes[0]["instances"][0]["host"] = "192.0.2.1"
+
+    with pytest.raises(ConfigError, match=r"instance p0: port: 192\.0\.2\.1:0 is Cannot assign"):
+        resolve_ports(parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": {"nodes": nodes}}))
 
 
 def test_ports_in_use_are_named_all_at_once() -> None:

@@ -51,7 +51,7 @@ PROMPT = "kalo miren. stavor 日本"
 
 def run_of(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> Run:
     sequence = Sequence(STREAM, (0, 1), prompt + output, len(prompt), root_tag("model", ""), prefill_only=False)
-    return make_run(request, request.max_tokens or 200, sequence, None, Model(tokenizer, 512, frozenset({END_ID})))
+    return make_run(request, request.max_tokens or 200, sequence, (), Model(tokenizer, 512, frozenset({END_ID})))
 
 
 def forced(

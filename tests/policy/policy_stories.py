@@ -2,11 +2,21 @@
 
 from typing import Any, TypeVar
 
+from kvrs.agent.config import BackupSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.actions import Action, Start
 from kvrs.policy.config import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.policy.costs import Instance
-from kvrs.policy.events import Event, InstanceLost, InstanceUp, PrefillDone, StreamArrived, StreamResumed
+from kvrs.policy.events import (
+    CheckpointsReported,
+    Event,
+    HolderUp,
+    InstanceLost,
+    InstanceUp,
+    PrefillDone,
+    StreamArrived,
+    StreamResumed,
+)
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
@@ -43,10 +53,13 @@ class Story:
         slo: SloSettings | None = None,
         wait_s: float = 30.0,
         max_attempts: int = 8,
+        gather_s: float = 0.0,
+        backup: BackupSettings | None = None,
         **settings: Any,
     ) -> None:
-        recovery = RecoverySettings(wait_s=wait_s, max_attempts=max_attempts)
-        self.policy = RecoveryPolicy(PolicySettings(name=name, recovery=recovery, **settings), slo or SloSettings())
+        recovery = RecoverySettings(wait_s=wait_s, max_attempts=max_attempts, gather_s=gather_s)
+        policy = PolicySettings(name=name, recovery=recovery, **settings)
+        self.policy = RecoveryPolicy(policy, slo or SloSettings(), backup or BackupSettings())
         self.now_s = 0.0
         self.actions: list[Action] = []
         for each in up:
@@ -66,6 +79,18 @@ class Story:
         if resumed:
             self.tell(StreamResumed(StreamId(name), 1))
         return start
+
+    def agents(
+        self, *nodes: str, epoch: int = 1, capacity_bytes: int = 1 << 30, host_to_device_bytes_per_s: float = 26e9
+    ) -> None:
+        """The agents of these nodes come up: `agent-n0` on `n0`."""
+        for node in nodes:
+            agent = InstanceId(f"agent-{node}")
+            self.tell(HolderUp(agent, NodeId(node), epoch, capacity_bytes, host_to_device_bytes_per_s))
+
+    def kept(self, agent: str, epoch: int = 1, **pages: int) -> list[Action]:
+        """The agent says how many leading pages it has of some streams."""
+        return self.tell(CheckpointsReported(InstanceId(agent), epoch, 0, len(pages), {StreamId(s): n for s, n in pages.items()}))
 
     def lose(self, name: str, epoch: int = 1, at_s: float | None = None, **produced: int) -> list[Action]:
         """The instance is lost; `produced` are the tokens that clients had by then."""

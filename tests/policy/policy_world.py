@@ -4,18 +4,23 @@ It knows what is really up, who really holds which pages and which transfers rea
 policy asks for something that it must not.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from random import Random
 
+from kvrs.agent.config import BackupMode, BackupSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.actions import Action, GiveUp, Plan, Recovered, Start, WakeAt
+from kvrs.policy.actions import Action, GiveUp, Place, Plan, Recovered, Redirect, Run, Settled, Start, WakeAt
 from kvrs.policy.config import PolicySettings, SloSettings
-from kvrs.policy.costs import Option
 from kvrs.policy.events import (
     AttemptFailed,
+    CheckpointsReported,
+    Deadlines,
     Event,
+    HolderLost,
+    HolderUp,
     InstanceLost,
     InstanceUp,
     LinkMeasured,
@@ -28,7 +33,10 @@ from kvrs.policy.events import (
     TimerFired,
 )
 from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.policy.timers import SLACK_S
 from tests.policy.policy_stories import GEOMETRY, instance
+
+PAGE = GEOMETRY.page_size_tokens
 
 
 @dataclass(slots=True)
@@ -40,28 +48,50 @@ class Client:
     attempt: int = 0
     plan: Plan | None = None
     at_prefill: bool = False
-    migrating: bool = False
+    knows_prompt: bool = False  # The proxy has its ids: they come from its first prefill.
+    broken: bool = True  # Its attempt is over for whatever reason, or there was none.
+    fetching_since_s: float | None = None
     outcome: str = ""
-    held: dict[InstanceId, tuple[int, int]] = field(default_factory=dict)  # Epoch, pages.
+    held: dict[InstanceId, tuple[int, int]] = field(default_factory=dict)  # Epoch, pages; of instances.
+    stored: dict[InstanceId, tuple[int, int]] = field(default_factory=dict)  # The same of agents.
+    told: dict[InstanceId, tuple[int, int]] = field(default_factory=dict)  # What of it agents have reported.
 
     @property
     def runs_on(self) -> InstanceId | None:
         if self.plan is None or self.outcome:
             return None
-        return self.plan.prefill if self.at_prefill else self.plan.decode
+        return self.plan.prefill or self.plan.decode if self.at_prefill else self.plan.decode
+
+    @property
+    def history_tokens(self) -> int:
+        return self.prompt_tokens + self.produced_tokens
 
 
 class World:
     def __init__(
-        self, seed: int, names: list[str], settings: PolicySettings, slo: SloSettings, failure_rate: float, one_timer: bool
+        self,
+        seed: int,
+        names: list[str],
+        settings: PolicySettings,
+        slo: SloSettings,
+        failure_rate: float,
+        one_timer: bool,
+        backup: BackupSettings | None = None,
     ) -> None:
-        self.policy = RecoveryPolicy(settings, slo)
+        self.backup = backup or BackupSettings()
+        self.policy = RecoveryPolicy(settings, slo, self.backup)
         self.settings = settings
+        self.slo = slo
         self.random = Random(seed)
         self.failure_rate = failure_rate
         self.one_timer = one_timer  # A driver may keep only the latest timer, or all of them.
         self.now_s = 0.0
         self.epochs: dict[InstanceId, int] = {InstanceId(name): 0 for name in names}
+        self.nodes = {name: NodeId("n" + name[1]) for name in self.epochs}
+        if self.backup.mode is not BackupMode.OFF:
+            agents = {InstanceId(f"agent-{node}"): node for node in self.nodes.values()}
+            self.nodes |= agents
+            self.epochs |= dict.fromkeys(agents, 0)
         self.up: set[InstanceId] = set()
         self.clients: dict[StreamId, Client] = {}
         self.log: list[tuple[Event, float]] = []
@@ -76,7 +106,9 @@ class World:
         for n in range(streams):
             self.at(self.random.uniform(0.0, 3.0), ("arrive", StreamId(f"s{n}")))
         for _ in range(kills):
-            self.at(self.random.uniform(0.5, 6.0), ("kill", self.random.choice(sorted(self.epochs))))
+            name = self.random.choice(sorted(self.epochs))
+            kill = ("kill_node", self.nodes[name]) if self.random.random() < 0.2 else ("kill", name)
+            self.at(self.random.uniform(0.5, 6.0), kill)
         steps = 0
         while self._agenda:
             steps += 1
@@ -98,10 +130,17 @@ class World:
             match action:
                 case Start():
                     self._carry_out(action)
-                case Recovered():
+                case Redirect():
                     client = self.clients[action.stream]
-                    assert client.attempt == action.attempt
-                    client.migrating = action.option is Option.MIGRATE
+                    # Only what just came out of prefill, and only where it goes to.
+                    assert isinstance(event, PrefillDone)
+                    assert (action.stream, action.attempt) == (event.stream, event.attempt) == (event.stream, client.attempt)
+                    assert client.plan is not None
+                    assert action.plan.prefill == client.plan.prefill
+                    self._check_plan(client, action.plan)
+                    client.plan = action.plan
+                case Recovered() | Settled():
+                    assert self.clients[action.stream].attempt == action.attempt
                 case GiveUp():
                     client = self.clients[action.stream]
                     assert not client.outcome
@@ -112,61 +151,142 @@ class World:
                     rounding_s = self.random.choice([0.0, 0.001, -0.001])
                     self.at(action.at_s + rounding_s, ("wake", self._timer))
         # The law of slots, by the world's own count.
-        for target in self.epochs:
-            transfers = [c for c in self.clients.values() if c.migrating and not c.outcome and c.plan and c.plan.decode == target]
-            assert len(transfers) <= self.settings.slots_max
+        fetching = Counter(
+            client.plan.decode
+            for client in self.clients.values()
+            if client.plan is not None and client.fetching_since_s is not None and not client.outcome
+        )
+        assert max(fetching.values(), default=0) <= self.settings.slots_max
 
     def _carry_out(self, start: Start) -> None:
         client, plan = self.clients[start.stream], start.plan
         assert not client.outcome, "a stream that is over was started"
         assert start.attempt == client.attempt + 1
-        named = {plan.decode, plan.prefill, plan.source} - {None}
-        assert named <= self.up, f"{named - self.up} are not up"
-        if plan.source is not None:
-            epoch, pages = client.held[plan.source]
-            assert epoch == self.epochs[plan.source] == plan.source_generation
-            history = client.prompt_tokens + client.produced_tokens
-            assert 0 < plan.source_pages <= min(pages, (history - 1) // GEOMETRY.page_size_tokens)
-        client.attempt, client.plan, client.migrating = start.attempt, plan, False
-        client.at_prefill = plan.prefill is not None
+        # Nobody who runs is moved: only victims, and who has held a slot for too long.
+        since_s, lease_s = client.fetching_since_s, self.settings.slot_lease_s
+        assert client.broken or (since_s is not None and self.now_s >= since_s + lease_s - SLACK_S), "a running stream was moved"
+        self._check_plan(client, plan)
+        client.attempt, client.plan, client.broken = start.attempt, plan, False
+        client.fetching_since_s = self.now_s if plan.runs else None
+        # A prompt that came as text is sent to prefill first, wherever that is: its ids are what the proxy needs.
+        client.at_prefill = plan.prefill is not None or not client.knows_prompt
         self.soon(("advance", (start.stream, start.attempt)))
+
+    def _check_plan(self, client: Client, plan: Plan) -> None:
+        named = {plan.decode, plan.prefill, *(run.holder for run in plan.runs), *(place.holder for place in plan.places)} - {None}
+        assert named <= self.up, f"{named - self.up} are not up"
+        assert plan.prefill is None or not plan.runs
+        for before, after in pairwise(plan.runs):
+            assert before.first_page + before.pages == after.first_page, "runs follow each other"
+        for run in plan.runs:
+            self._check_run(client, plan, run)
+        self._check_places(client, plan)
+
+    def _check_run(self, client: Client, plan: Plan, run: Run) -> None:
+        assert run.holder != plan.decode, "nobody fetches from himself"
+        assert run.generation == self.epochs[run.holder]
+        assert 0 <= run.first_page < run.first_page + run.pages <= (client.history_tokens - 1) // PAGE
+        epoch, pages = client.held[run.holder] if run.holder in client.held else client.told[run.holder]
+        assert epoch == run.generation, "what a former life held is lost"
+        assert run.first_page <= pages, "it is known to have nothing of the run"
+        if run.holder in client.held:
+            assert run.first_page + run.pages <= pages
+
+    def _check_places(self, client: Client, plan: Plan) -> None:
+        serving = self.nodes[plan.decode]
+        at_home = [self.nodes[place.holder] == serving for place in plan.places]
+        allowed: dict[BackupMode, list[list[bool]]] = {
+            BackupMode.OFF: [[]],
+            BackupMode.LOCAL: [[], [True]],
+            BackupMode.REMOTE: [[], [False]],
+        }
+        assert at_home in allowed.get(self.backup.mode, [[], [True], [False], [True, False]])
+        for place in plan.places:
+            assert isinstance(place, Place)
+            assert place.reserved_bytes >= client.history_tokens // PAGE * GEOMETRY.page_bytes or not client.knows_prompt
 
     def _advance(self, whom: object) -> None:
         """The attempt gets on by a stage, or breaks, or hangs until somebody notices."""
         assert isinstance(whom, tuple)
         stream, attempt = whom
         client = self.clients[stream]
-        if client.attempt != attempt or client.runs_on is None or client.runs_on not in self.up:
+        if client.attempt != attempt or client.broken or client.runs_on is None or client.runs_on not in self.up:
             return
         if self.random.random() < self.failure_rate:
             self.at(self.now_s + self.random.choice([0.0, 5.0]), ("break", whom))
         elif client.at_prefill:
-            history = client.prompt_tokens + client.produced_tokens
-            client.held[client.runs_on] = self.epochs[client.runs_on], history // GEOMETRY.page_size_tokens
-            client.at_prefill = False
-            self.tell(PrefillDone(stream, attempt, history))
+            client.held[client.runs_on] = self.epochs[client.runs_on], client.history_tokens // PAGE
+            self._store(stream, client)
+            client.at_prefill, client.knows_prompt = False, True
+            assert client.plan is not None
+            client.broken = client.plan.decode not in self.up  # Nobody is there to hand it off to.
+            self.tell(PrefillDone(stream, attempt, client.history_tokens))
             self.soon(("advance", whom))
         elif self.random.random() < 0.4:
             client.outcome = "complete"
-            client.migrating = False
+            client.fetching_since_s = None
             self.tell(StreamEnded(stream, attempt))
         else:
             client.produced_tokens += self.random.randint(1, 40)
-            client.migrating = False
+            client.fetching_since_s = None
+            # What is reserved elsewhere is released now.
+            kept = {place.holder for place in client.plan.places} if client.plan else set()
+            client.stored = {agent: stored for agent, stored in client.stored.items() if agent in kept}
+            client.told = {agent: told for agent, told in client.told.items() if agent in kept}
             self.tell(StreamResumed(stream, attempt))
+            self._store(stream, client)
             self.soon(("advance", whom))
+
+    def _store(self, stream: StreamId, client: Client) -> None:
+        """The instance has sent pages to the agents of its plan; sometimes the agents say so."""
+        assert client.plan is not None
+        for place in client.plan.places:
+            agent = place.holder
+            if agent not in self.up:
+                continue
+            epoch, pages = client.stored.get(agent, (0, 0))
+            if epoch != self.epochs[agent]:
+                pages = 0
+            client.stored[agent] = self.epochs[agent], self.random.randint(pages, client.history_tokens // PAGE)
+            if self.random.random() < 0.8:
+                self.soon(("report", agent))
+
+    def _report(self, agent: object) -> None:
+        """Everything it has, also of streams that are over or have been moved elsewhere."""
+        agent = InstanceId(str(agent))
+        epoch = self.epochs[agent]
+        found = {
+            name: client.stored[agent][1] for name, client in self.clients.items() if client.stored.get(agent, (0, 0))[0] == epoch
+        }
+        for name, pages in found.items():
+            self.clients[name].told[agent] = epoch, pages
+        if agent in self.up:
+            reserved = self.random.randint(0, 1 << 20)
+            self.tell(CheckpointsReported(agent, epoch, reserved, len(found), found))
+        self.tell(CheckpointsReported(agent, epoch - 1, 0, 0, dict.fromkeys(found, 1000)))
 
     def _break(self, whom: object) -> None:
         assert isinstance(whom, tuple)
         stream, attempt = whom
         client = self.clients[stream]
-        if client.attempt == attempt and client.runs_on is not None:
-            client.migrating = False
+        if client.attempt == attempt and client.runs_on is not None and not client.broken:
+            client.broken, client.fetching_since_s = True, None
             self.tell(AttemptFailed(stream, attempt, client.runs_on, "broke", client.produced_tokens))
+
+    def _kill_node(self, node: object) -> None:
+        for name in sorted(self.epochs):
+            if self.nodes[name] == node:
+                self._kill(name)
 
     def _kill(self, name: object) -> None:
         name = InstanceId(str(name))
         if name not in self.up:
+            return
+        self.at(self.now_s + self.random.uniform(0.1, 4.0), ("up", name))
+        if name.startswith("agent"):
+            self.up.discard(name)
+            self.tell(HolderLost(name, self.epochs[name], "killed"))
+            self.tell(HolderLost(name, self.epochs[name] - 1, "old news"))
             return
         victims = [stream for stream, client in self.clients.items() if client.runs_on == name]
         # Connections may break a moment before the instance is known to be lost, and once more after it.
@@ -177,35 +297,44 @@ class World:
         victims = [stream for stream, client in self.clients.items() if client.runs_on == name]
         old_attempts = [(stream, self.clients[stream].attempt) for stream in victims]
         for stream in victims:
-            self.clients[stream].migrating = False
+            self.clients[stream].broken, self.clients[stream].fetching_since_s = True, None
         produced = {stream: self.clients[stream].produced_tokens for stream in victims}
         self.tell(InstanceLost(name, self.epochs[name], "killed", produced))
         for stream, attempt in old_attempts:
             self.tell(AttemptFailed(stream, attempt, name, "reset", produced[stream]))
         self.tell(InstanceLost(name, self.epochs[name] - 1, "old news", {}))
-        self.at(self.now_s + self.random.uniform(0.1, 4.0), ("up", name))
 
     def _up(self, name: object) -> None:
         name = InstanceId(str(name))
-        if name not in self.up:
-            self.up.add(name)
-            self.epochs[name] += 1
-            self.tell(InstanceUp(instance(name, self.epochs[name])))
-            self.tell(LoadReported(name, self.random.choice([0.0, 0.3])))
-            nodes = [NodeId("n" + self.random.choice(sorted(self.epochs))[1]) for _ in range(2)]
-            self.tell(LinkMeasured(nodes[0], nodes[1], 10 ** self.random.uniform(4, 9)))
+        if name in self.up:
+            return
+        self.up.add(name)
+        self.epochs[name] += 1
+        if name.startswith("agent"):
+            capacity = self.random.choice([1 << 16, 1 << 22, 1 << 30])
+            self.tell(HolderUp(name, self.nodes[name], self.epochs[name], capacity, 10 ** self.random.uniform(5, 10)))
+            return
+        self.tell(InstanceUp(instance(name, self.epochs[name])))
+        self.tell(LoadReported(name, self.random.choice([0.0, 0.3])))
+        nodes = self.random.choices(sorted(set(self.nodes.values())), k=2)
+        self.tell(LinkMeasured(nodes[0], nodes[1], 10 ** self.random.uniform(4, 9)))
 
     def _arrive(self, stream: object) -> None:
         stream = StreamId(str(stream))
-        self.clients[stream] = Client(prompt_tokens=self.random.randint(1, 500))
-        self.tell(StreamArrived(stream, 1 if self.random.random() < 0.5 else self.clients[stream].prompt_tokens))
+        client = self.clients[stream] = Client(prompt_tokens=self.random.randint(1, 500))
+        guess = 1 if self.random.random() < 0.5 else client.prompt_tokens
+        client.knows_prompt = guess > 1 and self.random.random() < 0.5
+        deadlines = Deadlines(*(self.random.choice([None, None, 0.1, 5.0]) for _ in range(3)))
+        self.tell(StreamArrived(stream, guess, self.random.choice([None, guess + 300]), deadlines))
         if self.random.random() < 0.1:
             self.soon(("forget_pages", stream))
 
     def _forget_pages(self, stream: object) -> None:
         client = self.clients[StreamId(str(stream))]
-        for holder in list(client.held):
-            del client.held[holder]
+        for holder in [*client.held, *client.stored]:
+            client.held.pop(holder, None)
+            client.stored.pop(holder, None)
+            client.told.pop(holder, None)
             self.tell(RetentionLost(holder, (StreamId(str(stream)),)))
 
     def _end_late(self, stream: object) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from kvrs.ids import InstanceId
 from kvrs.policy.config import PolicyName
-from kvrs.policy.costs import Estimate, Option, decide, estimate_migrate, estimate_recompute, rom_migrate, rom_recompute
+from kvrs.policy.costs import Estimate, Option, decide, estimate_fetch, estimate_recompute, rom_migrate, rom_recompute
 from kvrs.profiles import catalog
 from tests.policy.policy_stories import instance
 
@@ -36,24 +36,21 @@ def test_the_seeds_rule_flips_at_112_gbit_s_for_every_listed_length(prompt_token
     assert decide(PolicyName.ROM, estimates).option is expected
 
 
-def test_migrating_costs_queue_handshake_transfer_and_the_tail() -> None:
-    """`queue + handshake + missing bytes / bandwidth + prefill(tail given prefix)`."""
-    estimate = estimate_migrate(instance("d1"), history_tokens=110, pages=6, bytes_per_s=204_800.0, queue_s=0.5, handshake_s=0.01)
+def test_fetching_costs_queue_transfer_and_the_tail() -> None:
+    """`queue + hand-shake and missing bytes / bandwidth + prefill(tail given prefix)`."""
+    estimate = estimate_fetch(Option.MIGRATE, instance("d1"), history_tokens=110, prefix_tokens=96, transfer_s=0.97, queue_s=0.5)
 
-    assert estimate.queue_s == 0.5
-    assert estimate.transfer_s == pytest.approx(0.01 + 96 * 2048 / 204_800)
     assert estimate.compute_s == pytest.approx(0.014)
-    assert estimate.total_s == pytest.approx(0.5 + estimate.transfer_s + 0.014)
+    assert estimate.raw_s == pytest.approx(0.5 + 0.97 + 0.014)
+    assert estimate.total_s == estimate.raw_s
 
 
-@pytest.mark.parametrize(("slot_wait_s", "expected_s"), [(0.0, 0.1), (0.05, 0.1), (0.3, 0.3)])
-def test_a_migration_waits_for_its_slot_and_for_what_is_on_the_link_at_once(slot_wait_s: float, expected_s: float) -> None:
-    """The link drains while a slot is waited for: counting both would count the same transfers twice."""
-    estimate = estimate_migrate(
-        instance("d1"), history_tokens=110, pages=6, bytes_per_s=204_800.0, bytes_ahead=20_480, slot_wait_s=slot_wait_s
-    )
+def test_a_correction_changes_what_is_compared_and_not_what_the_tables_say() -> None:
+    """`total_s` is what options are compared by; `raw_s` is what is learned from."""
+    estimate = estimate_fetch(Option.MIGRATE, instance("d1"), history_tokens=110, prefix_tokens=96, transfer_s=1.0, factor=2.0)
 
-    assert estimate.queue_s == pytest.approx(expected_s)
+    assert estimate.raw_s == pytest.approx(1.014)
+    assert estimate.total_s == pytest.approx(2.028)
 
 
 def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.actions import GiveUp, Plan, Reason, Recovered, Start
+from kvrs.policy.actions import GiveUp, Plan, Reason, Recovered, Run, Start
 from kvrs.policy.config import PolicyName, SloSettings
 from kvrs.policy.costs import Option
 from kvrs.policy.events import (
@@ -20,12 +20,14 @@ from kvrs.policy.events import (
     TimerFired,
 )
 from kvrs.profiles import catalog
+from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
 from tests.policy.policy_stories import Story, instance, of, only
 
 P0, P1, D0, D1, D2 = (InstanceId(name) for name in ("p0", "p1", "d0", "d1", "d2"))
 N0, N1 = NodeId("n0"), NodeId("n1")
 A, B = StreamId("A"), StreamId("B")
+SLOW = PrefillTable("slow", "made up", 100, [0.0, 1.0, 2.0])  # 10 ms per token
 
 
 def test_a_victim_migrates_from_the_prefill_instance_that_retains_its_prompt() -> None:
@@ -35,7 +37,7 @@ def test_a_victim_migrates_from_the_prefill_instance_that_retains_its_prompt() -
 
     actions = story.lose("d0", A=7)
 
-    assert only(actions, Start) == Start(A, 2, Plan(decode=D1, source=P0, source_pages=6, source_generation=1))
+    assert only(actions, Start) == Start(A, 2, Plan(decode=D1, runs=(Run(P0, 0, 6, 1),)))
     record = only(actions, Recovered)
     assert (record.option, record.cause, record.failed) == (Option.MIGRATE, "killed", D0)
     assert record.predicted_s == min(estimate.total_s for estimate in record.estimates)
@@ -47,7 +49,7 @@ def test_the_last_position_of_a_history_is_never_fetched() -> None:
     story = Story("p0", "d0", "d1")
     story.decoding("A", 96, resumed=False)
 
-    assert only(story.lose("d0"), Start).plan.source_pages == 5
+    assert only(story.lose("d0"), Start).plan.runs[0].pages == 5
 
 
 def test_streams_elsewhere_are_left_alone() -> None:
@@ -61,16 +63,29 @@ def test_streams_elsewhere_are_left_alone() -> None:
     assert [start.stream for start in of(actions, Start)] == [A]
 
 
-def test_a_slow_link_makes_auto_recompute_at_the_targets_own_pair() -> None:
-    """The whole history is computed next to the target, so that only a local hand-off is left."""
+def test_a_slow_link_makes_auto_recompute_at_the_target() -> None:
+    """No hand-off is left when the target computes the history itself."""
     story = Story("p0", "d0", "p1", "d1")
     story.decoding("A", 100)
     story.tell(LinkMeasured(N0, N1, 100_000.0))
 
     actions = story.lose("d0", A=7)
 
-    assert only(actions, Start) == Start(A, 2, Plan(decode=D1, prefill=P1))
+    assert only(actions, Start) == Start(A, 2, Plan(decode=D1))
     assert only(actions, Recovered).option is Option.RECOMPUTE
+
+
+def test_behind_a_busy_target_its_own_pair_recomputes() -> None:
+    """Its queue passes while the prefill instance beside it computes, so that only a local hand-off is left."""
+    story = Story("p0", "d0", "p1", "d1")
+    story.decoding("A", 100)
+    story.tell(LinkMeasured(N0, N1, 100_000.0))
+    story.tell(LoadReported(D1, 0.1))
+
+    actions = story.lose("d0", A=7)
+
+    assert only(actions, Start) == Start(A, 2, Plan(decode=D1, prefill=P1))
+    assert only(actions, Recovered).predicted_s == pytest.approx(0.107 + 0.002 + 107 * 2048 / 1.25e9)
 
 
 def test_the_generated_tail_is_part_of_what_auto_weighs() -> None:
@@ -78,7 +93,8 @@ def test_the_generated_tail_is_part_of_what_auto_weighs() -> None:
     story = Story("p0", "d0", "p1", "d1")
     story.decoding("A", 100)
 
-    migrate, recompute = only(story.lose("d0", A=50), Recovered).estimates
+    estimates = {estimate.option: estimate for estimate in only(story.lose("d0", A=50), Recovered).estimates}
+    migrate, recompute = estimates[Option.MIGRATE], estimates[Option.RECOMPUTE]
 
     assert migrate.compute_s == pytest.approx(0.054)
     assert recompute.compute_s == pytest.approx(0.150)
@@ -88,7 +104,8 @@ def test_a_queue_at_the_prefill_instance_turns_auto_towards_migration() -> None:
     """The seed's crossover: recomputing waits behind other requests, a transfer does not."""
 
     def choice(queue_s: float) -> Option:
-        story = Story("p0", "d0", "p1", "d1")
+        story = Story("p0", "d0", "p1")
+        story.tell(InstanceUp(instance("d1", prefill=SLOW, capabilities=frozenset(Capability) - {Capability.SPLIT})))
         story.tell(LinkMeasured(N0, N1, 1e6))
         story.decoding("A", 100)
         story.tell(LoadReported(P1, queue_s))
@@ -108,7 +125,7 @@ def test_bytes_already_on_a_link_are_weighed() -> None:
 
     options = [record.option for record in of(story.lose("d0"), Recovered)]
 
-    assert options[0] is Option.MIGRATE
+    assert options[0] in (Option.MIGRATE, Option.SPLIT)
     assert Option.RECOMPUTE in options
 
 
@@ -172,7 +189,7 @@ def test_pages_that_are_gone_are_never_a_source(how: str) -> None:
 
     start = only(story.lose("d0", A=1), Start)
 
-    assert start.plan == Plan(decode=D1, prefill=P1)
+    assert start.plan == Plan(decode=D1)
 
 
 def test_a_stale_loss_is_ignored() -> None:
@@ -217,7 +234,7 @@ def test_a_decode_instance_that_dies_during_prefill_is_replaced_after_it() -> No
     done = story.tell(PrefillDone(A, 1, 100))
 
     assert of(lost, Start) == []
-    assert only(done, Start) == Start(A, 2, Plan(decode=D1, source=P0, source_pages=6, source_generation=1))
+    assert only(done, Start) == Start(A, 2, Plan(decode=D1, runs=(Run(P0, 0, 6, 1),)))
 
 
 def test_a_recovery_that_is_hit_again_is_decided_again() -> None:
@@ -241,8 +258,18 @@ def test_a_failed_attempt_goes_elsewhere_and_by_another_way() -> None:
 
     actions = story.tell(AttemptFailed(A, 2, D1, "refused", 1))
 
-    assert only(actions, Start) == Start(A, 3, Plan(decode=D2, prefill=P0))
+    assert only(actions, Start) == Start(A, 3, Plan(decode=D2))
     assert only(actions, Recovered).option is Option.RECOMPUTE
+
+
+def test_nobody_is_sent_back_to_what_has_just_failed_him() -> None:
+    """However slow the others are."""
+    story = Story("p0", "d0", "d1")
+    story.tell(InstanceUp(instance("d2", prefill=SLOW)))
+    story.decoding("A")
+    story.lose("d0", A=1)
+
+    assert only(story.tell(AttemptFailed(A, 2, D1, "reset", 1)), Start).plan.decode == D2
 
 
 def test_an_option_is_allowed_again_once_the_stream_flows() -> None:
@@ -251,7 +278,6 @@ def test_an_option_is_allowed_again_once_the_stream_flows() -> None:
     story.decoding("A")
     story.lose("d0", A=1)
     story.tell(AttemptFailed(A, 2, D1, "refused", 1))
-    story.tell(PrefillDone(A, 3, 101))
     story.tell(StreamResumed(A, 3))
     story.tell(InstanceUp(instance("d1", epoch=2)))
 
@@ -301,7 +327,7 @@ def test_victims_wait_for_a_decode_instance_and_keep_their_kv() -> None:
     up = story.tell(InstanceUp(instance("d0", epoch=2)), at_s=20.0)
 
     assert of(lost, Start) == []
-    assert [(start.stream, start.plan.source) for start in of(up, Start)] == [(A, P0), (B, P0)]
+    assert [(start.stream, start.plan.runs[0].holder) for start in of(up, Start)] == [(A, P0), (B, P0)]
 
 
 def test_a_victim_waits_no_longer_than_allowed() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.policy.actions import Recovered, WakeAt
-from kvrs.policy.config import PolicyName, PolicySettings, RecoverySettings, SloSettings
+from kvrs.agent.config import BackupMode, BackupSettings, Placement
+from kvrs.policy.actions import Recovered, Start, WakeAt
+from kvrs.policy.config import Dispatch, Handoff, PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.policy.costs import Option
 from kvrs.policy.recovery import RecoveryPolicy
 from tests.policy.policy_world import World
@@ -17,16 +18,25 @@ CLUSTERS = [["p0", "d0"], ["p0", "d0", "p1", "d1"], ["p0", "d0", "d1", "d2"], ["
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    recovery = RecoverySettings(wait_s=draw(st.sampled_from([0.0, 1.0, 30.0])), max_attempts=draw(st.sampled_from([2, 8, 50])))
+    recovery = RecoverySettings(
+        wait_s=draw(st.sampled_from([0.0, 1.0, 30.0])),
+        gather_s=draw(st.sampled_from([0.0, 0.01, 0.3])),
+        max_attempts=draw(st.sampled_from([2, 8, 50])),
+    )
     policy = PolicySettings(
         name=draw(st.sampled_from(PolicyName)),
+        handoff=draw(st.sampled_from(Handoff)),
+        dispatch=draw(st.sampled_from(Dispatch)),
+        correction_max=draw(st.sampled_from([1.0, 4.0])),
         slots_max=draw(st.integers(1, 4)),
         slot_lease_s=draw(st.sampled_from([0.3, 2.0, 30.0])),
         recovery=recovery,
     )
     slo = SloSettings(abort=draw(st.booleans()), recovery_gap_s=draw(st.sampled_from([0.5, 10.0])))
+    backup = BackupSettings(mode=draw(st.sampled_from(BackupMode)), placement=draw(st.sampled_from(Placement)))
     failure_rate = draw(st.sampled_from([0.0, 0.1, 0.4]))
-    world = World(draw(st.integers(0, 1 << 32)), draw(st.sampled_from(CLUSTERS)), policy, slo, failure_rate, draw(st.booleans()))
+    cluster, one_timer = draw(st.sampled_from(CLUSTERS)), draw(st.booleans())
+    world = World(draw(st.integers(0, 1 << 32)), cluster, policy, slo, failure_rate, one_timer, backup)
     world.run(streams=draw(st.integers(1, 25)), kills=draw(st.integers(0, 8)))
     return world
 
@@ -48,13 +58,15 @@ def test_every_stream_ends_and_nothing_is_left_in_the_books(world: World) -> Non
     assert {link["in_flight_bytes"] for link in snapshot["links"]} <= {0}
     for member in snapshot["instances"]:
         assert (member["work_s"], member["running"], member["decode_streams"], member["retained_streams"]) == (0.0, 0, 0, 0)
+    assert {(agent["booked_bytes"], agent["own_streams"]) for agent in snapshot["agents"]} <= {(0, 0)}
+    assert (snapshot["checkpoints"], snapshot["unprotected"]) == ({}, {})
 
 
 @given(worlds())
 @settings(max_examples=50, deadline=None)
 def test_the_same_events_lead_to_the_same_actions(world: World) -> None:
     """A recorded incident can be run again."""
-    again = RecoveryPolicy(world.settings, world.policy._slo)
+    again = RecoveryPolicy(world.settings, world.slo, world.backup)
 
     assert [again.handle(event, now_s) for event, now_s in world.log] == world.answers
 
@@ -69,24 +81,42 @@ def test_wake_ups_are_few(world: World) -> None:
 
 
 def test_the_worlds_are_rough_enough() -> None:
-    """Guards the tests above: every option, every kind of end and a queue for slots must really occur."""
+    """Guards the tests above: every option, kind of end, way of combining sources and queue for slots must really occur."""
     options: Counter[Option] = Counter()
     outcomes: Counter[str] = Counter()
-    waited = 0
-    for seed in range(40):
+    actions: Counter[str] = Counter()
+    combined = protected = 0
+    for seed in range(75):
         world = World(
-            seed, CLUSTERS[seed % 5], settings_for(seed), SloSettings(abort=seed % 3 == 0, recovery_gap_s=1.0), 0.2, True
+            seed,
+            CLUSTERS[seed // 5 % 5],
+            settings_for(seed),
+            SloSettings(abort=seed % 3 == 0, recovery_gap_s=1.0),
+            failure_rate=0.2,
+            one_timer=True,
+            backup=BackupSettings(mode=list(BackupMode)[seed % 4], capacity_bytes=1 << 30),
         )
         world.run(streams=20, kills=6)
-        options.update(action.option for answer in world.answers for action in answer if isinstance(action, Recovered))
         outcomes.update(client.outcome for client in world.clients.values())
-        waited += sum(isinstance(action, WakeAt) for answer in world.answers for action in answer)
+        for action in (action for answer in world.answers for action in answer):
+            actions[type(action).__name__] += 1
+            if isinstance(action, Recovered):
+                options[action.option] += 1
+            elif isinstance(action, Start):
+                combined += len(action.plan.runs) > 1
+                protected += bool(action.plan.places)
 
-    assert set(options) == {Option.START, Option.MIGRATE, Option.RECOMPUTE}
+    assert set(options) == set(Option) - {Option.ABORT}
     assert set(outcomes) == {"complete", "no_instance", "slo", "retries"}
-    assert min(*options.values(), *outcomes.values(), waited) > 10
+    assert set(actions) == {"Start", "Redirect", "Recovered", "Settled", "GiveUp", "WakeAt"}
+    assert min(*options.values(), *outcomes.values(), *actions.values(), combined, protected) > 5, (options, outcomes, actions)
 
 
 def settings_for(seed: int) -> PolicySettings:
     recovery: dict[str, Any] = {"wait_s": 0.5 if seed % 4 == 0 else 20.0, "max_attempts": 3 if seed % 2 else 20}
-    return PolicySettings(name=list(PolicyName)[seed % 4], slots_max=1 + seed % 2, recovery=RecoverySettings(**recovery))
+    return PolicySettings(
+        name=PolicyName.AUTO if seed % 7 == 0 else list(PolicyName)[seed % 5],
+        handoff=list(Handoff)[seed % 3],
+        slots_max=1 + seed % 2,
+        recovery=RecoverySettings(**recovery),
+    )

@@ -19,9 +19,12 @@ from kvrs.policy.events import (
     TimerFired,
 )
 from kvrs.policy.slots import SHORTEST_WAIT_S, SlotBook
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import Capability
 from tests.policy.policy_stories import Story, instance, of, only
 
 D, D1 = InstanceId("d"), InstanceId("d1")
+SLOW = PrefillTable("slow", "made up", 100, [0.0, 1.0, 2.0])  # 10 ms per token
 A, B, C, E = (StreamId(name) for name in "ABCE")
 
 
@@ -98,7 +101,7 @@ def test_auto_weighs_the_wait_for_a_slot(slots_max: int, second: Option) -> None
     story.tell(PrefillDone(A, 1, 400))
     story.tell(PrefillDone(B, 1, 400))
     story.tell(InstanceUp(instance("p1")))
-    story.tell(InstanceUp(instance("d1")))
+    story.tell(InstanceUp(instance("d1", capabilities=frozenset(Capability) - {Capability.SPLIT})))
 
     records = of(story.lose("d0"), Recovered)
 
@@ -114,6 +117,24 @@ def test_an_expired_slot_ends_its_transfer_and_removes_the_option() -> None:
     first, second = of(actions, Recovered)
     assert (first.stream, first.attempt, first.option) == ("s0", 3, Option.RECOMPUTE)
     assert (second.stream, second.attempt, second.option) == ("s1", 2, Option.MIGRATE)
+
+
+def test_who_lost_his_slot_is_replaced_by_what_needs_none() -> None:
+    """His transfer may still be under way: it ends with the attempt, and nobody may share his slot with it until then."""
+    story = Story(slots_max=1, slot_lease_s=7.0)
+    for name in ("p0", "d0"):
+        story.tell(InstanceUp(instance(name, prefill=SLOW)))
+    for stream in (A, B):
+        story.decoding(stream, 321)
+    story.tell(InstanceUp(instance("d1", prefill=SLOW)))
+    story.tell(LinkMeasured(NodeId("n0"), NodeId("n1"), 6e5))
+    story.lose("d0")
+    waiting = story.policy.snapshot()["slots"]["d1"]["waiting"]
+
+    expired = of(story.tell(TimerFired(), at_s=7.0), Recovered)
+
+    assert (of(story.actions, Recovered)[0].option, waiting) == (Option.SPLIT, 1)
+    assert (expired[0].stream, expired[0].option) == (A, Option.RECOMPUTE)
 
 
 def test_when_every_way_has_failed_only_the_last_stays_removed() -> None:

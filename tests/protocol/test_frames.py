@@ -8,7 +8,23 @@ from hypothesis import strategies as st
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol import frames
-from kvrs.protocol.frames import Answer, FrameType, Hello, Identity, Probe, Pull, PullRequest, Welcome
+from kvrs.protocol.frames import (
+    Answer,
+    Claim,
+    FrameType,
+    Held,
+    Hello,
+    Identity,
+    Offer,
+    Probe,
+    Pull,
+    PullRequest,
+    Store,
+    StoreCode,
+    StoredRun,
+    TrafficClass,
+    Welcome,
+)
 from kvrs.protocol.tags import TAG_BYTES, Tag
 
 NAMES = st.text(max_size=60)
@@ -25,10 +41,19 @@ MACS = st.binary(min_size=frames.MAC_BYTES, max_size=frames.MAC_BYTES)
 HELLOS = st.builds(Hello, NONCES, IDENTITIES, NAMES.map(InstanceId), NAMES.map(NodeId), MACS)
 TAGS = st.binary(min_size=TAG_BYTES, max_size=TAG_BYTES).map(Tag)
 U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+TRAFFIC = st.sampled_from(TrafficClass)
 REQUESTS = st.one_of(
-    st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple)),
-    st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple), st.text(min_size=1, max_size=60).map(StreamId), U32),
+    st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple), traffic=TRAFFIC),
+    st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple), st.text(min_size=1, max_size=60).map(StreamId), U32, TRAFFIC),
 )
+CLAIMS = st.builds(Claim, NAMES.map(StreamId), U64, U64)
+RUNS = st.lists(st.tuples(TAGS, U64), min_size=1, max_size=8).flatmap(
+    lambda pages: st.builds(
+        StoredRun, CLAIMS, U32, st.just(tuple(tag for tag, _ in pages)), st.just(tuple(checksum for _, checksum in pages))
+    )
+)
+STORES = st.builds(Store, U32, st.lists(RUNS, min_size=1, max_size=5).map(tuple))
 
 # what can be sent, its type, how it is encoded and how it is decoded
 KINDS: list[tuple[st.SearchStrategy[Any], FrameType, Callable[[Any], bytes], Callable[[bytes], Any]]] = [
@@ -42,6 +67,13 @@ KINDS: list[tuple[st.SearchStrategy[Any], FrameType, Callable[[Any], bytes], Cal
         frames.encode_probe,
         frames.decode_probe,
     ),
+    (
+        st.builds(Offer, U32, CLAIMS, U64, st.lists(TAGS, max_size=20).map(tuple)),
+        FrameType.OFFER,
+        frames.encode_offer,
+        frames.decode_offer,
+    ),
+    (STORES, FrameType.STORE, frames.encode_store, frames.decode_store),
 ]
 DECODERS = [decode for _, _, _, decode in KINDS]
 
@@ -97,6 +129,42 @@ def test_random_headers_are_decoded_or_refused_and_nothing_else(header: bytes, e
             continue
 
 
+@settings(max_examples=100, deadline=None)
+@given(STORES, st.data())
+def test_a_store_with_damaged_bytes_is_decoded_or_refused_and_nothing_else(store: Store, data: st.DataObject) -> None:
+    """Bodies that are nearly right reach deeper than random ones; what comes out has a checksum for each page, and pages."""
+    body = bytearray(frames.encode_store(store)[frames.HEADER_BYTES :])
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+
+    try:
+        decoded = frames.decode_store(bytes(body))
+    except TransferError:
+        return
+    assert all(len(run.tags) == len(run.checksums) > 0 for run in decoded.runs)
+
+
+@given(U32, st.lists(st.builds(Held, st.sampled_from(StoreCode), U32), max_size=20))
+def test_what_is_held_has_its_number_in_its_start(request_id: int, held: list[Held]) -> None:
+    """The receiver knows from its own question how many bytes to expect."""
+    frame = frames.encode_held(request_id, held)
+
+    start = frames.decode_answer(frame[: frames.ANSWER_BYTES], FrameType.HELD)
+    payload = frame[frames.ANSWER_BYTES :]
+    assert start == Answer(FrameType.HELD, request_id, len(held), 0, frames.held_bytes(len(held)))
+    assert len(payload) == frames.held_bytes(len(held))
+    assert frames.decode_held(payload) == held
+
+
+@given(st.binary(max_size=60))
+def test_random_records_of_what_is_held_are_decoded_or_refused_and_nothing_else(payload: bytes) -> None:
+    """As for bodies."""
+    try:
+        frames.decode_held(payload)
+    except TransferError:
+        return
+
+
 @given(
     st.builds(
         Answer,
@@ -119,10 +187,10 @@ def test_the_start_of_an_answer_has_one_size(answer: Answer) -> None:
     ("header", "fault"),
     [
         (b"PK\x01\x05\0\0\0\0", "not a frame"),
-        (b"KV\x02\x05\0\0\0\0", "version 2"),
-        (b"KV\x01\x63\0\0\0\0", "type 99"),
-        (b"KV\x01\x02\0\0\0\0", "type 2"),
-        (b"KV\x01\x05\xff\xff\xff\xff", "at most"),
+        (b"KV\x03\x05\0\0\0\0", "version 3"),
+        (b"KV\x02\x63\0\0\0\0", "type 99"),
+        (b"KV\x02\x02\0\0\0\0", "type 2"),
+        (b"KV\x02\x05\xff\xff\xff\xff", "at most"),
     ],
 )
 def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str) -> None:
@@ -134,7 +202,7 @@ def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str)
 def test_every_type_has_a_bound_on_its_length() -> None:
     """No claimed length is believed."""
     for frame_type in FrameType:
-        header = b"KV\x01" + bytes((frame_type,)) + b"\xff\xff\xff\xff"
+        header = b"KV\x02" + bytes((frame_type,)) + b"\xff\xff\xff\xff"
 
         with pytest.raises(TransferError, match="at most"):
             frames.decode_header(header, frame_type)
@@ -150,6 +218,55 @@ def test_a_pull_that_claims_more_tags_than_it_holds_is_refused() -> None:
     body[4:8] = (1 << 31).to_bytes(4)
     with pytest.raises(TransferError, match="tags"):
         frames.decode_pull(bytes(body))
+
+
+def test_a_pull_of_an_unknown_class_is_refused() -> None:
+    """Nobody jumps the queue by a number that nobody knows."""
+    body = bytearray(frames.encode_pull(Pull(1, PullRequest((), traffic=TrafficClass.CHECKPOINT)))[frames.HEADER_BYTES :])
+    body[8] += 1
+
+    with pytest.raises(TransferError, match="traffic class 3"):
+        frames.decode_pull(bytes(body))
+
+
+def store_body(*runs: int) -> bytearray:
+    """Of a STORE with runs of so many pages."""
+    claim = Claim(StreamId("s"), 0, 1)
+    all_runs = (StoredRun(claim, 0, (Tag(bytes(TAG_BYTES)),) * pages, (0,) * pages) for pages in runs)
+    return bytearray(frames.encode_store(Store(1, tuple(all_runs)))[frames.HEADER_BYTES :])
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "fault"),
+    [
+        (4, 0, "0 runs"),
+        (4, frames.MAX_RUNS + 1, "runs, allowed"),
+        (4, 2**32 - 1, "runs, allowed"),
+        (4, 2, "cut off"),
+        (30, 0, "without pages"),
+        (30, 2, "cut off"),
+        (30, frames.MAX_TAGS + 1, "tags, at most"),
+        (30, 2**32 - 1, "tags, at most"),
+    ],
+)
+def test_a_store_that_claims_what_it_does_not_hold_is_refused(at: int, value: int, fault: str) -> None:
+    """Every number is compared with its bound and with the bytes that are there, before anything is made of it."""
+    body = store_body(1)
+    assert int.from_bytes(body[at : at + 4]) == 1  # Number of runs, or of the pages of the first.
+    body[at : at + 4] = value.to_bytes(4)
+
+    with pytest.raises(TransferError, match=fault):
+        frames.decode_store(bytes(body))
+
+
+def test_the_pages_of_a_store_are_bounded_over_all_its_runs() -> None:
+    """Or a few runs could have any number."""
+    half = frames.MAX_TAGS // 2 + 1
+    body = store_body(half)
+    both = (1).to_bytes(4) + (2).to_bytes(4) + body[8:] + body[8:]
+
+    with pytest.raises(TransferError, match="pages, at most"):
+        frames.decode_store(both)
 
 
 def test_a_reason_is_bounded_and_fit_for_a_log() -> None:

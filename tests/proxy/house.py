@@ -1,7 +1,7 @@
 """A proxy in front of scripted instances, on free ports, in the caller's own event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from kvrs.config import parse_config
 from kvrs.protocol.instance import Role
 from kvrs.proxy.server import Proxy
 from tests.proxy.scripted import SECRET, Script, Scripted
+from tests.proxy.scripted_agent import ScriptedAgent
 
 
 @dataclass
@@ -22,6 +23,7 @@ class House:
     proxy: Proxy
     script: Script
     instances: dict[str, Scripted]
+    agents: dict[str, ScriptedAgent]  # One per node where section `backup` turns them on.
     http: aiohttp.ClientSession
 
     @property
@@ -30,8 +32,11 @@ class House:
 
     async def complete(self, **fields: Any) -> tuple[int, bytes]:
         """A completion; with `messages`, a chat."""
+        return await self.ask(fields)
+
+    async def ask(self, fields: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
         path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-        async with self.http.post(self.url + path, json=fields) as response:
+        async with self.http.post(self.url + path, json=fields, headers=headers) as response:
             return response.status, await response.read()
 
     async def state(self) -> Any:
@@ -43,7 +48,8 @@ class House:
             return await response.text()
 
     async def health(self) -> dict[str, str]:
-        return {instance["id"]: instance["health"] for instance in (await self.state())["instances"]}
+        state = await self.state()
+        return {row["id"]: row["health"] for row in (*state["instances"], *state["agents"])}
 
     async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
         """Wait for something to become true; a test that waits in vain fails by this limit."""
@@ -75,14 +81,18 @@ async def open_house(
     roles: tuple[tuple[str, Role], ...] = (("p", Role.PREFILL), ("d", Role.DECODE)),
     wait: bool = True,
     model: str | None = None,
+    agent_ports: Mapping[str, int] | None = None,
     prepare: Callable[[dict[str, Scripted]], None] = lambda _: None,
     **sections: dict[str, Any],
 ) -> AsyncIterator[House]:
-    """Nodes n0, n1, ... with p0 and d0, p1 and d1, ..., all up; `sections` are those of the configuration."""
+    """Nodes n0, n1, ... with p0 and d0, p1 and d1, ..., all up; `sections` are those of the configuration.
+
+    Agents, where section `backup` wants them, are scripted, unless `agent_ports` says where those of each node listen.
+    """
     async with AsyncExitStack() as stack:
         script = Script()
         instances = {
-            f"{letter}{n}": Scripted(f"{letter}{n}", f"n{n}", role, script, created=100 + n)
+            f"{letter}{n}": Scripted(f"{letter}{n}", f"n{n}", role=role, script=script, created=100 + n)
             for n in range(pairs)
             for letter, role in roles
         }
@@ -90,9 +100,17 @@ async def open_house(
         for instance in instances.values():
             await instance.start()
             stack.push_async_callback(instance.close)
+        agents: dict[str, ScriptedAgent] = {}
+        if agent_ports is None and sections.get("backup", {}).get("mode", "off") != "off":
+            agents = {f"agent-n{n}": ScriptedAgent(f"agent-n{n}", f"n{n}") for n in range(pairs)}
+        for agent in agents.values():
+            await agent.start()
+            stack.push_async_callback(agent.close)
+        agent_ports = agent_ports or {agent.node: agent.port for agent in agents.values()}
         nodes = [
             {
                 "id": f"n{n}",
+                "agent": {"port": agent_ports.get(f"n{n}", 0)},
                 "instances": [
                     {"id": f"{letter}{n}", "role": role.value, "port": instances[f"{letter}{n}"].port} for letter, role in roles
                 ],
@@ -105,7 +123,7 @@ async def open_house(
         await proxy.start()
         stack.push_async_callback(proxy.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        house = House(proxy, script, instances, http)
+        house = House(proxy, script, instances, agents, http)
         if wait:
-            await house.until_health(**dict.fromkeys(instances, "up"))
+            await house.until_health(**dict.fromkeys((*instances, *(f"agent-{node}" for node in agent_ports)), "up"))
         yield house

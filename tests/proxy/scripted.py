@@ -5,11 +5,10 @@ takes the history for a prompt and knows nothing of the object `kvrs`.
 """
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -42,10 +41,10 @@ from kvrs.protocol.openai import (
     sse,
 )
 from tests.proxy.scripted_model import Step, Writer, choice_of, finish_of, ids_of, rendered, token_after
+from tests.proxy.scripted_server import ScriptedServer, abort
 
 SECRET = b"a secret of the tests"
 GEOMETRY = KvGeometry(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4, page_size_tokens=16)
-_PIDS = itertools.count(1000)
 
 
 class Fault(StrEnum):
@@ -59,9 +58,12 @@ class Fault(StrEnum):
     HANG = "hang"
     GARBAGE = "garbage"
     UNAVAILABLE = "unavailable"  # HTTP 503, before any token.
+    EMPTY = "empty"  # HTTP 200 with nothing in it.
     CONFLICT = "conflict"  # HTTP 409, likewise.
 
 
+# What comes in place of a whole answer, as the status.
+_INSTEAD = {Fault.UNAVAILABLE: 503, Fault.CONFLICT: 409, Fault.EMPTY: 200}
 BREAKS = [Fault.RESET, Fault.CUT, Fault.EOF, Fault.DONE_ONLY, Fault.ERROR, Fault.GARBAGE]
 
 
@@ -89,77 +91,41 @@ class Script:
     pause_s: float = 0.0  # Between two events.
     gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
     gate_at: int = 0
+    prefill_gate: asyncio.Event | None = None  # Prefill calls wait for it.
     event_padding: int = 0  # Bytes of text added to every token, for clients that do not read.
 
 
 @dataclass(eq=False)
-class Scripted:
-    """One instance. Everything that it was asked is kept for the test to look at."""
+class Scripted(ScriptedServer):
+    """One instance."""
 
-    id: str
-    node: str
-    role: Role
-    script: Script
-    epoch: int = 1
-    pid: int = field(default_factory=lambda: next(_PIDS))
+    role: Role = Role.BOTH
+    script: Script = field(default_factory=Script)
     fingerprint: str = "same"
     capabilities: list[Capability] = field(default_factory=lambda: list(Capability))
-    port: int = 0
     completions: list[CompletionRequest | ChatRequest] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)  # The same, undecoded.
     parses: bool = False  # A plain engine with a parser for reasoning.
-    headers: list[dict[str, str]] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
     lease_updates: list[LeaseUpdate] = field(default_factory=list)
     forgotten: set[str] = field(default_factory=set)  # Streams whose lease is said to be unknown.
     fences: list[dict[str, int]] = field(default_factory=list)
     running: int = 0
     queued: int = 0
+    queue_delay_s: float = 0.0
+    checkpoint_lag_pages: int = 0
     aborted: int = 0
     watches: int = 0
     refusal: tuple[int, bytes] | None = None
     created: int = 100
     deaf: bool = False  # It runs on, but does not say who it is.
-    _runner: web.AppRunner | None = None
-    _connections: set[asyncio.BaseTransport] = field(default_factory=set)
-    _watching: set[asyncio.BaseTransport] = field(default_factory=set)
 
-    async def start(self) -> None:
-        app = web.Application(middlewares=[self._note])
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._completions)
-        app.router.add_get("/kvrs/v1/instance", self._info)
-        app.router.add_get("/kvrs/v1/load", self._load)
-        app.router.add_post("/kvrs/v1/leases", self._leases)
-        app.router.add_post("/kvrs/v1/fence", self._fence)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.05)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
-
-    async def kill(self) -> None:
-        """As by SIGKILL: every connection is reset in the same instant, and nobody listens."""
-        assert self._runner is not None
-        for site in list(self._runner.sites):
-            await site.stop()
-        for transport in list(self._connections):
-            _abort(transport)
-        await self._runner.cleanup()
-        self._runner = None
-
-    async def restart(self) -> None:
-        self.epoch += 1
-        self.pid = next(_PIDS)
-        await self.start()
-
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self.kill()
-
-    def cut_watch(self) -> None:
-        """Only the proxy's watch connection breaks; the instance lives on."""
-        for transport in list(self._watching):
-            _abort(transport)
+    def routes(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/v1/completions", self._completions)
+        router.add_post("/v1/chat/completions", self._completions)
+        router.add_get("/kvrs/v1/instance", self._info)
+        router.add_get("/kvrs/v1/load", self._load)
+        router.add_post("/kvrs/v1/leases", self._leases)
+        router.add_post("/kvrs/v1/fence", self._fence)
 
     def info(self) -> InstanceInfo:
         return InstanceInfo(
@@ -177,15 +143,6 @@ class Scripted:
             prefill=MeasuredPrefill("test", 256, [0.001, 0.01, 0.02]),
         )
 
-    @web.middleware
-    async def _note(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
-        assert request.transport is not None
-        self._connections.add(request.transport)
-        self.calls.append(f"{request.method} {request.path}")
-        self.headers.append(dict(request.headers))
-        response: web.StreamResponse = await handler(request)
-        return response
-
     async def _info(self, _: web.Request) -> web.Response:
         if self.deaf:
             return web.Response(status=503)
@@ -200,10 +157,17 @@ class Scripted:
         try:
             while True:
                 report = LoadReport(
-                    self.epoch, queued=self.queued, running=self.running, free_pages=9, queue_delay_s=0.0, links=[]
+                    self.epoch,
+                    queued=self.queued,
+                    running=self.running,
+                    free_pages=9,
+                    queue_delay_s=self.queue_delay_s,
+                    links=[],
+                    checkpoint_lag_pages=self.checkpoint_lag_pages,
                 )
                 await response.write(msgspec.json.encode(report) + b"\n")
                 await asyncio.sleep(float(request.query["watch"]))
+                await self.awake.wait()
         finally:
             self.watches -= 1
 
@@ -253,11 +217,15 @@ class Scripted:
             match self.script.prefill_faults.pop(0):
                 case Fault.UNAVAILABLE:
                     return web.Response(status=503, body=error_body("full"))
+                case Fault.EMPTY:
+                    return web.Response(body=b"")
                 case Fault.HANG:
                     await asyncio.sleep(60)
                 case _:
                     assert request.transport is not None
-                    _abort(request.transport)
+                    abort(request.transport)
+        if self.script.prefill_gate is not None:
+            await self.script.prefill_gate.wait()
         assert asked.kvrs is not None
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": []}
         ids = {"prompt_token_ids": self._history(asked)}
@@ -276,13 +244,14 @@ class Scripted:
         assert asked.kvrs is not None
         history = self._history(asked)
         prompt_tokens = asked.kvrs.prompt_tokens if self.exact else len(history)
-        if (first := self.script.faults.get(len(history) - prompt_tokens)) in (Fault.UNAVAILABLE, Fault.CONFLICT):
+        if (first := self.script.faults.get(len(history) - prompt_tokens)) in _INSTEAD:
             del self.script.faults[len(history) - prompt_tokens]
-            return web.Response(status=503 if first is Fault.UNAVAILABLE else 409, body=error_body("no"))
+            return web.Response(status=_INSTEAD[first], body=b"" if first is Fault.EMPTY else error_body("no"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         sent = 0
         async for event in self._events(asked, history, prompt_tokens):
+            await self.awake.wait()
             if isinstance(event, Fault):
                 return await _break(request, response, event)
             if (cut := self._cut_before(asked, sent)) is not None:
@@ -367,7 +336,7 @@ async def _break(request: web.Request, response: web.StreamResponse, fault: Faul
     assert request.transport is not None
     match fault:
         case Fault.RESET:
-            _abort(request.transport)
+            abort(request.transport)
         case Fault.CUT:
             await response.write(b'data: {"id":"cmpl-x","created":1,"model":"scr')
             request.transport.close()
@@ -382,11 +351,6 @@ async def _break(request: web.Request, response: web.StreamResponse, fault: Faul
         case _:
             pass
     return response
-
-
-def _abort(transport: asyncio.BaseTransport) -> None:
-    # uvloop's transports do what asyncio's do, and descend from none of them.
-    cast(asyncio.Transport, transport).abort()
 
 
 def _json(message: msgspec.Struct) -> web.Response:

@@ -6,13 +6,18 @@ from typing import Any
 import pytest
 
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId, NodeId
-from kvrs.protocol.instance import Role
-from kvrs.replay.faults import FaultSchedule, InstanceView, Phase, load_faults, parse_faults, phase_of
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.replay.faults import FaultSchedule, InstanceView, Phase, VictimRole, load_faults, parse_faults, phase_of
 
-P0, D0, D1 = InstanceId("p0"), InstanceId("d0"), InstanceId("d1")
+P0, D0, D1, A0, A1 = (InstanceId(name) for name in ("p0", "d0", "d1", "agent-n0", "agent-n1"))
 N0, N1 = NodeId("n0"), NodeId("n1")
-WHERE = {P0: (Role.PREFILL, N0), D0: (Role.DECODE, N0), D1: (Role.DECODE, N1)}
+WHERE = {
+    P0: (VictimRole.PREFILL, N0),
+    D0: (VictimRole.DECODE, N0),
+    D1: (VictimRole.DECODE, N1),
+    A0: (VictimRole.AGENT, N0),
+    A1: (VictimRole.AGENT, N1),
+}
 
 
 def kill(when: dict[str, Any], whom: dict[str, Any]) -> dict[str, Any]:
@@ -26,9 +31,15 @@ def hits(schedule: FaultSchedule, elapsed_s: float, sent: int, inflight: dict[In
 def up(
     inflight: dict[InstanceId, int], phases: dict[InstanceId, dict[Phase, int]] | None = None
 ) -> dict[InstanceId, InstanceView]:
+    """Streams of equal number and phase are the same one at all instances."""
     return {
-        name: InstanceView(*WHERE[name], inflight=count, phases=(phases or {}).get(name, {})) for name, count in inflight.items()
+        name: InstanceView(*WHERE[name], inflight=count, streams=streams_in((phases or {}).get(name, {})))
+        for name, count in inflight.items()
     }
+
+
+def streams_in(phases: dict[Phase, int]) -> dict[StreamId, Phase]:
+    return {StreamId(f"{phase} {number}"): phase for phase, count in phases.items() for number in range(count)}
 
 
 def first(faults: list[dict[str, Any]]) -> FaultSchedule:
@@ -51,10 +62,12 @@ def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
 
     assert caught.value.faults == [
         f"{path}: [0].when.at_s: got -1; input should be greater than or equal to 0",
-        f"{path}: [1].when.moon: unknown key; allowed: after_requests, at_s, in_phase_at_least, inflight_at_least, phase",
+        f"{path}: [1].when.moon: unknown key; "
+        "allowed: after_requests, at_s, in_phase_at_least, inflight_at_least, phase, streams_at_least",
         f"{path}: [1].what: got 'melt'; input should be 'kill', 'stop', 'slow', 'link_rate', 'link_cut' or 'corrupt_page'",
-        f"{path}: [1].whom.role: got 'king'; input should be 'prefill', 'decode' or 'both'",
-        f"{path}: [2].when: names no condition; allowed: at least one of at_s, after_requests, inflight_at_least, phase",
+        f"{path}: [1].whom.role: got 'king'; input should be 'prefill', 'decode', 'both' or 'agent'",
+        f"{path}: [2].when: names no condition; "
+        "allowed: at least one of at_s, after_requests, inflight_at_least, streams_at_least, phase",
         f"{path}: [2].whom: names id and role; allowed: exactly one of id, role, node and link, or role and node together",
         f"{path}: [2].why: unknown key; allowed: bytes_per_s, factor, for_s, pages, what, when, whom",
         f"{path}: [3].whom: pick chooses within a role; allowed: only together with role",
@@ -207,6 +220,12 @@ def test_the_phase_of_a_stream_follows_from_its_stage_and_its_tokens() -> None:
     assert phase_of("waiting", 5, 100) is None
 
 
+def test_a_recovery_lasts_until_the_first_token_of_the_next_instance() -> None:
+    """Whatever was produced before, and whether KV is moved or computed; a stream without a place hurts nobody."""
+    assert [phase_of(stage, 50, 100, recovers=True) for stage in ("prefill", "decode")] == [Phase.RECOVERY] * 2
+    assert phase_of("waiting", 50, 100, recovers=True) is None
+
+
 def test_a_phase_waits_for_enough_streams_of_the_victim_in_it() -> None:
     """The hand-off is short: one asks for the moment itself and not for a time at which it might be."""
     schedule = first([kill({"phase": "handoff", "in_phase_at_least": 2}, {"role": "decode"})])
@@ -242,3 +261,58 @@ def test_a_fault_may_bring_the_seed_of_its_own_pick() -> None:
     faults = parse_faults([kill({"at_s": 0}, {"role": "decode", "pick": "random", "seed": 5})])
 
     assert len({tuple(hits(FaultSchedule(faults, seed), 0, 0, {D0: 1, D1: 1})) for seed in range(20)}) == 1
+
+
+def test_an_agent_is_hit_as_a_role_and_never_as_an_instance() -> None:
+    """An instance of both roles is meant by either of them, but it is no agent."""
+    both = InstanceId("b0")
+    views = up({P0: 9, D0: 9, A0: 1, A1: 2}) | {both: InstanceView(VictimRole.BOTH, N0, inflight=50)}
+
+    def victim(role: str) -> str:
+        (due,) = first([kill({"at_s": 0}, {"role": role})]).due(0, 0, views)
+        return due.whom
+
+    assert [victim(role) for role in ("agent", "decode", "prefill")] == [A1, both, both]
+
+
+def test_a_node_takes_its_agent_along() -> None:
+    """A dead host takes everything with it; a role within it means only one of them."""
+    whole = first([kill({"at_s": 0}, {"node": "n0"})])
+    agent = first([kill({"at_s": 0}, {"node": "n0", "role": "agent"})])
+    everybody = dict.fromkeys(WHERE, 1)
+
+    assert hits(whole, 0, 0, everybody) == [A0, D0, P0]
+    assert hits(agent, 0, 0, everybody) == [A0]
+
+
+def test_a_whole_role_is_hit_at_once() -> None:
+    """One event: all that are up, those of one node if it is named, and nobody who was hit in the same moment."""
+    all_decode = first([kill({"inflight_at_least": 5}, {"role": "decode", "pick": "all"})])
+    both_faults = first([kill({"at_s": 0}, {"id": "d0"}), kill({"at_s": 0}, {"role": "decode", "pick": "all"})])
+    of_node = first([kill({"at_s": 0}, {"role": "decode", "pick": "all", "node": "n1"})])
+
+    assert all_decode.due(0, 0, up({P0: 9, D0: 1, D1: 3})) == []
+    (due,) = all_decode.due(0, 0, up({P0: 9, D0: 2, D1: 3}))
+    assert (due.whom, due.instances, due.inflight) == ("all decode", (D0, D1), 5)
+    assert hits(both_faults, 0, 0, {D0: 1, D1: 1}) == [D0, D1]
+    assert hits(of_node, 0, 0, {D0: 1, D1: 1}) == [D1]
+
+
+def test_streams_that_count_on_a_victim_are_counted_once() -> None:
+    """Prefill keeps the pages of a stream that decode works on: a node that has both has one stream."""
+    at_both = {P0: {Phase.DECODE: 5, Phase.PREFILL: 1}, D0: {Phase.DECODE: 5}}
+
+    def due_at(count: int) -> int:
+        return len(first([kill({"streams_at_least": count}, {"node": "n0"})]).due(0, 0, up({P0: 1, D0: 5}, at_both)))
+
+    assert (due_at(6), due_at(7)) == (1, 0)
+    (due,) = first([kill({"phase": "decode", "in_phase_at_least": 5}, {"node": "n0"})]).due(0, 0, up({P0: 1, D0: 5}, at_both))
+    assert len(due.streams) == 6
+
+
+def test_a_schedule_wants_no_look_before_any_time_has_come() -> None:
+    """To ask a busy proxy fifty times a second how it is would cost more than the faults."""
+    schedule = first([kill({"at_s": 5, "inflight_at_least": 1}, {"id": "d0"}), kill({"after_requests": 3}, {"id": "d1"})])
+
+    assert [schedule.wants_a_look(*at) for at in ((1, 2), (1, 3), (5, 0))] == [False, True, True]
+    assert not FaultSchedule([], 0).wants_a_look(9, 9)

@@ -20,13 +20,18 @@ def sequence(
     first: int = 0,
     prefill_only: bool = False,
     pull_pages: int = 0,
+    pulls: tuple[range, ...] = (),
     pull_tail: bool = False,
     stream: StreamId = S,
     attempt: int = 1,
 ) -> Sequence:
-    """With the history `first`, `first + 1`, ...: equal beginnings for equal `first`."""
+    """With the history `first`, `first + 1`, ...: equal beginnings for equal `first`. `pull_pages` are the leading ones."""
     history = list(range(first, first + tokens))
-    return Sequence(stream, (0, attempt), history, tokens, ROOT, prefill_only, pull_pages, pull_tail)
+    return Sequence(stream, (0, attempt), history, tokens, ROOT, prefill_only, pulls or leading(pull_pages), pull_tail)
+
+
+def leading(pages: int) -> tuple[range, ...]:
+    return (range(pages),) if pages else ()
 
 
 def scheduler(pages: int = 64, max_batch_tokens: int = 64, max_running: int = 8) -> tuple[BatchScheduler, PageManager]:

@@ -14,8 +14,8 @@ def test_a_pull_asks_for_what_the_local_cache_lacks() -> None:
     [pull] = submit(batches, long)
 
     assert long.phase is Phase.PULLING
-    assert (pull.first_page, pull.tags, pull.pages) == (1, tuple(long.tags[1:3]), tuple(long.pages[1:3]))
-    assert (pull.tail_page, pull.tail_tokens) == (None, 0)  # The history ends one token into page 3: nothing is left to pull.
+    assert pull.spans == (range(1, 3),)
+    assert (pull.tail_index, pull.tail_tokens) == (None, 0)  # The history ends one token into page 3: nothing is left to pull.
 
 
 def test_the_tail_is_pulled_up_to_the_position_before_the_last() -> None:
@@ -24,9 +24,9 @@ def test_the_tail_is_pulled_up_to_the_position_before_the_last() -> None:
     one = sequence(11, pull_pages=2, pull_tail=True)
 
     [pull] = submit(batches, one)
-    batches.pulled(one, 2, tail=True)
+    batches.pulled(one, range(2), tail=True)
 
-    assert (pull.tail_page, pull.tail_tokens) == (one.pages[2], 2)
+    assert (pull.tail_index, pull.tail_tokens) == (2, 2)
     assert shape(step(batches)) == [(one, 10, 1, True)]
 
 
@@ -36,9 +36,9 @@ def test_a_last_page_that_is_just_full_is_pulled_as_a_tail() -> None:
     one = sequence(8, pull_pages=2, pull_tail=True)
 
     [pull] = submit(batches, one)
-    batches.pulled(one, 1, tail=True)
+    batches.pulled(one, range(1), tail=True)
 
-    assert (len(pull.pages), pull.tail_page, pull.tail_tokens) == (1, one.pages[1], 3)
+    assert (pull.spans, pull.tail_index, pull.tail_tokens) == ((range(1),), 1, 3)
     assert len(pages.match(one.tags)) == 1
     assert shape(step(batches)) == [(one, 7, 1, True)]
 
@@ -50,7 +50,7 @@ def test_a_tail_is_not_pulled_behind_a_gap() -> None:
 
     [pull] = submit(batches, one)
 
-    assert (len(pull.pages), pull.tail_page) == (2, None)
+    assert (pull.spans, pull.tail_index) == ((range(2),), None)
 
 
 def test_what_did_not_arrive_is_computed() -> None:
@@ -59,7 +59,7 @@ def test_what_did_not_arrive_is_computed() -> None:
     one = sequence(15, pull_pages=3, pull_tail=True)
     submit(batches, one)
 
-    batches.pulled(one, 1, tail=False)
+    batches.pulled(one, range(1))
 
     assert len(pages.match(one.tags)) == 1
     assert shape(step(batches)) == [(one, 4, 11, True)]
@@ -93,7 +93,7 @@ def test_abort_while_pulling_keeps_the_pages_until_the_pull_has_ended() -> None:
     assert (one.phase, batches.pulling, batches.queued_tokens) == (Phase.FINISHED, 0, 0)
     assert pages.free_pages == 0
     batches.check()
-    batches.pulled(one, 3, tail=False)
+    batches.pulled(one, range(3))
     assert pages.free_pages == 4
     assert pages.match(one.tags) == []
     batches.check()

@@ -10,6 +10,7 @@ from kvrs.ids import StreamId
 from kvrs.protocol.tags import root_tag
 from kvrs.scheduling.line import PLACES_PER_TOKEN, Line
 from kvrs.scheduling.sequences import Queue, Sequence
+from tests.scheduling.batch_steps import leading
 
 ROOT = root_tag("model")
 # (attempt, prompt tokens, pages to pull) of a history of ten tokens that makes a sequence of that queue.
@@ -17,7 +18,7 @@ EXAMPLES = {Queue.REUSE: (2, 10, 1), Queue.RECOMPUTE: (2, 10, 0), Queue.NEW: (1,
 
 
 def sequence(attempt: int, prompt_tokens: int = 10, pull_pages: int = 0, *, pull_tail: bool = False) -> Sequence:
-    return Sequence(StreamId("s"), (0, attempt), [0] * 10, prompt_tokens, ROOT, False, pull_pages, pull_tail)
+    return Sequence(StreamId("s"), (0, attempt), [0] * 10, prompt_tokens, ROOT, False, leading(pull_pages), pull_tail)
 
 
 def join(line: Line, queue: Queue, tokens: int) -> Sequence:
@@ -58,7 +59,7 @@ def test_a_sequence_stays_in_its_queue() -> None:
     """Preemption ends the hope for a pull, and is no reason to lose one's turn."""
     one = sequence(2, pull_pages=2)
 
-    one.pull_pages = 0
+    one.pulls = ()
 
     assert one.queue is Queue.REUSE
 

@@ -16,7 +16,9 @@ from kvrs.protocol import frames
 from kvrs.protocol.frames import Answer, FrameType, Identity, Pull, PullRequest
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.handshake import admit, introduce, page_key
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, PinnedPages, PullResult
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.server import PageServer
@@ -41,13 +43,17 @@ class OnePage:
         assert pinned.token is None
 
 
+def links() -> SendingLinks:
+    return SendingLinks(SETTINGS, SendingFaults(), SERVER.node)
+
+
 def peer_at(port: int) -> Peer:
     return Peer(SERVER.instance, SERVER.node, "127.0.0.1", port)
 
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[int]:
-    server = PageServer(lambda: SERVER, OnePage(), SECRET, SETTINGS)
+    server = PageServer(lambda: SERVER, OnePage(), SECRET, SETTINGS, links())
     try:
         yield await server.start("127.0.0.1", 0)
     finally:
@@ -91,9 +97,9 @@ async def all_that_comes(sock: socket.socket) -> bytes:
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"\x80\x04\x95pickle me",
-        b"KV\x01\x02\xff\xff\xff\xff",  # A HELLO of four gigabytes.
-        b"KV\x01\x02\x00\x00\x00\x04abcd",  # A HELLO that is too short for what it must hold.
-        b"KV\x01\x05\x00\x00\x00\x00",  # A question before the hand-shake.
+        b"KV\x02\x02\xff\xff\xff\xff",  # A HELLO of four gigabytes.
+        b"KV\x02\x02\x00\x00\x00\x04abcd",  # A HELLO that is too short for what it must hold.
+        b"KV\x02\x05\x00\x00\x00\x00",  # A question before the hand-shake.
         b"KV\x09\x02\x00\x00\x00\x00",
         bytes(64),
     ],
@@ -116,11 +122,13 @@ async def test_nonsense_from_a_stranger_closes_its_connection_and_no_other(nonse
 @pytest.mark.parametrize(
     "nonsense",
     [
-        b"KV\x01\x05\xff\xff\xff\xff",  # A PULL of four gigabytes.
-        b"KV\x01\x05\x00\x00\x00\x10" + bytes(4) + b"\xff\xff\xff\xff" + bytes(8),  # More tags than fit.
-        b"KV\x01\x09\x00\x00\x00\x08" + bytes(4) + b"\xff\xff\xff\xff",  # A probe of four gigabytes.
-        b"KV\x01\x06\x00\x00\x00\x10" + bytes(16),  # An answer instead of a question.
-        b"KV\x01\x02\x00\x00\x00\x00",  # A second HELLO.
+        b"KV\x02\x05\xff\xff\xff\xff",  # A PULL of four gigabytes.
+        b"KV\x02\x05\x00\x00\x00\x10" + bytes(4) + b"\xff\xff\xff\xff" + bytes(8),  # More tags than fit.
+        b"KV\x02\x09\x00\x00\x00\x08" + bytes(4) + b"\xff\xff\xff\xff",  # A probe of four gigabytes.
+        b"KV\x02\x06\x00\x00\x00\x10" + bytes(16),  # An answer instead of a question.
+        b"KV\x02\x02\x00\x00\x00\x00",  # A second HELLO.
+        b"KV\x02\x0b\x00\x00\x00\x00",  # An OFFER, where nothing can be stored.
+        b"KV\x02\x0c\x00\x00\x00\x00",  # A STORE.
         b"\xff" * 100,
     ],
 )
@@ -146,7 +154,7 @@ async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytes
     monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.1)
     async with serving() as port:
         silent, dripping = await connect(port), await connect(port)
-        await asyncio.get_running_loop().sock_sendall(dripping, b"KV\x01")
+        await asyncio.get_running_loop().sock_sendall(dripping, b"KV\x02")
 
         challenges = await asyncio.gather(all_that_comes(silent), all_that_comes(dripping))
 
@@ -252,7 +260,7 @@ async def test_a_servers_proof_from_another_meeting_is_not_believed() -> None:
 
     async def honest_once_then_play_back(stream: SocketStream) -> None:
         if not recorded:
-            await admit(Recording(stream, recorded), page_key(SECRET), SERVER)
+            await admit(Recording(stream, recorded), page_key(SECRET), lambda: SERVER)
             return
         challenge, welcome = recorded
         await stream.send(challenge)
@@ -289,7 +297,7 @@ async def test_answers_out_of_turn_end_the_pull(answers: list[Answer]) -> None:
     """Wrong page, wrong request, wrong length, an early or a false end: an error, and the pages before it."""
 
     async def answer_wrongly(stream: SocketStream) -> None:
-        await admit(stream, page_key(SECRET), SERVER)
+        await admit(stream, page_key(SECRET), lambda: SERVER)
         await stream.receive_frame(FrameType.PULL)
         for answer in answers:
             await stream.send(frames.encode_answer(answer), PAGE if answer.payload_bytes else b"")
@@ -320,7 +328,7 @@ async def test_a_page_that_is_not_of_the_agreed_size_never_leaves_the_server(cap
         def pin(self, request: PullRequest) -> PinnedPages:
             return PinnedPages([memoryview(PAGE)[1:]], None, None)
 
-    server = PageServer(lambda: SERVER, WrongSize(), SECRET, SETTINGS)
+    server = PageServer(lambda: SERVER, WrongSize(), SECRET, SETTINGS, links())
     async with pulling() as puller:
         result = await pull(puller, await server.start("127.0.0.1", 0))
     await server.close()

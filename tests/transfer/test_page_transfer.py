@@ -16,6 +16,8 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.frames import ANSWER_BYTES
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.server import PageServer
@@ -175,7 +177,7 @@ async def world(
     secret: bytes = SECRET,
 ) -> AsyncIterator[World]:
     identity = [SERVER]
-    server = PageServer(lambda: identity[0], pages, SECRET, settings)
+    server = PageServer(lambda: identity[0], pages, SECRET, settings, SendingLinks(settings, SendingFaults(), SERVER.node))
     puller = PagePuller(lambda: client, secret, settings, time.monotonic)
     relay = Relay(server_port=await server.start("127.0.0.1", 0))
     listener = await asyncio.start_server(relay.handle, "127.0.0.1", 0)
@@ -485,7 +487,7 @@ async def test_a_puller_that_closes_ends_its_pulls() -> None:
         afterwards = await w.pull(1)
 
         assert result.error is not None
-        assert afterwards.error == "the puller is closed"
+        assert afterwards.error == "this end is closed"
 
 
 async def test_two_pulls_over_a_limited_link_share_it() -> None:
@@ -556,10 +558,13 @@ SERVER_PROCESS = """
 import asyncio
 from tests.transfer.test_page_transfer import SECRET, SERVER, holding
 from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.server import PageServer
 
 async def main():
-    server = PageServer(lambda: SERVER, holding(2000), SECRET, TransferSettings(link_bytes_per_s=1e6))
+    settings = TransferSettings(link_bytes_per_s=1e6)
+    server = PageServer(lambda: SERVER, holding(2000), SECRET, settings, SendingLinks(settings, SendingFaults(), SERVER.node))
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.Event().wait()
 

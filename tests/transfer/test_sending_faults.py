@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import inf
 
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
-from kvrs.transfer.limiter import RateLimiter
+from kvrs.transfer.faults import LinkRate, SendingFaults
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.server import PageServer
@@ -48,7 +49,8 @@ class Pair:
 @asynccontextmanager
 async def pair(client: Identity = CLIENT, server_s: float = 10.0, puller_s: float = 10.0) -> AsyncIterator[Pair]:
     pages = Pages()
-    server = PageServer(lambda: SERVER, pages, SECRET, TransferSettings(stall_timeout_s=server_s))
+    settings = TransferSettings(stall_timeout_s=server_s)
+    server = PageServer(lambda: SERVER, pages, SECRET, settings, SendingLinks(settings, SendingFaults(), N0))
     puller = PagePuller(lambda: client, SECRET, TransferSettings(stall_timeout_s=puller_s), asyncio.get_running_loop().time)
     port = await server.start("127.0.0.1", 0)
     try:
@@ -119,23 +121,18 @@ async def test_an_open_connection_feels_a_new_rate_and_other_nodes_do_not() -> N
 
 def test_a_hold_ends_at_its_time_and_leaves_the_usual_limit() -> None:
     """Nobody has to take it back."""
-    faults, usual = SendingFaults(), RateLimiter(1e6)
+    faults = SendingFaults()
     faults.hold(N1, 5.0, until_s=10.0)
 
-    held = faults.limiter(N1, usual, now_s=9.9)
-
-    assert held is not None
-    assert held is not usual
-    assert faults.limiter(N0, usual, now_s=9.9) is usual
-    assert faults.limiter(N1, usual, now_s=10.0) is usual
-    assert faults.cut_for_s(N1, now_s=9.9) == 0
+    assert faults.rate(N1, 1e6, now_s=9.9) == LinkRate(5.0, until_s=10.0)
+    assert faults.rate(N0, 1e6, now_s=9.9) == LinkRate(1e6, until_s=inf)
+    assert faults.rate(N1, 1e6, now_s=10.0) == LinkRate(1e6, until_s=inf)
 
 
-def test_a_cut_has_no_limiter_and_says_how_long_it_lasts() -> None:
-    """A later hold of the same link replaces it."""
+def test_a_later_hold_of_a_link_replaces_the_earlier() -> None:
+    """Each hold says all there is to say of its link."""
     faults = SendingFaults()
     faults.hold(N1, 0, until_s=10.0)
-
-    assert faults.cut_for_s(N1, now_s=8.0) == 2.0
     faults.hold(N1, 1.0, until_s=20.0)
-    assert faults.cut_for_s(N1, now_s=8.0) == 0
+
+    assert faults.rate(N1, None, now_s=8.0) == LinkRate(1.0, until_s=20.0)

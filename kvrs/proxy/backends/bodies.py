@@ -1,12 +1,13 @@
 """The bodies of a stream's two calls: the client's own fields, and over them what only the proxy knows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from kvrs.policy.actions import Plan
-from kvrs.protocol.instance import KvrsParams, KvTransferParams, PageRun
+from kvrs.policy.actions import Place, Run
+from kvrs.protocol.instance import Checkpoint, KvrsParams, KvTransferParams, PageRun
 from kvrs.protocol.openai import StreamOptions
 from kvrs.proxy.forms import CHAT, COMPLETIONS
 from kvrs.proxy.journal import Journal
@@ -50,18 +51,21 @@ class Call:
         return msgspec.json.encode(self.fields)
 
 
-def prefill_call(journal: Journal, attempt: int, *, exact: bool) -> Call:
-    """Compute and retain the KV of the whole history."""
-    call = _call(journal, attempt, exact=exact, sources=[])
+def prefill_call(journal: Journal, attempt: int, places: Sequence[Place], *, exact: bool) -> Call:
+    """Compute and retain the KV of the whole history, and send its pages to `places`."""
+    call = _call(journal, attempt, places, exact=exact, sources=[])
     for name in _NOT_FOR_PREFILL:
         call.fields.pop(name, None)
     call.fields.update(max_tokens=1, temperature=0, stream=False, kv_transfer_params=KvTransferParams(do_remote_decode=True))
     return call
 
 
-def decode_call(journal: Journal, attempt: int, plan: Plan, transfer: msgspec.Raw | None, *, exact: bool) -> Call:
+def decode_call(
+    journal: Journal, attempt: int, runs: Sequence[Run], places: Sequence[Place], transfer: msgspec.Raw | None, *, exact: bool
+) -> Call:
     """Stream the tokens after the history. Host and port of a peer are never in it."""
-    call = _call(journal, attempt, exact=exact, sources=_sources(plan))
+    sources = [PageRun(run.holder, run.first_page, run.pages, run.generation) for run in runs]
+    call = _call(journal, attempt, places, exact=exact, sources=sources)
     fields = call.fields
     fields["stream"] = True
     if journal.wants_usage:
@@ -75,13 +79,14 @@ def decode_call(journal: Journal, attempt: int, plan: Plan, transfer: msgspec.Ra
     return call
 
 
-def _call(journal: Journal, attempt: int, *, exact: bool, sources: list[PageRun]) -> Call:
+def _call(journal: Journal, attempt: int, places: Sequence[Place], *, exact: bool, sources: list[PageRun]) -> Call:
     form, history = journal.asked.form, journal.history
     fields: dict[str, Any] = dict(journal.asked.fields)
     for name in _NEVER_FORWARDED:
         fields.pop(name, None)
     fields["return_token_ids"] = True
-    params = KvrsParams(journal.stream, attempt, journal.prompt_tokens, sources=sources)
+    checkpoints = [Checkpoint(place.holder, place.reserved_bytes) for place in places]
+    params = KvrsParams(journal.stream, attempt, journal.prompt_tokens, sources=sources, checkpoints=checkpoints)
     fields["kvrs"] = params
     # A plain engine would render a chat's messages again, and knows no other way to take ids than as a completion.
     if form is CHAT and not exact and journal.output_ids:
@@ -102,9 +107,3 @@ def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:
         fields["max_tokens"] = journal.remaining_tokens
     fields["min_tokens"] = max(0, journal.asked.request.min_tokens - produced)
     fields.pop("stop", None)
-
-
-def _sources(plan: Plan) -> list[PageRun]:
-    if plan.prefill is not None or plan.source is None or plan.source_pages == 0:
-        return []
-    return [PageRun(plan.source, 0, plan.source_pages, plan.source_generation)]

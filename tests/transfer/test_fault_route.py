@@ -9,9 +9,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvrs.config import parse_config
-from kvrs.engine.faults import add_fault_route
 from kvrs.errors import RequestError
 from kvrs.ids import NodeId
+from kvrs.transfer.fault_route import add_fault_route
 from kvrs.transfer.faults import SendingFaults
 
 N1 = NodeId("n1")
@@ -50,10 +50,10 @@ async def test_faults_reach_the_sending_side_and_end_when_that_is_asked() -> Non
 
     assert (await ask(faults, '{"type":"link","node":"n1","bytes_per_s":0,"for_s":60}'))[0] == 200
     assert (await ask(faults, '{"type":"pages","pages":2}'))[0] == 200
-    assert faults.cut_for_s(N1, now_s=0.0) > 0
+    assert faults.rate(N1, None, now_s=0.0).bytes_per_s == 0
     assert bytes(faults.payload(page)) != bytes(page)
     assert (await ask(faults, '{"type":"none"}'))[0] == 200
-    assert faults.cut_for_s(N1, now_s=0.0) == 0
+    assert faults.rate(N1, None, now_s=0.0).bytes_per_s is None
     assert bytes(faults.payload(page)) == bytes(page)
 
 
@@ -75,7 +75,7 @@ async def test_a_wrong_request_is_refused_and_changes_nothing(body: str, reason:
 
     assert status == 400
     assert reason in text
-    assert faults.cut_for_s(N1, now_s=0.0) == 0
+    assert faults.rate(N1, None, now_s=0.0).bytes_per_s is None
 
 
 def test_no_configuration_allows_faults_by_itself() -> None:

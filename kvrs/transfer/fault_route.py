@@ -1,4 +1,4 @@
-"""`POST /kvrs/v1/faults`: what an experiment may do to the pages that this instance sends. Off unless the file allows it."""
+"""`POST /kvrs/v1/faults`: what an experiment may do to the pages that a process sends. Off unless the file allows it."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def add_fault_route(app: web.Application, faults: SendingFaults, nodes: Collection[NodeId]) -> None:
-    """Make the application of an instance obey fault requests; `nodes` are all of the cluster."""
+    """Make an application obey fault requests; `nodes` are all of the cluster."""
 
     async def handle(request: web.Request) -> web.Response:
         try:

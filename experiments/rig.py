@@ -1,0 +1,189 @@
+"""Real engines, and the calls that a proxy makes of them: for experiments that look at one recovery, or one hand-off, at a time.
+
+The engines compute real tokens and real KV of the tiny model and keep another GPU's clock by sleeping. A token's KV is smaller in
+the tiny model than in the profile's, so its links are slower by as much (`shrink`): equal bytes / bandwidth, equal seconds.
+"""
+
+import json
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from experiments.processes import Processes
+from kvrs.ids import InstanceId
+from kvrs.profiles import catalog
+from kvrs.protocol.instance import Checkpoint, InstanceInfo, LoadReport, PageRun
+from kvrs.protocol.secrets import http_token
+
+VOCAB_SIZE = 512
+FIRST_ORDINARY_TOKEN = 4
+_LASTING_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """What prefill answered, for the decode call."""
+
+    params: dict[str, Any]
+
+
+def session_for(processes: Processes) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {http_token(processes.secret)}"}
+    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=120))
+
+
+class Rig:
+    def __init__(self, processes: Processes, session: aiohttp.ClientSession, profile: str) -> None:
+        self._urls = {instance.id: instance.url for _, instance in processes.config.cluster.instances()}
+        self._session = session
+        self._profile = profile
+        self._streams = 0
+        self.infos: dict[InstanceId, InstanceInfo] = {}
+
+    async def meet(self) -> None:
+        for name, url in self._urls.items():
+            async with self._session.get(f"{url}/kvrs/v1/instance") as answer:
+                answer.raise_for_status()
+                self.infos[name] = msgspec.json.decode(await answer.read(), type=InstanceInfo)
+        self.geometry = next(iter(self.infos.values())).geometry
+        self.shrink = self.geometry.bytes_per_token / catalog.kv_geometry(self._profile).bytes_per_token
+
+    async def set_link(self, source: str, node: str, bytes_per_s: float) -> None:
+        """Hold what the instance sends to a node to this rate, with the limiter that `transfer.link_bytes_per_s` uses."""
+        fault = {"type": "link", "node": node, "bytes_per_s": bytes_per_s, "for_s": _LASTING_S}
+        await self._post(source, "/kvrs/v1/faults", fault)
+
+    async def empty(self, *instances: str) -> None:
+        """Let them forget all pages that nobody uses."""
+        for instance in instances:
+            await self._post(instance, "/reset_prefix_cache", {})
+
+    async def prefill(
+        self,
+        instance: str,
+        history: list[int],
+        prompt_tokens: int,
+        checkpoints: Sequence[Checkpoint] = (),
+        stream: str | None = None,
+    ) -> HandOff:
+        """Compute the history there, and retain it under a lease."""
+        body = self._body(history, prompt_tokens, (), checkpoints, stream) | {"max_tokens": 1, "stream": False}
+        body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = await self._post(instance, "/v1/completions", body)
+        return HandOff(answer["kv_transfer_params"])
+
+    async def decode(
+        self,
+        instance: str,
+        history: list[int],
+        prompt_tokens: int,
+        *,
+        sources: Sequence[PageRun] = (),
+        hand_off: HandOff | None = None,
+        checkpoints: Sequence[Checkpoint] = (),
+        tokens: int = 1,
+        on_token: Callable[[int], object] = lambda token: None,
+        stream: str | None = None,
+    ) -> int:
+        """The first new token; `on_token` hears of each. Returns when all `tokens` are there."""
+        most = len(history) - prompt_tokens + tokens
+        body = self._body(history, prompt_tokens, sources, checkpoints, stream) | {"max_tokens": most, "stream": True}
+        if hand_off is not None:
+            body["kv_transfer_params"] = hand_off.params
+        first: int | None = None
+        async with self._session.post(f"{self._urls[InstanceId(instance)]}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    for token in _token_ids(line[6:]):
+                        first = token if first is None else first
+                        on_token(token)
+        if first is None:
+            raise RuntimeError("an engine ended a stream without a token")
+        return first
+
+    def new_stream(self) -> str:
+        self._streams += 1
+        return f"rig-{self._streams}"
+
+    async def load(self, instance: str) -> LoadReport:
+        async with self._session.get(f"{self._urls[InstanceId(instance)]}/kvrs/v1/load") as answer:
+            answer.raise_for_status()
+            return msgspec.json.decode(await answer.read(), type=LoadReport)
+
+    def _body(
+        self,
+        history: list[int],
+        prompt_tokens: int,
+        sources: Sequence[PageRun],
+        checkpoints: Sequence[Checkpoint],
+        stream: str | None,
+    ) -> dict[str, Any]:
+        return {
+            "model": "tiny-llama",
+            "prompt": history,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "kvrs": {
+                "stream": stream or self.new_stream(),
+                "owner_epoch": 0,
+                "attempt": 1,
+                "prompt_tokens": prompt_tokens,
+                "sources": msgspec.to_builtins(list(sources)),
+                "checkpoints": msgspec.to_builtins(list(checkpoints)),
+            },
+        }
+
+    async def _post(self, instance: str, path: str, body: dict[str, Any]) -> Any:
+        async with self._session.post(self._urls[InstanceId(instance)] + path, json=body) as answer:
+            answer.raise_for_status()
+            return await answer.json(content_type=None)
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
+def _token_ids(event: bytes) -> list[int]:
+    return [token for choice in _events.decode(event).choices for token in choice.token_ids or []]
+
+
+def draw(rng: random.Random, count: int) -> list[int]:
+    """That many ordinary tokens."""
+    return [rng.randrange(FIRST_ORDINARY_TOKEN, VOCAB_SIZE) for _ in range(count)]
+
+
+def stretched(profile: str, factor: float, directory: Path) -> Path:
+    """A profile file in which everything takes `factor` times as long: cells that last long enough to be measured."""
+    source = json.loads((Path(catalog.__file__).parent / "data" / f"{profile}.json").read_text())
+    source["label"] = f"{profile}, {factor:g} times slower"
+    source["kind"] = "estimated"
+    source["source"] = f"{profile} with all times {factor:g} times as long, so that cells last at least 200 ms"
+    source["prefill"]["coefficients_ms"] = [factor * value for value in source["prefill"]["coefficients_ms"]]
+    source["prefill"]["max_tokens"] = max(8192, source["prefill"]["max_tokens"])
+    for regime in ("small_ms", "large_ms"):
+        source["decode"][regime] = [factor * value for value in source["decode"][regime]]
+    path = directory / f"{profile}-x{factor:g}.json"
+    path.write_text(json.dumps(source))
+    return path
+
+
+def interval(samples: Sequence[float]) -> float:
+    """Half of the 95 % interval of the median, by a seeded bootstrap."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(samples, k=len(samples))) for _ in range(1000))
+    return (medians[974] - medians[25]) / 2

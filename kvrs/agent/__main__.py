@@ -1,0 +1,50 @@
+"""Run one agent by hand: `python -m kvrs.agent --config FILE --node ID`, until SIGTERM or Ctrl-C."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from kvrs.agent.server import serve
+from kvrs.config import Config, load_config, read_secret
+from kvrs.errors import ConfigError
+from kvrs.ids import NodeId
+from kvrs.logs import log_to_stderr
+
+
+def run_agent(config: Config, node: NodeId) -> None:
+    """Serve until SIGTERM or Ctrl-C; a line on standard output says when requests are taken.
+
+    Raises:
+        ConfigError: see `serve`; or there is no secret.
+    """
+    log_to_stderr()
+    uvloop.run(_serve(config, node, read_secret(config.security, os.environ)))
+
+
+async def _serve(config: Config, node: NodeId, secret: bytes) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(config, node, secret, stop, lambda: print("ready", flush=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvrs.agent", description="Run the agent of one node.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file with all ports given")
+    parser.add_argument("--node", type=NodeId, required=True, help="id of the node in cluster.nodes")
+    arguments = parser.parse_args()
+    try:
+        run_agent(load_config(arguments.config), arguments.node)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Section `backup` of the configuration: checkpoints of KV in host memory, and where a node's agent listens."""
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from kvrs.settings import Settings
+
+
+class BackupMode(StrEnum):
+    OFF = "off"
+    LOCAL = "local"  # The own node's agent: survives process and GPU (seed RaidServe).
+    REMOTE = "remote"  # Another node's agent: survives the node (seed LUMEN).
+    BOTH = "both"
+
+
+class Placement(StrEnum):
+    LOAD = "load"  # Seed LUMEN, Eq. 1: least queueing delay and restore pressure.
+    FIXED = "fixed"  # The next node, as in DejaVu's ring.
+    RANDOM = "random"
+
+
+class AgentSettings(Settings):
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)  # HTTP. 0: any free port, chosen once by `kvrs up`.
+    page_port: int = Field(default=0, ge=0, le=65535)  # Where checkpoints are stored and fetched.
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+class BackupSettings(Settings):
+    mode: BackupMode = Field(default=BackupMode.OFF, strict=False)
+    placement: Placement = Field(default=Placement.LOAD, strict=False)
+    alpha: float = Field(default=1.0, ge=0, le=1000)  # Weight of restore pressure against queueing delay (LUMEN Eq. 1).
+    capacity_bytes: int = Field(default=256 << 20, ge=1 << 16)  # Of one agent.
+    host_to_device_bytes_per_s: float = Field(default=26e9, gt=0)  # Until it is measured; LUMEN's figure.
+    staging_pages: int = Field(default=64, ge=1, le=65536)  # Pages that an instance holds for sending at a time.
+    gather_s: float = Field(default=0.05, ge=0, le=10)  # Newly filled pages are sent together for this long.
+    directory: str = "/dev/shm"  # noqa: S108 - in it an agent has a directory of its own, closed to others, for its segments.
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _off_is_no_truth_value(cls, mode: Any) -> Any:
+        # YAML 1.1 reads the word `off` as false.
+        return BackupMode.OFF if mode is False else mode

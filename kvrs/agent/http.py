@@ -1,0 +1,48 @@
+"""The HTTP face of an agent: what it holds, and the leases on it."""
+
+from aiohttp import web
+
+from kvrs.agent.node import NodeAgent
+from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
+from kvrs.transfer import http
+
+
+def make_app(agent: NodeAgent, secret: bytes) -> web.Application:
+    """All routes of an agent. Everything but `/healthz` wants the cluster's bearer token."""
+    face = _Face(agent)
+    app = http.new_app(secret)
+    app.add_routes(
+        [
+            web.get("/healthz", face.health),
+            web.get("/kvrs/v1/agent", face.info),
+            web.get("/kvrs/v1/holdings", face.holdings),
+            web.post("/kvrs/v1/leases", face.leases),
+        ]
+    )
+    return app
+
+
+class _Face:
+    """Handlers; each translates and does nothing else."""
+
+    def __init__(self, agent: NodeAgent) -> None:
+        self._agent = agent
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def info(self, request: web.Request) -> web.Response:
+        return http.answer(self._agent.info())
+
+    async def holdings(self, request: web.Request) -> web.StreamResponse:
+        """Once, or as an endless stream whose end tells the watcher that this process is gone."""
+        with self._agent.store.watched() as changes:
+            if "watch" not in request.query:
+                return http.answer(self._agent.report(changes))
+            return await http.watch(request, lambda: self._agent.report(changes))
+
+    async def leases(self, request: web.Request) -> web.Response:
+        update = http.decode(await request.read(), LeaseUpdate)
+        store = self._agent.store
+        store.release(update.release, update.lease_s)
+        return http.answer(LeaseAnswer(unknown=store.renew(update.renew, update.lease_s)))

@@ -1,0 +1,97 @@
+"""The agent of one node put together: its store, the page server in front of it, and what it says of itself."""
+
+import asyncio
+import logging
+import os
+import time
+
+from kvrs.config import Config, NodeSettings
+from kvrs.errors import ConfigError
+from kvrs.ids import NodeId
+from kvrs.protocol.instance import AgentInfo, AgentReport
+from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.peers import Identity
+from kvrs.transfer.server import PageServer
+from kvrs.transfer.store.directory import StoreDirectory, store_directory
+from kvrs.transfer.store.host import Changes, HostStore
+
+log = logging.getLogger(__name__)
+
+# How late the end of a lease may be noticed.
+_EXPIRE_S = 0.25
+
+
+class NodeAgent:
+    """Reads and verifies what an earlier life left, before anything else; `start` needs a running event loop."""
+
+    def __init__(self, config: Config, node: NodeId, secret: bytes, directory: StoreDirectory) -> None:
+        """Raises ConfigError when the directory has no room for what is to be kept there."""
+        self.node = node_of(config, node)
+        self._backup = config.backup
+        if (room := directory.free_bytes() + directory.used_bytes()) < config.backup.capacity_bytes:
+            capacity = config.backup.capacity_bytes
+            raise ConfigError(
+                [f"backup.capacity_bytes: got {capacity}; allowed: at most {room}, which {directory.path} has left"]
+            )
+        self.store = HostStore(directory, config.backup.capacity_bytes, config.transfer.lease_s, time.monotonic)
+        links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
+        self.page_server = PageServer(self.identity, self.store, secret, config.transfer, links, self.store)
+        self._page_port = 0
+
+    def identity(self) -> Identity:
+        return Identity(
+            instance=self.node.agent_id,
+            node=self.node.id,
+            epoch=self.store.epoch,
+            fingerprint=self.store.fingerprint,
+            page_bytes=self.store.page_bytes,
+        )
+
+    def info(self) -> AgentInfo:
+        return AgentInfo(
+            id=self.node.agent_id,
+            node=self.node.id,
+            epoch=self.store.epoch,
+            pid=os.getpid(),
+            page_port=self._page_port,
+            capacity_bytes=self._backup.capacity_bytes,
+            host_to_device_bytes_per_s=self._backup.host_to_device_bytes_per_s,
+        )
+
+    def report(self, changes: Changes) -> AgentReport:
+        """What the watcher of `changes` has not been told yet."""
+        streams, denied = changes.take()
+        return AgentReport(
+            epoch=self.store.epoch,
+            reserved_bytes=self.store.reserved_bytes,
+            held_bytes=self.store.held_bytes,
+            checkpoints=self.store.checkpoints,
+            links=[],  # Pages are sent to it; who pulls measures.
+            pages={stream: self.store.held(stream) for stream in streams},
+            denied=denied,
+        )
+
+    async def start(self) -> None:
+        """Serve pages; the HTTP side is the caller's."""
+        self._page_port = await self.page_server.start(self.node.agent.host, self.node.agent.page_port)
+
+    async def expire_leases(self) -> None:
+        """End reservations that nobody renewed, until cancelled."""
+        while True:
+            await asyncio.sleep(_EXPIRE_S)
+            self.store.expire()
+
+
+def node_of(config: Config, node: NodeId) -> NodeSettings:
+    """Raises ConfigError when there is no such node."""
+    for settings in config.cluster.nodes:
+        if settings.id == node:
+            return settings
+    allowed = ", ".join(settings.id for settings in config.cluster.nodes)
+    raise ConfigError([f"node {node!r} is not in cluster.nodes; allowed: {allowed}"])
+
+
+def open_directory(config: Config, node: NodeId, secret: bytes) -> StoreDirectory:
+    """Raises ConfigError when there is no such node, or the directory is not to be had."""
+    return StoreDirectory(store_directory(config.backup.directory, secret, node_of(config, node).id))

@@ -1,0 +1,253 @@
+"""Which pages of which stream go to which holder next.
+
+Pure: no socket, no clock, no tensor. `checkpoints.py` drives it with what the scheduler filled and what holders answered.
+
+The laws, which `check` and the tests hold it to:
+1. A holder gets an offer before it gets pages of a stream: its answer says what it has, and only what comes after that is sent.
+   The offer is made again after every failure, since a holder that comes back may have less.
+2. Of one stream pages are sent in their order, of several the oldest stream's first.
+3. A stream that a holder refuses (it saw a higher attempt, or has no room) is not brought there again.
+4. Where a prefill instance handed the history over, it sends the history's pages itself. They are sent from here only when the
+   holder has no more of them than it had a look ago.
+5. The lag is the sum, over all deliveries that are not refused, of the pages that are full here and not held there.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from collections.abc import Sequence as Run
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.frames import StoreCode
+from kvrs.protocol.instance import Checkpoint
+from kvrs.protocol.tags import Tag
+from kvrs.scheduling.sequences import Sequence
+from kvrs.transfer.peers import Claim, Held
+
+# How long a prefill instance is given to bring the holder more of what it handed over.
+LOOK_AGAIN_S = 0.2
+
+# A holder that answered and took nothing: the page may have been damaged on its way, and may be again.
+STUCK_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """One attempt at one stream, on its way to one holder."""
+
+    claim: Claim
+    holder: InstanceId
+    reserved_bytes: int
+    order: int  # Of two deliveries the one that was begun first has the lower.
+    sequence: Sequence  # Whose pages these are; its tags grow.
+    handed_over_pages: int  # So many leading pages are believed to be under way from the prefill instance.
+    full_pages: int = 0  # Computed here.
+    held_pages: int = 0  # Leading pages that the holder said it has.
+    looked_pages: int = -1  # What it had at the last look, while the prefill instance is believed to be sending.
+    offered: bool = False
+    refused: bool = False
+    ended: bool = False  # No more will be computed; what is left is sent all the same.
+    missing: bool = False  # The next page is not in the pool, until the sequence fills pages again.
+    not_before_s: float = 0.0
+
+    @property
+    def lag_pages(self) -> int:
+        return 0 if self.refused else max(0, self.full_pages - self.held_pages)
+
+    @property
+    def waits(self) -> bool:
+        """There is something to send, now or later."""
+        return self.lag_pages > 0 and not self.missing
+
+    @property
+    def known_tags(self) -> tuple[Tag, ...]:
+        """Of all pages that a holder may have: the history's, whoever computed them, and those filled since."""
+        return tuple(self.sequence.tags)
+
+    def tags(self, first: int, end: int) -> tuple[Tag, ...]:
+        return tuple(self.sequence.tags[first:end])
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    waiting: dict[Delivery, None] = field(default_factory=dict)
+    answers: bool = True
+
+
+class Backlog:
+    """All deliveries of one instance. A call costs O(1) per delivery that it touches, but `runs` and `offers` sort what waits."""
+
+    def __init__(self, page_size_tokens: int) -> None:
+        self.lag_pages = 0
+        self._page_size = page_size_tokens
+        self._deliveries: dict[Sequence, list[Delivery]] = {}
+        self._current: dict[tuple[StreamId, InstanceId], Delivery] = {}
+        self._holders: defaultdict[InstanceId, _Holder] = defaultdict(_Holder)
+        self._begun = 0
+
+    # What the scheduler does.
+
+    def follow(self, sequence: Sequence, checkpoints: Run[Checkpoint], *, handed_over: bool) -> None:
+        """Bring the sequence's pages to these holders from now on, in place of earlier attempts at its stream."""
+        for checkpoint in checkpoints:
+            key = (sequence.stream, checkpoint.agent)
+            older = self._current.get(key)
+            if older is not None and older.sequence.attempt > sequence.attempt:
+                continue
+            self._begun += 1
+            delivery = Delivery(
+                claim=Claim(sequence.stream, *sequence.attempt),
+                holder=checkpoint.agent,
+                reserved_bytes=checkpoint.reserved_bytes,
+                order=self._begun,
+                sequence=sequence,
+                handed_over_pages=sequence.history_tokens // self._page_size if handed_over else 0,
+            )
+            if older is not None:
+                if older.claim == delivery.claim:
+                    # The prefill instance is this one: nobody else is sending.
+                    delivery.held_pages, delivery.handed_over_pages = older.held_pages, 0
+                self.drop(older)
+            self._current[key] = delivery
+            self._deliveries.setdefault(sequence, []).append(delivery)
+
+    def filled(self, sequence: Sequence, now_s: float) -> Run[InstanceId]:
+        """The sequence has more full pages than before, or has them again. Returns the holders that they shall go to."""
+        if (deliveries := self._deliveries.get(sequence)) is None:
+            return ()
+        full_pages = sequence.computed_tokens // self._page_size
+        for delivery in deliveries:
+            lag_pages = delivery.lag_pages
+            if delivery.full_pages == 0 and delivery.handed_over_pages:
+                delivery.not_before_s = now_s + LOOK_AGAIN_S
+            delivery.full_pages = max(full_pages, delivery.full_pages)
+            delivery.missing = False
+            self._settle(delivery, lag_pages)
+        return [delivery.holder for delivery in deliveries if delivery.waits]
+
+    def ended(self, sequence: Sequence, *, send_rest: bool) -> None:
+        """Nothing more is computed. What has not been sent is forgotten, or with `send_rest` goes on being sent."""
+        for delivery in list(self._deliveries.get(sequence, ())):
+            delivery.ended = True
+            if not (send_rest and delivery.waits):
+                self.drop(delivery)
+
+    # What goes to a holder, and what it says.
+
+    def due_in_s(self, holder: InstanceId, now_s: float) -> float | None:
+        """How long until there is something to do for that holder; None: nothing is waiting."""
+        waiting = self._holders[holder].waiting
+        return max(0.0, min(delivery.not_before_s for delivery in waiting) - now_s) if waiting else None
+
+    def offers(self, holder: InstanceId, now_s: float) -> list[Delivery]:
+        """Deliveries of which the holder shall be asked what it has, before any `runs`."""
+        return [delivery for delivery in self._due(holder, now_s) if not delivery.offered]
+
+    def runs(self, holder: InstanceId, now_s: float, budget_pages: int) -> Iterator[tuple[Delivery, int, int]]:
+        """What to send next: deliveries with the first page and the end of a run, `budget_pages` in all at most."""
+        for delivery in self._due(holder, now_s):
+            if delivery.offered and budget_pages:
+                first = delivery.held_pages
+                end = min(delivery.full_pages, first + budget_pages)
+                budget_pages -= end - first
+                yield delivery, first, end
+
+    def offered(self, delivery: Delivery, held: Held, now_s: float) -> None:
+        """The holder answered an offer."""
+        self._holders[delivery.holder].answers = True
+        if not self._is_current(delivery):
+            return
+        lag_pages = delivery.lag_pages
+        delivery.refused = held.code is not StoreCode.OK
+        delivery.held_pages = held.pages
+        if held.pages < delivery.handed_over_pages and held.pages > delivery.looked_pages:
+            delivery.looked_pages = held.pages
+            delivery.not_before_s = now_s + LOOK_AGAIN_S
+        else:
+            delivery.offered = True
+            delivery.not_before_s = 0.0
+            delivery.handed_over_pages = 0  # Whatever is missing there later is missing for another reason.
+        self._settle(delivery, lag_pages)
+
+    def stored(self, delivery: Delivery, first: int, held: Held, now_s: float) -> None:
+        """The holder answered to a run that began at page `first`."""
+        self._holders[delivery.holder].answers = True
+        if not self._is_current(delivery):
+            return
+        lag_pages = delivery.lag_pages
+        delivery.refused = held.code is not StoreCode.OK
+        delivery.held_pages = held.pages
+        delivery.offered = held.pages >= first  # Less than before: it is another process, and knows of no offer.
+        delivery.not_before_s = 0.0 if held.pages > first else now_s + STUCK_S
+        self._settle(delivery, lag_pages)
+
+    def lost(self, holder: InstanceId) -> None:
+        """The holder does not answer."""
+        self._holders[holder].answers = False
+        for delivery in self._current.values():
+            if delivery.holder == holder:
+                delivery.offered = False
+
+    def missed(self, delivery: Delivery) -> None:
+        """The delivery's next page was given up before it was sent. A preempted sequence will compute it again."""
+        lag_pages = delivery.lag_pages
+        delivery.missing = True
+        self._settle(delivery, lag_pages)
+
+    def drop(self, delivery: Delivery) -> None:
+        """Nobody wants this any more; to drop it twice is harmless."""
+        if self._is_current(delivery):
+            del self._current[delivery.claim.stream, delivery.holder]
+            siblings = self._deliveries[delivery.sequence]
+            siblings.remove(delivery)
+            if not siblings:
+                del self._deliveries[delivery.sequence]
+            self._holders[delivery.holder].waiting.pop(delivery, None)
+            self.lag_pages -= delivery.lag_pages
+
+    def endings(self, holder: InstanceId) -> list[Delivery]:
+        """What still waits though its sequence is over."""
+        return [delivery for delivery in self._holders[holder].waiting if delivery.ended]
+
+    @property
+    def busy_holders(self) -> int:
+        """Holders that something is waiting for."""
+        return sum(bool(holder.waiting) for holder in self._holders.values())
+
+    @property
+    def unprotected(self) -> int:
+        """Sequences that no holder takes pages of: every one refused, or does not answer."""
+        return sum(
+            all(delivery.refused or not self._holders[delivery.holder].answers for delivery in deliveries)
+            for deliveries in self._deliveries.values()
+        )
+
+    def check(self) -> None:
+        """Assert that all books agree. O(deliveries)."""
+        all_of_them = [delivery for deliveries in self._deliveries.values() for delivery in deliveries]
+        assert all(self._deliveries.values()), "a sequence without a delivery"
+        assert len(all_of_them) == len(self._current)
+        assert all(self._is_current(delivery) for delivery in all_of_them)
+        assert self.lag_pages == sum(delivery.lag_pages for delivery in all_of_them), "the lag does not add up"
+        assert all(delivery.waits for delivery in all_of_them if delivery.ended), "an end that nobody waits for"
+        for name, holder in self._holders.items():
+            assert set(holder.waiting) == {one for one in all_of_them if one.holder == name and one.waits}
+
+    def _is_current(self, delivery: Delivery) -> bool:
+        return self._current.get((delivery.claim.stream, delivery.holder)) is delivery
+
+    def _due(self, holder: InstanceId, now_s: float) -> list[Delivery]:
+        due = (delivery for delivery in self._holders[holder].waiting if delivery.not_before_s <= now_s)
+        return sorted(due, key=attrgetter("order"))
+
+    def _settle(self, delivery: Delivery, lag_pages: int) -> None:
+        """Bring the books up to a delivery that had that lag before."""
+        self.lag_pages += delivery.lag_pages - lag_pages
+        waiting = self._holders[delivery.holder].waiting
+        if delivery.waits:
+            waiting[delivery] = None
+        else:
+            waiting.pop(delivery, None)
+            if delivery.ended:
+                self.drop(delivery)

@@ -1,0 +1,138 @@
+"""Where the streams' checkpoints are kept: chosen when an attempt starts, and believed as far as agents report them.
+
+A checkpoint that is no longer written to stays a source until its stream flows again; then it is forgotten here, as the
+driver releases what is reserved for it there.
+"""
+
+from typing import Any
+
+from kvrs.agent.config import BackupMode, BackupSettings
+from kvrs.ids import InstanceId, NodeId
+from kvrs.policy.actions import Place
+from kvrs.policy.cluster_view import Agent, ClusterView, Member
+from kvrs.policy.placement import Candidate, place
+from kvrs.policy.streams import Checkpoint, Stream
+from kvrs.protocol.geometry import KvGeometry
+
+
+class Checkpoints:
+    def __init__(self, view: ClusterView, settings: BackupSettings) -> None:
+        self._view = view
+        self._settings = settings
+
+    def place(self, stream: Stream, decode: Member) -> tuple[Place, ...]:
+        """Choose and book where an attempt that decodes there sends its pages. What still serves is kept."""
+        mode = self._settings.mode
+        if mode is BackupMode.OFF:
+            return ()
+        node, need_bytes = decode.instance.node, _need_bytes(stream, decode)
+        chosen: list[Agent] = []
+        if mode is not BackupMode.REMOTE:
+            local = self._view.agent_on(node)
+            stream.unprotected = f"no agent is up on {node}" if local is None else f"no room at {local.id}"
+            if local is not None and _has_room(stream, local, need_bytes):
+                chosen.append(local)
+        if mode is not BackupMode.LOCAL:
+            remote = self._remote(stream, node, need_bytes)
+            stream.unprotected = "no agent of another node is up and has room"
+            if remote is not None:
+                chosen.append(remote)
+        if chosen:
+            stream.unprotected = ""
+        for checkpoint in stream.checkpoints.values():
+            if checkpoint.agent not in chosen:
+                _rebook(checkpoint, 0)
+        for agent in chosen:
+            self._keep(stream, agent, decode.instance.geometry, need_bytes)
+        return tuple(Place(agent.id, need_bytes) for agent in chosen)
+
+    def reported(self, stream: Stream, agent: Agent, pages: int) -> None:
+        """The agent has so many leading pages. It counts only for a stream that was told to keep them there."""
+        checkpoint = stream.checkpoints.get(agent.id)
+        if checkpoint is None and pages and stream.plan is not None and stream.decodes_on is not None:
+            # It was lost or denied, and the instances have found their way to it again.
+            asked = next((place for place in stream.plan.places if place.holder == agent.id), None)
+            if asked is not None:
+                checkpoint = self._keep(stream, agent, stream.decodes_on.instance.geometry, asked.reserved_bytes)
+                stream.unprotected = ""
+        if checkpoint is not None:
+            checkpoint.pages = pages
+
+    def lose(self, stream: Stream, holder: InstanceId, why: str) -> None:
+        """What this agent had of the stream is gone."""
+        checkpoint = stream.checkpoints.pop(holder, None)
+        if checkpoint is None:
+            return
+        was_placed = checkpoint.booked_bytes > 0
+        _rebook(checkpoint, 0)
+        checkpoint.agent.streams.discard(stream.id)
+        if was_placed and not any(other.booked_bytes for other in stream.checkpoints.values()):
+            stream.unprotected = why
+
+    def drop_former(self, stream: Stream) -> None:
+        """The stream flows: only what it is still sent to stays."""
+        for holder in [holder for holder, checkpoint in stream.checkpoints.items() if not checkpoint.booked_bytes]:
+            self.lose(stream, holder, "")
+
+    def forget(self, stream: Stream) -> None:
+        for holder in list(stream.checkpoints):
+            self.lose(stream, holder, "")
+
+    def _remote(self, stream: Stream, serving: NodeId, need_bytes: int) -> Agent | None:
+        kept = [
+            checkpoint
+            for checkpoint in stream.checkpoints.values()
+            if checkpoint.agent.node != serving and _has_room(stream, checkpoint.agent, need_bytes)
+        ]
+        if kept:
+            return max(kept, key=lambda checkpoint: checkpoint.pages).agent
+        candidates = [
+            Candidate(
+                holder=agent.id,
+                node=agent.node,
+                queueing_delay_s=self._view.queueing_delay_s(agent.node),
+                reserved_bytes=agent.reserved_bytes,
+                checkpoints=agent.checkpoints,
+                capacity_bytes=agent.capacity_bytes,
+                host_to_device_bytes_per_s=agent.host_to_device_bytes_per_s,
+            )
+            for agent in self._view.agents.values()
+        ]
+        settings = self._settings
+        found = place(settings.placement, candidates, serving, need_bytes, settings.alpha, stream.number)
+        return None if found is None else self._view.agents[found.holder]
+
+    def _keep(self, stream: Stream, agent: Agent, geometry: KvGeometry, need_bytes: int) -> Checkpoint:
+        checkpoint = stream.checkpoints.get(agent.id)
+        if checkpoint is None or checkpoint.geometry != geometry:
+            if checkpoint is not None:
+                _rebook(checkpoint, 0)
+            checkpoint = stream.checkpoints[agent.id] = Checkpoint(agent, geometry)
+            agent.streams.add(stream.id)
+        _rebook(checkpoint, need_bytes)
+        return checkpoint
+
+
+def protection(stream: Stream) -> dict[str, Any]:
+    """Who keeps how many pages of it, or why nobody does."""
+    return {
+        "pages": {holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes},
+        "unprotected": stream.unprotected,
+    }
+
+
+def _need_bytes(stream: Stream, decode: Member) -> int:
+    """Room for all that the stream may come to; for what it is now, when nobody has said where it ends."""
+    tokens = max(stream.most_tokens or 0, stream.history_tokens)
+    return max(1, tokens // decode.page_size_tokens) * decode.page_bytes
+
+
+def _has_room(stream: Stream, agent: Agent, need_bytes: int) -> bool:
+    """Of what is reserved there, the stream's own is as good as room."""
+    own = stream.checkpoints.get(agent.id)
+    return agent.has_room(need_bytes - (own.booked_bytes if own is not None else 0))
+
+
+def _rebook(checkpoint: Checkpoint, booked_bytes: int) -> None:
+    checkpoint.agent.booked_bytes += booked_bytes - checkpoint.booked_bytes
+    checkpoint.booked_bytes = booked_bytes

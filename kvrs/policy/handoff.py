@@ -1,0 +1,38 @@
+"""Which decode instance gets a hand-off, now that prefill is done (DESIGN section 4).
+
+The own decode instance's queue is weighed against a transfer to another one and the queue there. The seed's crossover
+follows: with more than `q* = (KV bytes / bandwidth) / service time` requests in the own queue, an idle remote one is sooner.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrs.ids import InstanceId
+from kvrs.policy.config import Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A decode instance that could take the hand-off."""
+
+    instance: InstanceId
+    queue_s: float
+    bytes_per_s: float  # From the prefill instance.
+    bytes_ahead: int = 0  # On that link already.
+
+
+def choose(how: Handoff, own: Candidate, others: Sequence[Candidate], kv_bytes: int, handshake_s: float) -> Candidate:
+    """The candidate at which the stream goes on soonest; a tie goes to `own`, which was planned with."""
+    if how is Handoff.OWN_PAIR or not others:
+        return own
+    return min((own, *others), key=lambda each: hand_off_s(how, each, each is own, kv_bytes, handshake_s))
+
+
+def hand_off_s(how: Handoff, candidate: Candidate, is_own: bool, kv_bytes: int, handshake_s: float) -> float:
+    """Seconds until the stream goes on there: as the seed has it, or with every term."""
+    if how is Handoff.ROM:
+        # The own pair's link is taken to cost nothing: NVLink in the seed.
+        return candidate.queue_s + (0.0 if is_own else kv_bytes / candidate.bytes_per_s)
+    # What is ahead on the link drains while the stream queues.
+    wait_s = max(candidate.queue_s, candidate.bytes_ahead / candidate.bytes_per_s)
+    return wait_s + handshake_s + kv_bytes / candidate.bytes_per_s

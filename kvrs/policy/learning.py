@@ -1,0 +1,63 @@
+"""Predictions that correct themselves: how much longer than its table says each option really takes.
+
+One factor per option, because what a table does not know (another load, a colder cache, a slower step) lies in the path
+that the option takes. It is learned from logarithms, so that twice as long and half as long weigh the same.
+"""
+
+from dataclasses import dataclass
+from math import exp, isfinite, log
+
+from kvrs.policy.costs import Option
+
+WEIGHT = 0.2  # Of the newest observation: nine tenths of a change are learned from ten.
+HALF_LIFE_S = 300.0  # Without news, of what was learned: what made it so may have gone.
+_FORGETTING_PER_S = log(2) / HALF_LIFE_S
+SHORTEST_S = 0.001  # Below this a clock and a poll decide, not the option.
+
+
+@dataclass(slots=True)
+class _Learned:
+    log_factor: float
+    at_s: float
+
+    def log_factor_at(self, now_s: float) -> float:
+        """What is left of it."""
+        return self.log_factor * exp(-_FORGETTING_PER_S * max(0.0, now_s - self.at_s))
+
+
+class Corrections:
+    """A factor in `[1 / most, most]` per option; 1 until something is known, and with `most` = 1 always."""
+
+    def __init__(self, most: float) -> None:
+        assert most >= 1, most
+        self._most = most
+        self._bound = log(most)
+        self._learned: dict[Option, _Learned] = {}
+        self._latest_s = 0.0
+
+    def factor(self, option: Option, now_s: float) -> float:
+        """What to multiply a prediction for this option by."""
+        learned = self._learned.get(option)
+        if learned is None:  # Nearly always: nothing has died in a while.
+            return 1.0
+        self._latest_s = max(self._latest_s, now_s)
+        return self._factor(learned, now_s)
+
+    def observe(self, option: Option, raw_s: float, real_s: float, now_s: float) -> None:
+        """The option was predicted to take `raw_s`, before any correction, and took `real_s`."""
+        if self._bound == 0.0 or not (isfinite(raw_s) and isfinite(real_s)):
+            return
+        ratio = log(max(real_s, SHORTEST_S) / max(raw_s, SHORTEST_S))
+        # An outlier counts no more than the largest correction there is: one hung transfer must not undo what many have taught.
+        ratio = min(max(ratio, -self._bound), self._bound)
+        self._latest_s = max(self._latest_s, now_s)
+        learned = self._learned.get(option)
+        known = learned.log_factor_at(now_s) if learned is not None else 0.0
+        self._learned[option] = _Learned(known + WEIGHT * (ratio - known), now_s)
+
+    def snapshot(self) -> dict[str, float]:
+        """The factor of every option of which something is known, at the latest time that came up."""
+        return {option.value: self._factor(learned, self._latest_s) for option, learned in self._learned.items()}
+
+    def _factor(self, learned: _Learned, now_s: float) -> float:
+        return min(max(exp(learned.log_factor_at(now_s)), 1 / self._most), self._most)

@@ -1,0 +1,17 @@
+"""What a proxy asks of the agent of a node, which holds checkpoints."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+
+from kvrs.protocol.instance import AgentInfo, AgentReport
+from kvrs.proxy.backends.peer import Peer
+
+
+class AgentBackend(Peer):
+    """Speaks to the agent at one URL. A failure of it is an `UpstreamError`."""
+
+    async def info(self) -> AgentInfo:
+        return await self.control("GET", "/kvrs/v1/agent", None, AgentInfo)
+
+    def watch_holdings(self, interval_s: float) -> AbstractAsyncContextManager[AsyncIterator[AgentReport]]:
+        return self.watch("/kvrs/v1/holdings", interval_s, AgentReport)

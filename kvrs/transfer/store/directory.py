@@ -1,0 +1,158 @@
+"""The directory in which one node's store keeps its segments, and what it remembers from one life of the agent to the next."""
+
+import fcntl
+import logging
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+import msgspec
+
+from kvrs.errors import ConfigError
+from kvrs.ids import NodeId
+from kvrs.protocol.secrets import derive
+
+log = logging.getLogger(__name__)
+
+_STATE = "state"
+_SEGMENT = "segment-"
+_NAME_BYTES = 8
+
+
+class StoreState(msgspec.Struct, frozen=True):
+    """What the pages in the directory are; pages of anything else are worth nothing to whoever comes."""
+
+    epoch: int
+    fingerprint: str = ""
+    page_bytes: int = 0  # 0: no engine has come yet.
+
+
+def store_directory(base: str, secret: bytes, node: NodeId) -> Path:
+    """Where the node's store lies. The name tells two clusters of a host apart, and nothing of their secrets."""
+    name = derive(secret, b"kvrs-store")[:_NAME_BYTES].hex()
+    return Path(base) / f"kvrs-{name}-{quote(node, safe='')}"
+
+
+class StoreDirectory:
+    """Ours alone: of this user, closed to others, and locked for as long as it is open; removed at the end if it is empty."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it, or make it.
+
+        Raises:
+            ConfigError: it cannot be made or opened, belongs to somebody else, is open to others, or is in use.
+        """
+        self.path = path
+        self.fd = self._open()
+
+    def __enter__(self) -> "StoreDirectory":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # Nobody else can have made this one anew: whoever finds it has to lock it first.
+        if _is_at(self.fd, self.path) and not os.listdir(self.fd):
+            os.rmdir(self.path)
+        os.close(self.fd)
+
+    def _open(self) -> int:
+        try:
+            while True:
+                with suppress(FileExistsError):
+                    os.mkdir(self.path, 0o700)
+                fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    self._claim(fd)
+                    if _is_at(fd, self.path):
+                        return fd
+                except BaseException:
+                    os.close(fd)
+                    raise
+                os.close(fd)  # Its last user removed it just before it was locked.
+        except OSError as error:
+            raise ConfigError([f"backup.directory: {self.path}: {error.strerror}"]) from None
+
+    def _claim(self, fd: int) -> None:
+        if reason := _not_ours(os.fstat(fd)):
+            raise ConfigError([f"backup.directory: {self.path}: {reason}; allowed: a directory of this user, mode 0700"])
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError([f"backup.directory: {self.path}: in use; allowed: one agent per node and cluster"]) from None
+
+    def load_state(self) -> StoreState | None:
+        """What the last life left; None: nothing that can be read."""
+        try:
+            with os.fdopen(self.open(_STATE, os.O_RDONLY), "rb") as file:
+                if _not_ours(os.fstat(file.fileno())) is None:
+                    return msgspec.json.decode(file.read(1 << 16), type=StoreState)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("state of the checkpoint store is unreadable: %s", error)
+        return None
+
+    def save_state(self, state: StoreState) -> None:
+        """All of it, or what was there before."""
+        with os.fdopen(self.open(f"{_STATE}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(msgspec.json.encode(state))
+        os.replace(f"{_STATE}.new", _STATE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def open(self, name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+
+    def open_segment(self, number: int, flags: int) -> int:
+        """A file of ours.
+
+        Raises:
+            OSError: there is none, or it is not ours alone.
+        """
+        fd = self.open(f"{_SEGMENT}{number}", flags)
+        if reason := _not_ours(os.fstat(fd)):
+            os.close(fd)
+            raise PermissionError(reason)
+        return fd
+
+    def segments(self) -> list[int]:
+        """Numbers of the segments that are there, in order."""
+        names = [name.removeprefix(_SEGMENT) for name in os.listdir(self.fd) if name.startswith(_SEGMENT)]
+        return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name == str(int(name)))
+
+    def unlink_segment(self, number: int) -> None:
+        os.unlink(f"{_SEGMENT}{number}", dir_fd=self.fd)
+
+    def unlink_segments(self) -> None:
+        for number in self.segments():
+            self.unlink_segment(number)
+
+    def free_bytes(self) -> int:
+        """What its file system has left."""
+        space = os.fstatvfs(self.fd)
+        return space.f_bavail * space.f_frsize
+
+    def used_bytes(self) -> int:
+        """What its files take up."""
+        return sum(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512 for name in os.listdir(self.fd))
+
+    def clear(self) -> None:
+        """Unlink everything that a store makes here. An empty directory goes when it is closed."""
+        for name in os.listdir(self.fd):
+            if name.startswith((_SEGMENT, _STATE)):
+                os.unlink(name, dir_fd=self.fd)
+
+
+def _not_ours(status: os.stat_result) -> str | None:
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}"
+    if mode := stat.S_IMODE(status.st_mode) & 0o077:
+        return f"others may use it (mode bits {mode:03o})"
+    return None
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False

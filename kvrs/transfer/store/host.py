@@ -1,0 +1,266 @@
+"""The checkpoint store of a node: what its page server reads and writes. Everything runs on the event loop."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvrs.ids import StreamId
+from kvrs.protocol.frames import Claim, Held, Identity, StoreCode
+from kvrs.protocol.tags import Tag
+from kvrs.transfer.peers import PinnedPages, PullRequest
+from kvrs.transfer.store.book import CheckpointBook, Run
+from kvrs.transfer.store.directory import StoreDirectory, StoreState
+from kvrs.transfer.store.segments import Layout, Segments
+
+log = logging.getLogger(__name__)
+
+# As many pages as a few engines send at a time.
+_AHEAD_SLOTS = 128
+
+
+@dataclass(slots=True, eq=False)
+class Changes:
+    """What one watcher has not been told yet."""
+
+    streams: set[StreamId]
+    denied: dict[StreamId, None] = field(default_factory=dict)
+
+    def take(self) -> tuple[list[StreamId], list[StreamId]]:
+        """Streams that changed and streams that found no room; from now on the watcher has been told."""
+        taken = list(self.streams), list(self.denied)
+        self.streams.clear()
+        self.denied.clear()
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Shelf:
+    """Book and memory for pages of one kind."""
+
+    page_bytes: int
+    book: CheckpointBook
+    segments: Segments
+
+
+class _Incoming:
+    """Views into the slots of one run, until it ends."""
+
+    def __init__(self, shelf: _Shelf, run: Run, ended: Callable[[StreamId, Held], None]) -> None:
+        self._shelf = shelf
+        self._run = run
+        self._ended = ended
+        self.views: list[memoryview | None] = [None if slot is None else shelf.segments.view(slot) for slot in run.numbers]
+
+    def commit(self, index: int, checksum: int) -> None:
+        slot = self._shelf.book.commit(self._run, index)
+        if slot is not None:
+            self._shelf.segments.write_record(slot, self._run.tags[index], checksum)
+
+    def end(self) -> Held:
+        self.views = []
+        held = self._shelf.book.end(self._run)
+        self._ended(self._run.stream, held)
+        return held
+
+
+class _Nothing:
+    """A run of which nothing is taken."""
+
+    def __init__(self, pages: int, held: Held) -> None:
+        self.views: list[memoryview | None] = [None] * pages
+        self._held = held
+
+    def commit(self, index: int, checksum: int) -> None:
+        raise AssertionError("there is no view to commit")
+
+    def end(self) -> Held:
+        return self._held
+
+
+class HostStore:
+    """A `PageSource` and a `PageSink` over shared memory that outlives the process, until `clear` is called."""
+
+    def __init__(self, directory: StoreDirectory, capacity_bytes: int, lease_s: float, clock: Callable[[], float]) -> None:
+        """Take over what an earlier life left in the directory, all of which is read and verified."""
+        self._directory = directory
+        self._capacity_bytes = capacity_bytes
+        self._lease_s = lease_s
+        self._clock = clock
+        self._watchers: list[Changes] = []
+        self._is_short = False
+        self._growing = asyncio.Event()
+        left = directory.load_state() or StoreState(epoch=0)
+        self._state = StoreState(left.epoch + 1, left.fingerprint, left.page_bytes)
+        # Before anything else: a life that ends right here must not be taken for the next one.
+        directory.save_state(self._state)
+        self._shelf = self._new_shelf() if self._state.page_bytes else None
+        if self._shelf is None:
+            directory.unlink_segments()
+        else:
+            self._shelf.book.adopt(self._shelf.segments.adopt())
+
+    # What it is.
+
+    @property
+    def epoch(self) -> int:
+        return self._state.epoch
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model whose pages these are; empty before the first engine has come."""
+        return self._state.fingerprint
+
+    @property
+    def page_bytes(self) -> int:
+        return self._state.page_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._shelf.book.reserved_slots * self.page_bytes if self._shelf else 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self._shelf.book.held_slots * self.page_bytes if self._shelf else 0
+
+    @property
+    def checkpoints(self) -> int:
+        return self._shelf.book.reservations if self._shelf else 0
+
+    def held(self, stream: StreamId) -> int:
+        """Leading pages of the stream that its reservation keeps here."""
+        return self._shelf.book.held(stream) if self._shelf else 0
+
+    @contextmanager
+    def watched(self) -> Iterator[Changes]:
+        """What changes from now on is noted for this watcher, who begins with all streams that there are."""
+        changes = Changes(set(self._shelf.book.streams()) if self._shelf else set())
+        self._watchers.append(changes)
+        try:
+            yield changes
+        finally:
+            self._watchers.remove(changes)
+
+    # What the page server asks.
+
+    def adopt(self, client: Identity) -> None:
+        """Pages are of the first engine's kind, as long as anything is reserved; then of the next one's that comes."""
+        kind = (client.fingerprint, client.page_bytes)
+        if kind == (self._state.fingerprint, self._state.page_bytes):
+            return
+        self.expire()
+        if self.checkpoints:
+            return
+        # Whoever still reads or writes the old pages has the old shelf in his hands; its memory goes with the last of them.
+        self._directory.unlink_segments()
+        self._state = StoreState(self._state.epoch, *kind)
+        self._directory.save_state(self._state)
+        self._shelf = self._new_shelf()
+        log.info("pages of a new kind", extra={"fingerprint": client.fingerprint, "page_bytes": client.page_bytes})
+
+    def pin(self, request: PullRequest) -> PinnedPages:
+        """Hard-pin the longest leading run of the asked pages that is held. Checkpoints have no partial pages."""
+        shelf = self._shelf
+        assert shelf is not None, "nobody is met before pages have a kind"
+        slots = shelf.book.match(request.tags)
+        return PinnedPages([shelf.segments.view(slot) for slot in slots], None, (shelf, slots))
+
+    def unpin(self, pinned: PinnedPages) -> None:
+        assert isinstance(pinned.token, tuple)
+        shelf, slots = pinned.token
+        assert isinstance(shelf, _Shelf)
+        shelf.book.unpin(slots)
+
+    def offer(self, claim: Claim, reserved_bytes: int, tags: tuple[Tag, ...]) -> Held:
+        """Reserve whole pages for `reserved_bytes`, until the lease that a proxy renews runs out."""
+        shelf = self._shelf
+        assert shelf is not None, "nobody is met before pages have a kind"
+        self.expire()
+        held = shelf.book.offer(claim, -(-reserved_bytes // shelf.page_bytes), tags, self._clock() + self._lease_s)
+        self._note(claim.stream, held)
+        self._growing.set()
+        return held
+
+    def begin(self, claim: Claim, first_page: int, tags: tuple[Tag, ...]) -> "_Incoming | _Nothing":
+        shelf = self._shelf
+        assert shelf is not None, "nobody is met before pages have a kind"
+        run = shelf.book.begin(claim, first_page, tags)
+        slots = [slot for slot in run.numbers if slot is not None]
+        try:
+            shelf.segments.grow_to(max(slots, default=-1) + 1)
+        except OSError as error:
+            self._tell_short(error)
+            held = Held(StoreCode.FULL, shelf.book.end(run).pages)
+            self._note(claim.stream, held)
+            return _Nothing(len(tags), held)
+        self._is_short = False
+        self._growing.set()
+        for slot in slots:
+            shelf.segments.clear(slot)
+        return _Incoming(shelf, run, self._note)
+
+    async def grow_ahead(self) -> None:
+        """Get memory for pages before they come, off the event loop, until cancelled: it takes the system longer to clear
+        it than others should have to wait.
+        """
+        while True:
+            await self._growing.wait()
+            self._growing.clear()
+            try:
+                while (shelf := self._shelf) is not None and shelf.book.reservations:
+                    ahead = min(shelf.book.used_slots + _AHEAD_SLOTS, shelf.book.capacity_slots)
+                    growth = shelf.segments.next_growth(ahead)
+                    if growth is None:
+                        break
+                    await asyncio.to_thread(growth.allocate)
+                    shelf.segments.grown(growth)
+            except OSError as error:
+                self._tell_short(error)  # Pages that come now will meet it again.
+
+    # What proxies and time ask.
+
+    def renew(self, streams: Iterable[StreamId], lease_s: float) -> list[StreamId]:
+        """Returns the streams for which nothing is reserved."""
+        return self._shelf.book.renew(streams, self._clock() + lease_s) if self._shelf else list(streams)
+
+    def release(self, streams: Iterable[StreamId], lease_s: float) -> None:
+        """Those streams need nothing here any more, however late their writers hear of it."""
+        ended = list(streams)
+        if self._shelf:
+            self._shelf.book.release(ended, self._clock() + lease_s)
+        self._note_all(ended)
+
+    def expire(self) -> None:
+        """End every reservation that nobody renewed."""
+        if self._shelf:
+            self._note_all(self._shelf.book.expire(self._clock()))
+
+    def clear(self) -> None:
+        """The clean end: nothing is left for another life."""
+        self._shelf = None
+        self._directory.clear()
+
+    def check(self) -> None:
+        """Assert that the book is right. O(slots)."""
+        if self._shelf:
+            self._shelf.book.check()
+
+    def _new_shelf(self) -> _Shelf:
+        layout = Layout(self._state.page_bytes, self._capacity_bytes // self._state.page_bytes, self._state.fingerprint)
+        return _Shelf(layout.page_bytes, CheckpointBook(layout.slots), Segments(self._directory, layout))
+
+    def _tell_short(self, error: OSError) -> None:
+        if not self._is_short:
+            log.error("no memory for checkpoints: %s", error, extra={"directory": self._directory.path})
+        self._is_short = True
+
+    def _note(self, stream: StreamId, held: Held) -> None:
+        for changes in self._watchers:
+            changes.streams.add(stream)
+            if held.code is StoreCode.FULL:
+                changes.denied[stream] = None
+
+    def _note_all(self, streams: Iterable[StreamId]) -> None:
+        for changes in self._watchers:
+            changes.streams.update(streams)

@@ -1,0 +1,222 @@
+"""Slots of one page each in shared memory: files that outlive the process that fills them.
+
+A segment is a file of fixed size: a header, a table with one record per slot, and the pages. Memory is given to a slot when it
+is used for the first time. A record is written after its page and has a checksum of its own, and is cleared before its slot is
+written again: so whatever moment a process is killed at, a record that can be read names a page that was whole, and the page's
+own checksum tells whether it still is.
+"""
+
+import logging
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from xxhash import xxh3_64_intdigest
+
+from kvrs.protocol.frames import checksum
+from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer.store.directory import StoreDirectory
+
+log = logging.getLogger(__name__)
+
+# A segment takes a file descriptor: few enough of them, and a torn one loses little.
+_SEGMENTS = 64
+_MIN_SEGMENT_BYTES = 1 << 22
+
+# Slots get their memory in steps of about this much, which take the kernel a millisecond.
+_GROWTH_BYTES = 1 << 22
+
+_BLOCK_BYTES = 4096  # Pages begin at multiples of it.
+_MAGIC = b"KVRSSEG1"
+_HEADER = struct.Struct("<8sQQQ16s")  # magic, number, bytes of a page, slots, digest of the fingerprint
+_RECORD = struct.Struct("<16sQQ")  # tag, number of the write, checksum of the page
+_CHECKSUM = struct.Struct("<Q")
+_RECORD_BYTES = 64
+_NO_RECORD = bytes(_RECORD_BYTES)
+assert _RECORD.size + _CHECKSUM.size <= _RECORD_BYTES
+assert TAG_BYTES == 16
+
+_PROGRESS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How slots lie in segments. Segments of another layout are of no use."""
+
+    page_bytes: int
+    slots: int  # Of the whole store.
+    fingerprint: str
+
+    @property
+    def slots_per_segment(self) -> int:
+        return max(1, -(-self.slots // _SEGMENTS), _MIN_SEGMENT_BYTES // self.page_bytes)
+
+    @property
+    def pages_at(self) -> int:
+        return _BLOCK_BYTES + -(-self.slots_per_segment * _RECORD_BYTES // _BLOCK_BYTES) * _BLOCK_BYTES
+
+    @property
+    def segment_bytes(self) -> int:
+        return self.pages_at + self.slots_per_segment * self.page_bytes
+
+    def header(self, number: int) -> bytes:
+        digest = blake2b(self.fingerprint.encode(), digest_size=16).digest()
+        return _sealed(_HEADER.pack(_MAGIC, number, self.page_bytes, self.slots_per_segment, digest))
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Memory to ask the system for."""
+
+    fd: int
+    offset: int
+    size_bytes: int
+    slots: int  # Those below this number have memory when it is done.
+
+    def allocate(self) -> None:
+        """To be called once; a thread of its own may do it, and it may be done twice. Raises OSError."""
+        try:
+            os.posix_fallocate(self.fd, self.offset, self.size_bytes)
+        finally:
+            os.close(self.fd)
+
+
+class _Segment:
+    def __init__(self, fd: int, layout: Layout) -> None:
+        # The map keeps a descriptor of its own and is gone when the last view of it is.
+        self.bytes = memoryview(mmap.mmap(fd, layout.segment_bytes))
+
+    def record(self, index: int) -> memoryview:
+        start = _BLOCK_BYTES + index * _RECORD_BYTES
+        return self.bytes[start : start + _RECORD_BYTES]
+
+
+class Segments:
+    """The slots of a store, by number. Whoever calls sees to it that nobody reads a slot that another one writes."""
+
+    def __init__(self, directory: StoreDirectory, layout: Layout) -> None:
+        self._directory = directory
+        self._layout = layout
+        self._segments: dict[int, _Segment] = {}
+        self._grown = 0  # Slots below this number have memory.
+        self._writes = 0
+
+    def adopt(self) -> list[tuple[int, Tag]]:
+        """Slots and tags of the pages that an earlier life left whole, oldest first. Segments of no use are unlinked."""
+        found: list[tuple[int, int, Tag]] = []
+        torn = 0
+        started_s = told_s = time.monotonic()
+        for number in self._directory.segments():
+            segment = self._open(number)
+            if segment is None:
+                self._directory.unlink_segment(number)
+                continue
+            self._segments[number] = segment
+            for index in range(self._layout.slots_per_segment):
+                if bytes(segment.record(index)) == _NO_RECORD:
+                    continue
+                slot = number * self._layout.slots_per_segment + index
+                if (page := self._verified(slot)) is not None:
+                    found.append(page)
+                else:
+                    torn += 1
+                if time.monotonic() - told_s > _PROGRESS_S:
+                    told_s = time.monotonic()
+                    log.info("verifying checkpoints", extra={"pages": len(found), "for_s": round(told_s - started_s, 1)})
+        if found or torn:
+            log.info("checkpoints adopted", extra={"pages": len(found), "torn": torn})
+        self._writes = max((write for write, _, _ in found), default=0)
+        return [(slot, tag) for _, slot, tag in sorted(found)]
+
+    def grow_to(self, slots: int) -> None:
+        """Let the slots below this number have memory.
+
+        Raises:
+            OSError: there is no more. Who writes into a page that has no memory is killed, so it is found out here.
+        """
+        while (growth := self.next_growth(slots)) is not None:
+            growth.allocate()
+            self.grown(growth)
+
+    def next_growth(self, slots: int) -> Growth | None:
+        """The next step to where the slots below this number have memory; None: they have it. Raises OSError."""
+        layout = self._layout
+        first = self._grown
+        if first >= slots:
+            return None
+        number, index = divmod(first, layout.slots_per_segment)
+        if number not in self._segments:
+            self._segments[number] = self._make(number)
+        count = min(max(1, _GROWTH_BYTES // layout.page_bytes), layout.slots_per_segment - index, layout.slots - first)
+        fd = self._directory.open_segment(number, os.O_RDWR)
+        return Growth(fd, layout.pages_at + index * layout.page_bytes, count * layout.page_bytes, first + count)
+
+    def grown(self, growth: Growth) -> None:
+        """That step was done."""
+        self._grown = max(self._grown, growth.slots)
+
+    def view(self, slot: int) -> memoryview:
+        number, index = divmod(slot, self._layout.slots_per_segment)
+        start = self._layout.pages_at + index * self._layout.page_bytes
+        return self._segments[number].bytes[start : start + self._layout.page_bytes]
+
+    def clear(self, slot: int) -> None:
+        """The slot holds nothing: to be called before it is written."""
+        self._record(slot)[:] = _NO_RECORD
+
+    def write_record(self, slot: int, tag: Tag, page_checksum: int) -> None:
+        """The slot holds that page: to be called after it was written."""
+        self._writes += 1
+        record = _sealed(_RECORD.pack(tag, self._writes, page_checksum))
+        self._record(slot)[: len(record)] = record
+
+    def _record(self, slot: int) -> memoryview:
+        number, index = divmod(slot, self._layout.slots_per_segment)
+        return self._segments[number].record(index)
+
+    def _make(self, number: int) -> _Segment:
+        fd = self._directory.open_segment(number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            os.ftruncate(fd, self._layout.segment_bytes)
+            os.posix_fallocate(fd, 0, self._layout.pages_at)
+            header = self._layout.header(number)
+            os.pwrite(fd, header, 0)
+            return _Segment(fd, self._layout)
+        except OSError:
+            self._directory.unlink_segment(number)
+            raise
+        finally:
+            os.close(fd)
+
+    def _open(self, number: int) -> _Segment | None:
+        """A segment of an earlier life, if it is ours, whole and of this layout."""
+        try:
+            fd = self._directory.open_segment(number, os.O_RDWR)
+        except OSError as error:
+            log.warning("segment %d is not adopted: %s", number, error)
+            return None
+        try:
+            header = self._layout.header(number)
+            known = number * self._layout.slots_per_segment < self._layout.slots
+            if not known or os.fstat(fd).st_size != self._layout.segment_bytes or os.pread(fd, len(header), 0) != header:
+                log.warning("segment %d is not adopted: torn, or of another layout", number)
+                return None
+            return _Segment(fd, self._layout)
+        finally:
+            os.close(fd)
+
+    def _verified(self, slot: int) -> tuple[int, int, Tag] | None:
+        """Write number, slot and tag of a page that is whole."""
+        record = bytes(self._record(slot)[: _RECORD.size + _CHECKSUM.size])
+        facts = record[: _RECORD.size]
+        if slot >= self._layout.slots or record != _sealed(facts):
+            return None
+        tag, write, page_checksum = _RECORD.unpack(facts)
+        return (write, slot, Tag(tag)) if checksum(self.view(slot)) == page_checksum else None
+
+
+def _sealed(facts: bytes) -> bytes:
+    return facts + _CHECKSUM.pack(xxh3_64_intdigest(facts))

@@ -1,0 +1,228 @@
+"""What an agent tells proxies, and what they tell it."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrs.config import parse_config
+from kvrs.errors import ConfigError, TransferError
+from kvrs.ids import StreamId
+from kvrs.protocol.frames import Held, StoreCode
+from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
+from tests.agent.agents import PAGE_BYTES, Engine, ask, document, running, session, tags
+
+S, T, U = StreamId("s"), StreamId("t"), StreamId("u")
+
+
+async def test_an_agent_says_who_it_is(tmp_path: Path) -> None:
+    """A proxy knows it by this."""
+    config = parse_config(document(tmp_path))
+    async with running(config), session(config) as client:
+        info = await ask(client, "/kvrs/v1/agent", AgentInfo)
+
+    agent = config.cluster.nodes[0].agent
+    assert (info.id, info.node, info.epoch, info.pid) == ("agent-n0", "n0", 1, os.getpid())
+    assert (info.page_port, info.capacity_bytes) == (agent.page_port, 64 * PAGE_BYTES)
+    assert info.host_to_device_bytes_per_s == 26e9
+
+
+async def test_holdings_and_leases(tmp_path: Path) -> None:
+    """Once, and as a stream that tells what changed; releases give room back at once."""
+    config = parse_config(document(tmp_path, capacity_pages=8))
+    async with running(config), session(config) as client, Engine(config) as engine:
+        await engine.offer("s", 4)
+        await engine.store("s", 0, tags(1, 3))
+        once = await ask(client, "/kvrs/v1/holdings", AgentReport)
+        async with client.get("/kvrs/v1/holdings?watch=0.02") as watched:
+            lines = [msgspec.json.decode(await watched.content.readline(), type=AgentReport)]
+            await engine.offer("t", 5)
+            await engine.offer("u", 4)
+            while not any(U in line.pages for line in lines):
+                lines.append(msgspec.json.decode(await watched.content.readline(), type=AgentReport))
+        released = await ask(client, "/kvrs/v1/leases", LeaseAnswer, LeaseUpdate(lease_s=30, renew=[S, T, U], release=[S]))
+        left = await ask(client, "/kvrs/v1/holdings", AgentReport)
+
+    assert (once.epoch, once.reserved_bytes, once.held_bytes) == (1, 4 * PAGE_BYTES, 3 * PAGE_BYTES)
+    assert (once.checkpoints, once.pages, once.denied) == (1, {S: 3}, [])
+    assert lines[0] == once
+    assert [stream for line in lines[1:] for stream in line.denied] == [T]
+    assert {stream: count for line in lines[1:] for stream, count in line.pages.items()} == {T: 0, U: 0}
+    assert released.unknown == [S, T]
+    assert (left.reserved_bytes, left.held_bytes, left.checkpoints) == (4 * PAGE_BYTES, 3 * PAGE_BYTES, 1)
+
+
+async def test_leases_that_nobody_renews_end(tmp_path: Path) -> None:
+    """A proxy that is gone releases nothing; watchers hear of it."""
+    written = document(tmp_path)
+    written["transfer"] = {"lease_s": 0.3}
+    config = parse_config(written)
+    async with running(config), session(config) as client, Engine(config) as engine:
+        await engine.offer("s", 4)
+        async with client.get("/kvrs/v1/holdings?watch=0.02") as watched:
+            while (report := msgspec.json.decode(await watched.content.readline(), type=AgentReport)).checkpoints:
+                pass
+
+    assert report.pages == {S: 0}
+    assert report.reserved_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/kvrs/v1/holdings?watch=soon", b"", 400),
+        ("POST", "/kvrs/v1/leases", b"{", 400),
+        ("POST", "/kvrs/v1/leases", b'{"lease_s":-1}', 400),
+        ("POST", "/kvrs/v1/faults", b'{"type":"none"}', 404),
+        ("GET", "/healthz", b"", 200),
+    ],
+)
+async def test_requests_that_are_wrong_are_refused(tmp_path: Path, method: str, path: str, body: bytes, status: int) -> None:
+    """And faults on purpose are none of them, unless the file allows them."""
+    config = parse_config(document(tmp_path))
+    async with running(config), session(config) as client, client.request(method, path, data=body) as answer:
+        assert answer.status == status
+
+
+async def test_strangers_learn_nothing(tmp_path: Path) -> None:
+    """But that somebody is there."""
+    config = parse_config(document(tmp_path))
+    async with running(config), session(config, b"the secret of another cluster") as client:
+        statuses = {}
+        for path in ("/healthz", "/kvrs/v1/agent", "/kvrs/v1/holdings", "/kvrs/v1/holdings?watch=1"):
+            async with client.get(path) as answer:
+                statuses[path] = answer.status
+        async with client.post("/kvrs/v1/leases", data=b"{}") as answer:
+            statuses["leases"] = answer.status
+
+    assert statuses.pop("/healthz") == 200
+    assert set(statuses.values()) == {401}
+
+
+async def test_faults_on_purpose_hit_what_the_agent_sends(tmp_path: Path) -> None:
+    """As those of an instance do."""
+    config = parse_config(document(tmp_path, allow_faults=True))
+    async with running(config), session(config) as client, Engine(config) as engine:
+        await engine.offer("s", 3)
+        await engine.store("s", 0, tags(1, 3))
+        async with client.post("/kvrs/v1/faults", data=b'{"type":"pages","pages":1}') as answer:
+            assert answer.status == 200
+        hit = await engine.fetch(tags(1, 3))
+        whole = await engine.fetch(tags(1, 3))
+
+    assert (hit.full_pages, hit.error) == (0, "checksum of page 0 is wrong")
+    assert whole.full_pages == 3
+
+
+async def test_engines_of_two_models_do_not_share_an_agent(tmp_path: Path) -> None:
+    """The second one gets in when nothing is reserved any more."""
+    config = parse_config(document(tmp_path))
+    async with (
+        running(config),
+        session(config) as client,
+        Engine(config) as first,
+        Engine(config, fingerprint="other") as second,
+    ):
+        await first.offer("s", 2)
+        await first.store("s", 0, tags(1, 2))
+        with pytest.raises(TransferError, match="fingerprints differ"):
+            await second.offer("t", 2)
+        await ask(client, "/kvrs/v1/leases", LeaseAnswer, LeaseUpdate(lease_s=30, release=[S]))
+
+        assert (await second.offer("t", 2)) == Held(StoreCode.OK, 0)
+        with pytest.raises(TransferError, match="fingerprints differ"):
+            await first.offer("s", 2, attempt=2)
+        report = await ask(client, "/kvrs/v1/holdings", AgentReport)
+
+    assert (report.held_bytes, report.checkpoints) == (0, 1)
+
+
+async def test_the_end_gives_everything_back(tmp_path: Path) -> None:
+    """Descriptors, and every byte of memory."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    config = parse_config(document(tmp_path))
+    for _ in range(3):
+        async with running(config), Engine(config) as engine:
+            await engine.offer("s", 40)
+            await engine.store("s", 0, tags(1, 40))
+            assert (await engine.fetch(tags(1, 40))).full_pages == 40
+
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    maps = Path("/proc/self/maps").read_text()
+    assert "segment-" not in maps
+
+
+def _unknown_node(written: dict[str, Any]) -> None:
+    written["cluster"]["nodes"][0]["id"] = "n7"
+
+
+def _no_base(written: dict[str, Any]) -> None:
+    written["backup"]["directory"] += "/missing"
+
+
+def _too_much(written: dict[str, Any]) -> None:
+    written["backup"]["capacity_bytes"] = 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_unknown_node, "node 'n0' is not in cluster.nodes; allowed: n7"),
+        (_no_base, "No such file or directory"),
+        (_too_much, f"backup.capacity_bytes: got {1 << 60}; allowed: at most "),
+    ],
+)
+async def test_a_configuration_that_cannot_be_served_is_refused(tmp_path: Path, spoil: Any, reason: str) -> None:
+    """With the value and what is allowed; nothing is left behind."""
+    written = document(tmp_path)
+    spoil(written)
+
+    with pytest.raises(ConfigError) as caught:
+        async with running(parse_config(written)):
+            pass
+
+    assert reason in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["port", "page_port"])
+async def test_a_port_in_use_is_named(tmp_path: Path, key: str) -> None:
+    """Two ports belong to an agent."""
+    written = document(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = written["cluster"]["nodes"][0]["agent"][key] = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            async with running(parse_config(written)):
+                pass
+
+    assert caught.value.faults == [f"agent of node n0: {key}: 127.0.0.1:{port} is in use; allowed: a free port"]
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_agent_that_cannot_start_leaves_the_pages_to_the_next(tmp_path: Path) -> None:
+    """Only a clean end removes what is held."""
+    config = parse_config(document(tmp_path))
+    with socket.socket() as taken:
+        async with running(config), Engine(config) as engine:
+            await engine.offer("s", 2)
+            await engine.store("s", 0, tags(1, 2))
+            kept = {path: path.read_bytes() for path in tmp_path.glob("*/*")}
+        directory = next(iter(kept)).parent
+        directory.mkdir(0o700)
+        for path, content in kept.items():
+            path.write_bytes(content)
+            path.chmod(0o600)
+        taken.bind(("127.0.0.1", config.cluster.nodes[0].agent.port))
+        taken.listen()
+        with pytest.raises(ConfigError, match="is in use"):
+            async with running(config):
+                pass
+
+    async with running(config), Engine(config) as engine:
+        assert (await engine.fetch(tags(1, 2))).full_pages == 2

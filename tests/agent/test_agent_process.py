@@ -1,0 +1,133 @@
+"""An agent as a process: what survives its death, what is left of it after its end, and who does not get in."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from kvrs.errors import TransferError
+from kvrs.protocol.frames import Held, StoreCode
+from kvrs.protocol.tags import Tag
+from kvrs.transfer.store.directory import store_directory
+from tests.agent.agents import N0, SECRET, AgentProcess, Engine, document, page, processes, tags
+
+OK = StoreCode.OK
+
+
+async def test_checkpoints_outlive_a_kill(tmp_path: Path) -> None:
+    """From an engine to the agent, through SIGKILL and restart, and back: the same bytes, save for a page that was torn."""
+    agent = AgentProcess(tmp_path, document(tmp_path))
+    mine, other = tags(1, 12), tags(2, 4)
+    with processes(agent):
+        async with Engine(agent.config) as engine:
+            assert await engine.offer("s", 12) == Held(OK, 0)
+            assert await engine.store("s", 0, mine[:8]) == Held(OK, 8)
+            assert await engine.store("s", 8, mine[8:]) == Held(OK, 12)
+            assert await engine.offer("t", 4) == Held(OK, 0)
+            assert await engine.store("t", 0, other) == Held(OK, 4)
+            assert (await engine.fetch(mine, epoch=1)).full_pages == 12
+
+        agent.end(signal.SIGKILL)
+        _flip_a_byte(tmp_path, page(other[2]))
+        agent.start()
+
+        async with Engine(agent.config) as engine:
+            assert (await engine.fetch(mine)).full_pages == 12
+            damaged = await engine.fetch(other)
+            assert (damaged.full_pages, damaged.gone, damaged.error) == (2, True, None)
+            assert "is in epoch 2" in str((await engine.fetch(mine, epoch=1)).error)
+            # A writer goes on where it stood: it offers, and sends what is not there.
+            assert await engine.offer("t", 4, other) == Held(OK, 2)
+            assert await engine.store("t", 2, other[2:]) == Held(OK, 4)
+            assert (await engine.fetch(other)).full_pages == 4
+
+        status, said = agent.end(signal.SIGTERM)
+
+    assert status == 0, said
+    assert [path.suffix for path in tmp_path.iterdir()] == [".yaml"]
+
+
+async def test_a_kill_while_pages_arrive_leaves_whole_pages(tmp_path: Path) -> None:
+    """Slots are overwritten all the time; whatever is found under a tag afterwards is that page."""
+    agent = AgentProcess(tmp_path, document(tmp_path, capacity_pages=48))
+    sent: list[tuple[Tag, ...]] = []
+
+    async def send(engine: Engine) -> None:
+        for family in count():
+            stream = f"s{family}"
+            sent.append(tags(family, 32))
+            await engine.offer(stream, 32)
+            await engine.store(stream, 0, sent[-1])
+            await engine.release(stream)
+
+    with processes(agent):
+        async with Engine(agent.config) as engine:
+            sending = asyncio.create_task(send(engine))
+            while len(sent) < 6:
+                await asyncio.sleep(0)
+            agent.end(signal.SIGKILL)
+            with pytest.raises((TransferError, aiohttp.ClientError)):
+                await sending
+        agent.start()
+        async with Engine(agent.config) as engine:
+            found = [(await engine.fetch((tag,))).full_pages for run in sent for tag in run]
+
+    assert 0 < sum(found) <= 48
+
+
+def _flip_a_byte(base: Path, wanted: bytes) -> None:
+    for path in base.glob("kvrs-*/segment-*"):
+        content = bytearray(path.read_bytes())
+        if (start := content.find(wanted)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(start + len(wanted) // 2)
+                file.write(bytes([content[start + len(wanted) // 2] ^ 1]))
+            return
+    raise AssertionError("no such page")
+
+
+async def test_two_clusters_on_a_host_do_not_meet(tmp_path: Path) -> None:
+    """Same directory, same node, same names: only their secrets differ."""
+    theirs = b"the secret of another cluster"
+    agents = [AgentProcess(tmp_path, document(tmp_path), secret) for secret in (SECRET, theirs)]
+    with processes(*agents):
+        async with Engine(agents[0].config) as mine, Engine(agents[1].config, theirs) as other:
+            await mine.offer("s", 2)
+            await mine.store("s", 0, tags(1, 2))
+            assert (await other.fetch(tags(1, 2))).gone
+            agents[0].end(signal.SIGKILL)
+            agents[0].start()
+            assert (await mine.fetch(tags(1, 2))).full_pages == 2
+        async with Engine(agents[1].config) as lost:
+            with pytest.raises(TransferError, match="authentication failed"):
+                await lost.offer("s", 2)
+
+        assert store_directory(str(tmp_path), SECRET, N0).exists()
+        agents[1].end(signal.SIGTERM)
+        assert store_directory(str(tmp_path), SECRET, N0).exists()
+        assert not store_directory(str(tmp_path), theirs, N0).exists()
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    """One line, exit status 2, and what is somebody else's stays as it was."""
+    store_directory(str(tmp_path), SECRET, N0).mkdir(0o755)
+    agent = AgentProcess(tmp_path, document(tmp_path))
+
+    with pytest.raises(AssertionError) as caught:
+        agent.start()
+
+    assert "others may use it (mode bits 055); allowed: a directory of this user, mode 0700" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert store_directory(str(tmp_path), SECRET, N0).exists()
+
+
+def test_an_agent_loads_no_torch() -> None:
+    """It starts in a fraction of a second, and is back before it is missed."""
+    script = "import sys, kvrs.agent.__main__; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,52 @@
+"""`kvrs up` as a process of its own, for tests of how clusters start, run and end."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kvrs.cluster.guard import members
+
+END_S = 60.0
+
+
+class Launch:
+    """`kvrs up` in a process group of its own, as a terminal would start it."""
+
+    def __init__(self, tmp_path: Path, *arguments: str) -> None:
+        self._log = tmp_path / "up.log"
+        command = [sys.executable, "-m", "kvrs", "up", "--port", "0", "--admin-port", "0", *arguments]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def run_directory(self) -> Path:
+        (path,) = re.findall(r"logs are in (\S+)", self.said)
+        return Path(path)
+
+    @property
+    def urls(self) -> tuple[str, str]:
+        """Of the proxy: for clients, and for the operator."""
+        ((client, admin),) = re.findall(r"kvrs is up: (\S+)/v1 \(OpenAI API\), (\S+)/kvrs/v1/state", self.said)
+        return client, admin
+
+    def wait_until_said(self, words: str) -> None:
+        deadline_s = time.monotonic() + END_S
+        while words not in self.said:
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline_s, self.said
+            time.sleep(0.02)
+
+    def signal_group(self, number: int) -> None:
+        """What a terminal does: everybody in the group gets it, not only the launcher."""
+        os.killpg(self.process.pid, number)
+
+    def assert_nothing_left(self) -> None:
+        assert not self.run_directory.exists()
+        assert not list(members(self.run_directory))

@@ -1,0 +1,495 @@
+"""The checkpointer between a page manager and agents that take, refuse, die and stall. No sockets and no model."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvrs.agent.config import BackupSettings
+from kvrs.engine import backlog, checkpoints
+from kvrs.engine.checkpoints import Checkpointer
+from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.requests import Run, Source
+from kvrs.errors import TransferError
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import Checkpoint
+from kvrs.protocol.tags import Tag, root_tag
+from kvrs.scheduling import sequences
+from kvrs.scheduling.pages import PageManager
+from kvrs.transfer.peers import Claim, Held, Peer, StoreCode, StoredPages, TrafficClass
+
+PAGE = 4
+GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=2, dtype_bytes=4, page_size_tokens=PAGE)
+A, B = InstanceId("agent-a"), InstanceId("agent-b")
+AGENTS = {name: Peer(name, NodeId("n"), "127.0.0.1", 1) for name in (A, B)}
+
+
+class Agents:
+    """What `PagePusher` would talk to. It copies what it is sent, page by page, with a switch of tasks in between."""
+
+    def __init__(self) -> None:
+        self.mood: dict[InstanceId, str] = {A: "well", B: "well"}
+        self.reserved: set[tuple[InstanceId, StreamId]] = set()
+        self.tags: dict[tuple[InstanceId, StreamId], list[Tag]] = {}
+        self.bytes: dict[Tag, bytes] = {}
+        self.latest: dict[tuple[InstanceId, StreamId], tuple[int, int]] = {}
+        self.received: list[Tag] = []
+        self.offers = 0
+        self.stalled = 0
+        self.stall: asyncio.Future[None] | None = None
+        self.on_store: Callable[[], None] = lambda: None
+
+    async def offer(self, peer: Peer, claim: Claim, reserved_bytes: int, tags: Sequence[Tag]) -> Held:
+        self.offers += 1
+        await self._suffer(peer.instance, "offers")
+        key = (peer.instance, claim.stream)
+        order = (claim.owner_epoch, claim.attempt)
+        if order < self.latest.get(key, order):
+            return Held(StoreCode.FENCED, 0)
+        if self.mood[peer.instance] == "full":
+            return Held(StoreCode.FULL, 0)
+        self.latest[key] = order
+        self.reserved.add(key)
+        held = self.tags.setdefault(key, [])
+        common = 0
+        while common < min(len(held), len(tags)) and held[common] == tags[common]:
+            common += 1
+        return Held(StoreCode.OK, common)
+
+    async def store(self, peer: Peer, batch: Sequence[StoredPages]) -> list[Held]:
+        self.on_store()
+        await self._suffer(peer.instance, "stores")
+        return [await self._take(peer.instance, stored) for stored in batch]
+
+    async def _take(self, agent: InstanceId, stored: StoredPages) -> Held:
+        key = (agent, stored.claim.stream)
+        if (stored.claim.owner_epoch, stored.claim.attempt) < self.latest.get(key, (0, 0)):
+            return Held(StoreCode.FENCED, 0)
+        held = self.tags.get(key, [])
+        if key not in self.reserved or stored.first_page > len(held):
+            return Held(StoreCode.OK, len(held))
+        del held[stored.first_page :]
+        for tag, page in zip(stored.tags, stored.pages, strict=True):
+            await asyncio.sleep(0)
+            self.bytes[tag] = bytes(page)
+            self.received.append(tag)
+            held.append(tag)
+        return Held(StoreCode.OK, len(held))
+
+    async def _suffer(self, agent: InstanceId, what: str) -> None:
+        if self.mood[agent] == "dead":
+            await asyncio.sleep(0)
+            raise TransferError("connection refused")
+        if self.mood[agent] == f"stalls at {what}":
+            self.stalled += 1
+            self.stall = asyncio.get_running_loop().create_future()
+            await self.stall
+
+    def die(self, agent: InstanceId, *, empty: bool) -> None:
+        self.mood[agent] = "dead"
+        self.reserved -= {key for key in self.reserved if key[0] == agent}
+        if empty:
+            self.tags = {key: tags for key, tags in self.tags.items() if key[0] != agent}
+
+
+class World:
+    """Pages whose bytes are a function of their tag, and a scheduler that does just what a test says."""
+
+    def __init__(self, pages: int = 256, **backup: Any) -> None:
+        self.pages = PageManager(pages, PAGE)
+        self.pool = KvPool(GEOMETRY, pages, torch.device("cpu"))
+        self.agents = Agents()
+        self.released = 0
+        settings = BackupSettings(gather_s=0.0, **backup)
+        self.checkpointer = Checkpointer(
+            self.pages, self.pool, self.agents, AGENTS, settings, clock=self.now_s, released=self._count
+        )
+        self.most_pinned = 0
+        self.sequences: list[sequences.Sequence] = []
+        self.agents.on_store = self._look
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _look(self) -> None:
+        self.most_pinned = max(self.most_pinned, self.checkpointer.pinned_pages)
+
+    def _count(self) -> None:
+        self.released += 1
+
+    def begin(
+        self,
+        stream: str,
+        *to: InstanceId,
+        attempt: int = 1,
+        history: int = 0,
+        prefill_only: bool = False,
+        handed_over: bool = False,
+    ) -> sequences.Sequence:
+        sequence = sequences.Sequence(
+            StreamId(stream), (0, attempt), [7] * max(1, history * PAGE + 1), 0, root_tag("m", stream), prefill_only
+        )
+        source = Source(InstanceId("p"), None, range(0), TrafficClass.HANDOFF, StreamId(stream))
+        sequence.extend_tags(PAGE)
+        self.sequences.append(sequence)
+        self.checkpointer.began(run_of(sequence, to or (A,), (source,) if handed_over else ()))
+        return sequence
+
+    def fill(self, sequence: sequences.Sequence, pages: int) -> None:
+        """Compute that many pages more and say so."""
+        for _ in range(pages):
+            index = sequence.computed_tokens // PAGE
+            while len(sequence.token_ids) <= (index + 1) * PAGE:
+                sequence.token_ids.append(len(sequence.token_ids))
+            sequence.extend_tags(PAGE)
+            allocated = self.pages.allocate(1)
+            assert allocated is not None
+            self.pool.view(allocated[0])[:] = bytes_of(sequence.tags[index])
+            sequence.pages.append(self.pages.register(allocated[0], sequence.tags[index]))
+            sequence.computed_tokens = (index + 1) * PAGE
+        self.checkpointer.filled(sequence)
+
+    def end(self, sequence: sequences.Sequence, *, retained: bool = False) -> None:
+        if retained:
+            self.pages.retain(sequence.stream, sequence.pages, len(sequence.pages) * PAGE, until_s=1e9)
+        if sequence.prefill_only:
+            sequence.computed_tokens = sequence.history_tokens  # The last position lies in a page that is not full.
+        self.pages.release(sequence.pages)
+        sequence.pages = []
+        self.checkpointer.ended(sequence)
+
+    async def settled(self) -> None:
+        await eventually(lambda: self.checkpointer.lag_pages == 0)
+
+    def assert_held(self, sequence: sequences.Sequence, pages: int, agent: InstanceId = A) -> None:
+        """Whole, right, and in order."""
+        held = self.agents.tags[agent, sequence.stream]
+        assert held == sequence.tags[:pages]
+        assert all(self.agents.bytes[tag] == bytes_of(tag) for tag in held)
+
+
+def bytes_of(tag: Tag) -> bytes:
+    return random.Random(tag).randbytes(GEOMETRY.page_bytes)
+
+
+def run_of(sequence: sequences.Sequence, agents: Sequence[InstanceId], sources: tuple[Source, ...]) -> Run:
+    nothing: Any = None
+    return Run(
+        sequence=sequence,
+        params=nothing,
+        penalties=None,
+        logprobs=None,
+        text=nothing,
+        max_tokens=1,
+        min_tokens=0,
+        end_token_ids=frozenset(),
+        stop_token_ids=frozenset(),
+        sources=sources,
+        checkpoints=tuple(Checkpoint(agent, 1000) for agent in agents),
+    )
+
+
+async def eventually(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not what():
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def working(world: World) -> AsyncIterator[World]:
+    """While its background runs; at the end nothing is pinned any more and all books agree."""
+    task = asyncio.create_task(world.checkpointer.run())
+    try:
+        yield world
+        assert not task.done(), task
+        world.checkpointer.check()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert world.checkpointer.pinned_pages == 0
+    for sequence in world.sequences:
+        world.pages.release(sequence.pages)
+    world.pages.check()
+    assert world.pages.free_pages == world.pages.pages
+    assert world.most_pinned <= world.checkpointer._staging_pages
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "RETRY_S", 0.01)
+    monkeypatch.setattr(backlog, "LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(backlog, "STUCK_S", 0.02)
+
+
+async def test_pages_arrive_whole_at_every_agent_and_the_lag_returns_to_zero() -> None:
+    """Whenever they are filled, and however many at a time."""
+    async with working(World()) as world:
+        streams = [world.begin(f"s{index}", A, B) for index in range(5)]
+        for number in range(1, 5):
+            for sequence in streams:
+                world.fill(sequence, number)
+            await asyncio.sleep(0)
+        assert world.checkpointer.lag_pages > 0
+        await world.settled()
+
+        for sequence in streams:
+            world.assert_held(sequence, 10, A)
+            world.assert_held(sequence, 10, B)
+        assert len(world.agents.received) == 2 * 5 * 10, "no page twice"
+        assert world.checkpointer.unprotected == 0
+
+
+async def test_no_more_pages_are_pinned_than_allowed() -> None:
+    """However many wait; and a single budget serves all agents."""
+    async with working(World(staging_pages=3)) as world:
+        for index in range(4):
+            world.fill(world.begin(f"s{index}", A, B), 12)
+        await world.settled()
+
+        assert 0 < world.most_pinned <= 3
+
+
+async def test_an_agent_that_stalls_with_all_that_may_be_pinned_is_waited_for() -> None:
+    """Its pages count until it has given up, or was given up."""
+    async with working(World(staging_pages=4)) as world:
+        world.agents.mood[A] = "stalls at stores"
+        world.fill(world.begin("s", A), 10)
+        await eventually(lambda: world.agents.stalled == 1)
+        other = world.begin("other", B)
+        world.fill(other, 3)
+        await eventually(lambda: (B, other.stream) in world.agents.reserved)
+        assert (world.checkpointer.pinned_pages, world.agents.received) == (4, [])
+
+        assert world.agents.stall is not None
+        world.agents.stall.set_exception(TransferError("stalled"))
+        await eventually(lambda: len(world.agents.received) == 3)
+
+        world.assert_held(other, 3, B)
+
+
+async def test_what_a_stalled_agent_leaves_is_enough_for_another() -> None:
+    """Page by page if need be; `working` looks that it is never more."""
+    async with working(World(staging_pages=4)) as world:
+        world.agents.mood[A] = "stalls at stores"
+        world.fill(world.begin("s", A), 3)
+        await eventually(lambda: world.agents.stalled == 1)
+        other = world.begin("other", B)
+        world.fill(other, 5)
+        await eventually(lambda: len(world.agents.received) == 5)
+
+        world.assert_held(other, 5, B)
+        assert world.most_pinned == 4
+
+
+async def test_a_small_pool_is_not_held_up_by_its_staging() -> None:
+    """A quarter of the pages is the most that sending may hold on to."""
+    async with working(World(pages=16, staging_pages=64)) as world:
+        world.agents.mood[A] = "stalls at stores"
+        sequence = world.begin("s")
+        world.fill(sequence, 16)
+        await eventually(lambda: world.agents.stalled == 1)
+        world.end(sequence)
+
+        assert world.checkpointer.pinned_pages == 4
+        assert world.pages.free_pages == 12
+
+
+@pytest.mark.parametrize("mood", ["dead", "stalls at offers", "stalls at stores", "full"])
+async def test_an_agent_that_does_not_take_pages_holds_up_nobody(mood: str) -> None:
+    """Another agent gets everything, and the engine's own calls return at once: they are no coroutines."""
+    async with working(World(staging_pages=8)) as world:
+        world.agents.mood[A] = mood
+        sequence = world.begin("s", A, B)
+        world.fill(sequence, 20)
+        await eventually(lambda: len(world.agents.tags.get((B, sequence.stream), [])) == 20)
+        world.fill(sequence, 20)
+        await eventually(lambda: len(world.agents.tags.get((B, sequence.stream), [])) == 40)
+
+        world.assert_held(sequence, 40, B)
+        assert world.checkpointer.lag_pages == (0 if mood == "full" else 40)
+        assert world.checkpointer.unprotected == 0
+        world.end(sequence)
+        assert world.checkpointer.lag_pages == 0
+
+
+@pytest.mark.parametrize("mood", ["dead", "full"])
+async def test_a_stream_that_no_agent_takes_is_counted_unprotected_until_it_ends(mood: str) -> None:
+    async with working(World()) as world:
+        world.agents.mood[A] = mood
+        world.fill(world.begin("other", B), 1)
+        sequence = world.begin("s")
+        world.fill(sequence, 2)
+
+        await eventually(lambda: world.checkpointer.unprotected == 1)
+        world.end(sequence)
+        assert world.checkpointer.unprotected == 0
+
+
+@pytest.mark.parametrize("empty", [False, True])
+async def test_an_agent_that_is_back_is_offered_its_pages_again(empty: bool) -> None:
+    """It is sent what it lost, and nothing that it kept."""
+    async with working(World()) as world:
+        sequence = world.begin("s")
+        world.fill(sequence, 5)
+        await world.settled()
+        world.agents.die(A, empty=empty)
+        world.fill(sequence, 2)
+        offers = world.agents.offers
+        await eventually(lambda: world.agents.offers > offers + 1)
+        assert (world.checkpointer.unprotected, world.checkpointer.lag_pages) == (1, 2)
+
+        world.agents.mood[A] = "well"
+        await world.settled()
+
+        world.assert_held(sequence, 7)
+        assert world.agents.received.count(sequence.tags[0]) == 1 + empty
+        assert world.checkpointer.unprotected == 0
+
+
+async def test_an_agent_that_was_replaced_unnoticed_is_brought_everything() -> None:
+    """No connection broke on our side; its answer alone tells that it knows nothing of the stream."""
+    async with working(World()) as world:
+        sequence = world.begin("s")
+        world.fill(sequence, 5)
+        await world.settled()
+        world.agents.die(A, empty=True)
+        world.agents.mood[A] = "well"
+
+        world.fill(sequence, 1)
+        await eventually(lambda: len(world.agents.tags.get((A, sequence.stream), [])) == 6)
+
+        world.assert_held(sequence, 6)
+
+
+async def test_a_superseded_attempt_sends_nothing_more() -> None:
+    """Its successor may write elsewhere: the agent alone knows."""
+    async with working(World()) as world:
+        old = world.begin("s", attempt=1)
+        world.fill(old, 2)
+        await world.settled()
+        world.agents.latest[A, old.stream] = (0, 2)
+
+        world.fill(old, 2)
+        await world.settled()
+
+        world.assert_held(old, 2)
+        assert world.checkpointer.unprotected == 1
+
+
+class TestHandOff:
+    """Prefill and decode instances are two checkpointers; here they share the world, so as to share the agent."""
+
+    async def test_the_prompt_is_sent_once_though_both_are_at_it(self) -> None:
+        world = World(staging_pages=1)  # Prefill takes many rounds, in which decode looks again and again.
+        decode = Checkpointer(
+            world.pages,
+            world.pool,
+            world.agents,
+            AGENTS,
+            BackupSettings(gather_s=0.0, staging_pages=1),
+            clock=world.now_s,
+            released=lambda: None,
+        )
+        async with working(world):
+            task = asyncio.create_task(decode.run())
+            prompt = world.begin("s", history=20, prefill_only=True)
+            world.fill(prompt, 20)
+            theirs, world.checkpointer = world.checkpointer, decode
+            answer = world.begin("s", history=20, handed_over=True)
+            answer.pages, answer.computed_tokens = list(prompt.pages), 20 * PAGE
+            for page in answer.pages:
+                world.pages.pin(page)
+            decode.filled(answer)
+            world.checkpointer = theirs
+            world.end(prompt, retained=True)
+            await world.settled()
+            world.checkpointer = decode
+            world.fill(answer, 3)
+            await world.settled()
+
+            world.assert_held(answer, 23)
+            assert len(world.agents.received) == 23
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            world.checkpointer = theirs
+
+    async def test_what_a_prefill_computed_goes_on_being_sent_while_it_is_retained(self) -> None:
+        async with working(World()) as world:
+            world.agents.mood[A] = "dead"
+            kept, given_up = (world.begin(stream, history=6, prefill_only=True) for stream in ("kept", "given up"))
+            for sequence in (kept, given_up):
+                world.fill(sequence, 6)
+            world.end(kept, retained=True)
+            world.end(given_up)
+            await eventually(lambda: world.agents.offers > 1)
+
+            world.agents.mood[A] = "well"
+            await world.settled()
+
+            world.assert_held(kept, 6)
+            assert (A, given_up.stream) not in world.agents.tags
+            assert world.checkpointer.unprotected == 0
+
+    async def test_a_prompt_that_was_cached_is_brought_all_the_same(self) -> None:
+        """No batch filled a page of it, so the first word about it is that it ended."""
+        async with working(World()) as world:
+            first = world.begin("s", B, history=3, prefill_only=True)
+            world.fill(first, 3)
+            again = world.begin("s", A, history=3, prefill_only=True)
+            again.computed_tokens = 3 * PAGE + 1
+            self_pages = list(first.pages)
+            world.pages.retain(again.stream, self_pages, 3 * PAGE, until_s=1e9)
+            world.checkpointer.ended(again)
+            await world.settled()
+
+            world.assert_held(again, 3, A)
+
+
+async def test_pages_that_were_evicted_are_sent_when_they_are_computed_again() -> None:
+    """Preemption gives a sequence's pages up; nothing is sent over the gap."""
+    async with working(World(pages=16)) as world:
+        world.agents.mood[A] = "dead"
+        sequence = world.begin("s")
+        world.fill(sequence, 5)
+        world.pages.release(sequence.pages)
+        sequence.pages, sequence.computed_tokens = [], 0
+        world.pages.reset_cache()
+        world.agents.mood[A] = "well"
+        await eventually(lambda: world.checkpointer._backlog.due_in_s(A, world.now_s()) is None)
+        assert (world.checkpointer.lag_pages, world.agents.received) == (5, [])
+
+        world.fill(sequence, 6)
+        await world.settled()
+
+        world.assert_held(sequence, 6)
+
+
+async def test_whoever_waits_for_pages_hears_when_they_are_not_pinned_any_more() -> None:
+    async with working(World()) as world:
+        world.fill(world.begin("s"), 1)
+        await world.settled()
+
+        assert world.released == 1
+
+
+async def test_without_agents_it_waits_for_ever_and_does_nothing() -> None:
+    """An instance whose tasks end is taken for broken."""
+    pages = PageManager(4, PAGE)
+    pool = KvPool(GEOMETRY, 4, torch.device("cpu"))
+    idle = Checkpointer(pages, pool, Agents(), {}, BackupSettings(), clock=lambda: 0.0, released=lambda: None)
+    task = asyncio.create_task(idle.run())
+    await asyncio.sleep(0)
+    sequence = sequences.Sequence(StreamId("s"), (0, 1), [1], 0, root_tag("m", ""), prefill_only=False)
+    idle.began(run_of(sequence, [A], ()))
+    idle.filled(sequence)
+    idle.ended(sequence)
+
+    assert not task.done()
+    assert (idle.lag_pages, idle.unprotected) == (0, 0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

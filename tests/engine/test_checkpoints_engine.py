@@ -1,0 +1,289 @@
+"""Real engines send their pages to a real store over sockets, while streams are served."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from kvrs.config import Config, parse_config
+from kvrs.engine import backlog, checkpoints
+from kvrs.engine.http import make_app
+from kvrs.engine.instance import EngineInstance
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.frames import Claim, StoreCode
+from kvrs.protocol.instance import Capability
+from kvrs.protocol.tags import Tag, page_tags
+from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.peers import Identity, PullRequest
+from kvrs.transfer.server import PageServer
+from kvrs.transfer.store.directory import StoreDirectory
+from kvrs.transfer.store.host import HostStore
+from tests.engine.serving import SECRET, TOKEN
+
+AGENT, AGENTS_NODE = InstanceId("agent-n1"), NodeId("n1")
+PAGE = 16
+
+
+class CountingStore(HostStore):
+    """Remembers what it was sent."""
+
+    sent: list[tuple[StreamId, Tag]]
+
+    def begin(self, claim: Claim, first_page: int, tags: tuple[Tag, ...]) -> Any:
+        self.sent += [(claim.stream, tag) for tag in tags]
+        return super().begin(claim, first_page, tags)
+
+
+@asynccontextmanager
+async def agent(directory: Path, port: int = 0, capacity_bytes: int = 64 << 20) -> AsyncIterator[tuple[CountingStore, int]]:
+    """A store and its page port, as an agent has them."""
+    loop = asyncio.get_running_loop()
+    with StoreDirectory(directory) as place:
+        store = CountingStore(place, capacity_bytes, lease_s=30.0, clock=loop.time)
+        store.sent = []
+
+        def identity() -> Identity:
+            return Identity(AGENT, AGENTS_NODE, store.epoch, store.fingerprint, store.page_bytes)
+
+        settings = TransferSettings()
+        links = SendingLinks(settings, SendingFaults(), AGENTS_NODE)
+        server = PageServer(identity, store, SECRET, settings, links, store)
+        port = await server.start("127.0.0.1", port)
+        try:
+            yield store, port
+        finally:
+            await server.close()
+            store.check()
+            store.clear()
+
+
+def cluster(model: Path, agent_port: int, **sections: Any) -> Config:
+    prefill, decode, third = (
+        {"id": name, "role": role} for name, role in (("p0", "prefill"), ("d0", "decode"), ("p1", "prefill"))
+    )
+    engine = {"pages": 512, **sections.pop("engine", {})}
+    return parse_config(
+        {
+            "cluster": {
+                "model": str(model),
+                "engine": engine,
+                "allow_faults": True,
+                "nodes": [
+                    {"id": "n0", "instances": [{**prefill, "page_port": free_port()}, {**decode, "page_port": free_port()}]},
+                    {"id": "n1", "instances": [third], "agent": {"page_port": agent_port}},
+                ],
+            },
+            "backup": {"mode": "remote", "gather_s": 0.002, **sections.pop("backup", {})},
+            **sections,
+        }
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@asynccontextmanager
+async def engine(config: Config, name: str) -> AsyncIterator[tuple[EngineInstance, TestClient[Any, Any]]]:
+    """An instance; when it is closed nothing is pinned any more."""
+    instance = EngineInstance(config, InstanceId(name), 1, SECRET)
+    async with TestClient(TestServer(make_app(instance)), headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        await instance.start()
+        try:
+            yield instance, client
+            assert instance.failed() is None
+            instance.checkpointer.check()
+        finally:
+            await instance.close()
+    assert instance.checkpointer.pinned_pages == 0
+    instance.pages.check()
+    assert instance.pages.free_pages == instance.pages.pages
+
+
+def prompt_of(seed: int, tokens: int) -> list[int]:
+    return [2 + (seed * 7919 + index * 31) % 500 for index in range(tokens)]
+
+
+async def ask(client: TestClient[Any, Any], stream: str, ids: list[int], max_tokens: int, **body: Any) -> dict[str, Any]:
+    kvrs = {
+        "stream": stream,
+        "attempt": 1,
+        "prompt_tokens": len(ids),
+        "checkpoints": [{"agent": AGENT, "reserved_bytes": 16 << 20}],
+    }
+    asked = {"prompt": ids, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    async with client.post("/v1/completions", json={**asked, "kvrs": {**kvrs, **body.pop("kvrs", {})}, **body}) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+        assert isinstance(answer, dict)
+        return answer
+
+
+async def prefill_and_decode(
+    prefill: TestClient[Any, Any], decode: TestClient[Any, Any], stream: str, ids: list[int], max_tokens: int
+) -> list[int]:
+    """What a proxy does with a stream; returns its tokens."""
+    done = await ask(prefill, stream, ids, 1, kv_transfer_params={"do_remote_decode": True})
+    answer = await ask(decode, stream, ids, max_tokens, kv_transfer_params=done["kv_transfer_params"])
+    return list(answer["choices"][0]["token_ids"])
+
+
+async def eventually(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not what():
+            await asyncio.sleep(0.002)
+
+
+@contextmanager
+def stalling_server() -> Iterator[int]:
+    """Takes connections and never says a word, like a process that was stopped."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(64)
+        yield int(sock.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "RETRY_S", 0.02)
+    monkeypatch.setattr(backlog, "STUCK_S", 0.02)
+
+
+async def test_prefill_and_decode_together_keep_whole_streams_at_the_agent(tiny_model: Path, tmp_path: Path) -> None:
+    """Bit for bit what decode has, whole while the streams go on, and no page is sent twice."""
+    streams = {f"s{seed}": prompt_of(seed, 70 + 37 * seed) for seed in range(4)}
+    async with asyncio.timeout(60), agent(tmp_path / "store") as (store, port):
+        config = cluster(tiny_model, port)
+        async with engine(config, "p0") as (prefill, to_prefill), engine(config, "d0") as (decode, to_decode):
+            assert Capability.CHECKPOINT in prefill.info().capabilities
+            answers = asyncio.gather(
+                *(prefill_and_decode(to_prefill, to_decode, stream, ids, 90) for stream, ids in streams.items())
+            )
+            # A stream that ended has nothing to bring: it is looked at while it runs.
+            await eventually(lambda: all(store.held(StreamId(stream)) > len(ids) // PAGE for stream, ids in streams.items()))
+            outputs = await answers
+            await eventually(lambda: prefill.load().checkpoint_lag_pages == decode.load().checkpoint_lag_pages == 0)
+
+            for (stream, ids), output in zip(streams.items(), outputs, strict=True):
+                tags = page_tags(decode.root(""), ids + output[:-1], PAGE)
+                held = store.held(StreamId(stream))
+                # What was filled in the last moments of a stream need not be there; what was filled before must.
+                assert len(tags) - 2 <= held <= len(tags)
+                theirs = store.pin(PullRequest(tuple(tags[:held])))
+                ours = decode.pages.match(tags[:held])
+                assert len(ours) == held
+                assert [bytes(page) for page in theirs.pages] == [bytes(decode.worker.pool.view(page)) for page in ours]
+                decode.pages.release(ours)
+                store.unpin(theirs)
+            assert len(store.sent) == len(set(store.sent))
+
+
+async def tokens_without(model: Path, ids: list[int], max_tokens: int) -> list[int]:
+    config = cluster(model, 1, backup={"mode": "off"})
+    async with engine(config, "d0") as (_, client):
+        answer = await ask(client, "plain", ids, max_tokens, kvrs={"checkpoints": []})
+        return list(answer["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize("how", ["dead", "stalled", "full"])
+async def test_decode_goes_on_whatever_the_agent_does(tiny_model: Path, tmp_path: Path, how: str) -> None:
+    """Same tokens, all of them, while nothing is taken; and the pool is as small as it can be."""
+    ids = prompt_of(1, 100)
+    expected = await tokens_without(tiny_model, ids, 60)
+    async with asyncio.timeout(60):
+        with stalling_server() as stalling:
+            async with agent(tmp_path / "store", capacity_bytes=1 << 16) as (store, small):
+                port = {"dead": 1, "stalled": stalling, "full": small}[how]
+                config = cluster(tiny_model, port, engine={"pages": 10}, transfer={"stall_timeout_s": 0.05})
+                async with engine(config, "d0") as (decode, client):
+                    unprotected = 0
+
+                    async def look() -> None:
+                        nonlocal unprotected
+                        while True:
+                            unprotected = max(unprotected, decode.checkpointer.unprotected)
+                            await asyncio.sleep(0.001)
+
+                    looking = asyncio.create_task(look())
+                    for number in range(3):
+                        answer = await ask(client, f"s{number}", ids, 60)
+                        assert answer["choices"][0]["token_ids"] == expected
+                    looking.cancel()
+                    assert unprotected == 1
+                    assert decode.load().checkpoint_lag_pages == 0
+                    assert store.held_bytes == 0
+
+
+async def test_an_agent_that_comes_up_late_gets_everything(tiny_model: Path, tmp_path: Path) -> None:
+    """The stream began without protection, and is protected as soon as there is somebody to protect it."""
+    ids, port = prompt_of(2, 100), free_port()
+    config = cluster(tiny_model, port)
+    async with asyncio.timeout(60), engine(config, "d0") as (decode, client):
+        answer = asyncio.create_task(ask(client, "s", ids, 400))
+        await eventually(lambda: decode.checkpointer.lag_pages > 6)
+        assert decode.checkpointer.unprotected == 1
+
+        async with agent(tmp_path / "store", port) as (store, _):
+            await eventually(lambda: store.held(StreamId("s")) > 8)
+            assert decode.checkpointer.unprotected == 0
+            await answer
+            await eventually(lambda: decode.checkpointer.lag_pages == 0)
+
+
+async def test_an_agent_that_is_replaced_gets_everything_again(tiny_model: Path, tmp_path: Path) -> None:
+    """The new one has nothing, and its promises are to be asked for anew."""
+    ids, port = prompt_of(3, 100), free_port()
+    config = cluster(tiny_model, port)
+    async with asyncio.timeout(60), engine(config, "d0") as (_, client):
+        answer = asyncio.create_task(ask(client, "s", ids, 400))
+        async with agent(tmp_path / "first", port) as (store, _):
+            await eventually(lambda: store.held(StreamId("s")) > 7)
+        async with agent(tmp_path / "second", port) as (store, _):
+            await eventually(lambda: store.held(StreamId("s")) > 9)
+        await answer
+
+
+async def test_a_page_that_is_damaged_on_its_way_is_sent_again(tiny_model: Path, tmp_path: Path) -> None:
+    """The agent's checksum finds it; it never becomes visible."""
+    ids = prompt_of(4, 100)
+    async with asyncio.timeout(60), agent(tmp_path / "store") as (store, port):
+        config = cluster(tiny_model, port)
+        async with engine(config, "d0") as (decode, client):
+            decode.links.faults.corrupt(2)
+            answer = await ask(client, "s", ids, 300)
+            output = answer["choices"][0]["token_ids"]
+
+            tags = page_tags(decode.root(""), ids + output, PAGE)
+            theirs = store.pin(PullRequest(tuple(tags)))
+            ours = decode.pages.match(tags[: len(theirs.pages)])
+            assert len(theirs.pages) > 10
+            assert [bytes(page) for page in theirs.pages] == [bytes(decode.worker.pool.view(page)) for page in ours]
+            assert len(store.sent) > len(set(store.sent))
+            decode.pages.release(ours)
+            store.unpin(theirs)
+
+
+async def test_an_older_attempt_is_shut_out_by_its_successor(tiny_model: Path, tmp_path: Path) -> None:
+    """Both run, on two engines that do not know of each other; only the later one's pages are taken."""
+    ids = prompt_of(5, 64)
+    async with asyncio.timeout(60), agent(tmp_path / "store") as (store, port):
+        config = cluster(tiny_model, port)
+        async with engine(config, "d0") as (old, to_old), engine(config, "p1") as (_, to_new):
+            first = asyncio.create_task(ask(to_old, "s", ids, 300))
+            await eventually(lambda: store.held(StreamId("s")) > 4)
+            second = asyncio.create_task(ask(to_new, "s", ids, 60, temperature=1.0, seed=9, kvrs={"attempt": 2}))
+            await eventually(lambda: old.checkpointer.unprotected == 1)
+            sent = len(store.sent)
+            await asyncio.gather(first, second)
+
+            assert [stream for stream, _ in store.sent[sent:]].count(StreamId("s")) <= 8
+            assert store.offer(Claim(StreamId("s"), 0, 1), 1, ()).code is StoreCode.FENCED

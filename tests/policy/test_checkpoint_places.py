@@ -1,0 +1,209 @@
+"""Where a stream's checkpoint is kept, for how long, and what happens when nobody can keep it."""
+
+import pytest
+
+from kvrs.agent.config import BackupMode, BackupSettings
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.actions import Place, Redirect, Start
+from kvrs.policy.config import Handoff
+from kvrs.policy.events import (
+    CheckpointsReported,
+    HolderLost,
+    LoadReported,
+    PrefillDone,
+    RetentionLost,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+)
+from tests.policy.policy_stories import GEOMETRY, Story, of, only
+
+A, B, C = (StreamId(name) for name in "ABC")
+D0, D1 = InstanceId("d0"), InstanceId("d1")
+AGENTS = [InstanceId(f"agent-n{n}") for n in range(3)]
+PAGE_BYTES = GEOMETRY.page_bytes
+
+
+def cluster(mode: BackupMode, *nodes: str, capacity_bytes: int = 1 << 30, **settings: object) -> Story:
+    story = Story("p0", "d0", "p1", "d1", backup=BackupSettings(mode=mode), **settings)  # type: ignore[arg-type]
+    story.agents(*(nodes or ("n0", "n1", "n2")), capacity_bytes=capacity_bytes)
+    return story
+
+
+def agent(story: Story, name: InstanceId) -> dict[str, object]:
+    (row,) = (row for row in story.policy.snapshot()["agents"] if row["id"] == name)
+    assert isinstance(row, dict)
+    return row
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (BackupMode.OFF, []),
+        (BackupMode.LOCAL, [AGENTS[0]]),
+        (BackupMode.REMOTE, [AGENTS[1]]),
+        (BackupMode.BOTH, [AGENTS[0], AGENTS[1]]),
+    ],
+)
+def test_the_mode_says_who_keeps_it(mode: BackupMode, expected: list[InstanceId]) -> None:
+    """The own node's agent, another node's, both; room is reserved for all that the stream may come to."""
+    story = cluster(mode)
+
+    start = only(story.tell(StreamArrived(A, 100, most_tokens=330)), Start)
+
+    assert start.plan.places == tuple(Place(name, 20 * PAGE_BYTES) for name in expected)
+
+
+def test_what_is_reserved_counts_at_once_and_until_the_stream_ends() -> None:
+    """The load table knows of a place before any agent has reported it."""
+    story = cluster(BackupMode.REMOTE, "n1", "n2")
+
+    places = [only(story.tell(StreamArrived(name, 100, most_tokens=n)), Start).plan.places for name, n in ((A, 330), (B, 100))]
+    story.tell(StreamEnded(A, 1))
+
+    assert places[0][0].holder == AGENTS[1]
+    assert agent(story, AGENTS[1])["booked_bytes"] == 0
+
+
+def test_reports_correct_the_own_book() -> None:
+    """Other proxies' checkpoints are known from reports only; a report of a former life says nothing."""
+    story = cluster(BackupMode.REMOTE, "n1", "n2", capacity_bytes=100 * PAGE_BYTES)
+    story.tell(CheckpointsReported(AGENTS[1], 0, 0, 0, {}))
+    story.tell(CheckpointsReported(AGENTS[1], 1, 95 * PAGE_BYTES, 5, {}))
+
+    start = only(story.tell(StreamArrived(A, 100)), Start)
+
+    assert start.plan.places == (Place(AGENTS[2], 6 * PAGE_BYTES),)
+
+
+def test_queues_count_against_a_holder() -> None:
+    """LUMEN Eq. 1: whoever restores there would wait there."""
+    story = cluster(BackupMode.REMOTE)
+    story.tell(LoadReported(D1, 3.0))
+
+    assert only(story.tell(StreamArrived(A, 100)), Start).plan.places[0].holder == AGENTS[2]
+
+
+@pytest.mark.parametrize(
+    ("mode", "nodes", "capacity_bytes", "why"),
+    [
+        (BackupMode.LOCAL, ["n1"], 1 << 30, "no agent is up on n0"),
+        (BackupMode.LOCAL, ["n0"], 5 * PAGE_BYTES, "no room at agent-n0"),
+        (BackupMode.REMOTE, ["n0"], 1 << 30, "no agent of another node is up and has room"),
+        (BackupMode.REMOTE, ["n0", "n1"], 5 * PAGE_BYTES, "no agent of another node is up and has room"),
+    ],
+)
+def test_a_stream_without_protection_says_why(mode: BackupMode, nodes: list[str], capacity_bytes: int, why: str) -> None:
+    """It runs all the same."""
+    story = cluster(mode, *nodes, capacity_bytes=capacity_bytes)
+
+    start = only(story.tell(StreamArrived(A, 100)), Start)
+
+    assert start.plan.places == ()
+    assert story.policy.snapshot()["unprotected"] == {"A": why}
+
+
+def test_a_denied_stream_is_unprotected() -> None:
+    """The agent found no room for it after all: other proxies were there before."""
+    story = cluster(BackupMode.REMOTE)
+    story.decoding("A")
+
+    story.tell(RetentionLost(AGENTS[1], (A,)))
+
+    assert story.policy.snapshot()["unprotected"] == {"A": "agent-n1 keeps nothing of it any more"}
+    assert agent(story, AGENTS[1])["booked_bytes"] == 0
+
+
+def test_a_place_is_kept_while_it_serves() -> None:
+    """What is there already need not be sent again."""
+    story = cluster(BackupMode.REMOTE)
+    story.tell(LoadReported(D1, 3.0))
+    story.decoding("A")
+    story.tell(LoadReported(D1, 0.0))
+    story.tell(CheckpointsReported(AGENTS[2], 1, 1 << 29, 1, {}))
+
+    start = only(story.lose("d0", A=1), Start)
+
+    assert start.plan.decode == D1
+    assert start.plan.places == (Place(AGENTS[2], 6 * PAGE_BYTES),)
+
+
+def test_a_place_is_chosen_again_when_its_holder_is_lost_or_is_where_the_stream_runs() -> None:
+    """Both copies in one place are one copy."""
+    lost, moved = cluster(BackupMode.REMOTE), cluster(BackupMode.REMOTE)
+    for story in (lost, moved):
+        story.decoding("A")
+        assert list(story.policy.snapshot()["checkpoints"]["A"]["pages"]) == [AGENTS[1]]
+    lost.tell(HolderLost(AGENTS[1], 1, "killed"))
+
+    starts = [only(story.lose("d0", A=1), Start) for story in (lost, moved)]
+
+    assert [start.plan.places[0].holder for start in starts] == [AGENTS[2], AGENTS[2]]
+
+
+def test_local_checkpoints_follow_their_stream() -> None:
+    """`both`: what was the own node's is now another node's, and it has everything."""
+    story = cluster(BackupMode.BOTH, "n0", "n1")
+    story.decoding("A")
+    story.kept("agent-n0", A=6)
+
+    start = only(story.lose("d0", A=1), Start)
+
+    assert [place.holder for place in start.plan.places] == [AGENTS[1], AGENTS[0]]
+
+
+def test_a_holder_that_is_lost_during_prefill_is_replaced_at_the_hand_off() -> None:
+    """Decode has not begun, so it can still be told."""
+    story = cluster(BackupMode.REMOTE)
+    story.tell(StreamArrived(A, 100))
+    story.tell(HolderLost(AGENTS[1], 1, "killed"))
+
+    redirect = only(story.tell(PrefillDone(A, 1, 100)), Redirect)
+
+    assert redirect.plan.decode == D0
+    assert redirect.plan.places == (Place(AGENTS[2], 6 * PAGE_BYTES),)
+
+
+def test_a_hand_off_to_the_holders_node_has_another_holder_chosen() -> None:
+    """The place was chosen for the decode instance of the plan."""
+    story = cluster(BackupMode.REMOTE, handoff=Handoff.AUTO)
+    story.tell(StreamArrived(A, 100))
+    story.tell(LoadReported(D0, 9.0))
+
+    redirect = only(story.tell(PrefillDone(A, 1, 100)), Redirect)
+
+    assert (redirect.plan.decode, redirect.plan.places[0].holder) == (D1, AGENTS[2])
+
+
+def test_room_grows_with_a_prompt_that_was_longer_than_guessed() -> None:
+    """It came as text; prefill has counted it."""
+    story = cluster(BackupMode.REMOTE)
+    story.tell(StreamArrived(A, 10, most_tokens=60))
+
+    redirect = only(story.tell(PrefillDone(A, 1, 170)), Redirect)
+
+    assert redirect.plan.places == (Place(AGENTS[1], (60 + 160) // 16 * PAGE_BYTES),)
+
+
+def test_nothing_is_told_when_nothing_has_changed() -> None:
+    """The healthy path: one start, and no more."""
+    story = cluster(BackupMode.BOTH)
+    story.decoding("A")
+
+    assert of(story.actions, Redirect) == []
+    assert len(of(story.actions, Start)) == 1
+
+
+def test_an_ended_stream_leaves_no_place_behind() -> None:
+    """Also when it ends while it is recovered."""
+    story = cluster(BackupMode.BOTH)
+    story.decoding("A")
+    story.lose("d0", A=1)
+    story.tell(StreamResumed(A, 2))
+    story.kept("agent-n0", A=3)
+
+    story.tell(StreamEnded(A, 2))
+    story.kept("agent-n1", A=3)
+
+    assert {agent(story, name)["booked_bytes"] for name in AGENTS} == {0}
+    assert {agent(story, name)["own_streams"] for name in AGENTS} == {0}

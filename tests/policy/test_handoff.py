@@ -1,0 +1,83 @@
+"""Which decode instance gets a hand-off, once prefill is done."""
+
+import pytest
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.actions import Plan, Redirect
+from kvrs.policy.config import Handoff
+from kvrs.policy.events import InstanceUp, LinkMeasured, LoadReported, PrefillDone, StreamArrived, StreamResumed
+from kvrs.policy.handoff import Candidate, choose
+from kvrs.profiles import catalog
+from tests.policy.policy_stories import Story, instance, of, only
+
+A, B = StreamId("A"), StreamId("B")
+P0, D0, D1 = InstanceId("p0"), InstanceId("d0"), InstanceId("d1")
+N0, N1 = NodeId("n0"), NodeId("n1")
+
+
+@pytest.mark.parametrize(("requests", "expected"), [(0, D0), (6, D0), (7, D1), (40, D1)])
+def test_the_seeds_crossover_lies_between_6_and_7_requests(requests: int, expected: InstanceId) -> None:
+    """Seed KVRS: 1.21 GB at 25 Gbit/s against 60 ms per request in the own queue, an idle instance remote: q* = 6.45."""
+    own, remote = Candidate(D0, requests * 0.06, 1e15), Candidate(D1, 0.0, 25e9 / 8)
+
+    assert choose(Handoff.ROM, own, [remote], 1_210_000_000, 0.0).instance == expected
+
+
+def test_a_tie_goes_to_the_own_pair() -> None:
+    """A transfer that gains nothing is none of it."""
+    own, remote = Candidate(D0, 1.0, 1e9), Candidate(D1, 0.0, 1e9)
+
+    assert choose(Handoff.ROM, own, [remote], 1_000_000_000, 0.0) is own
+    assert choose(Handoff.AUTO, own, [Candidate(D1, 1.0, 1e9)], 1_000_000_000, 0.0) is own
+
+
+def test_auto_weighs_what_is_on_the_link_already() -> None:
+    """The seed's rule does not: it sends everybody at once."""
+    own, crowded = Candidate(D0, 1.0, 1e9), Candidate(D1, 0.0, 1e9, bytes_ahead=2_000_000_000)
+
+    assert choose(Handoff.ROM, own, [crowded], 1_000_000, 0.0) is crowded
+    assert choose(Handoff.AUTO, own, [crowded], 1_000_000, 0.0) is own
+
+
+def story(handoff: Handoff) -> Story:
+    """OPT-13B, own pair p0 and d0, an idle d1 behind 25 Gbit/s; d0 has 7 requests ahead of anything new."""
+    profile = "opt-13b-a100-kvrs-seed"
+    told = Story(handoff=handoff)
+    for name in ("p0", "d0", "d1"):
+        told.tell(InstanceUp(instance(name, geometry=catalog.kv_geometry(profile), prefill=catalog.prefill_table(profile))))
+    told.tell(LinkMeasured(N0, N0, 600e9))
+    told.tell(LinkMeasured(N0, N1, 25e9 / 8))
+    told.tell(StreamArrived(A, 1477))
+    told.tell(LoadReported(D0, 0.42))
+    return told
+
+
+@pytest.mark.parametrize("handoff", [Handoff.ROM, Handoff.AUTO])
+def test_a_hand_off_is_redirected_when_the_own_queue_is_longer_than_the_transfer(handoff: Handoff) -> None:
+    """Before the decode call begins; the attempt stays the same one."""
+    told = story(handoff)
+
+    redirect = only(told.tell(PrefillDone(A, 1, 1477)), Redirect)
+
+    assert redirect == Redirect(A, 1, Plan(decode=D1, prefill=P0))
+    assert told.policy.snapshot()["instances"][2]["decode_streams"] == 1
+
+
+def test_own_pair_keeps_the_plan() -> None:
+    """The default."""
+    assert of(story(Handoff.OWN_PAIR).tell(PrefillDone(A, 1, 1477)), Redirect) == []
+
+
+def test_hand_offs_between_nodes_are_in_the_links_book_until_their_stream_flows() -> None:
+    """The next one weighs them; so does whoever is recovered meanwhile."""
+    told = story(Handoff.AUTO)
+    told.tell(PrefillDone(A, 1, 1477))
+    told.tell(StreamArrived(B, 1477))
+
+    second = told.tell(PrefillDone(B, 1, 1477))
+    link = next(link for link in told.policy.snapshot()["links"] if (link["source"], link["target"]) == ("n0", "n1"))
+    told.tell(StreamResumed(A, 1))
+    after = next(link for link in told.policy.snapshot()["links"] if (link["source"], link["target"]) == ("n0", "n1"))
+
+    assert of(second, Redirect) == []
+    assert (link["in_flight_bytes"], after["in_flight_bytes"]) == (1477 * 819_200, 0)

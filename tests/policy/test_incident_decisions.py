@@ -1,0 +1,245 @@
+"""The victims of one event are decided together; what was promised to each client says who is first, and who is given up."""
+
+import pytest
+
+from kvrs.agent.config import BackupMode, BackupSettings
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.actions import GiveUp, Reason, Recovered, Start, WakeAt
+from kvrs.policy.config import Dispatch, PolicyName, SloSettings
+from kvrs.policy.costs import Option
+from kvrs.policy.events import (
+    AttemptFailed,
+    Deadlines,
+    InstanceLost,
+    InstanceUp,
+    LinkMeasured,
+    LoadReported,
+    PrefillDone,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+    TimerFired,
+)
+from tests.policy.policy_stories import Story, instance, of, only
+
+A, B, C = (StreamId(name) for name in "ABC")
+D0, D1, D2 = (InstanceId(f"d{n}") for n in range(3))
+REMOTE = BackupSettings(mode=BackupMode.REMOTE)
+
+
+def test_losses_that_are_near_to_each_other_are_one_event() -> None:
+    """The first to be lost is not sent to the second, which is dying as well."""
+    story = Story("p0", "d0", "p1", "d1", "d2", gather_s=0.1)
+    story.decoding("A")
+    story.decoding("B")
+
+    first = story.lose("d0", at_s=1.0, A=1)
+    second = story.lose("d1", at_s=1.05, B=1)
+    woken = story.tell(TimerFired(), at_s=1.1)
+
+    assert first == [WakeAt(1.1)]
+    assert second == []
+    assert [(start.stream, start.plan.decode) for start in of(woken, Start)] == [(A, D2), (B, D2)]
+
+
+def test_gathering_ends_a_fixed_time_after_the_first_loss() -> None:
+    """A series of losses does not put off the first victims for ever."""
+    story = Story("p0", "d0", "p1", "d1", "d2", gather_s=0.1)
+    story.decoding("A")
+    story.decoding("B")
+    story.lose("d0", at_s=1.0, A=1)
+
+    late = story.lose("d1", at_s=1.11, B=1)
+
+    assert [start.stream for start in of(late, Start)] == [A, B]
+
+
+def test_an_instance_that_comes_up_meanwhile_does_not_end_the_gathering() -> None:
+    """It is one more target when the moment has come."""
+    story = Story("p0", "d0", gather_s=0.1)
+    story.decoding("A")
+    story.lose("d0", at_s=1.0, A=1)
+
+    up = story.tell(InstanceUp(instance("d1")), at_s=1.01)
+    woken = story.tell(TimerFired(), at_s=1.1)
+
+    assert of(up, Start) == []
+    assert only(woken, Start).plan.decode == D1
+
+
+def test_a_stream_that_ends_while_it_is_gathered_is_over() -> None:
+    """Its client left."""
+    story = Story("p0", "d0", "d1", gather_s=0.1)
+    for name in "ABC":
+        story.decoding(name)
+    victims = [StreamId(start.stream) for start in of(story.actions, Start) if start.plan.decode == D0]
+    story.lose("d0", at_s=1.0)
+    story.tell(StreamEnded(victims[0], 1))
+
+    woken = story.tell(TimerFired(), at_s=1.1)
+
+    assert [start.stream for start in of(woken, Start)] == victims[1:]
+    assert len(victims) > 1
+
+
+def test_a_single_failed_attempt_is_decided_at_once() -> None:
+    """Its instance lives on: there is nothing to gather."""
+    story = Story("p0", "d0", "d1", gather_s=0.1)
+    story.decoding("A")
+
+    assert only(story.tell(AttemptFailed(A, 1, D0, "reset", 1)), Start).plan.decode == D1
+
+
+def victims_of_d0(dispatch: Dispatch, name: PolicyName = PolicyName.ALWAYS_RESTORE) -> dict[StreamId, InstanceId]:
+    """Four streams on d0, all kept by agent-n1; to d2 the way is long. Where each goes when d0 dies."""
+    story = Story("p0", "d0", name=name, dispatch=dispatch, backup=REMOTE)
+    story.agents("n1")
+    for stream in "ABCE":
+        story.decoding(stream, 400)
+    story.kept("agent-n1", A=9, B=3, C=7, E=12)
+    story.tell(InstanceUp(instance("d1")))
+    story.tell(InstanceUp(instance("d2")))
+    story.tell(LinkMeasured(NodeId("n0"), NodeId("n2"), 1e5))
+    story.tell(LinkMeasured(NodeId("n1"), NodeId("n2"), 1e5))
+    return {start.stream: start.plan.decode for start in of(story.lose("d0"), Start)}
+
+
+def test_victims_go_to_their_holders_and_the_smallest_leave_when_these_are_too_many() -> None:
+    """Seed LUMEN 4.3, as the settings have it."""
+    assert victims_of_d0(Dispatch.HOLDERS) == {"A": D1, "B": D1, "C": D1, "E": D1}
+    assert victims_of_d0(Dispatch.REBALANCE) == {"A": D1, "B": D2, "C": D2, "E": D1}
+
+
+@pytest.mark.parametrize("name", [PolicyName.AUTO, PolicyName.ALWAYS_RECOMPUTE])
+def test_no_target_gets_more_than_its_share(name: PolicyName) -> None:
+    """`auto` chooses among the targets below the ceiling of the mean, however good the others may be."""
+    where = list(victims_of_d0(Dispatch.REBALANCE, name).values())
+
+    assert (where.count(D1), where.count(D2)) == (2, 2)
+
+
+def test_only_the_victims_of_the_event_move() -> None:
+    """A survivor that is busy stays busy: moving what runs would cost its clients a pause."""
+    story = Story("p0", "d0", "p1", "d1", "d2")
+    for n in range(8):
+        story.decoding(f"s{n}")
+    on_d0 = [StreamId(start.stream) for start in of(story.actions, Start) if start.plan.decode == D0]
+
+    moved = [start.stream for start in of(story.lose("d0"), Start)]
+
+    assert sorted(moved) == sorted(on_d0)
+
+
+def test_a_slow_instance_moves_nothing() -> None:
+    """Slow is not dead: reports, however bad, lead to no action, and so to no flapping."""
+    story = Story("p0", "d0", "p1", "d1")
+    story.decoding("A")
+
+    told = [story.tell(LoadReported(D0, queue_s), at_s=float(queue_s)) for queue_s in (100, 1, 1000)]
+
+    assert told == [[], [], []]
+
+
+def test_the_tightest_deadline_is_first() -> None:
+    """One slot: who has the least time left gets it."""
+    story = Story("p0", "d0", name=PolicyName.ALWAYS_MIGRATE, slots_max=1)
+    for stream, gap_s in ((A, None), (B, 5.0), (C, 2.0)):
+        story.tell(StreamArrived(stream, 100, deadlines=Deadlines(recovery_gap_s=gap_s)))
+        story.tell(PrefillDone(stream, 1, 100))
+        story.tell(StreamResumed(stream, 1))
+    story.tell(InstanceUp(instance("d1")))
+    story.lose("d0")
+
+    served = [story.tell(StreamResumed(StreamId(name), 2)) for name in "CB"]
+
+    assert [start.stream for start in of(story.actions, Start) if start.attempt == 2] == [C, B, A]
+    assert all(of(each, Start) for each in served)
+
+
+ABORT = SloSettings(abort=True, recovery_gap_s=1.0)
+
+
+def test_before_the_first_token_only_ttft_counts() -> None:
+    """The gap between tokens begins with the first."""
+    story = Story("p0", "d0", "d1", slo=ABORT)
+    story.decoding("A", 400, resumed=False)
+    story.tell(LinkMeasured(NodeId("n0"), NodeId("n1"), 1.0))
+    story.tell(LoadReported(D1, 5.0))
+
+    assert only(story.lose("d0"), Start).attempt == 2
+
+
+@pytest.mark.parametrize(("ttft_s", "given_up"), [(None, 0), (0.5, 0), (0.1, 1)])
+def test_a_new_stream_that_cannot_start_in_time_is_given_up(ttft_s: float | None, given_up: int) -> None:
+    """Before it costs anybody anything."""
+    story = Story("p0", "d0", slo=ABORT)
+
+    actions = story.tell(StreamArrived(A, 300, deadlines=Deadlines(ttft_s=ttft_s)))
+
+    assert [action.reason for action in of(actions, GiveUp)] == [Reason.SLO] * given_up
+
+
+def test_a_new_stream_waits_no_longer_than_its_ttft() -> None:
+    """There is nobody to start it."""
+    story = Story("d0", slo=SloSettings(abort=True, ttft_s=2.0))
+    story.tell(StreamArrived(A, 300), at_s=1.0)
+
+    early, late = story.tell(TimerFired(), at_s=2.5), story.tell(TimerFired(), at_s=3.0)
+
+    assert of(early, GiveUp) == []
+    assert only(late, GiveUp).reason is Reason.SLO
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "option"),
+    [
+        (Deadlines(), Option.ABORT),
+        (Deadlines(recovery_gap_s=9.0), Option.RECOMPUTE),
+        (Deadlines(recovery_gap_s=9.0, end_to_end_s=4.0), Option.ABORT),
+        (Deadlines(recovery_gap_s=9.0, end_to_end_s=40.0), Option.RECOMPUTE),
+    ],
+)
+def test_what_the_client_asked_for_comes_before_what_the_operator_promised(deadlines: Deadlines, option: Option) -> None:
+    """Five seconds of work 3 s after the arrival: the gap allows 1 s, unless the client allows more; the end counts, too."""
+    story = Story("p0", "d0", "d1", slo=ABORT)
+    story.tell(StreamArrived(A, 100, deadlines=deadlines))
+    story.tell(PrefillDone(A, 1, 100))
+    story.tell(StreamResumed(A, 1))
+    story.lose("p0")
+    story.tell(LoadReported(D1, 5.0))
+
+    actions = story.lose("d0", at_s=3.0, A=1)
+
+    assert [record.option for record in of(actions, Recovered)] == ([] if option is Option.ABORT else [option])
+    assert [action.reason for action in of(actions, GiveUp)] == ([Reason.SLO] if option is Option.ABORT else [])
+
+
+def test_without_abort_a_deadline_gives_nobody_up() -> None:
+    """Late is better than never, unless the operator says otherwise."""
+    story = Story("p0", "d0", "d1", slo=SloSettings(ttft_s=0.01, recovery_gap_s=0.01, deadline_s=0.01))
+    story.decoding("A")
+
+    assert only(story.lose("d0", at_s=9.0, A=1), Start).attempt == 2
+
+
+def test_a_target_that_dies_during_a_recovery_is_replaced_until_attempts_run_out() -> None:
+    """Retries are bounded: `recovery.max_attempts`."""
+    story = Story("p0", "d0", "d1", "d2", "d3", max_attempts=3)
+    story.decoding("A")
+    story.lose("d0", A=1)
+    story.lose("d1", A=1)
+
+    given_up = only(story.lose("d2", A=1), GiveUp)
+
+    assert (given_up.reason, [start.plan.decode for start in of(story.actions, Start)]) == (Reason.RETRIES, [D0, D1, D2])
+
+
+def test_a_prefill_instance_that_dies_after_the_hand_off_takes_only_its_pages() -> None:
+    """The stream runs on; what was retained is no source any more."""
+    story = Story("p0", "d0", "p1", "d1")
+    story.decoding("A")
+
+    lost = story.tell(InstanceLost(InstanceId("p0"), 1, "killed", {}))
+
+    assert lost == []
+    assert only(story.lose("d0", A=1), Start).plan.runs == ()

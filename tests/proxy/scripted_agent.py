@@ -1,0 +1,77 @@
+"""An agent that holds what a test says: it speaks the agent's protocol over real sockets, and has no pages."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate, LinkReport
+from tests.proxy.scripted_server import ScriptedServer
+
+CAPACITY_BYTES = 1 << 20
+
+
+@dataclass(eq=False)
+class ScriptedAgent(ScriptedServer):
+    pages: dict[str, int] = field(default_factory=dict)  # Leading pages held, by stream.
+    denied: list[str] = field(default_factory=list)  # Told once.
+    reserved_bytes: int = 0
+    links: dict[str, float] = field(default_factory=dict)
+    lease_updates: list[LeaseUpdate] = field(default_factory=list)
+    forgotten: set[str] = field(default_factory=set)  # Streams whose reservation is said to be unknown.
+    watches: int = 0
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/kvrs/v1/agent", self._info)
+        router.add_get("/kvrs/v1/holdings", self._holdings)
+        router.add_post("/kvrs/v1/leases", self._leases)
+
+    @property
+    def renewed(self) -> set[str]:
+        return {stream for update in self.lease_updates for stream in update.renew}
+
+    @property
+    def released(self) -> set[str]:
+        return {stream for update in self.lease_updates for stream in update.release}
+
+    async def _info(self, _: web.Request) -> web.Response:
+        info = AgentInfo(InstanceId(self.id), NodeId(self.node), self.epoch, self.pid, 1, CAPACITY_BYTES, 26e9)
+        return web.Response(body=msgspec.json.encode(info), content_type="application/json")
+
+    async def _holdings(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        assert request.transport is not None
+        self._watching.add(request.transport)
+        self.watches += 1
+        told: dict[str, int] | None = None
+        try:
+            while True:
+                changed = {stream: pages for stream, pages in self.pages.items() if told is None or told.get(stream) != pages}
+                changed |= dict.fromkeys(told.keys() - self.pages.keys() if told else (), 0)
+                told = dict(self.pages)
+                await response.write(msgspec.json.encode(self._report(changed)) + b"\n")
+                self.denied = []
+                await asyncio.sleep(float(request.query["watch"]))
+                await self.awake.wait()
+        finally:
+            self.watches -= 1
+
+    def _report(self, changed: dict[str, int]) -> AgentReport:
+        return AgentReport(
+            epoch=self.epoch,
+            reserved_bytes=self.reserved_bytes,
+            held_bytes=sum(self.pages.values()) * 4096,
+            checkpoints=len(self.pages),
+            links=[LinkReport(NodeId(node), bytes_per_s) for node, bytes_per_s in self.links.items()],
+            pages={StreamId(stream): pages for stream, pages in changed.items()},
+            denied=[StreamId(stream) for stream in self.denied],
+        )
+
+    async def _leases(self, request: web.Request) -> web.Response:
+        update = msgspec.json.decode(await request.read(), type=LeaseUpdate)
+        self.lease_updates.append(update)
+        unknown = [stream for stream in update.renew if stream in self.forgotten]
+        return web.Response(body=msgspec.json.encode(LeaseAnswer(unknown)), content_type="application/json")

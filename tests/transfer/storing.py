@@ -1,0 +1,169 @@
+"""An agent's store in a dictionary, behind a real page server, and what a test needs to speak to it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer.config import TransferSettings
+from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.peers import Claim, Held, Identity, Peer, PinnedPages, PullRequest, StoreCode, StoredPages
+from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.pusher import PagePusher
+from kvrs.transfer.server import PageServer
+
+PAGE_BYTES = 4096
+SECRET = b"only for the tests"
+N0, N1 = NodeId("n0"), NodeId("n1")
+AGENT = Identity(InstanceId("agent-n1"), N1, epoch=4, fingerprint="", page_bytes=1)
+ENGINE = Identity(InstanceId("d0"), N0, epoch=3, fingerprint="model", page_bytes=PAGE_BYTES)
+A, B = StreamId("a"), StreamId("b")
+SETTINGS = TransferSettings(stall_timeout_s=10.0)
+
+
+def tag(stream: StreamId, index: int) -> Tag:
+    return Tag(stream.encode().ljust(8)[:8] + index.to_bytes(TAG_BYTES - 8))
+
+
+def tags(stream: StreamId, first: int, count: int) -> tuple[Tag, ...]:
+    return tuple(tag(stream, index) for index in range(first, first + count))
+
+
+def content(stream: StreamId, index: int) -> bytes:
+    """The bytes of one page; no two pages are alike."""
+    return tag(stream, index) * (PAGE_BYTES // TAG_BYTES)
+
+
+def claim(stream: StreamId, attempt: int = 1) -> Claim:
+    return Claim(stream, owner_epoch=0, attempt=attempt)
+
+
+def run_of(stream: StreamId, first: int, count: int) -> StoredPages:
+    pages = [memoryview(content(stream, index)) for index in range(first, first + count)]
+    return StoredPages(claim(stream), first, tags(stream, first, count), pages)
+
+
+@dataclass
+class Arriving:
+    sink: "Sink"
+    stream: StreamId
+    first_page: int
+    tags: tuple[Tag, ...]
+    views: list[memoryview | None]
+    memory: list[bytearray]
+    ended: bool = False
+
+    def commit(self, index: int, checksum: int) -> None:
+        assert not self.ended
+        assert self.views[index] is not None
+        self.sink.visible[self.tags[index]] = bytes(self.memory[index])
+        self.sink.streams[self.stream][self.first_page + index] = self.tags[index]
+
+    def end(self) -> Held:
+        assert not self.ended
+        self.ended = True
+        self.sink.arriving -= 1
+        return Held(self.sink.refused.get(self.stream, StoreCode.OK), self.sink.leading(self.stream))
+
+
+@dataclass
+class Sink:
+    """Takes what is offered, unless told otherwise; and hands it out again."""
+
+    identity: Identity = AGENT
+    refused: dict[StreamId, StoreCode] = field(default_factory=dict)
+    visible: dict[Tag, bytes] = field(default_factory=dict)
+    streams: dict[StreamId, dict[int, Tag]] = field(default_factory=dict)
+    reserved: dict[Claim, int] = field(default_factory=dict)
+    arriving: int = 0
+    begun: int = 0
+
+    def leading(self, stream: StreamId) -> int:
+        pages = self.streams.get(stream, {})
+        return next(index for index in range(len(pages) + 1) if index not in pages)
+
+    def adopt(self, client: Identity) -> None:
+        if not self.reserved:
+            self.identity = replace(self.identity, fingerprint=client.fingerprint, page_bytes=client.page_bytes)
+
+    def offer(self, claim: Claim, reserved_bytes: int, tags: tuple[Tag, ...]) -> Held:
+        if (code := self.refused.get(claim.stream, StoreCode.OK)) is StoreCode.OK:
+            self.reserved[claim] = reserved_bytes
+            pages = self.streams.setdefault(claim.stream, {})
+            pages |= {index: tag for index, tag in enumerate(tags) if tag in self.visible}
+        return Held(code, self.leading(claim.stream))
+
+    def begin(self, claim: Claim, first_page: int, tags: tuple[Tag, ...]) -> Arriving:
+        self.arriving += 1
+        self.begun += 1
+        pages = self.streams.setdefault(claim.stream, {})
+        wanted = claim.stream not in self.refused and first_page <= self.leading(claim.stream)
+        memory = [bytearray(PAGE_BYTES) for _ in tags]
+        views = [memoryview(page) if wanted and first_page + index not in pages else None for index, page in enumerate(memory)]
+        return Arriving(self, claim.stream, first_page, tags, views, memory)
+
+    def pin(self, request: PullRequest) -> PinnedPages:
+        held: list[memoryview] = []
+        for wanted in request.tags:
+            if wanted not in self.visible:
+                break
+            held.append(memoryview(self.visible[wanted]))
+        return PinnedPages(held, None, None)
+
+    def unpin(self, pinned: PinnedPages) -> None:
+        pass
+
+    def assert_whole(self) -> None:
+        """Whatever is visible is what its tag says."""
+        for own, page in self.visible.items():
+            assert page == bytes(own) * (PAGE_BYTES // TAG_BYTES)
+
+
+@dataclass
+class House:
+    """An engine's sending side and an agent."""
+
+    sink: Sink
+    server: PageServer
+    links: SendingLinks  # The engine's.
+    pusher: PagePusher
+    puller: PagePuller
+    peer: Peer
+
+    async def offer(self, stream: StreamId, known: int = 0) -> Held:
+        return await self.pusher.offer(self.peer, claim(stream), 1 << 20, tags(stream, 0, known))
+
+
+@asynccontextmanager
+async def house(
+    engine: Identity = ENGINE,
+    secret: bytes = SECRET,
+    settings: TransferSettings = SETTINGS,
+    agent_settings: TransferSettings = SETTINGS,
+) -> AsyncIterator[House]:
+    sink = Sink()
+    server = PageServer(
+        lambda: sink.identity, sink, SECRET, agent_settings, SendingLinks(agent_settings, SendingFaults(), N1), sink
+    )
+    links = SendingLinks(settings, SendingFaults(), engine.node)
+    pusher = PagePusher(lambda: engine, secret, settings, links)
+    puller = PagePuller(lambda: engine, secret, settings, time.monotonic)
+    peer = Peer(AGENT.instance, N1, "127.0.0.1", await server.start("127.0.0.1", 0))
+    try:
+        yield House(sink, server, links, pusher, puller, peer)
+    finally:
+        await pusher.close()
+        await puller.close()
+        await server.close()
+        assert sink.arriving == 0
+        sink.assert_whole()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)

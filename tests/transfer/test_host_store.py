@@ -1,0 +1,257 @@
+"""Checkpoints in memory that outlives the process: what goes in comes out, whoever asks and in whichever life."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.frames import Claim, Held, Identity, PullRequest, StoreCode, checksum
+from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.transfer.peers import PinnedPages
+from kvrs.transfer.store.directory import StoreDirectory
+from kvrs.transfer.store.host import HostStore
+
+S, T = StreamId("s"), StreamId("t")
+PAGE_BYTES = 4096
+LEASE_S = 10.0
+OK, FULL = StoreCode.OK, StoreCode.FULL
+
+
+def engine(fingerprint: str = "model", page_bytes: int = PAGE_BYTES) -> Identity:
+    return Identity(InstanceId("e0"), NodeId("n0"), 1, fingerprint, page_bytes)
+
+
+def tags(family: int, pages: int) -> tuple[Tag, ...]:
+    return tuple(page_tags(root_tag("model"), [family] * pages, 1))
+
+
+def page(tag: Tag, page_bytes: int = PAGE_BYTES) -> bytes:
+    return (tag * -(-page_bytes // len(tag)))[:page_bytes]
+
+
+class House:
+    """A place for stores, one life after the other, and its clock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.now_s = 0.0
+        self._lives = ExitStack()
+
+    def open(self, capacity_pages: int = 8) -> HostStore:
+        directory = self._lives.enter_context(StoreDirectory(self.path))
+        return HostStore(directory, capacity_pages * PAGE_BYTES, LEASE_S, lambda: self.now_s)
+
+    def kill(self) -> None:
+        """The process is gone, and its lock with it."""
+        self._lives.close()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path / "store")
+    yield house
+    house.kill()
+
+
+def put(store: HostStore, stream: StreamId, first: int, some: tuple[Tag, ...], attempt: int = 1) -> Held:
+    incoming = store.begin(Claim(stream, 0, attempt), first, some)
+    for index, view in enumerate(incoming.views):
+        if view is not None:
+            view[:] = page(some[index])
+            incoming.commit(index, checksum(view))
+    return incoming.end()
+
+
+def filled(house: House, pages: int, capacity_pages: int = 8) -> HostStore:
+    store = house.open(capacity_pages)
+    store.adopt(engine())
+    assert store.offer(Claim(S, 0, 1), pages * PAGE_BYTES, ()) == Held(OK, 0)
+    assert put(store, S, 0, tags(1, pages)) == Held(OK, pages)
+    return store
+
+
+def read(store: HostStore, some: tuple[Tag, ...]) -> int:
+    """How many leading pages there are; they are right."""
+    pinned = store.pin(PullRequest(some))
+    try:
+        assert [bytes(view) for view in pinned.pages] == [page(tag) for tag in some[: len(pinned.pages)]]
+        return len(pinned.pages)
+    finally:
+        store.unpin(pinned)
+
+
+def test_pages_come_out_as_they_went_in(house: House) -> None:
+    """Of checkpoints there are full pages only: a tail is not to be had."""
+    store = filled(house, 3)
+
+    pinned = store.pin(PullRequest(tags(1, 5), handoff=S, tail_index=3))
+
+    assert [bytes(view) for view in pinned.pages] == [page(tag) for tag in tags(1, 3)]
+    assert pinned.tail is None
+    assert (store.held_bytes, store.reserved_bytes, store.checkpoints) == (3 * PAGE_BYTES, 3 * PAGE_BYTES, 1)
+    store.unpin(pinned)
+    store.check()
+
+
+def test_what_is_reserved_are_whole_pages(house: House) -> None:
+    """A page that has room for one byte less is no room."""
+    store = house.open(capacity_pages=2)
+    store.adopt(engine())
+
+    assert store.offer(Claim(S, 0, 1), PAGE_BYTES + 1, ()).code is OK
+    assert store.offer(Claim(T, 0, 1), 1, ()).code is FULL
+
+
+def test_the_next_life_has_what_was_whole(house: House) -> None:
+    """Nothing of it is reserved, and its epoch is one more."""
+    store = filled(house, 3)
+    store.offer(Claim(S, 0, 1), 4 * PAGE_BYTES, tags(1, 3))
+    arriving = store.begin(Claim(S, 0, 1), 3, tags(1, 4)[3:])
+    house.kill()
+
+    again = house.open()
+
+    assert (store.epoch, again.epoch) == (1, 2)
+    assert (again.fingerprint, again.page_bytes) == ("model", PAGE_BYTES)
+    assert (again.held_bytes, again.reserved_bytes, again.checkpoints) == (3 * PAGE_BYTES, 0, 0)
+    again.adopt(engine())
+    assert read(again, tags(1, 4)) == 3
+    assert again.offer(Claim(S, 0, 1), 4 * PAGE_BYTES, tags(1, 4)) == Held(OK, 3)
+    assert put(again, S, 3, tags(1, 4)[3:]) == Held(OK, 4)
+    again.check()
+    arriving.end()
+
+
+def test_a_page_that_is_being_overwritten_is_not_there_in_the_next_life(house: House) -> None:
+    """Its old record went before the first new byte came."""
+    store = filled(house, 2, capacity_pages=2)
+    store.release([S], LEASE_S)
+    store.offer(Claim(T, 0, 1), 2 * PAGE_BYTES, ())
+    half = store.begin(Claim(T, 0, 1), 0, tags(2, 1))
+    house.kill()
+
+    again = house.open(capacity_pages=2)
+
+    assert half.views[0] is not None
+    assert read(again, tags(1, 2)) == 1  # The tail of the old run was given up.
+
+
+def test_pages_of_another_kind_are_taken_when_nothing_is_reserved(house: House) -> None:
+    """Until then an engine of another model finds an agent of the old one, and is refused."""
+    store = filled(house, 2)
+
+    store.adopt(engine("other", 2 * PAGE_BYTES))
+    kept = store.fingerprint
+    house.now_s = LEASE_S
+    store.adopt(engine("other", 2 * PAGE_BYTES))
+
+    assert kept == "model"
+    assert (store.fingerprint, store.page_bytes, store.held_bytes) == ("other", 2 * PAGE_BYTES, 0)
+    store.adopt(engine("a third one"))
+    store.offer(Claim(T, 0, 1), 2 * PAGE_BYTES, ())
+    assert put(store, T, 0, tags(2, 2)) == Held(OK, 2)
+    house.kill()
+    assert house.open().fingerprint == "a third one"
+
+
+def test_who_reads_old_pages_keeps_them_until_he_is_done(house: House) -> None:
+    """Their memory is given back after that."""
+    store = filled(house, 2)
+    files_before = len(os.listdir("/proc/self/fd"))
+    pinned: PinnedPages | None = store.pin(PullRequest(tags(1, 2)))
+    store.release([S], LEASE_S)
+
+    store.adopt(engine("other"))
+
+    assert pinned is not None
+    assert [bytes(view) for view in pinned.pages] == [page(tag) for tag in tags(1, 2)]
+    store.unpin(pinned)
+    pinned = None
+    assert len(os.listdir("/proc/self/fd")) < files_before
+
+
+def test_room_that_the_system_does_not_have_is_no_room(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer hears of it, and others are not hurt; when there is room again, it is used."""
+    store = house.open()
+    store.adopt(engine())
+    store.offer(Claim(S, 0, 1), 2 * PAGE_BYTES, ())
+
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, store.watched() as changes:
+        patched.setattr(os, "posix_fallocate", refuse)
+        assert put(store, S, 0, tags(1, 2)) == Held(FULL, 0)
+        assert changes.take() == ([S], [S])
+    store.check()
+
+    assert put(store, S, 0, tags(1, 2)) == Held(OK, 2)
+
+
+def test_a_watcher_hears_of_all_streams_and_then_of_those_that_changed(house: House) -> None:
+    """Each watcher by itself."""
+    store = filled(house, 2)
+    with store.watched() as early:
+        first = early.take()
+        store.offer(Claim(T, 0, 1), 4 * PAGE_BYTES, ())
+        store.offer(Claim(StreamId("u"), 0, 1), 9 * PAGE_BYTES, ())
+        with store.watched() as late:
+            assert set(late.take()[0]) == {S, T}
+            put(store, T, 0, tags(2, 1))
+            assert late.take() == ([T], [])
+        second = early.take()
+        house.now_s = LEASE_S
+        store.expire()
+
+        assert first == ([S], [])
+        assert (set(second[0]), second[1]) == ({T, "u"}, ["u"])
+        assert set(early.take()[0]) == {S, T}
+        assert early.take() == ([], [])
+
+
+def test_leases_are_renewed_and_given_back(house: House) -> None:
+    """What is not reserved here is said."""
+    store = filled(house, 2)
+
+    house.now_s = 8.0
+    unknown = store.renew([S, T], LEASE_S)
+    house.now_s = 17.0
+    store.expire()
+
+    assert unknown == [T]
+    assert store.held(S) == 2
+    store.release([S], LEASE_S)
+    assert store.held(S) == 0
+    assert read(store, tags(1, 2)) == 2
+    assert store.offer(Claim(S, 0, 1), PAGE_BYTES, ()).code is StoreCode.FENCED
+
+
+async def test_memory_is_got_before_it_is_needed(house: House) -> None:
+    """So that nobody on the event loop waits for it."""
+    store = house.open(capacity_pages=4096)
+    growing = asyncio.create_task(store.grow_ahead())
+    store.adopt(engine())
+    try:
+        await asyncio.sleep(0)
+        assert not list(house.path.glob("segment-*"))
+        store.offer(Claim(S, 0, 1), PAGE_BYTES, ())
+        while not any(path.stat().st_blocks * 512 >= 1 << 22 for path in house.path.glob("segment-*")):
+            assert not growing.done()
+            await asyncio.sleep(0.001)
+    finally:
+        growing.cancel()
+        await asyncio.gather(growing, return_exceptions=True)
+
+
+def test_the_clean_end_leaves_nothing(house: House) -> None:
+    """Not even the directory."""
+    store = filled(house, 2)
+
+    store.clear()
+    house.kill()
+
+    assert not house.path.exists()
