@@ -213,6 +213,25 @@ def replay(
 
 
 @app.command()
+def simulate(
+    config: Annotated[Path | None, typer.Option(help="YAML file; without it, the cluster of the demo")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Mooncake JSONL, Azure CSV or BurstGPT CSV; without it, generated")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many streams")] = 100,
+    rate: Annotated[float, typer.Option(help="Requests per second")] = 8.0,
+    fault: Annotated[Path | None, typer.Option(help="YAML list of faults")] = None,
+    deaths: Annotated[int, typer.Option(min=0, help="So many random deaths of all kinds")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first simulation")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")] = 1,
+    proxies: Annotated[int, typer.Option(min=1, help="Each with a policy object and a view of its own")] = 1,
+) -> None:
+    """Run the same policy, scheduling and checkpoint book in virtual time, with faults, and check the laws as it runs."""
+    given = locals()
+    from kvrs.sim.command import SimulateOptions, run_simulation
+
+    raise typer.Exit(run_simulation(_filled(SimulateOptions, given)))
+
+
+@app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Two or more report.json; the first is what others are compared with")],
 ) -> None:

@@ -43,7 +43,6 @@ SECTION = "config"
 PURE = {"ids", "errors", "settings", "protocol", "policy", "profiles", "scheduling"}
 PURE_MODULES = {
     *(f"kvrs/transfer/{name}.py" for name in ("meter", "limiter", "faults", "store/book")),
-    "kvrs/engine/backlog.py",
     *(f"kvrs/replay/{name}.py" for name in ("metrics", "oracle", "impact", "student")),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "time", "random", "logging", "torch", "aiohttp", "threading", "ray", "subprocess"}

@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -159,7 +160,7 @@ class Cluster:
         raise LaunchError(f"after {timeout_s:.0f} s these are not up: {down}")
 
     def _start(self) -> None:
-        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_TMPDIR=str(self.run_directory))
+        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=_ray_token(), RAY_TMPDIR=str(self.run_directory))
         self.secret = self._shared_secret()
         self._write_config()
         self._progress("starting Ray on loopback")
@@ -291,6 +292,12 @@ class Cluster:
         directory.mkdir(parents=True, exist_ok=True)
         for path in self.run_directory.glob("*.log"):
             shutil.copy(path, directory)
+
+
+@cache
+def _ray_token() -> str:
+    """One for all clusters of this process: Ray reads it once and remembers it."""
+    return secrets.token_hex(32)
 
 
 def _new_run_directory() -> Path:

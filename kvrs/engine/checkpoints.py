@@ -12,13 +12,13 @@ from itertools import islice
 from typing import Protocol
 
 from kvrs.agent.config import BackupSettings
-from kvrs.engine.backlog import Backlog, Delivery
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.requests import Run
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling import sequences
+from kvrs.scheduling.backlog import Backlog, Delivery
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.peers import Claim, Held, Peer, StoredPages
 

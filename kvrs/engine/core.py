@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from kvrs.engine.pace import Pace
 from kvrs.engine.requests import Run, Sampled, Source, StepOutput
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.batches import BatchScheduler
 from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.places import PlaceWait
 from kvrs.scheduling.sequences import Phase, Pull, Sequence

@@ -11,7 +11,6 @@ from kvrs.config import Config, InstanceSettings, NodeSettings
 from kvrs.engine.chat import load_chat_template
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.core import EngineCore
-from kvrs.engine.pace import Pace
 from kvrs.engine.pages import EnginePages
 from kvrs.engine.requests import Model
 from kvrs.engine.worker import Worker
@@ -22,6 +21,7 @@ from kvrs.protocol.instance import Capability, InstanceInfo, LinkReport, LoadRep
 from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling.batches import BatchScheduler
 from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.sequences import Queue
 from kvrs.text.output import load_tokenizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrs.agent.config import BackupSettings
-from kvrs.engine import backlog, checkpoints
+from kvrs.engine import checkpoints
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.requests import Run, Source
@@ -19,7 +19,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Checkpoint
 from kvrs.protocol.tags import Tag, root_tag
-from kvrs.scheduling import sequences
+from kvrs.scheduling import backlog, sequences
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.peers import Claim, Held, Peer, StoreCode, StoredPages, TrafficClass
 

@@ -11,13 +11,14 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from kvrs.config import Config, parse_config
-from kvrs.engine import backlog, checkpoints
+from kvrs.engine import checkpoints
 from kvrs.engine.http import make_app
 from kvrs.engine.instance import EngineInstance
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.frames import Claim, StoreCode
 from kvrs.protocol.instance import Capability
 from kvrs.protocol.tags import Tag, page_tags
+from kvrs.scheduling import backlog
 from kvrs.transfer.config import TransferSettings
 from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.links import SendingLinks

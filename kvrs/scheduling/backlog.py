@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.frames import StoreCode
+from kvrs.protocol.frames import Claim, Held, StoreCode
 from kvrs.protocol.instance import Checkpoint
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.sequences import Sequence
-from kvrs.transfer.peers import Claim, Held
 
 # How long a prefill instance is given to bring the holder more of what it handed over.
 LOOK_AGAIN_S = 0.2

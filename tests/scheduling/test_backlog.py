@@ -7,10 +7,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrs.engine.backlog import LOOK_AGAIN_S, STUCK_S, Backlog, Delivery
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Checkpoint
 from kvrs.protocol.tags import root_tag
+from kvrs.scheduling.backlog import LOOK_AGAIN_S, STUCK_S, Backlog, Delivery
 from kvrs.scheduling.sequences import Sequence
 from kvrs.transfer.peers import Held, StoreCode
 

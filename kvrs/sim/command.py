@@ -1,0 +1,175 @@
+"""`kvrs simulate`: a configuration's cluster in virtual time, hit by a file's faults or at random, for one seed or many."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from random import Random
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from kvrs.agent.config import BackupMode
+from kvrs.config import Config, load_config
+from kvrs.errors import ConfigError
+from kvrs.replay.faults import Fault, load_faults
+from kvrs.replay.formats import load_trace
+from kvrs.replay.generator import GeneratorSettings, generate
+from kvrs.replay.traces import at_rate, clip, replay_requests, scale, window
+from kvrs.sim.deaths import Death, named_deaths, random_deaths
+from kvrs.sim.streams import Arrival
+from kvrs.sim.world import Outcome, World
+
+VOCAB_SIZE = 50_000
+FIRST_ORDINARY_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """What was asked for on the command line."""
+
+    config: Path | None = None  # None: the cluster of the demo.
+    trace: Path | None = None  # None: a generated one, scaled to `cluster.engine.max_model_len`.
+    requests: int = 100
+    rate: float = 8.0  # Requests per second.
+    fault: Path | None = None
+    deaths: int = 0  # Or so many at random.
+    seed: int = 0
+    seeds: int = 1  # So many, from `seed` on; a seed draws the trace, the victims and every delay.
+    proxies: int = 1
+
+
+@dataclass(slots=True)
+class Simulated:
+    """All seeds together."""
+
+    outcomes: list[Outcome]
+    broken: dict[int, str]  # By seed: the law that did not hold.
+
+
+def run_simulation(options: SimulateOptions) -> int:
+    """Simulate, print a table, return the exit status: 0 if all laws held and all faults of a file came due.
+
+    Raises:
+        ConfigError, TraceError: a file is wrong.
+    """
+    config = Config() if options.config is None else load_config(options.config)
+    faults = _faults(options, config)
+    simulated = simulate(options, config, faults)
+    Console().print(summary(simulated))
+    missed = Counter(name for outcome in simulated.outcomes for name in outcome.never_due) if faults else {}
+    for name, count in sorted(missed.items()):
+        Console(stderr=True).print(f"never due in {count} of {options.seeds} runs: {name}", style="yellow", markup=False)
+    return 1 if simulated.broken or missed else 0
+
+
+def simulate(options: SimulateOptions, config: Config, faults: Sequence[Fault]) -> Simulated:
+    simulated = Simulated([], {})
+    seeds = range(options.seed, options.seed + options.seeds)
+    console = Console(stderr=True)
+    shown = track(seeds, "simulating", console=console, transient=True, disable=options.seeds == 1 or not console.is_terminal)
+    for seed in shown:
+        world = make_world(options, config, faults, seed)
+        try:
+            simulated.outcomes.append(world.run())
+        except AssertionError as error:
+            simulated.broken[seed] = str(error) or repr(error)
+    return simulated
+
+
+def make_world(options: SimulateOptions, config: Config, faults: Sequence[Fault], seed: int, *, keep_log: bool = False) -> World:
+    arrivals = _arrivals(options, config, seed)
+    deaths: list[Death] = named_deaths(faults)
+    if options.deaths:
+        rng, nodes = Random(seed), [str(node.id) for node in config.cluster.nodes]
+        has_agents = config.backup.mode is not BackupMode.OFF
+        deaths = random_deaths(rng, options.deaths, max(1.0, arrivals[-1].at_s), nodes, has_agents=has_agents)
+    return World(config, arrivals, deaths, seed=seed, proxies=options.proxies, keep_log=keep_log)
+
+
+def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
+    if options.fault is None:
+        return []
+    if options.deaths:
+        raise ConfigError([f"--deaths: got {options.deaths} with --fault {options.fault}; allowed: one of the two"])
+    faults = load_faults(options.fault)
+    names = {instance.id for _, instance in config.cluster.instances()}
+    names |= {node.agent_id for node in config.cluster.nodes} if config.backup.mode is not BackupMode.OFF else set()
+    nodes = {node.id for node in config.cluster.nodes}
+    wrong = [
+        f"{options.fault}: [{index}].whom: nobody is called {name!r}"
+        for index, fault in enumerate(faults)
+        for name, known in _named(fault, names, nodes)
+        if not known
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    return faults
+
+
+def _named(fault: Fault, names: Collection[str], nodes: Collection[str]) -> Iterator[tuple[str, bool]]:
+    if fault.whom.id is not None:
+        yield fault.whom.id, fault.whom.id in names
+    for node in [fault.whom.node, *(fault.whom.link or ())]:
+        if node is not None:
+            yield node, node in nodes
+
+
+def _arrivals(options: SimulateOptions, config: Config, seed: int) -> list[Arrival]:
+    longest = config.cluster.engine.max_model_len
+    if options.trace is None:
+        trace = scale(generate(GeneratorSettings(requests=options.requests), seed), longest // 2, longest // 4)
+    else:
+        trace = window(load_trace(options.trace), options.requests)
+    trace = at_rate(clip(trace, longest // 2, longest // 2), options.rate)
+    requests = replay_requests(trace, VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN)
+    return [Arrival(request.arrival_s, request.prompt_ids, request.max_tokens) for request in requests]
+
+
+def summary(simulated: Simulated) -> RenderableType:
+    """Verdict, streams, recoveries, pauses, and every kind of death with what it hit."""
+    outcomes = simulated.outcomes
+    broken = [Text(f"seed {seed}: {law}", style="red") for seed, law in sorted(simulated.broken.items())]
+    verdict = f"All laws held in {len(outcomes)} of {len(outcomes) + len(broken)} runs."
+    table = Table(box=box.SIMPLE, show_header=False)
+    for name, value in rows(outcomes):
+        table.add_row(name, value)
+    deaths = Table("death", "times", "streams hit", box=box.SIMPLE)
+    for name, (times, streams) in deaths_of(outcomes).items():
+        deaths.add_row(Text(name), f"{times:,}", f"{streams:,}")
+    return Group(Text(verdict, style="red" if broken else "green"), *broken, table, *([deaths] if deaths.row_count else []))
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
+    ended = sum((outcome.ended for outcome in outcomes), Counter[str]())
+    recoveries = sum((outcome.recoveries for outcome in outcomes), Counter[str]())
+    pauses_s = sorted(pause_s for outcome in outcomes for pause_s in outcome.pauses_s)
+    found = [
+        ("streams", f"{sum(ended.values()):,}"),
+        *((f"  {how}", f"{count:,}") for how, count in ended.most_common()),
+        ("tokens", f"{sum(outcome.tokens for outcome in outcomes):,}"),
+        ("  dropped, of attempts that were over", f"{sum(outcome.dropped_tokens for outcome in outcomes):,}"),
+        ("streams recovered", f"{sum(outcome.recovered_streams for outcome in outcomes):,}"),
+        *((f"  by {option}", f"{count:,}") for option, count in recoveries.most_common()),
+    ]
+    if pauses_s:
+        found += [(f"pause p{share}", f"{_percentile(pauses_s, share):.3f} s") for share in (50, 99)]
+    return [*found, ("simulated time", f"{sum(outcome.span_s for outcome in outcomes):,.0f} s")]
+
+
+def deaths_of(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, int]]:
+    """How often each kind of death came, and how many streams counted on its victims."""
+    times: Counter[str] = Counter()
+    streams: Counter[str] = Counter()
+    for hit in (hit for outcome in outcomes for hit in outcome.hits):
+        times[hit.death] += 1
+        streams[hit.death] += hit.streams
+    return {name: (times[name], streams[name]) for name in sorted(times)}
+
+
+def _percentile(ordered: Sequence[float], share: int) -> float:
+    return ordered[max(0, ceil(len(ordered) * share / 100) - 1)]

@@ -1,0 +1,96 @@
+"""Virtual time, and processes that live in it and can be killed, frozen and brought back."""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+from kvrs.ids import InstanceId, NodeId
+
+Step = Callable[[], None]
+
+
+class LawBrokenError(AssertionError):
+    """What the simulated world has just seen must never happen."""
+
+
+def require(holds: bool, law: str) -> None:
+    if not holds:
+        raise LawBrokenError(law)
+
+
+class Clock:
+    """Steps in order of their time; of equal times the one that was asked for first goes first."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.steps = 0
+        self._agenda: list[tuple[float, int, Step]] = []
+        self._order = count()
+
+    def after(self, delay_s: float, step: Step) -> None:
+        heappush(self._agenda, (self.now_s + max(0.0, delay_s), next(self._order), step))
+
+    def run(self, until_s: float, done: Callable[[], bool] = lambda: False) -> None:
+        """Until that time, or until it is done, or until there is nothing left to do."""
+        while self._agenda and self._agenda[0][0] <= until_s and not done():
+            self.now_s, _, step = heappop(self._agenda)
+            self.steps += 1
+            step()
+
+
+class Process:
+    """What is asked of it while it is frozen it does when it wakes; what its former lives wanted to do is not done."""
+
+    def __init__(self, name: InstanceId, node: NodeId, clock: Clock) -> None:
+        self.id = name
+        self.node = node
+        self.clock = clock
+        self.epoch = 0
+        self.life = 0  # Stands for its process id.
+        self.alive = False
+        self.frozen = False
+        self.corrupt_pages = 0  # Of the next pages that it sends, so many are damaged on their way.
+        self._deferred: list[tuple[int, Step, Step | None]] = []
+
+    @property
+    def is_running(self) -> bool:
+        return self.alive and not self.frozen
+
+    def start(self) -> None:
+        assert not self.alive
+        self.alive, self.life, self.epoch = True, self.life + 1, self.epoch + 1
+
+    def kill(self) -> None:
+        self.alive = self.frozen = False
+        self.corrupt_pages = 0
+        deferred, self._deferred = self._deferred, []
+        for _, _, refused in deferred:
+            if refused is not None:
+                refused()
+
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def wake(self) -> None:
+        self.frozen = False
+        deferred, self._deferred = self._deferred, []
+        for life, step, refused in deferred:
+            self._do(life, step, refused)
+
+    def later(self, delay_s: float, step: Step) -> None:
+        """Do this, in this life."""
+        life = self.life
+        self.clock.after(delay_s, lambda: self._do(life, step, None))
+
+    def call(self, delay_s: float, step: Step, refused: Step | None = None) -> None:
+        """Ask whoever lives here when the message arrives; `refused` when nobody does, or it dies before it looks."""
+        self.clock.after(delay_s, lambda: self._do(self.life, step, refused))
+
+    def _do(self, life: int, step: Step, refused: Step | None) -> None:
+        if not self.alive or life != self.life:
+            if refused is not None:
+                refused()
+        elif self.frozen:
+            self._deferred.append((life, step, refused))
+        else:
+            step()

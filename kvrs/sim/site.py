@@ -1,0 +1,144 @@
+"""What all simulated processes share, and how one fetches pages from another."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrs.config import Config
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.frames import TrafficClass
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.tags import Tag
+from kvrs.scheduling.pace import Pace
+from kvrs.sim.links import Links, Transfer
+from kvrs.sim.process import Clock, Process, Step, require
+from kvrs.transfer.meter import LinkMeter
+
+LATENCY_S = 0.0002  # One way, between any two processes of the cluster.
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    config: Config
+    clock: Clock
+    links: Links
+    pace: Pace
+    geometry: KvGeometry
+    root: Tag
+    holders: dict[InstanceId, "Holder"] = field(default_factory=dict)  # Instances and agents.
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Pages by tag, and behind them perhaps the partial one of a hand-off."""
+
+    tags: tuple[Tag, ...]
+    traffic: TrafficClass
+    epoch: int | None = None
+    handoff: StreamId | None = None
+    tail_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The leading run of what was asked for, pinned until `close`. `contents` says what really lies in each page."""
+
+    contents: list[Tag | None]
+    has_tail: bool
+    close: Step
+
+
+class Holder(Process):
+    @abstractmethod
+    def open(self, asked: Asked) -> Opened: ...
+
+    @abstractmethod
+    def check_at_rest(self) -> None:
+        """Raises AssertionError when anything is left of the streams, which have all ended."""
+
+
+class Fetch:
+    """One pull. `done` hears how many full pages arrived whole, and whether the partial one did; always, and once."""
+
+    def __init__(
+        self,
+        site: Site,
+        target: Process,
+        meter: LinkMeter,
+        source: Holder,
+        asked: Asked,
+        page: Callable[[int], None],
+        done: Callable[[int, bool], None],
+    ) -> None:
+        self._site = site
+        self._target = target
+        self._life = target.life
+        self._meter = meter
+        self._source = source
+        self._asked = asked
+        self._page = page
+        self._done = done
+        self._opened: Opened | None = None
+        self._pages = 0
+        self._is_over = False
+        source.call(LATENCY_S, self._answer, self._end)
+        site.clock.after(site.config.transfer.stall_timeout_s, self._give_up)
+
+    def _answer(self) -> None:
+        if self._is_over or self._target.life != self._life:
+            return
+        self._opened = opened = self._source.open(self._asked)
+        pages = len(opened.contents) + opened.has_tail
+        if not pages:
+            self._close()
+            self._end()
+            return
+        self._meter.begin(self._source.node, self._site.clock.now_s)
+        self._site.links.send(
+            Transfer(
+                self._source,
+                self._target,
+                pages,
+                self._site.geometry.page_bytes,
+                self._asked.traffic,
+                self._arrived,
+                self._ended,
+            )
+        )
+
+    def _arrived(self, pages: int) -> bool:
+        assert self._opened is not None
+        self._meter.add(self._source.node, pages * self._site.geometry.page_bytes, self._site.clock.now_s)
+        for _ in range(pages):
+            if self._source.corrupt_pages:
+                self._source.corrupt_pages -= 1
+                return False
+            if self._pages < len(self._opened.contents):
+                # The checksum was right, so what has come is what lay there: it had better be what was asked for.
+                asked, got = self._asked.tags[self._pages], self._opened.contents[self._pages]
+                require(got == asked, f"{self._source.id} delivers another page than {self._target.id} asked for")
+                self._page(self._pages)
+            self._pages += 1
+        return True
+
+    def _ended(self, error: str | None) -> None:
+        self._meter.end(self._source.node, self._site.clock.now_s)
+        self._close()
+        self._end()
+
+    def _close(self) -> None:
+        assert self._opened is not None
+        self._source.later(0.0, self._opened.close)
+
+    def _give_up(self) -> None:
+        if self._opened is None:
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        full = 0 if self._opened is None else min(self._pages, len(self._opened.contents))
+        tail = self._opened is not None and self._pages > len(self._opened.contents)
+        if self._target.alive and self._target.life == self._life:
+            self._target.later(LATENCY_S, lambda: self._done(full, tail))
