@@ -191,7 +191,8 @@ def draw_map(path: Path) -> None:
     for row, values in enumerate(depths):
         for column, depth in enumerate(values):
             # Dark cells are the small ones.
-            axis.text(column, row, f"{depth:.3g}", ha="center", va="center", fontsize=8, color="white" if depth < 20 else "black")
+            shown = f"{depth:.3g}" if depth < 1000 else f"{depth:,.0f}"
+            axis.text(column, row, shown, ha="center", va="center", fontsize=8, color="white" if depth < 20 else "black")
     axis.set_xticks(range(len(MAP_GBIT_PER_S)), [f"{rate:g}" for rate in MAP_GBIT_PER_S])
     axis.set_yticks(range(len(MAP_TOKENS)), [f"{tokens:,}" for tokens in MAP_TOKENS])
     axis.set(

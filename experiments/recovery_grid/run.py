@@ -290,6 +290,8 @@ def draw_plot(grid: list[Cell], middle: list[Cell], path: Path) -> None:
                 [cell.factor for cell in cells], medians, yerr=spread, label=name.value, marker="o", markersize=3, capsize=2
             )
         axis.set(xscale="log", title=f"{length:,} tokens", xlabel="bandwidth / crossover", ylim=(0, None))
+        axis.set_xticks([], minor=True)
+        axis.set_xticks([0.4, 0.7, 1.0, 1.6, 2.8], ["0.4", "0.7", "1", "1.6", "2.8"])
     axes[0][0].set_ylabel("recovery time, s")
     axes[0][0].legend(fontsize=7)
     figure.savefig(path, dpi=110)
