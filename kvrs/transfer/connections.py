@@ -117,7 +117,10 @@ class ConnectionPool:
         if self._closed:
             raise TransferError("this end is closed")
         own = self._identity()
-        sock = page_socket(peer.host)
+        try:
+            sock = page_socket(peer.host)
+        except OSError as error:  # No descriptor is left.
+            raise TransferError(f"cannot connect to {peer.instance!r}: {error.strerror or error}") from None
         stream = SocketStream(sock, self._stall_timeout_s)
         self._streams.add(stream)
         try:

@@ -1,7 +1,10 @@
 """Pages over real sockets between a real server and a real puller, with a relay between them that can do harm."""
 
 import asyncio
+import errno
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +18,7 @@ import pytest
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.frames import ANSWER_BYTES
 from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer import connections
 from kvrs.transfer.config import TransferSettings
 from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.links import SendingLinks
@@ -421,6 +425,23 @@ async def test_nobody_there_is_an_error_and_not_an_exception() -> None:
         assert result.full_pages == 0
         assert result.error is not None
         assert "cannot connect" in result.error
+
+
+async def test_without_a_descriptor_to_connect_with_nothing_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not a `TransferError` is taken for a bug and ends the whole instance, with all of its streams."""
+
+    def refuse(host: str) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with world(holding(1)) as w:
+        with monkeypatch.context() as patched:
+            patched.setattr(connections, "page_socket", refuse)
+            without = await w.pull(1)
+            await w.puller.probe(w.peer)
+        again = await w.pull(1)
+
+    assert (without.full_pages, without.error) == (0, "cannot connect to 'p0': Too many open files")
+    assert again.full_pages == 1
 
 
 async def test_after_a_cancelled_pull_nothing_writes_into_its_buffers() -> None:
