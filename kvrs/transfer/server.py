@@ -15,12 +15,12 @@ from kvrs.transfer.handshake import admit, page_key
 from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
 from kvrs.transfer.peers import Identity, PageSink, PageSource, PinnedPages
 from kvrs.transfer.receiver import receive_runs
-from kvrs.transfer.stream import SocketStream, page_socket
+from kvrs.transfer.stream import SocketStream, page_socket, readable
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
-MAX_STRANGERS = 32  # Of these, so many may be in their hand-shake at a time.
+MAX_STRANGERS = 32  # Of these, so many may be in their hand-shake at a time; more wait in the listener's line.
 HANDSHAKE_TIMEOUT_S = 5.0
 _BACKLOG = 128
 
@@ -51,7 +51,7 @@ class PageServer:
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._strangers = 0
+        self._strangers = asyncio.Semaphore(MAX_STRANGERS)
 
     @property
     def faults(self) -> SendingFaults:
@@ -87,18 +87,15 @@ class PageServer:
             self._listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                log.warning("cannot accept a page connection: %s", error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            if len(self._connections) >= MAX_CONNECTIONS or self._strangers >= MAX_STRANGERS:
+            # After a failure dozens of peers come in the same moment: they wait, and none of them is sent away.
+            await self._strangers.acquire()
+            sock = await _accepted(listener)
+            # Nothing is awaited until the connection has its task, which closes it.
+            if len(self._connections) >= MAX_CONNECTIONS:
                 sock.close()
+                self._strangers.release()
                 continue
-            self._strangers += 1
             task = asyncio.create_task(self._serve(sock))
             self._connections.add(task)
             task.add_done_callback(partial(self._finished, sock))
@@ -130,7 +127,7 @@ class PageServer:
         except TimeoutError:
             raise TransferError(f"no hand-shake within {HANDSHAKE_TIMEOUT_S} s") from None
         finally:
-            self._strangers -= 1
+            self._strangers.release()
 
     async def _answer_all(self, stream: SocketStream, own: Identity, link: SendingLink) -> None:
         questions = (FrameType.PULL, FrameType.PROBE) + (() if self._sink is None else (FrameType.OFFER, FrameType.STORE))
@@ -167,6 +164,19 @@ class PageServer:
             store = frames.decode_store(body)
             held = await receive_runs(stream, self._sink, store.runs, page_bytes)
             await stream.send(frames.encode_held(store.request_id, held))
+
+
+async def _accepted(listener: socket.socket) -> socket.socket:
+    """The next connection; whoever is cancelled here has taken none."""
+    while True:
+        try:
+            await readable(listener, None)
+            return listener.accept()[0]
+        except BlockingIOError:
+            continue  # It left before it was taken.
+        except OSError as error:
+            log.warning("cannot accept a page connection: %s", error)
+            await asyncio.sleep(_ACCEPT_PAUSE_S)
 
 
 async def _send_pages(sender: Sender, pull: Pull, pinned: PinnedPages, page_bytes: int) -> None:

@@ -42,6 +42,12 @@ def page_socket(host: str) -> socket.socket:
     return sock
 
 
+async def readable(sock: socket.socket, timeout_s: float | None) -> None:
+    """Wait until there is something to read or to accept. Raises StalledError."""
+    loop = asyncio.get_running_loop()
+    await _ready(sock, loop.add_reader, loop.remove_reader, timeout_s)
+
+
 class SocketStream:
     """A connected socket. Every failure of it is a `TransferError`."""
 
@@ -121,23 +127,12 @@ class SocketStream:
                 return moved
 
     async def _readable(self, timeout_s: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        await self._wait(loop.add_reader, loop.remove_reader, timeout_s)
+        await readable(self._sock, timeout_s)
+        self._bytes_this_turn = 0
 
     async def _writable(self, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
-        await self._wait(loop.add_writer, loop.remove_writer, timeout_s)
-
-    async def _wait(self, watch: Callable[..., object], unwatch: Callable[..., object], timeout_s: float | None) -> None:
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        watch(self._sock, _wake, ready)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await ready
-        except TimeoutError:
-            raise StalledError(f"the peer stalled for {timeout_s} s") from None
-        finally:
-            unwatch(self._sock)
+        await _ready(self._sock, loop.add_writer, loop.remove_writer, timeout_s)
         self._bytes_this_turn = 0
 
 
@@ -174,6 +169,20 @@ class Filling:
             ahead.append(view)
             size += len(view)
         return ahead
+
+
+async def _ready(
+    sock: socket.socket, watch: Callable[..., object], unwatch: Callable[..., object], timeout_s: float | None
+) -> None:
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    watch(sock, _wake, ready)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ready
+    except TimeoutError:
+        raise StalledError(f"the peer stalled for {timeout_s} s") from None
+    finally:
+        unwatch(sock)
 
 
 def _wake(ready: asyncio.Future[None]) -> None:

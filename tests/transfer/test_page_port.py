@@ -1,8 +1,10 @@
 """The page port against peers that are not what they should be: strangers, impostors, and peers that speak nonsense."""
 
 import asyncio
+import gc
 import socket
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -164,21 +166,54 @@ async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytes
 
 
 async def test_strangers_take_a_bounded_number_of_connections_and_none_of_the_peers() -> None:
-    """Those in excess are closed at once; a peer whose connection stands is served all the same."""
+    """Those in excess are not met before another one has left; a peer whose connection stands is served all the same."""
     async with serving() as port, pulling() as puller:
         await pull(puller, port)
         strangers = [await connect(port) for _ in range(server_module.MAX_STRANGERS)]
         for stranger in strangers:
             await asyncio.get_running_loop().sock_recv(stranger, 1)
         one_more = await connect(port)
+        challenge = asyncio.create_task(asyncio.get_running_loop().sock_recv(one_more, 1))
 
-        refused = await all_that_comes(one_more)
         served = await pull(puller, port)
+        met = challenge.done()
+        strangers.pop().close()
 
+        assert (served.full_pages, met) == (1, False)
+        async with asyncio.timeout(20):
+            assert await challenge
         for sock in (*strangers, one_more):
             sock.close()
-        assert refused == b""
-        assert served.full_pages == 1
+
+
+async def test_peers_that_come_in_the_same_moment_are_all_served() -> None:
+    """As after a failure, when every victim fetches its pages from one agent: more than may be in their hand-shake at a time."""
+    async with serving() as port, pulling() as puller:
+        results = await asyncio.gather(*(pull(puller, port) for _ in range(3 * server_module.MAX_STRANGERS)))
+
+    assert {(result.full_pages, result.error) for result in results} == {(1, None)}
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_connection_that_comes_while_the_server_closes_is_closed_too(turns: int) -> None:
+    """Whatever the loop was doing about it just then, no socket is left to the garbage collector."""
+    server = PageServer(lambda: SERVER, OnePage(), SECRET, SETTINGS, links())
+    port = await server.start("127.0.0.1", 0)
+    await asyncio.sleep(0.01)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.setblocking(False)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+
+        await server.close()
+
+        gc.collect()
+    received = await all_that_comes(sock)
+    sock.close()
+    assert [str(warning.message) for warning in warned] == []
+    assert len(received) <= frames.HEADER_BYTES + frames.NONCE_BYTES
 
 
 async def test_a_hello_that_was_overheard_is_worth_nothing() -> None:
