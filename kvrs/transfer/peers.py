@@ -42,6 +42,8 @@ class PinnedPages:
     pages: list[memoryview]
     tail: memoryview | None
     token: object
+    # Of the leading pages, as they were when they were stored: so that damage since then shows. Of the others it is taken now.
+    checksums: Sequence[int] = ()
 
 
 class PageSource(Protocol):

@@ -190,7 +190,9 @@ async def _send_pages(sender: Sender, pull: Pull, pinned: PinnedPages, page_byte
     for group in groups(pages):
         buffers: list[Bytes] = []
         for index, page in group:
-            buffers += (_page_answer(pull.request_id, index, page), sender.on_its_way(page))
+            checksum = pinned.checksums[index] if index < len(pinned.checksums) else frames.checksum(page)
+            answer = Answer(FrameType.PAGE, pull.request_id, index, checksum, len(page))
+            buffers += (frames.encode_answer(answer), sender.on_its_way(page))
         if group[0][0] == 0:
             # Ahead of all: its arrival is what the receiver's meter measures from.
             await sender.send(buffers.pop(0))
@@ -202,10 +204,6 @@ async def _send_probe_data(sender: Sender, probe: Probe) -> None:
     await sender.send(frames.encode_answer(Answer(FrameType.PROBE_DATA, probe.request_id, 0, 0, probe.size_bytes)))
     for start in range(0, probe.size_bytes, len(_PROBE_PIECE)):
         await sender.send(memoryview(_PROBE_PIECE)[: probe.size_bytes - start])
-
-
-def _page_answer(request_id: int, index: int, page: memoryview) -> bytes:
-    return frames.encode_answer(Answer(FrameType.PAGE, request_id, index, frames.checksum(page), len(page)))
 
 
 def _last_answer(request_id: int, type_: FrameType, index: int) -> bytes:

@@ -91,6 +91,20 @@ def _flip_a_byte(base: Path, wanted: bytes) -> None:
     raise AssertionError("no such page")
 
 
+async def test_a_page_that_was_damaged_in_memory_is_not_restored(tmp_path: Path) -> None:
+    """Its checksum is that of the engine that wrote it, whatever lies there by now."""
+    agent = AgentProcess(tmp_path, document(tmp_path))
+    with processes(agent):
+        async with Engine(agent.config) as engine:
+            await engine.offer("s", 4)
+            await engine.store("s", 0, tags(1, 4))
+            _flip_a_byte(tmp_path, page(tags(1, 4)[2]))
+
+            damaged = await engine.fetch(tags(1, 4))
+
+    assert (damaged.full_pages, damaged.error) == (2, "checksum of page 2 is wrong")
+
+
 async def test_two_clusters_on_a_host_do_not_meet(tmp_path: Path) -> None:
     """Same directory, same node, same names: only their secrets differ."""
     theirs = b"the secret of another cluster"

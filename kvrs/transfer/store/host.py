@@ -164,7 +164,9 @@ class HostStore:
         shelf = self._shelf
         assert shelf is not None, "nobody is met before pages have a kind"
         slots = shelf.book.match(request.tags)
-        return PinnedPages([shelf.segments.view(slot) for slot in slots], None, (shelf, slots))
+        segments = shelf.segments
+        checksums = [segments.page_checksum(slot) for slot in slots]
+        return PinnedPages([segments.view(slot) for slot in slots], None, (shelf, slots), checksums)
 
     def unpin(self, pinned: PinnedPages) -> None:
         assert isinstance(pinned.token, tuple)

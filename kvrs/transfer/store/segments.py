@@ -173,6 +173,11 @@ class Segments:
         record = _sealed(_RECORD.pack(tag, self._writes, page_checksum))
         self._record(slot)[: len(record)] = record
 
+    def page_checksum(self, slot: int) -> int:
+        """What `write_record` was told of the page in that slot."""
+        _, _, page_checksum = _RECORD.unpack_from(self._record(slot))
+        return int(page_checksum)
+
     def _record(self, slot: int) -> memoryview:
         number, index = divmod(slot, self._layout.slots_per_segment)
         return self._segments[number].record(index)
