@@ -20,12 +20,21 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 20
 SHORTEST_WATCH_S = 0.02
 
+_WATCHES = web.AppKey("watches", set[asyncio.Task[None]])
+
 
 def new_app(secret: bytes, *middlewares: Middleware) -> web.Application:
     """Everything but `/healthz` wants the cluster's bearer token, and errors of the caller's making become bodies."""
-    return web.Application(
-        client_max_size=MAX_BODY_BYTES, middlewares=[_authenticate(http_token(secret)), _explain, *middlewares]
-    )
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_authenticate(http_token(secret)), _explain, *middlewares])
+    app[_WATCHES] = set()
+    app.on_shutdown.append(_end_watches)
+    return app
+
+
+async def _end_watches(app: web.Application) -> None:
+    # They never end by themselves, and would be waited for, twice as long as a client's last answer may take.
+    for watch in app[_WATCHES]:
+        watch.cancel()
 
 
 def _authenticate(token: str) -> Middleware:
@@ -89,6 +98,12 @@ async def watch(request: web.Request, report: Callable[[], msgspec.Struct]) -> w
         raise RequestError(f"watch must be seconds, got {request.query['watch']!r}", param="watch") from None
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     await response.prepare(request)
-    while True:
-        await response.write(msgspec.json.encode(report()) + b"\n")
-        await asyncio.sleep(interval_s)
+    task, watches = asyncio.current_task(), request.app[_WATCHES]
+    assert task is not None
+    watches.add(task)
+    try:
+        while True:
+            await response.write(msgspec.json.encode(report()) + b"\n")
+            await asyncio.sleep(interval_s)
+    finally:
+        watches.discard(task)
