@@ -12,7 +12,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.frames import Claim, Held, Identity, PullRequest, StoreCode, checksum
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.transfer.peers import PinnedPages
-from kvrs.transfer.store.directory import StoreDirectory
+from kvrs.transfer.store.directory import StoreDirectory, StoreState
 from kvrs.transfer.store.host import HostStore
 
 S, T = StreamId("s"), StreamId("t")
@@ -156,6 +156,27 @@ def test_pages_of_another_kind_are_taken_when_nothing_is_reserved(house: House) 
     assert put(store, T, 0, tags(2, 2)) == Held(OK, 2)
     house.kill()
     assert house.open().fingerprint == "a third one"
+
+
+@pytest.mark.parametrize("pages", [0, 2])
+def test_a_kind_that_cannot_be_written_down_is_not_taken(house: House, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
+    """The memory is full of what others keep there: the engine comes again, and meanwhile nothing has changed."""
+    store = filled(house, pages) if pages else house.open()
+    store.release([S], LEASE_S)
+    before = (store.fingerprint, store.page_bytes, store.held_bytes)
+
+    def refuse(state: StoreState) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._directory, "save_state", refuse)
+        with pytest.raises(OSError, match="No space"):
+            store.adopt(engine("other", 2 * PAGE_BYTES))
+
+    assert (store.fingerprint, store.page_bytes, store.held_bytes) == before
+    assert read(store, tags(1, 2)) == 2 if pages else not store.page_bytes
+    store.adopt(engine("other", 2 * PAGE_BYTES))
+    assert store.offer(Claim(T, 0, 1), 2 * PAGE_BYTES, ()) == Held(OK, 0)
 
 
 def test_who_reads_old_pages_keeps_them_until_he_is_done(house: House) -> None:

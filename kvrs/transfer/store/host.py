@@ -153,9 +153,11 @@ class HostStore:
         if self.checkpoints:
             return
         # Whoever still reads or writes the old pages has the old shelf in his hands; its memory goes with the last of them.
+        state = StoreState(self._state.epoch, *kind)
+        # First, for it may fail; segments of another kind than it names are worth nothing to whoever finds them.
+        self._directory.save_state(state)
         self._directory.unlink_segments()
-        self._state = StoreState(self._state.epoch, *kind)
-        self._directory.save_state(self._state)
+        self._state = state
         self._shelf = self._new_shelf()
         log.info("pages of a new kind", extra={"fingerprint": client.fingerprint, "page_bytes": client.page_bytes})
 
