@@ -31,6 +31,10 @@ class TransferError(KvrsError):
     """A page transfer failed: peer gone, refused at the hand-shake, bad frame, bad checksum, or too slow."""
 
 
+class DamagedPageError(TransferError):
+    """A page arrived whole, but with another checksum than it set out with: memory, a link or a fault on purpose."""
+
+
 class UpstreamError(KvrsError):
     """An engine failed while it served a stream: reset, end without a finish, error event, or silence."""
 

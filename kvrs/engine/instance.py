@@ -147,6 +147,7 @@ class EngineInstance:
             queued_recompute=waiting[Queue.RECOMPUTE],
             queued_new=waiting[Queue.NEW],
             checkpoint_lag_pages=self.checkpointer.lag_pages,
+            damaged_pages=self.puller.damaged_pages,
         )
 
     async def start(self) -> None:

@@ -51,6 +51,12 @@ class Metrics:
             ["instance"],
             registry=self.registry,
         )
+        self.damaged = Gauge(
+            "kvrs_damaged_pages",
+            "Pages that the instance fetched since its start and found damaged.",
+            ["instance"],
+            registry=self.registry,
+        )
         self.agent_up = Gauge("kvrs_agent_up", "1 while the agent is used.", ["agent"], registry=self.registry)
         self.agent_reserved = Gauge(
             "kvrs_agent_reserved_bytes", "Of an agent's memory, for streams of all proxies.", ["agent"], registry=self.registry

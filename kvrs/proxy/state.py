@@ -33,8 +33,10 @@ def measure(driver: Driver, metrics: Metrics) -> None:
     for known in driver.instances.known.values():
         if known.load is not None:
             metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
+            metrics.damaged.labels(known.id).set(known.load.damaged_pages)
         else:
             metrics.checkpoint_lag.remove(known.id)
+            metrics.damaged.remove(known.id)
     for agent in driver.checkpoints.agents.known.values():
         metrics.agent_up.labels(agent.id).set(agent.health is Health.UP)
         metrics.agent_reserved.labels(agent.id).set(0 if agent.report is None else agent.report.reserved_bytes)

@@ -1,10 +1,11 @@
 """Fetches pages from other instances, and measures the links on the way."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvrs.errors import TransferError
+from kvrs.errors import DamagedPageError, TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import ANSWER_BYTES, Answer, FrameType, Probe, Pull
@@ -14,6 +15,8 @@ from kvrs.transfer.handshake import page_key
 from kvrs.transfer.meter import LinkMeter
 from kvrs.transfer.peers import Identity, Peer, PullRequest, PullResult
 from kvrs.transfer.stream import Filling
+
+log = logging.getLogger(__name__)
 
 # Less than this is over before a rate can be seen in it; never more than a probe, or probes would count for nothing.
 _MIN_SAMPLE_BYTES = 1 << 15
@@ -41,6 +44,7 @@ class PagePuller:
         self._clock = clock
         self._meter = LinkMeter(min(settings.probe_bytes, _MIN_SAMPLE_BYTES))
         self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
+        self.damaged_pages = 0  # That ever came.
 
     async def pull(
         self,
@@ -64,6 +68,9 @@ class PagePuller:
             await self._pull(peer, pulling, expected_epoch)
         except TransferError as fault:
             error = str(fault)
+            if isinstance(fault, DamagedPageError):
+                self.damaged_pages += 1
+                log.warning("pages not fetched", extra={"peer": peer.instance, "cause": error})
         return PullResult(
             full_pages=min(pulling.verified, len(pages)),
             tail=pulling.verified > len(pages),
@@ -109,7 +116,7 @@ class PagePuller:
             page = await filling.next()
             self._meter.add(connection.peer.node, page_bytes, self._clock())
             if frames.checksum(page) != answer.checksum:
-                raise TransferError(f"checksum of page {answer.index} is wrong")
+                raise DamagedPageError(f"checksum of page {answer.index} is wrong")
             # Counted before anything else can fail: what follows the page says nothing about the page.
             pulling.verified += 1
             answer = frames.decode_answer(await filling.next(), FrameType.PAGE, FrameType.GONE, FrameType.END)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvrs.errors import TransferError
+from kvrs.errors import DamagedPageError
 from kvrs.protocol import frames
 from kvrs.protocol.frames import StoredRun
 from kvrs.transfer.peers import Held, Incoming, PageSink
@@ -37,5 +37,5 @@ async def _receive_pages(stream: SocketStream, runs: Sequence[StoredRun], arrivi
             if view is None:
                 continue
             if frames.checksum(page) != checksum:
-                raise TransferError(f"checksum of page {run.first_page + index} of {run.claim.stream!r} is wrong")
+                raise DamagedPageError(f"checksum of page {run.first_page + index} of {run.claim.stream!r} is wrong")
             incoming.commit(index, checksum)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from kvrs.errors import TransferError
+from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
 from kvrs.protocol.frames import Answer, Bytes, FrameType, Probe, Pull, TrafficClass
 from kvrs.transfer.config import TransferSettings
@@ -111,6 +111,8 @@ class PageServer:
         try:
             own, client, stream = await self._meet(sock)
             await self._answer_all(stream, own, self._links.to(client.node))
+        except DamagedPageError as error:
+            log.warning("page connection closed: %s", error)
         except (TransferError, OSError) as error:
             log.info("page connection closed: %s", error)
 

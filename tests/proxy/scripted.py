@@ -113,6 +113,7 @@ class Scripted(ScriptedServer):
     queued: int = 0
     queue_delay_s: float = 0.0
     checkpoint_lag_pages: int = 0
+    damaged_pages: int = 0
     aborted: int = 0
     watches: int = 0
     refusal: tuple[int, bytes] | None = None
@@ -164,6 +165,7 @@ class Scripted(ScriptedServer):
                     queue_delay_s=self.queue_delay_s,
                     links=[],
                     checkpoint_lag_pages=self.checkpoint_lag_pages,
+                    damaged_pages=self.damaged_pages,
                 )
                 await response.write(msgspec.json.encode(report) + b"\n")
                 await asyncio.sleep(float(request.query["watch"]))

@@ -151,6 +151,7 @@ async def test_what_an_agent_holds_is_shown(build: HouseBuilder) -> None:
     """As it grows: the pages, by agent, and how far engines are behind."""
     house = await build(backup=REMOTE)
     house.instances["d0"].checkpoint_lag_pages = 3
+    house.instances["d0"].damaged_pages = 2
     asked, (row,) = await held_open(house)
     agent = agent_of(house, row)
 
@@ -163,6 +164,7 @@ async def test_what_an_agent_holds_is_shown(build: HouseBuilder) -> None:
     metrics = await house.metrics()
     assert "kvrs_streams_unprotected 0.0" in metrics
     assert 'kvrs_checkpoint_lag_pages{instance="d0"} 3.0' in metrics
+    assert 'kvrs_damaged_pages{instance="d0"} 2.0' in metrics
     assert (await stream_of(house))["unprotected"] is None
     await finish(house, asked)
 

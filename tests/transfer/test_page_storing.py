@@ -167,7 +167,7 @@ async def test_an_instance_takes_no_checkpoints(caplog: pytest.LogCaptureFixture
     assert "bug" not in caplog.text
 
 
-async def test_a_damaged_page_never_becomes_visible() -> None:
+async def test_a_damaged_page_never_becomes_visible(caplog: pytest.LogCaptureFixture) -> None:
     """Nor does any that follows it; those before it stay, and the sender hears of it and sends the rest again."""
     async with house() as h:
         await h.pusher.store(h.peer, [run_of(A, 0, 2)])
@@ -179,6 +179,7 @@ async def test_a_damaged_page_never_becomes_visible() -> None:
         await anew.close()
 
         assert sorted(h.sink.visible) == list(tags(A, 0, 2))
+        assert "checksum of page 2 of 'a' is wrong" in caplog.text
         assert await h.offer(A, known=5) == Held(StoreCode.OK, 2)
         assert await h.pusher.store(h.peer, [run_of(A, 2, 3)]) == [Held(StoreCode.OK, 5)]
 

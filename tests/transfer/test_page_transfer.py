@@ -352,8 +352,8 @@ async def test_an_instance_that_is_not_the_one_that_was_meant_is_not_pulled_from
 
 
 @pytest.mark.parametrize("page", [0, 2])
-async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(page: int) -> None:
-    """Only pages whose checksum is right count; the connection is not trusted again."""
+async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(page: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Only pages whose checksum is right count; the connection is not trusted again, and somebody hears of it."""
     async with world(holding(4)) as w:
         w.relay.flip_at = page * FRAME_BYTES + ANSWER_BYTES + 17
 
@@ -365,6 +365,8 @@ async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(page: int) -> 
         assert damaged.error is not None
         assert damaged.error.startswith("checksum")
         assert (whole.full_pages, w.relay.connections) == (4, 2)
+        assert w.puller.damaged_pages == 1
+        assert [record.levelname for record in caplog.records if record.name == "kvrs.transfer.puller"] == ["WARNING"]
 
 
 @pytest.mark.parametrize(
@@ -388,6 +390,7 @@ async def test_a_connection_that_is_cut_leaves_the_pages_that_came_whole(cut_at:
 
         assert (result.full_pages, result.gone) == (verified, False)
         assert result.error == "connection closed by the peer"
+        assert w.puller.damaged_pages == 0
         assert [bytes(page) for page in into[:verified]] == [content(index) for index in range(verified)]
 
 
