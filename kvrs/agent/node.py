@@ -26,7 +26,7 @@ class NodeAgent:
     """Reads and verifies what an earlier life left, before anything else; `start` needs a running event loop."""
 
     def __init__(self, config: Config, node: NodeId, secret: bytes, directory: StoreDirectory) -> None:
-        """Raises ConfigError when the directory has no room for what is to be kept there."""
+        """Raises ConfigError when the directory has no room for what is to be kept there, or cannot be used."""
         self.node = node_of(config, node)
         self._backup = config.backup
         if (room := directory.free_bytes() + directory.used_bytes()) < config.backup.capacity_bytes:
@@ -34,7 +34,10 @@ class NodeAgent:
             raise ConfigError(
                 [f"backup.capacity_bytes: got {capacity}; allowed: at most {room}, which {directory.path} has left"]
             )
-        self.store = HostStore(directory, config.backup.capacity_bytes, config.transfer.lease_s, time.monotonic)
+        try:
+            self.store = HostStore(directory, config.backup.capacity_bytes, config.transfer.lease_s, time.monotonic)
+        except OSError as error:
+            raise ConfigError([f"backup.directory: {directory.path}: {error.strerror or error}"]) from None
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
         self.page_server = PageServer(self.identity, self.store, secret, config.transfer, links, self.store)
         self._page_port = 0

@@ -13,7 +13,8 @@ from kvrs.errors import ConfigError, TransferError
 from kvrs.ids import StreamId
 from kvrs.protocol.frames import Held, StoreCode
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
-from tests.agent.agents import PAGE_BYTES, Engine, ask, document, running, session, tags
+from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
+from tests.agent.agents import N0, PAGE_BYTES, SECRET, Engine, ask, document, running, session, tags
 
 S, T, U = StreamId("s"), StreamId("t"), StreamId("u")
 
@@ -186,6 +187,22 @@ async def test_a_configuration_that_cannot_be_served_is_refused(tmp_path: Path, 
             pass
 
     assert reason in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an agent that was killed has left may fill all that there was: there is room, but none for a word more."""
+
+    def refuse(self: StoreDirectory, state: StoreState) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(StoreDirectory, "save_state", refuse)
+    config = parse_config(document(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        async with running(config):
+            pass
+
+    assert caught.value.faults == [f"backup.directory: {store_directory(str(tmp_path), SECRET, N0)}: No space left on device"]
     assert list(tmp_path.iterdir()) == []
 
 
