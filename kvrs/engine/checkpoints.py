@@ -2,7 +2,8 @@
 
 Nothing in the batch loop waits for this. What it may cost a stream that is served: of the pages that it pins, at most
 `backup.staging_pages` at a time, some may have no other owner any more, and a sequence that needs one of those waits until an
-agent has taken it, or has stalled for `transfer.stall_timeout_s`.
+agent has taken it, or has stalled for `transfer.stall_timeout_s`. Checkpoints that wait behind hand-offs and recoveries on the
+way to the same node are waited for, too.
 """
 
 import asyncio

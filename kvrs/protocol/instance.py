@@ -152,7 +152,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
     id: InstanceId
     node: NodeId
-    epoch: Natural  # Rises with every start of the process.
+    epoch: Natural  # Rises with every start that finds something of the one before; a clean end leaves nothing.
     pid: int
     page_port: int
     capacity_bytes: Natural
