@@ -17,6 +17,7 @@ from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol import frames
 from kvrs.protocol.instance import Capability, InstanceInfo, LinkReport, LoadReport, MeasuredPrefill
 from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling.batches import BatchScheduler
@@ -68,8 +69,9 @@ class EngineInstance:
         if pace is not None:
             time.sleep(max(0.0, pace.load_s - (time.monotonic() - started_s)))
         self.served = Model(self.tokenizer, self.worker.vocab_size, self.worker.eos_token_ids)
-        # Whatever is longer could never finish here.
-        self.max_model_len = min(engine.max_model_len, self.worker.max_positions, engine.pages * engine.page_size_tokens)
+        # Whatever is longer could never finish here, or its pages could not be asked for in one question.
+        pages = min(engine.pages, frames.MAX_TAGS)
+        self.max_model_len = min(engine.max_model_len, self.worker.max_positions, pages * engine.page_size_tokens)
         self.pages = PageManager(engine.pages, engine.page_size_tokens)
         self.prefill = pace.prefill if pace is not None else measure_prefill(self.worker, self.max_model_len)
         self.puller = PagePuller(self.identity, secret, config.transfer, time.monotonic)

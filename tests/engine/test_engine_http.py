@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from kvrs.engine.tiny import write_tiny_model
+from kvrs.protocol import frames
 from tests.engine.serving import TOKEN, serving
 
 MESSAGES = [{"role": "user", "content": "kalo miren"}]
@@ -122,6 +123,16 @@ async def test_a_chat_without_max_tokens_may_fill_the_context(tiny_model: Path) 
         assert instance.info().max_model_len == 64
         assert answer["usage"]["total_tokens"] == 64
         assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_no_history_has_more_pages_than_a_frame_has_tags(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small pages a long prompt would; to ask a peer for them would end the instance."""
+    monkeypatch.setattr(frames, "MAX_TAGS", 3)
+    async with serving(tiny_model) as (instance, client):
+        too_long = await client.post(COMPLETIONS, json={"prompt": [5] * 65, "max_tokens": 1, "kvrs": KVRS})
+
+        assert instance.info().max_model_len == 48
+        assert too_long.status == 400
 
 
 async def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:
