@@ -234,6 +234,22 @@ def test_a_watcher_hears_of_all_streams_and_then_of_those_that_changed(house: Ho
         assert early.take() == ([], [])
 
 
+def test_who_found_room_after_all_was_not_denied_it(house: House) -> None:
+    """Prefill asks a moment too early, then decode asks for the same stream: a watcher hears the last word."""
+    store = filled(house, 6)
+    with store.watched() as changes:
+        changes.take()
+
+        assert store.offer(Claim(T, 0, 1), 4 * PAGE_BYTES, ()).code is FULL
+        store.release([S], LEASE_S)
+        assert store.offer(Claim(T, 0, 1), 4 * PAGE_BYTES, ()).code is OK
+
+        assert changes.take()[1] == []
+        assert store.offer(Claim(T, 0, 2), 9 * PAGE_BYTES, ()).code is FULL
+        assert store.offer(Claim(T, 0, 1), 4 * PAGE_BYTES, ()).code is StoreCode.FENCED
+        assert changes.take()[1] == [T]
+
+
 def test_leases_are_renewed_and_given_back(house: House) -> None:
     """What is not reserved here is said."""
     store = filled(house, 2)

@@ -264,6 +264,9 @@ class HostStore:
             changes.streams.add(stream)
             if held.code is StoreCode.FULL:
                 changes.denied[stream] = None
+            elif held.code is StoreCode.OK:
+                # Another of its writers has found room since: prefill and decode both ask.
+                changes.denied.pop(stream, None)
 
     def _note_all(self, streams: Iterable[StreamId]) -> None:
         for changes in self._watchers:
