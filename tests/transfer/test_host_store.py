@@ -267,6 +267,30 @@ def test_leases_are_renewed_and_given_back(house: House) -> None:
     assert store.offer(Claim(S, 0, 1), PAGE_BYTES, ()).code is StoreCode.FENCED
 
 
+def test_an_offer_is_weighed_against_all_leases_only_where_it_would_be_refused(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its restart an agent gets an offer for every stream at once: each looking at all others would take seconds."""
+    store = filled(house, 6)
+    assert store._shelf is not None
+    looks: list[float] = []
+    expire = store._shelf.book.expire
+
+    def look(now_s: float) -> list[StreamId]:
+        looks.append(now_s)
+        return expire(now_s)
+
+    monkeypatch.setattr(store._shelf.book, "expire", look)
+    assert store.offer(Claim(T, 0, 1), 2 * PAGE_BYTES, ()) == Held(OK, 0)
+    assert looks == []
+    assert store.offer(Claim(StreamId("u"), 0, 1), PAGE_BYTES, ()).code is FULL
+
+    house.now_s = LEASE_S
+    assert store.offer(Claim(StreamId("u"), 0, 1), 8 * PAGE_BYTES, ()) == Held(OK, 0)
+    assert looks == [0.0, LEASE_S]
+    store.check()
+
+
 async def test_memory_is_got_before_it_is_needed(house: House) -> None:
     """So that nobody on the event loop waits for it."""
     store = house.open(capacity_pages=4096)

@@ -180,8 +180,12 @@ class HostStore:
         """Reserve whole pages for `reserved_bytes`, until the lease that a proxy renews runs out."""
         shelf = self._shelf
         assert shelf is not None, "nobody is met before pages have a kind"
-        self.expire()
-        held = shelf.book.offer(claim, -(-reserved_bytes // shelf.page_bytes), tags, self._clock() + self._lease_s)
+        need, until_s = -(-reserved_bytes // shelf.page_bytes), self._clock() + self._lease_s
+        held = shelf.book.offer(claim, need, tags, until_s)
+        if held.code is not StoreCode.OK:
+            # What stands in its way may have run out. To find out takes a look at all reservations, so only here.
+            self.expire()
+            held = shelf.book.offer(claim, need, tags, until_s)
         self._note(claim.stream, held)
         self._growing.set()
         return held
