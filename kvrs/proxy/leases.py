@@ -33,6 +33,7 @@ class Leases:
 
     def hold(self, instance: InstanceId, stream: StreamId) -> None:
         self._held[instance].add(stream)
+        self._ended[instance].discard(stream)  # It was let go a moment ago, and the instance has not been told.
 
     def release(self, instance: InstanceId, stream: StreamId) -> None:
         """The stream needs nothing there any more; the next batch says so."""

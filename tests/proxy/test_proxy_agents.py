@@ -8,7 +8,9 @@ import pytest
 
 from kvrs.config import parse_config
 from kvrs.errors import ConfigError
-from kvrs.protocol.instance import Capability, Checkpoint
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import Capability, Checkpoint, LeaseAnswer, LeaseUpdate
+from kvrs.proxy.leases import Leases
 from kvrs.proxy.server import Proxy
 from tests.proxy.conftest import HouseBuilder
 from tests.proxy.house import House
@@ -185,6 +187,24 @@ async def test_reservations_are_renewed_and_given_back_at_once(build: HouseBuild
         ended_first = [update for update in agent.lease_updates if update.release and not update.renew]
         assert ended_first or not agent.released, "no renewal was waited for"
         assert len(agent.lease_updates) < 20
+
+
+async def test_who_is_back_before_its_release_was_told_is_not_released() -> None:
+    """One plan drops an agent, the next returns to it: the release would end the new reservation and shut its writer out."""
+    agent, stream = InstanceId("agent-n0"), StreamId("s")
+    told: list[LeaseUpdate] = []
+
+    async def send(_: InstanceId, update: LeaseUpdate) -> LeaseAnswer:
+        told.append(update)
+        return LeaseAnswer([])
+
+    leases = Leases(30.0, send, lambda *_: None)
+    leases.hold(agent, stream)
+    leases.release(agent, stream)
+    leases.hold(agent, stream)
+    await leases.send_batches(renew=True)
+
+    assert [(update.renew, update.release) for update in told] == [([stream], [])]
 
 
 async def test_a_release_waits_for_no_renewal(build: HouseBuilder) -> None:
