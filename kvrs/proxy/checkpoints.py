@@ -54,8 +54,10 @@ class Checkpoints:
             return
         places = {place.holder for place in live.plan.places}
         for agent in live.copies.keys() - places:
-            del live.copies[agent]
-            self.leases.release(agent, live.id)
+            # Of which nothing was seen there may be no reservation; its release would shut out whatever attempt comes, also a
+            # later one that has a place there again. If there is one it runs out by itself.
+            let_go = self.leases.release if live.copies.pop(agent).pages else self.leases.drop
+            let_go(agent, live.id)
             self._tell(RetentionLost(agent, (live.id,)))
 
     def ended(self, live: LiveStream) -> None:

@@ -341,6 +341,21 @@ async def test_what_a_recovery_restores_from_is_kept_until_it_has_resumed(build:
     assert released_before == set()
 
 
+async def test_an_agent_that_has_nothing_of_a_living_stream_is_not_told_of_its_end(build: HouseBuilder) -> None:
+    """It would fence every attempt, and a second recovery may have its place just there."""
+    house = await build(backup=REMOTE, transfer={"lease_s": NEVER_S})
+    asked, (row,) = await held_open(house)
+    dropped = agent_of(house, row)
+
+    await house.instances[row["decode"]].kill()
+    await house.until(lambda: _recovered(house))
+    await finish(house, asked)
+    others = [agent for agent in house.agents.values() if agent is not dropped]
+    await house.until(lambda: _truth(any(row["id"] in agent.released for agent in others)))
+
+    assert row["id"] not in dropped.released
+
+
 async def test_links_of_agents_are_measured_too(build: HouseBuilder) -> None:
     """What restores cost depends on them."""
     house = await build(backup=REMOTE)
