@@ -17,6 +17,7 @@ from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.requests import Run
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
+from kvrs.protocol.instance import Checkpoint
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling import sequences
 from kvrs.scheduling.backlog import Backlog, Delivery
@@ -72,7 +73,14 @@ class Checkpointer:
 
     def began(self, run: Run) -> None:
         """The run is accepted: from now on its pages go to its agents. Those that are not configured are left out."""
-        checkpoints = [checkpoint for checkpoint in run.checkpoints if checkpoint.agent in self._agents]
+        # Who placed them may have guessed how long a text is; here it is known.
+        full_pages = (run.sequence.prompt_tokens + run.max_tokens) // self._pages.page_size_tokens
+        need_bytes = full_pages * self._pool.geometry.page_bytes
+        checkpoints = [
+            Checkpoint(checkpoint.agent, max(checkpoint.reserved_bytes, need_bytes))
+            for checkpoint in run.checkpoints
+            if checkpoint.agent in self._agents
+        ]
         # Who hands a history over sends the history's pages itself.
         handed_over = any(source.handoff is not None for source in run.sources)
         self._backlog.follow(run.sequence, checkpoints, handed_over=handed_over)

@@ -134,7 +134,8 @@ class SimEngine(Holder):
         )
         self._runs[sequence] = _Run(call, sequence)
         if call.places:
-            checkpoints = [Checkpoint(place.holder, place.reserved_bytes) for place in call.places]
+            need_bytes = (call.prompt_tokens + call.max_tokens) // self._size * self._site.geometry.page_bytes
+            checkpoints = [Checkpoint(place.holder, max(place.reserved_bytes, need_bytes)) for place in call.places]
             self.backlog.follow(sequence, checkpoints, handed_over=sequence.pull_tail)
         self.scheduler.add(sequence)
         self.look()

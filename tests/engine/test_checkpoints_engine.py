@@ -188,6 +188,25 @@ async def test_prefill_and_decode_together_keep_whole_streams_at_the_agent(tiny_
             assert len(store.sent) == len(set(store.sent))
 
 
+async def test_a_stream_that_is_longer_than_was_guessed_is_kept_whole(tiny_model: Path, tmp_path: Path) -> None:
+    """The proxy reserves before anybody has tokenised a text; who has done that asks for what is really needed."""
+    ids = prompt_of(6, 100)
+    async with (
+        asyncio.timeout(60),
+        agent(tmp_path / "store") as (store, port),
+        engine(cluster(tiny_model, port), "d0") as (decode, client),
+    ):
+        page_bytes = decode.worker.geometry.page_bytes
+        guessed = {"checkpoints": [{"agent": AGENT, "reserved_bytes": 2 * page_bytes}]}
+        answer = asyncio.create_task(ask(client, "s", ids, 300, kvrs=guessed))
+        await eventually(lambda: store.held(StreamId("s")) > 2 or answer.done())
+
+        assert store.held(StreamId("s")) > 2
+        assert decode.checkpointer.unprotected == 0
+        assert store.reserved_bytes == (100 + 300) // PAGE * page_bytes
+        await answer
+
+
 async def tokens_without(model: Path, ids: list[int], max_tokens: int) -> list[int]:
     config = cluster(model, 1, backup={"mode": "off"})
     async with engine(config, "d0") as (_, client):
