@@ -83,7 +83,7 @@ class BatchScheduler:
     @property
     def full(self) -> bool:
         """Whether somebody new would have to wait for a place. Right after `admit`, which fills the places that there are."""
-        return len(self._admitted) >= self._max_running or self._blocked is not None
+        return len(self._admitted) >= self._max_running or self._blocked is not None or self._somebody_stalls
 
     @property
     def released_places(self) -> int:
@@ -108,7 +108,7 @@ class BatchScheduler:
         """Give pages to waiting sequences, in line, while there are any. Returns what shall be fetched for them."""
         pulls: list[Pull] = []
         # Pages that come free belong to who is stalled; a newcomer that starts to pull could not be made to return them.
-        if any(sequence.phase is Phase.RUNNING for sequence in self._stalled):
+        if self._somebody_stalls:
             return pulls
         while len(self._admitted) < self._max_running and (sequence := self._line.head()) is not None:
             if not self._reserve(sequence):
@@ -297,6 +297,10 @@ class BatchScheduler:
         self.finish(sequence)
 
     # Small change.
+
+    @property
+    def _somebody_stalls(self) -> bool:
+        return any(sequence.phase is Phase.RUNNING for sequence in self._stalled)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

@@ -370,6 +370,7 @@ def test_nobody_new_is_admitted_while_someone_has_no_page_to_go_on() -> None:
     submit(batches, newcomer)
 
     assert newcomer.phase is Phase.WAITING
+    assert batches.full, "a newcomer waits, though there is a place and it was not too big for what is free"
     assert shape(step(batches)) == [(streaming, 12, 1, True)]
 
 
