@@ -188,6 +188,6 @@ class _Store:
         answers: list[Held] | None = None
         if self._agent.alive and self._agent.life == self._agent_life:
             answers = [self._agent.end(run) for run in self._runs]
-        if error is not None and error != "a page was damaged":
-            answers = None
+        if error is not None:
+            answers = None  # Whatever it was, the agent has closed the connection: an offer tells what is there.
         self._couriers.engine.later(LATENCY_S, lambda: self._couriers.stored(self._agent, self._parcel, answers))
