@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from functools import partial
 
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.requests import Run, Source, make_run
@@ -14,6 +15,10 @@ from kvrs.transfer.peers import TrafficClass
 
 # Tokenising more than this takes milliseconds, for which the streams of the event loop shall not wait.
 _QUICKLY_TOKENISED_CHARACTERS = 10_000
+
+# The same holds for output that is fed to the text machine again, at about ten microseconds a token: the streams of a lost
+# instance come all at once.
+_QUICKLY_REPLAYED_TOKENS = 256
 
 
 class Admission:
@@ -52,7 +57,10 @@ class Admission:
             pulls=tuple(source.pages for source in sources if source.pages),
             pull_tail=any(source.handoff is not None for source in sources),
         )
-        return make_run(asked, max_tokens, sequence, sources, self._instance.served)
+        made = partial(make_run, asked, max_tokens, sequence, sources, self._instance.served)
+        if sequence.prefill_only or len(ids) - prompt_tokens <= _QUICKLY_REPLAYED_TOKENS:
+            return made()
+        return await asyncio.to_thread(made)
 
     async def _history(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], bool]:
         """Prompt and output so far, and whether this engine made the ids from what the client wrote."""

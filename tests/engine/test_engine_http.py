@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from kvrs.engine.requests import Run, StepOutput
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.protocol import frames
 from tests.engine.serving import TOKEN, serving
@@ -180,5 +181,24 @@ async def test_tokenising_a_long_prompt_does_not_hold_up_the_streams(tiny_model:
         monkeypatch.setattr(instance, "tokenizer", Noting())
         for words in (10, 3000):
             assert (await client.post(COMPLETIONS, json={"prompt": "kalo " * words, "max_tokens": 1})).status in (200, 400)
+
+    assert threads == [True, False]
+
+
+async def test_taking_over_a_long_stream_does_not_hold_up_the_others(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output is fed to the text machine once more, token by token; an instance may take over many streams at a time."""
+    async with serving(tiny_model) as (_, client):
+        threads: list[bool] = []
+        real = Run.replay
+
+        def replay(run: Run, history: list[int]) -> StepOutput | None:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return real(run, history)
+
+        monkeypatch.setattr(Run, "replay", replay)
+        for produced in (10, 1000):
+            history = {"prompt": [5] * (3 + produced), "max_tokens": produced + 1, "ignore_eos": True}
+            answer = await client.post(COMPLETIONS, json={**history, "kvrs": {**KVRS, "prompt_tokens": 3}})
+            assert (await answer.json())["usage"]["completion_tokens"] == produced + 1
 
     assert threads == [True, False]
