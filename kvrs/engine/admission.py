@@ -8,6 +8,7 @@ from kvrs.engine.instance import EngineInstance
 from kvrs.engine.requests import Run, Source, make_run
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.frames import MAX_NAME_BYTES
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
 from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
@@ -45,6 +46,8 @@ class Admission:
         # What is tokenised here is the client's whole prompt: its length was not known before.
         prompt_tokens = len(ids) if written_here else min(params.prompt_tokens or len(ids), len(ids))
         transfer = asked.kv_transfer_params or KvTransferParams()
+        _check_name(params.stream, "kvrs.stream")
+        _check_name(transfer.remote_request_id or "", "kv_transfer_params.remote_request_id")
         max_tokens = self._max_tokens(asked, prompt_tokens, len(ids), prefill_only=transfer.do_remote_decode)
         sources = self._sources(transfer, params)
         sequence = Sequence(
@@ -133,6 +136,12 @@ class Admission:
             allowed = ", ".join(self._instance.registry)
             raise RequestError(f"{peer!r} is not in the registry; allowed: {allowed}", param=param)
         return peer
+
+
+def _check_name(name: str, param: str) -> None:
+    """What names a stream to peers must fit into a frame."""
+    if (size := len(name.encode())) > MAX_NAME_BYTES:
+        raise RequestError(f"a name of {size} bytes; allowed: at most {MAX_NAME_BYTES}", param=param)
 
 
 def _refuse_proxys_work(asked: CompletionRequest | ChatRequest) -> None:

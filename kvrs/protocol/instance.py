@@ -12,8 +12,10 @@ import msgspec
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-AttemptNumber = Annotated[int, msgspec.Meta(ge=1)]
+_MOST = (1 << 63) - 1  # What page frames can carry, and msgspec can compare.
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+AttemptNumber = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 

@@ -307,3 +307,23 @@ async def test_an_older_attempt_is_shut_out_by_its_successor(tiny_model: Path, t
 
             assert [stream for stream, _ in store.sent[sent:]].count(StreamId("s")) <= 8
             assert store.offer(Claim(StreamId("s"), 0, 1), 1, ()).code is StoreCode.FENCED
+
+
+@pytest.mark.parametrize(
+    "kvrs",
+    [
+        {"stream": "s" * 256},
+        {"owner_epoch": 1 << 64},
+        {"attempt": 1 << 64},
+        {"checkpoints": [{"agent": AGENT, "reserved_bytes": 1 << 64}]},
+    ],
+)
+async def test_what_no_frame_can_carry_is_refused(tiny_model: Path, tmp_path: Path, kvrs: dict[str, Any]) -> None:
+    """Else the engine would find out when it tells the agent, and end with all its streams; and so would the next one."""
+    async with (
+        asyncio.timeout(60),
+        agent(tmp_path / "store") as (_, port),
+        engine(cluster(tiny_model, port), "d0") as (_, client),
+    ):
+        with pytest.raises(AssertionError, match="invalid_request_error"):
+            await ask(client, "s", prompt_of(7, 40), 4, kvrs=kvrs)

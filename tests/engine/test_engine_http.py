@@ -83,6 +83,8 @@ async def test_log_probabilities_are_the_models_own(tiny_model: Path) -> None:
 # In the arguments, which are JSON within JSON.
 HALF_A_PAIR = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}]
 
+TAKE_OVER = {"do_remote_prefill": True, "remote_engine_id": "e0"}
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x", "n": 2}, "n"),
     (CHAT, {"messages": MESSAGES, "n": 2}, "n"),
@@ -100,6 +102,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [5, 5, 6, 7, 8], "max_tokens": 2, "kvrs": KVRS}, "max_tokens"),
     (COMPLETIONS, {"prompt": "x", "kvrs": {**KVRS, "token_ids": [5]}}, "kvrs.token_ids"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    (COMPLETIONS, {"prompt": "x", "kvrs": {**KVRS, "stream": "é" * 128}}, "kvrs.stream"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "kv_transfer_params": {**TAKE_OVER, "remote_request_id": "s" * 256}},
+        "kv_transfer_params.remote_request_id",
+    ),
 ]
 
 
