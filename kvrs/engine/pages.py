@@ -26,10 +26,15 @@ class EnginePages:
         if tail is not None:
             self._pages.pin(tail)
             pinned.append(tail)
-        staged = self._pool.stage(pinned)
-        # A source answers at once, so beside a GPU the loop stands still while the pages are copied: 20 ms for a gigabyte.
-        staged.begin_save()
-        staged.wait()
+        try:
+            staged = self._pool.stage(pinned)
+            # A source answers at once, so beside a GPU the loop stands still while the pages are copied: 20 ms for a gigabyte.
+            staged.begin_save()
+            staged.wait()
+        except BaseException:
+            # The driver may have no host memory left to pin. The connection ends; the pages must not stay with it.
+            self._pages.release(pinned)
+            raise
         return PinnedPages(
             pages=staged.views[: len(held)], tail=None if tail is None else staged.views[-1], token=(pinned, staged)
         )

@@ -88,6 +88,25 @@ def test_a_page_server_sends_what_the_pages_held_when_they_were_pinned() -> None
     assert len(pool._area._free) == 2
 
 
+def test_pages_that_cannot_be_staged_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU the host may have no memory left to pin: the one who asked gets nothing, and everybody else the pages."""
+    pages, pool = PageManager(PAGES, 4), filled_pool(buffered=True)
+    source = EnginePages(pages, pool, released=lambda: None)
+    allocated, tag = pages.allocate(1), root_tag("m", "page")
+    assert allocated is not None
+    pages.register(allocated[0], tag)
+    pages.release(allocated)
+
+    def take(self: StagingArea, count: int) -> list[torch.Tensor]:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(StagingArea, "take", take)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        source.pin(PullRequest((tag,)))
+
+    assert pages.free_pages == PAGES
+
+
 def test_on_a_cpu_nothing_is_copied() -> None:
     """What is received lies in the pool already."""
     pool = filled_pool(buffered=False)
