@@ -294,6 +294,19 @@ def test_an_attempt_that_went_another_way_replaces_the_pages_from_there() -> Non
     book.check()
 
 
+def test_pages_that_an_attempt_has_yet_to_compute_are_not_those_of_the_one_before() -> None:
+    """It tells of its history only, and goes another way behind it; what it is told that it need not send it would never send."""
+    ways = tuple(page_tags(root_tag("model"), [1, 1, 1, 1], 1)), tuple(page_tags(root_tag("model"), [1, 1, 2, 2], 1))
+    book, claim = filled(4, S, ways[0]), Claim(S, 0, 2)
+
+    offered = book.offer(claim, 4, ways[1][:1], until_s=10.0)
+    answers = [store(book, claim, 1, ways[1][1:2]), store(book, claim, 2, ways[1][2:])]
+
+    assert [offered, *answers] == [Held(OK, 1), Held(OK, 2), Held(OK, 4)]
+    assert len(book.match(ways[1])) == 4
+    book.check()
+
+
 def test_a_lease_that_nobody_renews_ends() -> None:
     """A proxy that died releases nothing."""
     book = filled(4, S, tags(1, 2))

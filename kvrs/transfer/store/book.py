@@ -49,6 +49,7 @@ class _Reservation:
     slots: list[_Slot | None] = field(default_factory=list)  # Where those pages are; None: not here.
     incoming: dict[int, _Slot] = field(default_factory=dict)  # By page index: being written, by whomever.
     leading: int = 0
+    told: int = 0  # So many of the tags the writer of that claim has named; what lies behind is an earlier attempt's.
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +126,7 @@ class CheckpointBook:
                 return Held(StoreCode.FULL, 0)
             reservation = self._reservations[claim.stream] = _Reservation(_order(claim), 0, until_s)
         # The stream's new writer shuts out the old one even if there is no more room for it.
-        reservation.claim = _order(claim)
+        self._hand_to(reservation, claim)
         reservation.until_s = max(reservation.until_s, until_s)
         if not full:
             self.reserved_slots += max(0, more)
@@ -133,7 +134,7 @@ class CheckpointBook:
         agreed = self._learn(reservation, 0, tags)
         for index in range(len(reservation.tags)):
             self._attach(reservation, index)
-        return Held(StoreCode.FULL if full else StoreCode.OK, min(self._advance(reservation), agreed))
+        return Held(StoreCode.FULL if full else StoreCode.OK, min(self._advance(reservation), reservation.told, agreed))
 
     def renew(self, streams: Iterable[StreamId], until_s: float) -> list[StreamId]:
         """Let those reservations last at least until then. Returns the streams that have none."""
@@ -178,7 +179,7 @@ class CheckpointBook:
         if self._is_fenced(claim, reservation):
             run.code = StoreCode.FENCED
         elif reservation is not None:
-            reservation.claim = _order(claim)
+            self._hand_to(reservation, claim)
             if first_page <= self._extent(reservation):
                 self._expect(reservation, run)
         return run
@@ -200,7 +201,8 @@ class CheckpointBook:
         for position in range(len(run.slots)):
             if run.slots[position] is not None:
                 self._written(run, position)
-        return Held(run.code, min(self.held(run.stream), run.agreed))
+        reservation = self._reservations.get(run.stream)
+        return Held(run.code, min(self.held(run.stream), run.agreed, reservation.told if reservation is not None else 0))
 
     # Pages that are read.
 
@@ -241,6 +243,10 @@ class CheckpointBook:
         # The last claim of a stream that lives may come again; of one that was released it may not.
         return _order(claim) < latest if reservation is not None else _order(claim) <= latest
 
+    def _hand_to(self, reservation: _Reservation, claim: Claim) -> None:
+        if reservation.claim != _order(claim):
+            reservation.claim, reservation.told = _order(claim), 0
+
     def _learn(self, reservation: _Reservation, first: int, tags: Sequence[Tag]) -> int:
         """The writer's pages from index `first` on. Returns below which index the reservation goes by what the writer says."""
         for index, tag in enumerate(tags[: max(0, reservation.need - first)], first):
@@ -252,6 +258,7 @@ class CheckpointBook:
             if index == len(reservation.tags):
                 reservation.tags.append(tag)
                 reservation.slots.append(None)
+            reservation.told = max(reservation.told, index + 1)
         return _ALL_PAGES
 
     def _forget_from(self, reservation: _Reservation, first: int) -> None:
