@@ -125,12 +125,10 @@ class EngineCore:
         self._wake.set()
 
     def queue_delay_s(self) -> float:
-        """Predicted time until a request that arrives now starts its prefill: what is to be computed before, and the wait for
-        a place among those that run, where there is none left.
+        """Predicted time until a request that arrives now starts its prefill: what is to be computed before, or the wait for a
+        place among those that run, where there is none left. Both pass at the same time, so the longer one counts.
         """
-        queued = self.scheduler.queued_tokens
-        compute_s = self.prefill.extra(0, queued) if queued else 0.0
-        return compute_s + self._places.expected_s(self._clock(), self.scheduler.waiting)
+        return max(self.scheduler.queued_s(self.prefill), self._places.expected_s(self._clock(), self.scheduler.waiting))
 
     async def run(self) -> None:
         """Serve until cancelled."""

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Run
 from itertools import pairwise
 
+from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.chunks import Chunk
 from kvrs.scheduling.config import BatchSettings
 from kvrs.scheduling.line import Line, order
@@ -79,6 +80,16 @@ class BatchScheduler:
     def queued_tokens(self) -> int:
         """What is left to compute of all sequences that are not finished, if all arrives that is hoped for."""
         return self._queued_tokens
+
+    def queued_s(self, prefill: PrefillTable) -> float:
+        """How long it takes to compute what is queued. O(sequences).
+
+        Attention stays within a sequence, so each is looked up by itself; a step's overhead is paid once for all that share it.
+        """
+        overhead_s = prefill.step_overhead_s
+        steps = -(-self._queued_tokens // self._max_batch_tokens)
+        queued = ((len(one.token_ids) - one.work_tokens, one.work_tokens) for one in (*self._line, *self._admitted))
+        return steps * overhead_s + sum(prefill.extra(there, new) - overhead_s for there, new in queued if new)
 
     @property
     def full(self) -> bool:

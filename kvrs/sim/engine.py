@@ -170,9 +170,8 @@ class SimEngine(Holder):
         return run.call.stream
 
     def queue_delay_s(self) -> float:
-        queued = self.scheduler.queued_tokens
-        compute_s = self._site.pace.prefill.extra(0, queued) if queued else 0.0
-        return compute_s + self.places.expected_s(self.clock.now_s, self.scheduler.waiting)
+        compute_s = self.scheduler.queued_s(self._site.pace.prefill)
+        return max(compute_s, self.places.expected_s(self.clock.now_s, self.scheduler.waiting))
 
     # The loop.
 

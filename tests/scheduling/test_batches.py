@@ -5,6 +5,7 @@ import pytest
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import page_tags
 from kvrs.scheduling.batches import BatchScheduler
+from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.sequences import Phase, Sequence
 from tests.scheduling.batch_steps import ROOT, P, S, scheduler, sequence, shape, step, submit
@@ -387,6 +388,36 @@ def test_queued_tokens_are_those_not_computed_yet() -> None:
         counts.append(batches.queued_tokens)
 
     assert counts == [10, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens", "max_batch_tokens"), [(1, 512, 256), (4, 512, 256), (64, 512, 2048), (32, 1792, 256)]
+)
+def test_what_is_queued_takes_as_long_as_was_said(prompts: int, tokens: int, max_batch_tokens: int) -> None:
+    """Many short prompts are no long one: attention is quadratic in each of them, not in their sum."""
+    pace = Pace("opt-13b-a100-distserve-tp1")
+    batches, _ = scheduler(pages=prompts * tokens // P, max_batch_tokens=max_batch_tokens, max_running=prompts)
+    submit(batches, *(sequence(tokens, first=index * 10_000, prefill_only=True) for index in range(prompts)))
+
+    said_s, real_s = batches.queued_s(pace.prefill), 0.0
+    while batch := batches.next_batch():
+        real_s += pace.batch_s([chunk for _, chunk in batch])
+        for done in batches.complete(batch, {}):
+            batches.finish(done)
+
+    assert said_s == pytest.approx(real_s)
+    assert batches.queued_s(pace.prefill) == 0.0
+
+
+def test_streams_that_run_hold_nobody_up_for_longer_than_a_step() -> None:
+    """Each of them computes one more token, all in one batch."""
+    pace = Pace("opt-13b-a100-distserve-tp1")
+    batches, _ = scheduler(pages=256, max_running=64)
+    submit(batches, *(sequence(4, first=index * 100) for index in range(32)))
+    while batches.queued_tokens > 32:
+        step(batches)
+
+    assert 0.0 < batches.queued_s(pace.prefill) < 2 * pace.prefill.step_overhead_s
 
 
 def test_a_batch_that_is_not_the_one_in_flight_is_our_bug() -> None:
