@@ -105,11 +105,12 @@ class Backlog:
             )
             if older is not None:
                 if older.claim == delivery.claim:
-                    # The prefill instance is this one: nobody else is sending.
-                    delivery.held_pages, delivery.handed_over_pages = older.held_pages, 0
+                    # The prefill instance is this one: nobody else is sending, nor is anybody while this one waits for its turn.
+                    delivery.full_pages, delivery.held_pages, delivery.handed_over_pages = older.full_pages, older.held_pages, 0
                 self.drop(older)
             self._current[key] = delivery
             self._deliveries.setdefault(sequence, []).append(delivery)
+            self._settle(delivery, 0)
 
     def filled(self, sequence: Sequence, now_s: float) -> Run[InstanceId]:
         """The sequence has more full pages than before, or has them again. Returns the holders that they shall go to."""

@@ -286,6 +286,22 @@ class TestHandOff:
         assert planned(backlog) == [("s", 2, 5)]
         backlog.check()
 
+    def test_the_prompt_goes_on_being_sent_while_decode_waits_for_a_place_in_the_same_instance(self) -> None:
+        """Its pages are there, retained, and in a full engine it may wait for long."""
+        backlog = Backlog(PAGE)
+        prefill = following(backlog, "s", 5, prefill_only=True)
+        offer_all(backlog)
+        backlog.ended(prefill, send_rest=True)
+
+        backlog.follow(sequence_of("s", 5), to(A), handed_over=True)
+        backlog.check()
+        offer_all(backlog)
+
+        assert (planned(backlog), backlog.lag_pages) == ([("s", 0, 5)], 5)
+        send_all(backlog)
+        assert (backlog.lag_pages, backlog.due_in_s(A, 0.0)) == (0, None)
+        backlog.check()
+
 
 def test_what_a_prefill_computed_goes_on_after_its_end_and_is_forgotten_when_it_is_there() -> None:
     backlog = Backlog(PAGE)
