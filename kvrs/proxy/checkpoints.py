@@ -69,7 +69,7 @@ class Checkpoints:
     def up(self, known: KnownAgent, info: AgentInfo) -> None:
         event = self.agents.accept(known, info)
         for live in self._streams.values():
-            # Engines offer the pages again, save where they were told that there is no room.
+            # Engines offer the pages again; where they were told that there is no room, it is not counted on before it is seen.
             if (copy := live.copies.get(known.id)) is not None and copy.lost != _NO_ROOM:
                 copy.pages, copy.lost = 0, None
                 self.leases.hold(known.id, live.id)

@@ -4,12 +4,15 @@ Pure: no socket, no clock, no tensor. `checkpoints.py` drives it with what the s
 
 The laws, which `check` and the tests hold it to:
 1. A holder gets an offer before it gets pages of a stream: its answer says what it has, and only what comes after that is sent.
-   The offer is made again after every failure, since a holder that comes back may have less.
+   The offer is made again after every failure, and when nothing was taken: a holder that comes back may have less.
 2. Of one stream pages are sent in their order, of several the oldest stream's first.
-3. A stream that a holder refuses (it saw a higher attempt, or has no room) is not brought there again.
+3. A stream that a holder refuses (it saw a higher attempt, or has no memory for pages that it promised to take) is not brought
+   there again. One that finds no room when it is offered is offered again after a while: other streams end, and a holder that
+   comes back may have room.
 4. Where a prefill instance handed the history over, it sends the history's pages itself. They are sent from here only when the
    holder has no more of them than it had a look ago.
-5. The lag is the sum, over all deliveries that are not refused, of the pages that are full here and not held there.
+5. The lag is the sum, over all deliveries that are neither refused nor without room, of the pages that are full here and not
+   held there.
 """
 
 from collections import defaultdict
@@ -27,8 +30,11 @@ from kvrs.scheduling.sequences import Sequence
 # How long a prefill instance is given to bring the holder more of what it handed over.
 LOOK_AGAIN_S = 0.2
 
-# A holder that answered and took nothing: the page may have been damaged on its way, and may be again.
+# A holder that answered and took nothing is asked again what it has: it may have been replaced, and promised nothing since.
 STUCK_S = 0.5
+
+# A holder that has no room is asked again after this long.
+ROOM_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -46,18 +52,19 @@ class Delivery:
     looked_pages: int = -1  # What it had at the last look, while the prefill instance is believed to be sending.
     offered: bool = False
     refused: bool = False
+    no_room: bool = False  # When the holder was asked last.
     ended: bool = False  # No more will be computed; what is left is sent all the same.
     missing: bool = False  # The next page is not in the pool, until the sequence fills pages again.
     not_before_s: float = 0.0
 
     @property
     def lag_pages(self) -> int:
-        return 0 if self.refused else max(0, self.full_pages - self.held_pages)
+        return 0 if self.refused or self.no_room else max(0, self.full_pages - self.held_pages)
 
     @property
     def waits(self) -> bool:
         """There is something to send, now or later."""
-        return self.lag_pages > 0 and not self.missing
+        return self.full_pages > self.held_pages and not self.refused and not self.missing
 
     @property
     def known_tags(self) -> tuple[Tag, ...]:
@@ -159,9 +166,12 @@ class Backlog:
         if not self._is_current(delivery):
             return
         lag_pages = delivery.lag_pages
-        delivery.refused = held.code is not StoreCode.OK
+        delivery.refused = held.code is StoreCode.FENCED
+        delivery.no_room = held.code is StoreCode.FULL
         delivery.held_pages = held.pages
-        if held.pages < delivery.handed_over_pages and held.pages > delivery.looked_pages:
+        if delivery.no_room:
+            delivery.not_before_s = now_s + ROOM_S
+        elif held.pages < delivery.handed_over_pages and held.pages > delivery.looked_pages:
             delivery.looked_pages = held.pages
             delivery.not_before_s = now_s + LOOK_AGAIN_S
         else:
@@ -178,8 +188,8 @@ class Backlog:
         lag_pages = delivery.lag_pages
         delivery.refused = held.code is not StoreCode.OK
         delivery.held_pages = held.pages
-        delivery.offered = held.pages >= first  # Less than before: it is another process, and knows of no offer.
-        delivery.not_before_s = 0.0 if held.pages > first else now_s + STUCK_S
+        delivery.offered = held.pages > first  # Else it may be another process, which knows of no offer.
+        delivery.not_before_s = 0.0 if delivery.offered else now_s + STUCK_S
         self._settle(delivery, lag_pages)
 
     def lost(self, holder: InstanceId) -> None:
@@ -212,14 +222,14 @@ class Backlog:
 
     @property
     def busy_holders(self) -> int:
-        """Holders that something is waiting for."""
-        return sum(bool(holder.waiting) for holder in self._holders.values())
+        """Holders that something is waiting for, other than room there."""
+        return sum(any(delivery.lag_pages for delivery in holder.waiting) for holder in self._holders.values())
 
     @property
     def unprotected(self) -> int:
         """Sequences that no holder takes pages of: every one refused, or does not answer."""
         return sum(
-            all(delivery.refused or not self._holders[delivery.holder].answers for delivery in deliveries)
+            all(each.refused or each.no_room or not self._holders[each.holder].answers for each in deliveries)
             for deliveries in self._deliveries.values()
         )
 

@@ -224,6 +224,7 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "RETRY_S", 0.01)
     monkeypatch.setattr(backlog, "LOOK_AGAIN_S", 0.02)
     monkeypatch.setattr(backlog, "STUCK_S", 0.02)
+    monkeypatch.setattr(backlog, "ROOM_S", 0.02)
 
 
 async def test_pages_arrive_whole_at_every_agent_and_the_lag_returns_to_zero() -> None:
@@ -330,6 +331,21 @@ async def test_a_stream_that_no_agent_takes_is_counted_unprotected_until_it_ends
         assert world.checkpointer.unprotected == 0
 
 
+async def test_a_stream_that_found_no_room_is_brought_when_there_is_some() -> None:
+    """Other streams have ended there, or another process has taken over."""
+    async with working(World()) as world:
+        world.agents.mood[A] = "full"
+        sequence = world.begin("s")
+        world.fill(sequence, 2)
+        await eventually(lambda: world.checkpointer.unprotected == 1)
+
+        world.agents.mood[A] = "well"
+        await eventually(lambda: len(world.agents.received) == 2)
+
+        world.assert_held(sequence, 2)
+        assert world.checkpointer.unprotected == 0
+
+
 @pytest.mark.parametrize("empty", [False, True])
 async def test_an_agent_that_is_back_is_offered_its_pages_again(empty: bool) -> None:
     """It is sent what it lost, and nothing that it kept."""
@@ -364,6 +380,23 @@ async def test_an_agent_that_was_replaced_unnoticed_is_brought_everything() -> N
         await eventually(lambda: len(world.agents.tags.get((A, sequence.stream), [])) == 6)
 
         world.assert_held(sequence, 6)
+
+
+async def test_an_agent_that_was_replaced_between_offer_and_first_page_is_brought_everything() -> None:
+    """What it promised is forgotten, and it cannot have less than nothing: that nothing is taken must be enough of a sign."""
+    async with working(World()) as world:
+        world.agents.mood[A] = "stalls at stores"
+        sequence = world.begin("s")
+        world.fill(sequence, 3)
+        await eventually(lambda: world.agents.stalled == 1)
+        world.agents.die(A, empty=True)
+        world.agents.mood[A] = "well"
+
+        assert world.agents.stall is not None
+        world.agents.stall.set_result(None)
+        await world.settled()
+
+        world.assert_held(sequence, 3)
 
 
 async def test_a_superseded_attempt_sends_nothing_more() -> None:

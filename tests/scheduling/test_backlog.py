@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Checkpoint
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.backlog import LOOK_AGAIN_S, STUCK_S, Backlog, Delivery
+from kvrs.scheduling.backlog import LOOK_AGAIN_S, ROOM_S, STUCK_S, Backlog, Delivery
 from kvrs.scheduling.sequences import Sequence
 from kvrs.transfer.peers import Held, StoreCode
 
@@ -124,8 +124,7 @@ def test_lag_returns_to_zero_and_nothing_is_due_then() -> None:
     assert planned(backlog) == [("s", 2, 3)]
 
 
-@pytest.mark.parametrize("code", [StoreCode.FENCED, StoreCode.FULL])
-@pytest.mark.parametrize("sending", [False, True])
+@pytest.mark.parametrize(("code", "sending"), [(StoreCode.FENCED, False), (StoreCode.FENCED, True), (StoreCode.FULL, True)])
 def test_what_is_refused_is_not_brought_again(code: StoreCode, sending: bool) -> None:
     """And its stream is counted as unprotected; another holder of it is not affected."""
     backlog = Backlog(PAGE)
@@ -141,8 +140,44 @@ def test_what_is_refused_is_not_brought_again(code: StoreCode, sending: bool) ->
     assert (backlog.offers(A, 0.0), planned(backlog), backlog.due_in_s(A, 0.0)) == ([], [], None)
     assert (backlog.lag_pages, backlog.unprotected) == (3, 0)
     [other] = backlog.offers(B, 0.0)
-    backlog.offered(other, Held(code, 0), 0.0)
+    backlog.offered(other, Held(StoreCode.FENCED, 0), 0.0)
     assert (backlog.lag_pages, backlog.unprotected) == (0, 1)
+    backlog.check()
+
+
+def test_what_found_no_room_is_offered_again_after_a_while() -> None:
+    """Meanwhile it is no lag and takes nothing from other holders; when there is room it is brought whole."""
+    backlog = Backlog(PAGE)
+    sequence = following(backlog, "s", 2, A, B)
+    [delivery] = backlog.offers(A, 0.0)
+    backlog.offered(delivery, Held(StoreCode.FULL, 0), 0.0)
+    offer_all(backlog, agent=B)
+    assert (backlog.lag_pages, backlog.unprotected, backlog.busy_holders) == (2, 0, 1)
+    send_all(backlog, agent=B)
+
+    backlog.lost(A)  # Another process, with room or without, is asked no sooner.
+    backlog.filled(compute(sequence, 3), 1.0)
+    assert (backlog.offers(A, 1.0), planned(backlog, now_s=1.0), backlog.due_in_s(A, 1.0)) == ([], [], ROOM_S - 1.0)
+    backlog.check()
+
+    assert offer_all(backlog, now_s=ROOM_S) == [delivery]
+    assert (planned(backlog, now_s=ROOM_S), backlog.lag_pages, backlog.unprotected) == ([("s", 0, 3)], 4, 0)
+    send_all(backlog, now_s=ROOM_S)
+    assert backlog.due_in_s(A, ROOM_S) is None
+    backlog.check()
+
+
+def test_a_prompt_that_found_no_room_waits_for_it_after_its_end() -> None:
+    """It is dropped when it is retained no longer, like one whose holder does not answer."""
+    backlog = Backlog(PAGE)
+    sequence = following(backlog, "s", 2, prefill_only=True)
+    [delivery] = backlog.offers(A, 0.0)
+    backlog.offered(delivery, Held(StoreCode.FULL, 0), 0.0)
+    backlog.ended(sequence, send_rest=True)
+
+    assert (backlog.endings(A), backlog.unprotected, backlog.lag_pages) == ([delivery], 1, 0)
+    backlog.drop(delivery)
+    assert (backlog.due_in_s(A, 0.0), backlog.unprotected) == (None, 0)
     backlog.check()
 
 
@@ -179,17 +214,19 @@ def test_a_holder_that_has_less_than_before_gets_an_offer_first() -> None:
     assert planned(backlog, now_s=1.0 + STUCK_S) == [("s", 0, 4)]
 
 
-def test_a_page_that_does_not_get_through_is_sent_again_later() -> None:
-    """Not at once: what damaged it may still be there."""
+@pytest.mark.parametrize("held_before", [0, 1])
+def test_a_holder_that_took_nothing_is_offered_the_pages_again_later(held_before: int) -> None:
+    """Not at once. It may be another process, which has reserved nothing: nor would it ever take the first page of a stream."""
     backlog = Backlog(PAGE)
     following(backlog, "s", 3)
-    offer_all(backlog)
+    offer_all(backlog, held_before)
     [(delivery, first, _)] = backlog.runs(A, 0.0, 10)
 
-    backlog.stored(delivery, first, ok(0), 0.0)
+    backlog.stored(delivery, first, ok(held_before), 0.0)
 
-    assert planned(backlog, now_s=STUCK_S / 2) == []
-    assert planned(backlog, now_s=STUCK_S) == [("s", 0, 3)]
+    assert (backlog.offers(A, STUCK_S / 2), planned(backlog, now_s=STUCK_S)) == ([], [])
+    assert len(offer_all(backlog, held_before, now_s=STUCK_S)) == 1
+    assert planned(backlog, now_s=STUCK_S) == [("s", held_before, 3)]
 
 
 def test_a_higher_attempt_replaces_a_lower_one_and_never_the_other_way_round() -> None:
