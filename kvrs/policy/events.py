@@ -117,13 +117,17 @@ class StreamResumed:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """One attempt broke while its instance may live on: reset, end without a finish, error event, silence, refusal."""
+    """One attempt broke while its instance may live on: reset, end without a finish, error event, silence, refusal.
+
+    `abrupt`: without a last word, so that all of the instance may be gone, and the news of it on its way.
+    """
 
     stream: StreamId
     attempt: int
     instance: InstanceId
     cause: str
     produced_tokens: int
+    abrupt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,9 @@ class RecoveryPolicy:
         for stream in victims:
             stream.produced_tokens = max(stream.produced_tokens, produced_tokens.get(stream.id, 0))
             self._fail(stream, cause, member.instance.id, now_s)
+        for stream in self._gathered.values():
+            if stream.blames == member.instance.id:  # It did not fail alone, and is a victim like the others.
+                stream.blames, stream.cause = None, cause
         for stream in stranded:
             self._wait(stream, now_s)
         return [*victims, *stranded]
@@ -182,7 +185,8 @@ class RecoveryPolicy:
     def _gather(self, victims: Iterable[Stream], now_s: float) -> None:
         """Have the victims of losses that are near to each other decided together, a moment after the first of them.
 
-        Every victim has left the books before any of them is decided: they are one event, not many.
+        Every victim has left the books before any of them is decided: they are one event, not many. So do connections that
+        break: the sockets of a process that died are closed one after the other, and not always its watch's first.
         """
         gather_s = self._settings.recovery.gather_s
         if gather_s <= SLACK_S:  # No alarm can be set that near.
@@ -292,15 +296,23 @@ class RecoveryPolicy:
         stream.produced_tokens = max(stream.produced_tokens, event.produced_tokens)
         if stream.stage in (Stage.WAITING, Stage.QUEUED):
             return  # Its instance was lost before the connection broke: that has been dealt with.
-        if (member := self._view.members.get(event.instance)) is not None:
-            stream.barred[event.instance] = member.instance.epoch
+        self._fail(stream, event.cause, event.instance, now_s)
+        stream.blames = event.instance
+        if event.abrupt and event.instance in self._view.members:
+            self._gather([stream], now_s)
+        else:
+            self._place_all([stream], now_s)
+
+    def _blame(self, stream: Stream, instance: InstanceId, now_s: float) -> None:
+        """The instance lives on, as far as is known, and failed this stream: what was tried is not tried again at once."""
+        stream.blames = None
+        if (member := self._view.members.get(instance)) is not None:
+            stream.barred[instance] = member.instance.epoch
         if not stream.resumed and stream.option is not Option.START:
             stream.removed.add(stream.option)
         pause_s = min(LONGEST_PAUSE_S, self._settings.recovery.retry_pause_s * 2**stream.failures)
         stream.failures += 1
         stream.retry_at_s = now_s + pause_s
-        self._fail(stream, event.cause, event.instance, now_s)
-        self._place_all([stream], now_s)
 
     def _ring(self, stream: Stream, now_s: float) -> None:
         """The stream's alarm: the gathering is over, its slot has expired, or its wait is over in one way or another."""
@@ -328,6 +340,9 @@ class RecoveryPolicy:
         """Decide the streams of one event together, the most urgent first."""
         self._decisions.begin(now_s)
         ordered = sorted(streams, key=lambda stream: (due_s(stream), stream.number))
+        for stream in ordered:
+            if stream.blames is not None:
+                self._blame(stream, stream.blames, now_s)
         recovering = [stream for stream in ordered if not stream.is_fresh]
         victims = [victim_of(self._view, stream, barred_too=is_past(stream.retry_at_s, now_s)) for stream in recovering]
         loads = {member.instance.id: member.streams for member in self._view.decoders()} if victims else {}

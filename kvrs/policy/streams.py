@@ -77,6 +77,7 @@ class Stream:
     failed_at_s: float | None = None
     cause: str = ""
     failed: InstanceId | None = None
+    blames: InstanceId | None = None  # Whose attempt broke, until it is decided what comes next.
     failures: int = 0
     retry_at_s: float = 0.0  # Not before this is an instance tried again that has just failed this stream.
     removed: set[Option] = field(default_factory=set)

@@ -11,6 +11,7 @@ from kvrs.ids import InstanceId
 from kvrs.policy.actions import Place, Plan
 from kvrs.proxy.backends.bodies import decode_call, prefill_call
 from kvrs.proxy.backends.pd import PdBackend, Prefilled, RefusedError
+from kvrs.proxy.backends.peer import ConnectionLostError
 from kvrs.proxy.clients import ClientGoneError
 from kvrs.proxy.continuation import Continuation
 from kvrs.proxy.relay import Relay
@@ -33,7 +34,7 @@ class Reports(Protocol):
 
     def resumed(self, live: LiveStream, attempt: int) -> None: ...
     def relayed(self, instance: InstanceId, tokens: int) -> None: ...
-    def attempt_failed(self, live: LiveStream, attempt: int, instance: InstanceId, cause: str) -> None: ...
+    def attempt_failed(self, live: LiveStream, attempt: int, instance: InstanceId, cause: str, *, abrupt: bool) -> None: ...
     def refused(self, live: LiveStream, error: RefusedError) -> None: ...
     def completed(self, live: LiveStream) -> None: ...
     def cannot_continue(self, live: LiveStream, cause: str) -> None: ...
@@ -108,7 +109,8 @@ class Attempt:
             if isinstance(error, SilentError):
                 self._world.doubt(self._instance)
             await asyncio.sleep(LOST_TOGETHER_S)
-            self._reports.attempt_failed(self._live, self._attempt, self._instance, str(error))
+            abrupt = isinstance(error, ConnectionLostError | SilentError)
+            self._reports.attempt_failed(self._live, self._attempt, self._instance, str(error), abrupt=abrupt)
 
     async def _produce(self) -> None:
         plan, live = self._plan, self._live

@@ -276,7 +276,7 @@ class Driver:
         self._progress_s[instance] = self._clock()
         self._metrics.tokens.inc(tokens)
 
-    def attempt_failed(self, live: LiveStream, attempt: int, instance: InstanceId, cause: str) -> None:
+    def attempt_failed(self, live: LiveStream, attempt: int, instance: InstanceId, cause: str, *, abrupt: bool) -> None:
         if live.id not in self.streams or attempt != live.journal.attempt:
             return
         log.warning("attempt failed", extra={"stream": live.id, "attempt": attempt, "instance": instance, "cause": cause})
@@ -284,7 +284,7 @@ class Driver:
         live.task = None
         live.halt()
         if self._goes_on(live):
-            self.tell(AttemptFailed(live.id, attempt, instance, cause, len(live.journal.output_ids)))
+            self.tell(AttemptFailed(live.id, attempt, instance, cause, len(live.journal.output_ids), abrupt))
 
     def _goes_on(self, live: LiveStream) -> bool:
         """Whether a stream whose attempt is over needs another one, and may have it."""

@@ -276,7 +276,8 @@ class SimProxy:
             return
         if attempt == live.attempt:
             self._break(live)
-        self.tell(AttemptFailed(live.id, attempt, name, cause, len(live.output)))
+        is_said = cause in ("error event", "fenced")
+        self.tell(AttemptFailed(live.id, attempt, name, cause, len(live.output), abrupt=not is_said))
 
     def _break(self, live: Live) -> None:
         live.broken, live.fetching_since_s = True, None

@@ -265,13 +265,13 @@ class World:
             self.tell(CheckpointsReported(agent, epoch, reserved, len(found), found))
         self.tell(CheckpointsReported(agent, epoch - 1, 0, 0, dict.fromkeys(found, 1000)))
 
-    def _break(self, whom: object) -> None:
+    def _break(self, whom: object, *, abrupt: bool = False) -> None:
         assert isinstance(whom, tuple)
         stream, attempt = whom
         client = self.clients[stream]
         if client.attempt == attempt and client.runs_on is not None and not client.broken:
             client.broken, client.fetching_since_s = True, None
-            self.tell(AttemptFailed(stream, attempt, client.runs_on, "broke", client.produced_tokens))
+            self.tell(AttemptFailed(stream, attempt, client.runs_on, "broke", client.produced_tokens, abrupt))
 
     def _kill_node(self, node: object) -> None:
         for name in sorted(self.epochs):
@@ -292,7 +292,7 @@ class World:
         # Connections may break a moment before the instance is known to be lost, and once more after it.
         early = [stream for stream in victims if self.random.random() < 0.3]
         for stream in early:
-            self._break((stream, self.clients[stream].attempt))
+            self._break((stream, self.clients[stream].attempt), abrupt=True)
         self.up.discard(name)
         victims = [stream for stream, client in self.clients.items() if client.runs_on == name]
         old_attempts = [(stream, self.clients[stream].attempt) for stream in victims]

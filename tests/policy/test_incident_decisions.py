@@ -4,7 +4,7 @@ import pytest
 
 from kvrs.agent.config import BackupMode, BackupSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.actions import GiveUp, Reason, Recovered, Start, WakeAt
+from kvrs.policy.actions import GiveUp, Plan, Reason, Recovered, Start, WakeAt
 from kvrs.policy.config import Dispatch, PolicyName, SloSettings
 from kvrs.policy.costs import Option
 from kvrs.policy.events import (
@@ -88,6 +88,75 @@ def test_a_single_failed_attempt_is_decided_at_once() -> None:
     story.decoding("A")
 
     assert only(story.tell(AttemptFailed(A, 1, D0, "reset", 1)), Start).plan.decode == D1
+
+
+def broken_off(story: Story, at_s: float) -> list[StreamId]:
+    """Every connection to d0 breaks, one after the other; who was on it."""
+    streams = [start.stream for start in of(story.actions, Start) if start.plan.decode == D0]
+    for n, stream in enumerate(streams):
+        story.tell(AttemptFailed(stream, 1, D0, "connection lost", 7, abrupt=True), at_s=at_s + n / 1000)
+    return streams
+
+
+def test_connections_that_break_before_their_instance_is_known_to_be_lost_are_its_victims() -> None:
+    """A process that dies closes its sockets one by one: all are one event, spread as one, and none has failed by itself."""
+    story = Story("p0", "d0", "d1", "d2", gather_s=0.1, name=PolicyName.ALWAYS_MIGRATE)
+    for n in range(8):
+        story.decoding(f"s{n}")
+    broken = broken_off(story, at_s=1.0)
+
+    early = [action for action in of(story.actions, Start) if action.attempt > 1]
+    lost = story.lose("d0", at_s=1.05)
+    woken = story.tell(TimerFired(), at_s=1.1)
+    back = story.tell(InstanceUp(instance("d0", epoch=2)), at_s=1.2)
+
+    assert (len(broken), early, lost, back) == (8, [], [], [])
+    assert [start.stream for start in of(woken, Start)] == broken
+    moved = [start.plan.decode for start in of(woken, Start)]
+    assert [moved.count(D1), moved.count(D2)] == [4, 4]
+    assert {(record.cause, record.option) for record in of(woken, Recovered)} == {("killed", Option.MIGRATE)}
+
+
+def test_a_recovery_that_breaks_off_with_its_target_has_not_shown_its_way_to_be_bad() -> None:
+    """Neither the option nor the number of failures is held against it; and it is not put off again by the loss."""
+    story = Story("p0", "d0", "d1", "d2", gather_s=0.1, name=PolicyName.ALWAYS_MIGRATE)
+    story.decoding("A")
+    story.lose("d0", at_s=1.0, A=1)
+    story.tell(TimerFired(), at_s=1.1)
+    story.tell(AttemptFailed(A, 2, D1, "connection lost", 1, abrupt=True), at_s=1.2)
+    story.lose("d1", at_s=1.25)
+
+    woken = story.tell(TimerFired(), at_s=1.3)
+
+    assert only(woken, Start).plan.decode == D2
+    assert only(woken, Recovered).option is Option.MIGRATE
+
+
+def test_a_connection_that_breaks_alone_is_a_failure_when_the_gathering_is_over() -> None:
+    """Its instance has not died of it: another one is next, and another way."""
+    story = Story("p0", "d0", "d1", "d2", gather_s=0.1, name=PolicyName.ALWAYS_MIGRATE)
+    story.decoding("A")
+    story.lose("d0", at_s=1.0, A=1)
+    story.tell(TimerFired(), at_s=1.1)
+
+    broke = story.tell(AttemptFailed(A, 2, D1, "connection lost", 1, abrupt=True), at_s=1.2)
+    woken = story.tell(TimerFired(), at_s=1.3)
+
+    assert broke == [WakeAt(1.3)]
+    assert only(woken, Start).plan == Plan(D2)
+    assert only(woken, Recovered).cause == "connection lost"
+
+
+def test_a_connection_that_breaks_alone_at_the_only_instance_is_tried_again_after_a_pause() -> None:
+    """The pause begins when it is known to be alone."""
+    story = Story("p0", "d0", gather_s=0.1)
+    story.decoding("A")
+    story.tell(AttemptFailed(A, 1, D0, "connection lost", 3, abrupt=True), at_s=1.0)
+
+    gathered, again = story.tell(TimerFired(), at_s=1.1), story.tell(TimerFired(), at_s=1.15)
+
+    assert of(gathered, Start) == []
+    assert only(again, Start).plan.decode == D0
 
 
 def victims_of_d0(dispatch: Dispatch, name: PolicyName = PolicyName.ALWAYS_RESTORE) -> dict[StreamId, InstanceId]:

@@ -70,6 +70,11 @@ class ScriptedServer:
         for transport in list(self._watching):
             abort(transport)
 
+    def cut_streams(self) -> None:
+        """All other connections break."""
+        for transport in self._connections - self._watching:
+            abort(transport)
+
     @web.middleware
     async def _note(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
         assert request.transport is not None

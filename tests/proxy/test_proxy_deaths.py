@@ -134,6 +134,26 @@ async def test_several_instances_at_once_lose_no_stream(build: HouseBuilder) -> 
     assert {row["to"] for row in rows} == {"d2", "d3"}
 
 
+async def test_streams_that_break_before_their_instance_are_its_victims(build: HouseBuilder) -> None:
+    """Under load their connections are read long before the watch's: still one event, of which none has used up two attempts."""
+    house = await build(pairs=3, policy={"recovery": {"gather_s": 1.0}})
+    asked = await held_open(house, count=9)
+    on_it = {s["id"] for s in (await house.state())["streams"] if s["decode"] == "d0"}
+
+    house.instances["d0"].cut_streams()
+    await house.until(lambda: _fail_alone(house, "d0", len(on_it)))
+    early = await recoveries(house)
+    await house.instances["d0"].kill()
+    await house.until(lambda: _recovered(house, len(on_it)))
+    release(house)
+
+    assert await all_exact(asked)
+    rows = await recoveries(house)
+    assert early == []
+    assert {row["stream"] for row in rows} == on_it
+    assert {(row["attempt"], row["from"]) for row in rows} == {(2, "d0")}
+
+
 async def test_a_whole_node_with_its_agent_loses_no_stream(build: HouseBuilder) -> None:
     """What it held is gone with it."""
     house = await build(pairs=3, backup={"mode": "both"})
@@ -380,6 +400,10 @@ async def _have_a_line(house: House, count: int) -> bool:
 
 async def _recovered(house: House, count: int) -> bool:
     return len(await recoveries(house)) >= count
+
+
+async def _fail_alone(house: House, name: str, count: int) -> bool:
+    return f'kvrs_attempts_failed_total{{instance="{name}"}} {float(count)}' in await house.metrics()
 
 
 async def _truth(value: bool) -> bool:

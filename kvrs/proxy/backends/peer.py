@@ -22,6 +22,10 @@ _CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
 _MAX_LINE_BYTES = 8 << 20
 
 
+class ConnectionLostError(UpstreamError):
+    """The connection is gone, or was never to be had: so may be the process."""
+
+
 def new_session(token: str) -> aiohttp.ClientSession:
     """One connection pool for everything that goes to instances."""
     return aiohttp.ClientSession(
@@ -104,10 +108,10 @@ async def body_of(response: aiohttp.ClientResponse) -> bytes:
         raise _lost(error) from None
 
 
-def _lost(error: aiohttp.ClientError | OSError) -> UpstreamError:
+def _lost(error: aiohttp.ClientError | OSError) -> ConnectionLostError:
     if isinstance(error, aiohttp.ClientPayloadError):
-        return UpstreamError("connection lost: closed in the middle of a response")
-    return UpstreamError(f"connection lost: {error or type(error).__name__}")
+        return ConnectionLostError("connection lost: closed in the middle of a response")
+    return ConnectionLostError(f"connection lost: {error or type(error).__name__}")
 
 
 class Chunks(AsyncIterator[bytes]):
