@@ -20,19 +20,23 @@ class Checkpoints:
         self._view = view
         self._settings = settings
 
-    def place(self, stream: Stream, decode: Member) -> tuple[Place, ...]:
+    def place(self, stream: Stream, decode: Member, prefill: Member | None) -> tuple[Place, ...]:
         """Choose and book where an attempt that decodes there sends its pages. What still serves is kept."""
         mode = self._settings.mode
         if mode is BackupMode.OFF:
             return ()
         node, need_bytes = decode.instance.node, _need_bytes(stream, decode)
         chosen: list[Agent] = []
-        if mode is not BackupMode.REMOTE:
+        if not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
+            # Room that nobody fills would be missing to others.
+            stream.unprotected = f"{decode.instance.id} sends no checkpoints"
+            mode = BackupMode.OFF
+        if mode is BackupMode.LOCAL or mode is BackupMode.BOTH:
             local = self._view.agent_on(node)
             stream.unprotected = f"no agent is up on {node}" if local is None else f"no room at {local.id}"
             if local is not None and _has_room(stream, local, need_bytes):
                 chosen.append(local)
-        if mode is not BackupMode.LOCAL:
+        if mode is BackupMode.REMOTE or mode is BackupMode.BOTH:
             remote = self._remote(stream, node, need_bytes)
             stream.unprotected = "no agent of another node is up and has room"
             if remote is not None:

@@ -31,6 +31,7 @@ class Member:
     pulls: bool = field(init=False)
     retains: bool = field(init=False)
     splits: bool = field(init=False)
+    checkpoints: bool = field(init=False)
     page_bytes: int = field(init=False)
     page_size_tokens: int = field(init=False)
 
@@ -40,6 +41,7 @@ class Member:
         self.pulls = Capability.PULL_PAGES in self.instance.capabilities
         self.retains = Capability.RETAIN in self.instance.capabilities
         self.splits = self.pulls and Capability.SPLIT in self.instance.capabilities
+        self.checkpoints = Capability.CHECKPOINT in self.instance.capabilities
         self.page_bytes = self.instance.geometry.page_bytes
         self.page_size_tokens = self.instance.geometry.page_size_tokens
 

@@ -266,7 +266,7 @@ class RecoveryPolicy:
             self._place_all([stream], now_s)
             return
         decode = hand_off_to(self._view, stream, prefill, planned, self._settings)
-        stream.plan = replace(plan, decode=decode.instance.id, places=self._checkpoints.place(stream, decode))
+        stream.plan = replace(plan, decode=decode.instance.id, places=self._checkpoints.place(stream, decode, prefill))
         if stream.plan != plan:
             self._actions.append(Redirect(stream.id, stream.attempt, stream.plan))
         self._attempts.run(stream, Stage.DECODE, decode, decodes_on=decode)
@@ -387,7 +387,8 @@ class RecoveryPolicy:
             self._queue(stream, decision.chosen, now_s)
 
     def _start(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
-        plan = replace(plan, places=self._checkpoints.place(stream, self._view.members[plan.decode]))
+        prefill = None if plan.prefill is None else self._view.members[plan.prefill]
+        plan = replace(plan, places=self._checkpoints.place(stream, self._view.members[plan.decode], prefill))
         chosen = decision.chosen
         del self._idle[stream.id]
         self._attempts.begin(stream, plan, chosen.compute_s)

@@ -9,6 +9,7 @@ from kvrs.policy.config import Handoff
 from kvrs.policy.events import (
     CheckpointsReported,
     HolderLost,
+    InstanceUp,
     LoadReported,
     PrefillDone,
     RetentionLost,
@@ -16,7 +17,8 @@ from kvrs.policy.events import (
     StreamEnded,
     StreamResumed,
 )
-from tests.policy.policy_stories import GEOMETRY, Story, of, only
+from kvrs.protocol.instance import Capability
+from tests.policy.policy_stories import GEOMETRY, Story, instance, of, only
 
 A, B, C = (StreamId(name) for name in "ABC")
 D0, D1 = InstanceId("d0"), InstanceId("d1")
@@ -101,6 +103,37 @@ def test_a_stream_without_protection_says_why(mode: BackupMode, nodes: list[str]
 
     assert start.plan.places == ()
     assert story.policy.snapshot()["unprotected"] == {"A": why}
+
+
+@pytest.mark.parametrize(("names", "placed"), [("d0", True), ("p0", True), ("p0 d0", False)])
+def test_who_sends_no_checkpoints_takes_no_room(names: str, placed: bool) -> None:
+    """A plain engine: what is booked for it would be missing to streams that have something to send."""
+    story = cluster(BackupMode.BOTH)
+    for name in names.split():
+        story.tell(InstanceUp(instance(name, epoch=2, capabilities=frozenset(Capability) - {Capability.CHECKPOINT})))
+
+    start = only(story.tell(StreamArrived(A, 100)), Start)
+
+    assert (start.plan.prefill, start.plan.decode) == ("p0", "d0")
+    assert bool(start.plan.places) is placed
+    assert story.policy.snapshot()["unprotected"] == ({} if placed else {"A": "d0 sends no checkpoints"})
+    assert any(agent(story, name)["booked_bytes"] for name in AGENTS) is placed
+
+
+def test_a_checkpoint_of_a_stream_that_moves_to_a_plain_engine_is_a_source_and_then_let_go() -> None:
+    """Its agent is not written to any more, as when another one takes over."""
+    story = cluster(BackupMode.REMOTE, "n2")
+    story.decoding("A", 400)
+    story.kept("agent-n2", A=20)
+    story.lose("p0")
+    story.tell(InstanceUp(instance("d1", epoch=2, capabilities=frozenset(Capability) - {Capability.CHECKPOINT})))
+
+    start = only(story.lose("d0", A=1), Start)
+    kept = agent(story, AGENTS[2])["own_streams"]
+    story.tell(StreamResumed(A, 2))
+
+    assert ([run.holder for run in start.plan.runs], start.plan.places, kept) == ([AGENTS[2]], (), 1)
+    assert agent(story, AGENTS[2])["own_streams"] == 0
 
 
 def test_a_denied_stream_is_unprotected() -> None:
