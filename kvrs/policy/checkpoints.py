@@ -126,8 +126,9 @@ def protection(stream: Stream) -> dict[str, Any]:
 
 
 def _need_bytes(stream: Stream, decode: Member) -> int:
-    """Room for all that the stream may come to; for what it is now, when nobody has said where it ends."""
-    tokens = max(stream.most_tokens or 0, stream.history_tokens)
+    """Room for all that the stream may come to; for what it is now, when nobody knows where it ends."""
+    ends = [most for most in (stream.most_tokens, decode.instance.max_model_len) if most is not None]
+    tokens = max(min(ends, default=0), stream.history_tokens)
     return max(1, tokens // decode.page_size_tokens) * decode.page_bytes
 
 

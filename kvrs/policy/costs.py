@@ -47,6 +47,7 @@ class Instance:
     geometry: KvGeometry
     prefill: PrefillTable
     capabilities: frozenset[Capability]
+    max_model_len: int | None = None  # Tokens of prompt and output together; None: not known.
 
 
 class Estimate(msgspec.Struct, frozen=True):

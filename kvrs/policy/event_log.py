@@ -95,6 +95,7 @@ class _Instance(msgspec.Struct):
     geometry: KvGeometry
     prefill: _Table
     capabilities: frozenset[Capability]
+    max_model_len: Natural | None = None
 
 
 class _Up(msgspec.Struct):
@@ -234,7 +235,16 @@ def _event(fields: dict[str, Any]) -> Event:
         return event
     found = msgspec.convert(fields, _Up).instance
     return InstanceUp(
-        Instance(found.id, found.node, found.role, found.epoch, found.geometry, _table(found.prefill), found.capabilities)
+        Instance(
+            found.id,
+            found.node,
+            found.role,
+            found.epoch,
+            found.geometry,
+            _table(found.prefill),
+            found.capabilities,
+            found.max_model_len,
+        )
     )
 
 

@@ -97,10 +97,7 @@ class Driver:
 
     def _arrival(self, journal: Journal) -> StreamArrived:
         prompt_tokens = journal.prompt_tokens or journal.asked.tokens_guess
-        room = most_tokens = self.instances.max_model_len
-        if journal.max_tokens is not None:
-            most_tokens = prompt_tokens + journal.max_tokens
-            most_tokens = most_tokens if room is None else min(most_tokens, room)
+        most_tokens = None if journal.max_tokens is None else prompt_tokens + journal.max_tokens
         return StreamArrived(journal.stream, prompt_tokens, most_tokens, journal.deadlines)
 
     def _forget(self, live: LiveStream) -> None:

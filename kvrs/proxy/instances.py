@@ -58,11 +58,6 @@ class Instances:
     def model(self) -> str | None:
         return None if self._served is None else self._served.model
 
-    @property
-    def max_model_len(self) -> int | None:
-        """Tokens of prompt and output together."""
-        return None if self._served is None else self._served.max_model_len
-
     def is_up(self, instance: InstanceId) -> bool:
         return self.known[instance].health is Health.UP
 
@@ -130,4 +125,5 @@ class Instances:
             geometry=info.geometry,
             prefill=self._table or PrefillTable.from_measured(info.prefill),
             capabilities=frozenset(info.capabilities),
+            max_model_len=info.max_model_len or None,
         )

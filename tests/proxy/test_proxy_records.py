@@ -13,7 +13,7 @@ from kvrs.config import Config, parse_config
 from kvrs.errors import ConfigError
 from kvrs.policy.actions import Recovered, Settled, Start
 from kvrs.policy.event_log import Entry, header_line, read, rerun
-from kvrs.policy.events import AttemptFailed, CheckpointsReported, HolderLost, InstanceLost, StreamArrived, TimerFired
+from kvrs.policy.events import AttemptFailed, CheckpointsReported, HolderLost, InstanceLost, InstanceUp, StreamArrived, TimerFired
 from kvrs.proxy import event_log
 from kvrs.proxy.event_log import EventLog
 from kvrs.proxy.server import Proxy
@@ -54,7 +54,7 @@ async def test_a_deadline_that_is_none_is_refused(build: HouseBuilder, name: str
 
 
 async def test_deadlines_and_lengths_reach_the_policy(build: HouseBuilder, tmp_path: Path) -> None:
-    """The client's headers, and what the stream may come to: at most the model's length."""
+    """The client's headers, and what the stream may come to: what it asks for, and at most what the instances can."""
     path = tmp_path / "events"
     house = await build(pairs=1, proxy={"event_log": str(path)})
     promised = {"x-kvrs-ttft-s": "1.5", "X-KVRS-Recovery-Gap-S": "2", "x-kvrs-deadline-s": "3e1"}
@@ -68,7 +68,9 @@ async def test_deadlines_and_lengths_reach_the_policy(build: HouseBuilder, tmp_p
     assert (first.deadlines.ttft_s, first.deadlines.recovery_gap_s, first.deadlines.end_to_end_s) == (1.5, 2.0, 30.0)
     assert (first.prompt_tokens, first.most_tokens) == (40, 48)
     assert (second.deadlines.ttft_s, second.deadlines.end_to_end_s) == (None, None)
-    assert second.most_tokens == 4096
+    assert second.most_tokens == 4130
+    ups = [each.event for each in read(path.read_text().splitlines()) if isinstance(each, Entry)]
+    assert {event.instance.max_model_len for event in ups if isinstance(event, InstanceUp)} == {4096}
     assert third.most_tokens == third.prompt_tokens + 5
 
 
