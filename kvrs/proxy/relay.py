@@ -111,8 +111,9 @@ class Relay:
     async def end_alone(self) -> None:
         """Give the client the end of a stream that has all its ids, without an engine."""
         assert self._continuation is not None
-        await self._client.send([self._own_event(self._continuation.end())])
-        self._note(0)
+        event = self._own_event(self._continuation.end())
+        self._note_resumed()
+        await self._client.send([event])
 
     async def _pass_on(self, payloads: list[bytes]) -> bool:
         """Relay the events of one chunk in one write; whether the stream is complete."""
@@ -134,23 +135,24 @@ class Relay:
         except UpstreamError as error:
             # What came before the fault in the same chunk is in the journal already, so the client must get it.
             fault = error
-        if events:
-            await self._client.send(events)
         new_tokens = len(self._journal.output_ids) - had_tokens
         if new_tokens or self._journal.finished:
-            self._note(new_tokens)
+            self._note_resumed()
+        if events:
+            await self._client.send(events)
+        if new_tokens:
+            self._journal.wrote(self._clock())
+            self._relayed(new_tokens)
         if fault is not None:
             raise fault
         return done
 
-    def _note(self, new_tokens: int) -> None:
-        # The gap to the last write is read by whoever hears of the resumption.
+    def _note_resumed(self) -> None:
+        # Before the write: a client that does not read makes it wait, and that is no cost of the attempt. And the gap to the
+        # last write is read by whoever hears of it.
         if not self._noted:
             self._noted = True
             self._resumed()
-        if new_tokens:
-            self._journal.wrote(self._clock())
-            self._relayed(new_tokens)
 
     def _is_done(self, payload: bytes) -> bool:
         if payload != b"[DONE]":

@@ -154,6 +154,29 @@ async def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
     assert len(client.events) == 1
 
 
+async def test_an_attempt_has_resumed_when_its_token_comes_and_not_when_the_client_has_read_it() -> None:
+    """Predictions learn from it what a recovery takes; a client that does not read makes none slower."""
+    journal, told = journal_of(), list[str]()
+
+    class Slow(Collector):
+        async def send(self, events: Sequence[bytes]) -> None:
+            told.append("sending")
+            await super().send(events)
+            await asyncio.sleep(0)
+            told.append("read")
+
+    async def source() -> AsyncIterator[bytes]:
+        for chunk in (sse(event("a", [1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")):
+            yield chunk
+
+    copier = Relay(
+        journal, Slow(), 1, clock=lambda: 0.0, resumed=lambda: told.append("resumed"), relayed=lambda _: told.append("relayed")
+    )
+    await copier.copy(source(), lambda: None)
+
+    assert told == ["resumed", *["sending", "read", "relayed"] * 2]
+
+
 @pytest.mark.parametrize(
     ("chunk", "fault"),
     [
