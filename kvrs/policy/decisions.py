@@ -84,8 +84,10 @@ class Decisions:
             return None
         chosen, real_s = decision.chosen, now_s - stream.decided_s
         best_other_s = min((each.total_s for each in decision.estimates if each is not chosen), default=real_s)
-        # A start was predicted from a guess at the prompt's length, and the seed's rule is left as the seed has it.
-        if chosen.option is not Option.START and self._settings.name is not PolicyName.ROM:
+        # A start was predicted from a guess at the prompt's length, what was handed off elsewhere for another target; and the
+        # seed's rule is left as the seed has it.
+        as_predicted = chosen.option is not Option.START and stream.plan is not None and stream.plan.decode == chosen.target
+        if as_predicted and self._settings.name is not PolicyName.ROM:
             self.corrections.observe(chosen.option, chosen.raw_s, real_s, now_s)
         return Settled(
             stream.id, stream.attempt, chosen.option, chosen.raw_s, chosen.total_s, real_s, regret_s=real_s - best_other_s

@@ -3,8 +3,8 @@
 import pytest
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.actions import Plan, Redirect
-from kvrs.policy.config import Handoff
+from kvrs.policy.actions import Plan, Redirect, Settled, Start
+from kvrs.policy.config import Handoff, PolicyName
 from kvrs.policy.events import InstanceUp, LinkMeasured, LoadReported, PrefillDone, StreamArrived, StreamResumed
 from kvrs.policy.handoff import Candidate, choose
 from kvrs.profiles import catalog
@@ -61,6 +61,22 @@ def test_a_hand_off_is_redirected_when_the_own_queue_is_longer_than_the_transfer
 
     assert redirect == Redirect(A, 1, Plan(decode=D1, prefill=P0))
     assert told.policy.snapshot()["instances"][2]["decode_streams"] == 1
+
+
+def test_a_recovery_that_is_redirected_teaches_nothing() -> None:
+    """What was predicted is not what happened: there was another queue before it, and another link."""
+    told = Story("p0", "d0", "p1", "d1", "d2", name=PolicyName.ALWAYS_RECOMPUTE, handoff=Handoff.AUTO)
+    told.decoding("A")
+    told.tell(LoadReported(D1, 0.1))
+    start = only(told.lose("d0", at_s=10.0, A=1), Start)
+    told.tell(LoadReported(D1, 9.0))
+
+    redirect = only(told.tell(PrefillDone(A, 2, 101), at_s=10.1), Redirect)
+    settled = only(told.tell(StreamResumed(A, 2), at_s=15.0), Settled)
+
+    assert (start.plan, redirect.plan.decode) == (Plan(D1, InstanceId("p1")), InstanceId("d2"))
+    assert settled.real_s == 5.0
+    assert told.policy.snapshot()["corrections"] == {}
 
 
 def test_own_pair_keeps_the_plan() -> None:
