@@ -159,11 +159,13 @@ class Driver:
 
     def _start(self, action: Start) -> None:
         live = self.streams.get(action.stream)
-        if live is None or live.outcome.done():
+        if live is None:
             return
         live.halt()
         live.journal.attempt = action.attempt
         live.plan = action.plan
+        if live.outcome.done():
+            return  # Its client has just left: `run` is about to say that the stream has ended, in this attempt.
         for instance in filter(None, (action.plan.prefill, action.plan.decode)):
             self._writers[instance][live.id] = action.attempt
         # Before the task's first step, because an instance can be lost before it.

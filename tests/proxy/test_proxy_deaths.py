@@ -201,6 +201,25 @@ async def test_streams_that_wait_go_on_with_the_first_decode_instance_that_retur
     assert await all_exact(asked)
 
 
+async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing_behind(build: HouseBuilder) -> None:
+    """The policy has just counted another attempt: the end of the stream is that of this one."""
+    house = await build(policy={"recovery": {"gather_s": 0.0}})
+    (asked,) = await held_open(house)
+    driver = house.proxy._driver
+    assert driver is not None
+    (live,) = driver.streams.values()
+    assert live.plan is not None
+
+    live.outcome.cancel()  # What the end of its connection does to the handler; it runs on in the loop's next turn.
+    driver.instance_lost(driver.instances.known[live.plan.decode], "killed")
+    await asyncio.gather(asked, return_exceptions=True)
+
+    await house.until(lambda: _has_no_stream(house))
+    state = (await house.state())["policy"]
+    assert set(state["streams"].values()) == {0}
+    assert [(row["work_s"], row["decode_streams"]) for row in state["instances"] if row["running"]] == []
+
+
 # Engines that say something else than tokens.
 
 
@@ -383,6 +402,10 @@ async def test_a_redirected_recovery_finds_the_text_that_its_engine_needs(build:
 
     assert await all_exact(asked)
     assert (row["decode"], planned, (await recoveries(house))[0]["to"]) == ("d0", "d1", "d2")
+
+
+async def _has_no_stream(house: House) -> bool:
+    return not (await house.state())["streams"]
 
 
 async def _has_queue(house: House, name: str, seconds: float) -> bool:
