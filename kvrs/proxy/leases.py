@@ -1,7 +1,6 @@
 """Keeps retained KV alive: one batched message per instance and third of a lease, none per stream."""
 
 import asyncio
-import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -51,10 +50,14 @@ class Leases:
 
     async def run(self) -> None:
         """Send batches until cancelled."""
-        ticks_per_renewal = max(1, int(self._lease_s / 3 / self._tick_s))
-        for tick in itertools.count(1):
+        clock = asyncio.get_running_loop().time
+        renewed_s = clock()
+        while True:
             await asyncio.sleep(self._tick_s)
-            await self.send_batches(renew=tick % ticks_per_renewal == 0)
+            # By the clock, not by the number of batches: one that is answered late must not put off the others' renewals.
+            renew = (now_s := clock()) + self._tick_s / 2 >= renewed_s + self._lease_s / 3
+            renewed_s = now_s if renew else renewed_s
+            await self.send_batches(renew=renew)
 
     async def send_batches(self, *, renew: bool) -> None:
         known = self._held.keys() | self._ended.keys()
