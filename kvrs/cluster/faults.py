@@ -137,7 +137,8 @@ def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
         phase = phase_of(stream["stage"], stream["output_tokens"], stream["max_tokens"], stream["id"] in recovering)
         if phase is None:
             continue
-        works[stream[stream["stage"]]] += 1
+        # Where one instance does both there is no other that prefills.
+        works[stream[stream["stage"]] or stream["decode"]] += 1
         keepers = {agent for agent, pages in stream.get("protected", {}).items() if pages}
         for name in {stream["prefill"], stream["decode"]} | keepers:
             counts[name][StreamId(stream["id"])] = phase

@@ -71,8 +71,11 @@ class Phase(StrEnum):
     RECOVERY = "recovery"  # It lost its instance, and no token has come from the next one yet.
 
 
-def phase_of(stage: str, output_tokens: int, max_tokens: int, recovers: bool = False) -> Phase | None:
-    """The phase of a stream that works at `stage` (prefill or decode); None while it waits for a place."""
+def phase_of(stage: str, output_tokens: int, max_tokens: int | None, recovers: bool = False) -> Phase | None:
+    """The phase of a stream that works at `stage` (prefill or decode); None while it waits for a place.
+
+    Without `max_tokens` nobody knows that a stream is near its end.
+    """
     match stage:
         case "prefill" | "decode" if recovers:
             return Phase.RECOVERY
@@ -81,7 +84,8 @@ def phase_of(stage: str, output_tokens: int, max_tokens: int, recovers: bool = F
         case "decode" if output_tokens == 0:
             return Phase.HANDOFF
         case "decode":
-            return Phase.NEAR_END if max_tokens - output_tokens <= NEAR_THE_END_TOKENS else Phase.DECODE
+            is_near = max_tokens is not None and max_tokens - output_tokens <= NEAR_THE_END_TOKENS
+            return Phase.NEAR_END if is_near else Phase.DECODE
         case _:
             return None
 

@@ -339,6 +339,20 @@ def test_a_stream_counts_where_it_works_and_its_phase_where_it_is_missed() -> No
     assert seen[InstanceId("p0")].streams == seen[InstanceId("d0")].streams == everything
 
 
+def test_a_stream_without_an_end_decodes_until_it_ends() -> None:
+    """A chat names no max_tokens; other clients of the cluster must not stop an experiment."""
+    seen = views(state_of(row("d0", "n0", "", 1), streams=(stream("a", output_tokens=95, max_tokens=None),)))
+
+    assert seen[InstanceId("d0")].streams == {"a": Phase.DECODE}
+
+
+def test_an_instance_that_does_both_works_on_what_it_prefills() -> None:
+    """Its streams name no prefill instance."""
+    seen = views(state_of(row("d0", "n0", "", 1), streams=(stream("a", "prefill", prefill=None),)))
+
+    assert (seen[InstanceId("d0")].inflight, seen[InstanceId("d0")].streams) == (1, {"a": Phase.PREFILL})
+
+
 def test_an_agent_is_seen_with_its_reservations_and_with_the_streams_that_it_protects() -> None:
     """Room is reserved at once, pages come later: only who has some of a stream is missed by it."""
     streams = stream("a", output_tokens=50, protected={"agent-n1": 7}), stream("b", protected={"agent-n1": 0})
