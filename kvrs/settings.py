@@ -35,11 +35,13 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """The document as plain data. Raises yaml.YAMLError."""
+    """The document as plain data. Raises yaml.YAMLError, also for what only looks like a number or a date."""
     loader = _Loader(text)
     try:
         return loader.get_single_data()
     except RecursionError:
         raise yaml.YAMLError("nested too deeply") from None
+    except ValueError as error:
+        raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()

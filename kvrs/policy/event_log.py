@@ -32,6 +32,8 @@ from kvrs.protocol.instance import Capability, Natural, Role, Seconds
 from kvrs.settings import Settings
 
 VERSION = 1
+# A clock to which a moment cannot be added, or that is no number, never reaches an alarm.
+_LATEST_S = 1e9
 _NO_HEADER = "no header; allowed: an event log of kvrs, from its first line on"
 
 _EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
@@ -162,6 +164,8 @@ def rerun(lines: Iterable[str]) -> Rerun:
             header = record
             continue
         assert policy is not None
+        if not abs(record.now_s) <= _LATEST_S:
+            raise LogError(f"line {record.line}: at_s: got {record.now_s}; allowed: seconds up to {_LATEST_S:g}")
         again = _told(policy, record)
         counts.update(type(each).__name__ for each in (record.event, *record.actions))
         if not _same(record.actions, again):

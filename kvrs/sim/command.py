@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from random import Random
 
@@ -57,6 +57,8 @@ def run_simulation(options: SimulateOptions) -> int:
     Raises:
         ConfigError, TraceError: a file is wrong.
     """
+    if not 0 < options.rate < inf:
+        raise ConfigError([f"--rate: got {options.rate}; allowed: above 0"])
     config = Config() if options.config is None else load_config(options.config)
     faults = _faults(options, config)
     simulated = simulate(options, config, faults)

@@ -105,10 +105,11 @@ def test_what_yaml_allows_and_we_do_not_is_named(tmp_path: Path, text: str, reas
         load_config(path)
 
 
-def test_a_file_that_is_not_yaml_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["proxy: [1, 2", "proxy: {port: 2026-13-40}", "proxy: {port: !!int x}", "a: 0b_"])
+def test_a_file_that_is_not_yaml_says_so(tmp_path: Path, text: str) -> None:
     """A parser's error is one line with the file's name."""
     path = tmp_path / "broken.yaml"
-    path.write_text("proxy: [1, 2")
+    path.write_text(text)
 
     with pytest.raises(ConfigError, match=r"broken\.yaml: not valid YAML"):
         load_config(path)

@@ -1,5 +1,6 @@
 """`kvrs simulate`: what it prints, and what it says with its exit status."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,13 @@ def test_names_that_nobody_bears_are_refused(config: Path, tmp_path: Path) -> No
         run_simulation(SimulateOptions(config=config, fault=file))
 
     assert [line.rsplit(": ", 1)[1] for line in caught.value.faults] == ["nobody is called 'd9'", "nobody is called 'n7'"]
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    """One line, before anything runs."""
+    with pytest.raises(ConfigError, match=r"^--rate: got .*; allowed: above 0$"):
+        run_simulation(SimulateOptions(rate=rate, requests=5))
 
 
 def test_broken_law_is_named_with_its_seed(
