@@ -10,7 +10,8 @@ import msgspec
 
 from kvrs.errors import UpstreamError
 
-MAX_EVENT_BYTES = 1 << 20
+# The first event of a plain engine holds the ids of the whole prompt, each up to 7 bytes: two million of them fit.
+MAX_EVENT_BYTES = 16 << 20
 
 TOKEN_IDS = b',"token_ids":['
 PROMPT_TOKEN_IDS = b',"prompt_token_ids":['

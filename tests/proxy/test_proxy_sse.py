@@ -96,6 +96,18 @@ def test_events_are_whole_wherever_chunks_end(texts: list[str], cuts: list[int],
     assert got == payloads
 
 
+def test_the_ids_of_a_long_prompt_fit_into_an_event() -> None:
+    """Engines repeat them in their first event; a stream must not fail at every attempt because its prompt is long."""
+    first = event("a", [1], list(range(100_000, 400_000)))
+    splitter = EventSplitter()
+    sent = sse(first)
+
+    got = [payload for at in range(0, len(sent), 65_536) for payload in splitter.feed(sent[at : at + 65_536])]
+
+    assert len(first) > 2_000_000
+    assert got == [first]
+
+
 def test_an_endless_event_is_refused() -> None:
     """An engine cannot fill the proxy's memory with one event."""
     splitter = EventSplitter(max_event_bytes=100)
