@@ -4,6 +4,7 @@ import contextlib
 import errno
 import random
 import socket
+from collections.abc import Set
 
 from kvrs.agent.config import BackupMode
 from kvrs.config import Config, parse_config
@@ -28,11 +29,13 @@ def resolve_ports(config: Config) -> Config:
         if config.backup.mode is not BackupMode.OFF:
             wanted += [(node["agent"], key, f"agent of node {node['id']}: {key}") for key in ("port", "page_port")]
     faults: list[str] = []
+    taken = {section[key] for section, key, _ in wanted if section[key]}
     with contextlib.ExitStack() as held:
         for section, key, name in wanted:
             host = section.get("host", "127.0.0.1")
             try:
-                section[key] = held.enter_context(_bound(host, section[key])).getsockname()[1]
+                section[key] = held.enter_context(_bound(host, section[key], taken)).getsockname()[1]
+                taken.add(section[key])
             except OSError as error:
                 why = "in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
                 faults.append(f"{name}: {host}:{section[key]} is {why}; allowed: a free port, or 0 for any")
@@ -41,13 +44,15 @@ def resolve_ports(config: Config) -> Config:
     return parse_config(document)
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    # All sockets stay open until every port is chosen, so that none is chosen twice.
+def _bound(host: str, port: int, taken: Set[int]) -> socket.socket:
     if port:
         return _bind(host, port)
     while True:
+        # Two of our own could both be bound to it: that is what the option for restarts allows while nobody listens.
+        if (chosen := random.randrange(FIRST_PORT, LAST_PORT)) in taken:
+            continue
         try:
-            return _bind(host, random.randrange(FIRST_PORT, LAST_PORT))
+            return _bind(host, chosen)
         except OSError as error:
             # Of a host that is not this machine, no port is free.
             if error.errno != errno.EADDRINUSE:

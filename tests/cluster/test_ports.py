@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvrs.cluster import ports
 from kvrs.cluster.ports import FIRST_PORT, LAST_PORT, resolve_ports
 from kvrs.cluster.starts import next_start
 from kvrs.config import demo_nodes, parse_config
@@ -18,10 +19,22 @@ def test_every_open_port_is_chosen_and_none_twice() -> None:
     config = resolve_ports(parse_config({"proxy": {"port": 0, "admin_port": 0}}))
 
     instances = [instance for _, instance in config.cluster.instances()]
-    ports = [config.proxy.port, config.proxy.admin_port]
-    ports += [port for instance in instances for port in (instance.port, instance.page_port)]
-    assert len(set(ports)) == 10
-    assert all(FIRST_PORT <= port < LAST_PORT for port in ports)
+    chosen = [config.proxy.port, config.proxy.admin_port]
+    chosen += [port for instance in instances for port in (instance.port, instance.page_port)]
+    assert len(set(chosen)) == 10
+    assert all(FIRST_PORT <= port < LAST_PORT for port in chosen)
+
+
+def test_no_port_is_chosen_twice_however_few_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would allow it: nobody listens yet. One that was asked for is nobody else's either."""
+    monkeypatch.setattr(ports, "LAST_PORT", FIRST_PORT + 40)
+    asked = parse_config({"proxy": {"port": 0, "admin_port": FIRST_PORT + 7}})
+
+    for _ in range(20):
+        config = resolve_ports(asked)
+        chosen = [config.proxy.port, config.proxy.admin_port]
+        chosen += [port for _, instance in config.cluster.instances() for port in (instance.port, instance.page_port)]
+        assert len(set(chosen)) == 10
 
 
 def test_agents_have_ports_where_they_run() -> None:
