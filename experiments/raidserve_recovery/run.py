@@ -29,6 +29,7 @@ from kvrs.replay.traces import replay_requests
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 REQUESTS_PER_S = 3.0
 # As long as the profile was measured: with short prompts there would be little to recompute.
@@ -73,10 +74,13 @@ def draw_cdf(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, key, title in zip(axes, ("gaps_s", "interrupted_gaps_s"), ("all requests", "interrupted requests"), strict=True):
         for name, runs in rows.items():
-            gaps = sorted(gap for run in runs for gap in run[key])
+            gaps = sorted(1e3 * gap for run in runs for gap in run[key])
             if gaps:
                 axis.step(gaps, [(index + 1) / len(gaps) for index in range(len(gaps))], where="post", label=name)
-        axis.set(xscale="log", xlabel="longest time between tokens, s", title=title)
+        axis.set(xscale="log", xlabel="longest time between tokens, ms", title=title)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.xaxis.set_minor_locator(NullLocator())
     axes[0].set_ylabel("share of requests")
     axes[0].legend()
     figure.savefig(path, dpi=110)
