@@ -24,18 +24,11 @@ class Scheme:
     backup: Mapping[str, Any]
     fails: bool = True  # False: the same load without a fault.
 
-    def config(
-        self,
-        nodes: Sequence[Mapping[str, Any]],
-        seed: int,
-        pace: str,
-        link_bytes_per_s: float,
-        engine: Mapping[str, Any] | None = None,
-    ) -> Config:
+    def config(self, nodes: Sequence[Mapping[str, Any]], seed: int, pace: str, link_bytes_per_s: float) -> Config:
         return parse_config(
             {
                 "proxy": {"port": 0, "admin_port": 0},
-                "cluster": {"engine": {"seed": seed, "pace": pace, **(engine or {})}, "allow_faults": True, "nodes": list(nodes)},
+                "cluster": {"engine": {"seed": seed, "pace": pace}, "allow_faults": True, "nodes": list(nodes)},
                 "policy": dict(self.policy),
                 "backup": dict(self.backup),
                 "transfer": {"link_bytes_per_s": link_bytes_per_s, "probe_interval_s": 1.0},

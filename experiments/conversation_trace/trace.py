@@ -13,9 +13,9 @@ WINDOW_REQUESTS = 3000
 BATCH_S = 3.0  # Mooncake's arrivals were logged in batches of so many seconds.
 
 
-def sampled(path: Path, requests: int, requests_per_s: float, seed: int, max_input_tokens: int = MAX_INPUT_TOKENS) -> Trace:
+def sampled(path: Path, requests: int, requests_per_s: float, seed: int) -> Trace:
     """`requests` of the first 3,000, at their own distances stretched to a rate, with lengths scaled and prefixes kept."""
     trace = jitter(sample(window(load_trace(path), WINDOW_REQUESTS), requests, seed), BATCH_S, seed)
     # The few longest prompts are cut rather than let them shrink all others to a handful of tokens.
     longest = sorted(request.input_tokens for request in trace.requests)[int(0.9 * (requests - 1))]
-    return at_rate(scale(trace, max_input_tokens, MAX_OUTPUT_TOKENS, longest_input_tokens=longest), requests_per_s)
+    return at_rate(scale(trace, MAX_INPUT_TOKENS, MAX_OUTPUT_TOKENS, longest_input_tokens=longest), requests_per_s)

@@ -31,10 +31,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-REQUESTS_PER_S = 3.0
-# As long as the profile was measured: with short prompts there would be little to recompute.
-MAX_INPUT_TOKENS = 1800
-ENGINE = {"max_model_len": 2048, "pages": 4096}
+REQUESTS_PER_S = 6.0
 # One node has the survivor that RaidServe restores to; the other one is there for the ways over the network.
 NODES = [
     {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}, {"id": "d1", "role": "decode"}]},
@@ -116,7 +113,7 @@ def main() -> int:
         print(f"skipped: no trace at {arguments.trace}; it is Mooncake's FAST'25 conversation_trace.jsonl (--trace FILE)")
         return 0
     console, started_s = Console(), time.monotonic()
-    trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed, MAX_INPUT_TOKENS)
+    trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed)
     requests = replay_requests(trace, VOCAB_SIZE, arguments.seed, FIRST_ORDINARY_TOKEN)
     kill_s = requests[arguments.requests // 2 - 1].arrival_s + 0.1
     faults = parse_faults([{"when": {"at_s": kill_s}, "what": "kill", "whom": {"id": "d0"}}])
@@ -124,7 +121,7 @@ def main() -> int:
     runs: dict[str, list[Run]] = {scheme.name: [] for scheme in SCHEMES}
     for _ in range(arguments.repeats):
         for scheme in order.sample(SCHEMES, len(SCHEMES)):
-            config = scheme.config(NODES, arguments.seed, PACE, LINK_BYTES_PER_S, ENGINE)
+            config = scheme.config(NODES, arguments.seed, PACE, LINK_BYTES_PER_S)
             runs[scheme.name].append(run_scheme(scheme, config, requests, faults, arguments.seed, console))
     clean = runs["oracle"][0]
     rows = {name: [row(run, clean) for run in found] for name, found in runs.items()}
@@ -132,7 +129,6 @@ def main() -> int:
         "trace": arguments.trace.name,
         "requests": arguments.requests,
         "requests_per_s": REQUESTS_PER_S,
-        "max_input_tokens": MAX_INPUT_TOKENS,
         "repeats": arguments.repeats,
         "kill": f"d0 killed 100 ms after request {arguments.requests // 2}",
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
