@@ -70,7 +70,6 @@ class NodeAgent:
             reserved_bytes=self.store.reserved_bytes,
             held_bytes=self.store.held_bytes,
             checkpoints=self.store.checkpoints,
-            links=[],  # Pages are sent to it; who pulls measures.
             pages={stream: self.store.held(stream) for stream in streams},
             denied=denied,
         )

@@ -168,7 +168,6 @@ class AgentReport(msgspec.Struct, frozen=True):
     reserved_bytes: Natural
     held_bytes: Natural  # Whole pages, reserved and not.
     checkpoints: Natural  # Reservations.
-    links: list[LinkReport]
     # Leading full pages held of each stream. On the first line of a watch of all streams, then of those that changed.
     pages: dict[StreamId, Natural]
     denied: list[StreamId] = []  # Streams that found no room since the last line.

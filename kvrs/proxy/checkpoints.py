@@ -11,7 +11,7 @@ from kvrs.agent.config import BackupMode
 from kvrs.config import Config
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.events import CheckpointsReported, Event, HolderLost, LinkMeasured, RetentionLost
+from kvrs.policy.events import CheckpointsReported, Event, HolderLost, RetentionLost
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
 from kvrs.proxy.agents import Agents, KnownAgent
 from kvrs.proxy.instances import Health
@@ -36,7 +36,6 @@ class Checkpoints:
         self._mode = config.backup.mode
         self._streams = streams
         self._tell = tell
-        self._links: dict[tuple[InstanceId, str], float] = {}
 
     # What becomes of streams.
 
@@ -90,10 +89,6 @@ class Checkpoints:
         if pages or before is None or _totals(before) != _totals(report):
             self._tell(CheckpointsReported(known.id, report.epoch, report.reserved_bytes, report.checkpoints, pages))
         self._lose(known.id, report.denied, _NO_ROOM)
-        for link in report.links:
-            if self._links.get((known.id, link.source)) != link.bytes_per_s:
-                self._links[known.id, link.source] = link.bytes_per_s
-                self._tell(LinkMeasured(link.source, known.node, link.bytes_per_s))
 
     def lost(self, known: KnownAgent, cause: str) -> None:
         assert known.info is not None

@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate, LinkReport
+from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
 from tests.proxy.scripted_server import ScriptedServer
 
 CAPACITY_BYTES = 1 << 20
@@ -18,7 +18,6 @@ class ScriptedAgent(ScriptedServer):
     pages: dict[str, int] = field(default_factory=dict)  # Leading pages held, by stream.
     denied: list[str] = field(default_factory=list)  # Told once.
     reserved_bytes: int = 0
-    links: dict[str, float] = field(default_factory=dict)
     lease_updates: list[LeaseUpdate] = field(default_factory=list)
     forgotten: set[str] = field(default_factory=set)  # Streams whose reservation is said to be unknown.
     watches: int = 0
@@ -65,7 +64,6 @@ class ScriptedAgent(ScriptedServer):
             reserved_bytes=self.reserved_bytes,
             held_bytes=sum(self.pages.values()) * 4096,
             checkpoints=len(self.pages),
-            links=[LinkReport(NodeId(node), bytes_per_s) for node, bytes_per_s in self.links.items()],
             pages={StreamId(stream): pages for stream, pages in changed.items()},
             denied=[StreamId(stream) for stream in self.denied],
         )

@@ -356,19 +356,6 @@ async def test_an_agent_that_has_nothing_of_a_living_stream_is_not_told_of_its_e
     assert row["id"] not in dropped.released
 
 
-async def test_links_of_agents_are_measured_too(build: HouseBuilder) -> None:
-    """What restores cost depends on them."""
-    house = await build(backup=REMOTE)
-
-    house.agents["agent-n1"].links = {"n0": 12345.0}
-
-    async def known() -> bool:
-        links = (await house.state())["links"]
-        return ("n0", "n1", 12345.0) in [(link["source"], link["target"], link["bytes_per_s"]) for link in links]
-
-    await house.until(known)
-
-
 async def test_a_failed_attempt_on_a_live_instance_keeps_its_checkpoints(build: HouseBuilder) -> None:
     """The reservation belongs to the stream, not to an attempt."""
     house = await build(pairs=1, backup={"mode": "local"})
