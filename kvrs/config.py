@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from kvrs.agent.config import AgentSettings, BackupMode, BackupSettings
+from kvrs.cluster.config import Backend, DistServeSettings
 from kvrs.engine.config import EngineSettings
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
@@ -66,6 +67,8 @@ def demo_nodes(count: int) -> list[NodeSettings]:
 
 
 class ClusterSettings(Settings):
+    backend: Backend = Field(default=Backend.EMBEDDED, strict=False)
+    distserve: DistServeSettings = DistServeSettings()
     model: str | None = None  # A Hugging Face directory; none: a tiny random model, generated from `engine.seed`.
     engine: EngineSettings = EngineSettings()
     allow_faults: bool = False  # Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.

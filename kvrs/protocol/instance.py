@@ -33,6 +33,7 @@ class Capability(StrEnum):
     FENCE = "fence"  # Refuses lower attempts and has /kvrs/v1/fence.
     SPLIT = "split"  # Computes the front of a history while the back of it is fetched.
     CHECKPOINT = "checkpoint"  # Sends newly filled pages to the agents of `kvrs.checkpoints`.
+    PREFIX_CACHE = "prefix_cache"  # Computes only what is new of a history whose beginning it has computed before.
     EXACT_RESUME = "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
 
 
@@ -59,6 +60,10 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     page_port: int
     capabilities: list[Capability]
     prefill: MeasuredPrefill
+    # The prefill instance of the same server, where there is one: a decode call without a hand-off has the history computed
+    # there, so prefill and decode are one call.
+    own_prefill: InstanceId | None = None
+    worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
 
 
 class LinkReport(msgspec.Struct, frozen=True):
