@@ -83,7 +83,7 @@ class ProfileSettings(Settings):
 
 
 class SecuritySettings(Settings):
-    secret_file: str | None = None  # Mode 0600. Without it the environment's KVRS_SECRET is used.
+    secret_file: str | None = None  # Mode 0600, a secret on each line. Without it the environment's KVRS_SECRET is used.
 
 
 class Config(Settings):
@@ -136,25 +136,34 @@ def dump_config(config: Config) -> str:
 
 
 def read_secret(security: SecuritySettings, environ: Mapping[str, str]) -> bytes:
-    """The cluster's shared secret, from `security.secret_file` or the environment's KVRS_SECRET.
+    """The first of the cluster's shared secrets, the one in use; raises as `read_secrets` does."""
+    return read_secrets(security, environ)[0]
+
+
+def read_secrets(security: SecuritySettings, environ: Mapping[str, str]) -> list[bytes]:
+    """The cluster's shared secrets, from `security.secret_file` or the environment's KVRS_SECRET: one on each line.
+
+    The first is in use; the others are those before it or after it, which gossip accepts as well while they are exchanged.
 
     Raises:
-        ConfigError: there is none, it is too short, or others may read its file.
+        ConfigError: there is none, one is too short, or others may read the file.
     """
     if security.secret_file is None:
-        secret, source = environ.get(ENV_NAME, "").encode(), f"environment variable {ENV_NAME}"
+        text, source = environ.get(ENV_NAME, "").encode(), f"environment variable {ENV_NAME}"
     else:
         source = f"security.secret_file: {security.secret_file}"
         try:
             with Path(security.secret_file).open("rb") as file:
                 if mode := os.fstat(file.fileno()).st_mode & 0o077:
                     raise ConfigError([f"{source}: others may use it (mode bits {mode:03o}); allowed: 0600"])
-                secret = file.read().strip()
+                text = file.read()
         except OSError as error:
             raise ConfigError([f"{source}: {error.strerror}"]) from None
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError([f"{source}: a secret of {len(secret)} bytes; allowed: at least {MIN_SECRET_BYTES}"])
-    return secret
+    secrets = [line.strip() for line in text.strip().split(b"\n")]
+    for secret in secrets:
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ConfigError([f"{source}: a secret of {len(secret)} bytes; allowed: at least {MIN_SECRET_BYTES}"])
+    return secrets
 
 
 def _line(fault: Any) -> str:
@@ -191,10 +200,14 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
                 yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
     if config.backup.mode in (BackupMode.REMOTE, BackupMode.BOTH) and len(nodes) < 2:
         yield f"backup.mode: got {config.backup.mode.value!r} with 1 node; allowed: 'off' or 'local', or a second node"
+    if config.cluster.backend is Backend.VLLM:
+        yield from _faults_of_vllm(config)
     roles = {instance.role for instance in instances}
     for role in (Role.PREFILL, Role.DECODE):
         if not roles & {role, Role.BOTH}:
             yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
+    if config.cluster.backend is Backend.DISTSERVE:
+        yield from _faults_of_distserve(config)
     for key, wanted, table in (
         ("profiles.prefill", config.profiles.prefill, prefill_table),
         ("cluster.engine.pace", config.cluster.engine.pace, decode_table),
@@ -210,3 +223,29 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     for address, count in Counter(ports).items():
         if count > 1:
             yield f"port {address} is used {count} times; allowed: once"
+
+
+def _faults_of_vllm(config: Config) -> Iterator[str]:
+    """What it cannot say itself must be said here."""
+    if config.cluster.model is None:
+        yield "cluster.model: missing with backend 'vllm'; allowed: the model's directory, for its tokenizer and config.json"
+    if config.profiles.prefill is None:
+        yield "profiles.prefill: missing with backend 'vllm', which publishes no table; allowed: a name, or the path of one"
+    if config.backup.mode is not BackupMode.OFF:
+        yield f"backup.mode: got {config.backup.mode.value!r} with backend 'vllm', which sends no checkpoints; allowed: 'off'"
+    for _, instance in config.cluster.instances():
+        if instance.role is Role.BOTH:
+            yield f"cluster.nodes: instance {instance.id!r} has role 'both'; allowed with backend 'vllm': prefill, decode"
+        if instance.port == 0:
+            yield f"cluster.nodes: instance {instance.id!r} has no port; allowed with backend 'vllm': the port it listens on"
+
+
+def _faults_of_distserve(config: Config) -> Iterator[str]:
+    for node in config.cluster.nodes:
+        roles = sorted(instance.role.value for instance in node.instances)
+        if roles != [Role.DECODE, Role.PREFILL]:
+            allowed = "allowed with backend 'distserve': one prefill and one decode, which are one server"
+            yield f"cluster.nodes: node {node.id!r} has instances of roles {', '.join(roles)}; {allowed}"
+    for key, wanted in (("cluster.engine.pace", config.cluster.engine.pace), ("profiles.prefill", config.profiles.prefill)):
+        if wanted is not None:
+            yield f"{key}: got {wanted!r}; allowed with backend 'distserve': null (each stage measures itself)"

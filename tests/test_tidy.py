@@ -43,6 +43,10 @@ SECTION = "config"
 PURE = {"ids", "errors", "settings", "protocol", "policy", "profiles", "scheduling"}
 PURE_MODULES = {
     *(f"kvrs/transfer/{name}.py" for name in ("meter", "limiter", "faults", "store/book")),
+    *(f"kvrs/gossip/{name}.py" for name in ("config", "detector", "events", "exchange", "facts", "members", "node", "probes")),
+    *(f"kvrs/gossip/{name}.py" for name in ("rates", "records", "rumours", "seal", "suspicion", "wire")),
+    "kvrs/agent/gpu_health.py",
+    "kvrs/agent/slots.py",
     *(f"kvrs/replay/{name}.py" for name in ("metrics", "oracle", "impact", "student")),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "time", "random", "logging", "torch", "aiohttp", "threading", "ray", "subprocess"}

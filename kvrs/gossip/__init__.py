@@ -1,1 +1,5 @@
-"""The place of state and failure detection between nodes. Nothing is here before there are agents to carry it."""
+"""Who is alive, and what every node says of itself. Pure: no clock, socket or randomness of its own.
+
+SWIM with Lifeguard finds out who is dead (`detector`), scuttlebutt carries each node's own record to all others (`records`,
+`exchange`), and `Gossip` in `node` puts both behind three calls for a transport: `handle`, `tick`, `next_tick_s`.
+"""

@@ -1,0 +1,121 @@
+"""Simulated hours without a death: 64 nodes, a share of all packets lost, nobody stopped. Whoever is declared dead was not.
+
+A chunk is one seed for one hour; finished chunks are kept in a file, so that hours add up over runs of unchanged code.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import kvrs.gossip
+import kvrs.sim.gossip
+from experiments.gossip_detection.clusters import joined
+from kvrs.gossip.config import GossipSettings
+from kvrs.gossip.events import Event, MemberChanged
+from kvrs.gossip.suspicion import Suspicion
+from kvrs.gossip.wire import Status
+from kvrs.ids import NodeId
+from kvrs.sim.gossip import SimNode
+
+NODES = 64
+
+
+@dataclass(slots=True)
+class Chunk:
+    seed: int
+    hours: float
+    loss: float
+    deaths: int = 0  # Nodes declared dead, each counted once.
+    suspicions: int = 0  # Incarnations that somebody suspected.
+    most_accusers: int = 0  # Of one incarnation, as anybody came to know.
+    nearest: float = 0.0  # Longest time that anybody held a suspicion, as a share of what an unconfirmed one is given.
+    packets: int = 0
+    cpu_s: float = 0.0
+
+
+class _Watch:
+    def __init__(self, chunk: Chunk, settings: GossipSettings) -> None:
+        self._chunk = chunk
+        self._most_s = Suspicion(settings, NODES, 0.0).most_s
+        self._dead: set[NodeId] = set()
+        self._suspected: set[tuple[NodeId, int]] = set()
+        self._since_s: dict[tuple[NodeId, NodeId], float] = {}
+
+    def __call__(self, now_s: float, node: SimNode, event: Event) -> None:
+        if not isinstance(event, MemberChanged):
+            return
+        since_s = self._since_s.pop((node.id, event.id), None)
+        if since_s is not None:
+            self._chunk.nearest = max(self._chunk.nearest, (now_s - since_s) / self._most_s)
+            accusers = len(node.gossip.members[event.id].by)
+            self._chunk.most_accusers = max(self._chunk.most_accusers, accusers)
+        if event.status is Status.SUSPECT:
+            self._since_s[node.id, event.id] = now_s
+            self._suspected.add((event.id, event.incarnation))
+            self._chunk.suspicions = len(self._suspected)
+            self._chunk.most_accusers = max(self._chunk.most_accusers, len(event.by))
+        elif event.status is Status.DEAD:
+            self._dead.add(event.id)
+            self._chunk.deaths = len(self._dead)
+
+
+def run_chunk(seed: int, hours: float, loss: float) -> Chunk:
+    os.nice(19 - os.nice(0))
+    chunk, settings = Chunk(seed, hours, loss), GossipSettings()
+    watch = _Watch(chunk, settings)
+    net = joined(NODES, seed, settings, observer=watch)
+    net.loss = loss
+    # Nothing in it refers to itself in a circle, and looking for circles takes a tenth of the time.
+    gc.collect()
+    gc.disable()
+    begun_s, before = time.process_time(), net.delivered
+    net.run(net.now_s + hours * 3600)
+    gc.enable()
+    chunk.cpu_s, chunk.packets = time.process_time() - begun_s, net.delivered - before
+    return chunk
+
+
+def code_version() -> str:
+    """Changes when what is simulated does."""
+    folder = Path(kvrs.gossip.__file__).parent
+    pure = [path for path in sorted(folder.glob("*.py")) if path.stem not in ("transport", "seal", "rates")]
+    files = [*pure, Path(kvrs.sim.gossip.__file__)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def kept(path: Path, loss: float) -> list[Chunk]:
+    """Chunks of earlier runs with this code."""
+    if not path.exists():
+        return []
+    saved = json.loads(path.read_text())
+    if saved["code"] != code_version():
+        return []
+    return [chunk for chunk in (Chunk(**fields) for fields in saved["chunks"]) if chunk.loss == loss]
+
+
+def run_chunks(path: Path, loss: float, want_h: float, budget_s: float, workers: int, chunk_h: float = 1.0) -> list[Chunk]:
+    """Until there are `want_h` hours or the time is over; every finished chunk is kept at once."""
+    chunks, begun_s = kept(path, loss), time.monotonic()
+    seed = max((chunk.seed for chunk in chunks), default=-1) + 1
+    with ProcessPoolExecutor(workers) as pool:
+        running = set[Future[Chunk]]()
+        while True:
+            hours = sum(chunk.hours for chunk in chunks) + chunk_h * len(running)
+            if len(running) < workers and hours < want_h and time.monotonic() - begun_s < budget_s:
+                running.add(pool.submit(run_chunk, seed, chunk_h, loss))
+                seed += 1
+                continue
+            if not running:
+                return sorted(chunks, key=lambda chunk: chunk.seed)
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            chunks += [future.result() for future in done]
+            saved = {"code": code_version(), "chunks": [asdict(chunk) for chunk in sorted(chunks, key=lambda chunk: chunk.seed)]}
+            path.write_text(json.dumps(saved, indent=1) + "\n")
+            print(
+                f"{sum(chunk.hours for chunk in chunks):.0f} h, {sum(chunk.deaths for chunk in chunks)} false deaths", flush=True
+            )

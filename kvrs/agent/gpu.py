@@ -1,0 +1,305 @@
+"""Reads the health of a node's GPUs from NVML, and has it judged.
+
+No library, no driver, or no GPU is a normal state, said once; so is what a GPU does not support. XIDs come as events; where those
+are not supported, the driver's recovery action and the counters must do.
+
+NVML can block for long when a GPU dies, so it is read in a thread of its own, and that it does not come back is a sign too.
+The thread is a daemon: nobody waits for it at the end. As long as NVML is open here, the driver cannot be reloaded.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvrs.agent.gpu_health import GpuJudge, Reading
+from kvrs.errors import KvrsError
+from kvrs.protocol.gpus import GpuHealth, GpuState
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_STUCK_S = 2.0  # A look at all GPUs takes milliseconds.
+_PAUSE_S = 0.1  # After an event, lest a flood of them keeps a core busy.
+_MAX_EVENTS = 1000  # At one look.
+
+# Bits of the reasons for lower clocks that mean trouble, in the order of telling. Software power cap and idleness are none.
+_SLOWDOWNS = {
+    "HwThermalSlowdown": "hw thermal",
+    "SwThermalSlowdown": "sw thermal",
+    "HwPowerBrakeSlowdown": "hw power brake",
+    "HwSlowdown": "hw slowdown",
+}
+_RESETS = {
+    "GPU_RESET": "a reset",
+    "NODE_REBOOT": "a reboot",
+    "BUS_RESET": "a bus reset",
+    "SYSTEM_REBOOT": "a reboot",
+}
+_DRAINS = {
+    "DRAIN_P2P": "draining peer-to-peer traffic",
+    "DRAIN_AND_RESET": "draining and a reset",
+    "RECOVER_IMEX_DOMAIN": "recovering the IMEX domain",
+}
+# What a call that a GPU, its driver or our rights do not offer may end with.
+_UNSUPPORTED = (
+    "NOT_SUPPORTED",
+    "FUNCTION_NOT_FOUND",
+    "NO_PERMISSION",
+    "INVALID_ARGUMENT",
+    "ARGUMENT_VERSION_MISMATCH",
+    "DEPRECATED",
+)
+_GONE = ("GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND")
+
+
+class NoGpusError(KvrsError):
+    """There is nothing to watch; the message says why."""
+
+
+def open_sensor(load: Callable[[], Any] = lambda: importlib.import_module("pynvml")) -> "GpuSensor | None":
+    """A sensor of this node's GPUs; None, with one line in the log, where there are none to be read."""
+    try:
+        return GpuSensor(load())
+    except ImportError:
+        cause = "nvidia-ml-py is not installed"
+    except NoGpusError as error:
+        cause = str(error)
+    log.info("no GPU health on this node", extra={"cause": cause})
+    return None
+
+
+@dataclass(slots=True)
+class _Gpu:
+    index: int
+    uuid: str
+    handle: Any
+
+
+class GpuSensor:
+    """Blocking; all calls from one thread. `nvml` is the module `pynvml`."""
+
+    def __init__(self, nvml: Any) -> None:
+        """Raises NoGpusError: no driver, or no GPU."""
+        self._nvml = nvml
+        self._unsupported = {getattr(nvml, f"NVML_ERROR_{name}") for name in _UNSUPPORTED}
+        self._gone = {getattr(nvml, f"NVML_ERROR_{name}") for name in _GONE}
+        self._resets = {getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}"): what for name, what in _RESETS.items()}
+        self._drains = {getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}"): what for name, what in _DRAINS.items()}
+        self._slowdowns = {getattr(nvml, f"nvmlClocksThrottleReason{name}"): what for name, what in _SLOWDOWNS.items()}
+        self._xids: defaultdict[str, list[int]] = defaultdict(list)
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            raise NoGpusError(f"NVML: {error}") from None
+        try:
+            self._gpus = [self._find(index) for index in range(nvml.nvmlDeviceGetCount())]
+            self._events = self._register()
+        except nvml.NVMLError as error:
+            nvml.nvmlShutdown()
+            raise NoGpusError(f"NVML: {error}") from None
+        if not self._gpus:
+            nvml.nvmlShutdown()
+            raise NoGpusError("NVML finds no GPU")
+
+    def close(self) -> None:
+        with contextlib.suppress(self._nvml.NVMLError):
+            if self._events is not None:
+                self._nvml.nvmlEventSetFree(self._events)
+            self._nvml.nvmlShutdown()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for an event, so that it can be read at once; False, without waiting, where that is not possible."""
+        return self._take_event(timeout_s) is not None
+
+    def read(self) -> list[Reading]:
+        """One reading of every GPU that was there at the start."""
+        for _ in range(_MAX_EVENTS):
+            if not self._take_event(0.0):
+                break
+        return [self._read(gpu) for gpu in self._gpus]
+
+    def _find(self, index: int) -> _Gpu:
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            return _Gpu(index, self._nvml.nvmlDeviceGetUUID(handle), handle)
+        except self._nvml.NVMLError:
+            return _Gpu(index, f"index {index}", None)  # Lost before we came; its readings will say so.
+
+    def _register(self) -> Any | None:
+        """The set of all events that there are; None when no GPU has any."""
+        nvml, wanted, registered = self._nvml, self._nvml.nvmlEventTypeXidCriticalError, False
+        try:
+            events = nvml.nvmlEventSetCreate()
+        except nvml.NVMLError:
+            return None
+        for gpu in self._gpus:
+            with contextlib.suppress(nvml.NVMLError):
+                if gpu.handle is not None and nvml.nvmlDeviceGetSupportedEventTypes(gpu.handle) & wanted:
+                    nvml.nvmlDeviceRegisterEvents(gpu.handle, wanted, events)
+                    registered = True
+        if not registered:
+            nvml.nvmlEventSetFree(events)
+            return None
+        return events
+
+    def _take_event(self, timeout_s: float) -> bool | None:
+        """Whether there was one; None when events cannot be waited for, or not now."""
+        if self._events is None:
+            return None
+        nvml = self._nvml
+        try:
+            event = nvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
+        except nvml.NVMLError as error:
+            return False if error.value == nvml.NVML_ERROR_TIMEOUT else None
+        # Of a GPU that does not even tell its name, the reading says enough.
+        with contextlib.suppress(nvml.NVMLError):
+            if event.eventType & nvml.nvmlEventTypeXidCriticalError:
+                self._xids[nvml.nvmlDeviceGetUUID(event.device)].append(int(event.eventData))
+        return True
+
+    def _read(self, gpu: _Gpu) -> Reading:
+        xids = tuple(self._xids.pop(gpu.uuid, ()))
+        try:
+            return self._look(gpu, xids)
+        except self._nvml.NVMLError as error:
+            if error.value in self._gone:
+                return Reading(uuid=gpu.uuid, index=gpu.index, xids=xids, lost=str(error))
+            return Reading(uuid=gpu.uuid, index=gpu.index, xids=xids, silent=str(error))
+
+    def _look(self, gpu: _Gpu, xids: tuple[int, ...]) -> Reading:
+        nvml = self._nvml
+        handle = gpu.handle if gpu.handle is not None else nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+        rows = self._ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
+        action = self._field(handle, nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)
+        errors, recoveries, up = self._read_nvlinks(handle)
+        return Reading(
+            uuid=gpu.uuid,
+            index=gpu.index,
+            xids=xids,
+            ecc_uncorrected=self._ask(
+                "nvmlDeviceGetTotalEccErrors", handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+            remap_pending=bool(rows[2]),
+            remap_failed=bool(rows[3]),
+            reset_due=self._resets.get(action),
+            drain_due=self._drains.get(action),
+            slowed_by=self._read_slowdowns(handle),
+            nvlink_errors=errors,
+            nvlink_recoveries=recoveries,
+            nvlinks_up=up,
+        )
+
+    def _read_slowdowns(self, handle: Any) -> tuple[str, ...]:
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # Drivers before 535 know them by their old name.
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return tuple(what for bit, what in self._slowdowns.items() if reasons is not None and reasons & bit)
+
+    def _read_nvlinks(self, handle: Any) -> tuple[int | None, int | None, int | None]:
+        """Corrected errors and recoveries of all links, and how many are up; None where there are no links, or no counters."""
+        nvml = self._nvml
+        states = [self._ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
+        if all(state is None for state in states):
+            return None, None, None
+        up = [link for link, state in enumerate(states) if state]
+        errors = [
+            self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, counter)
+            for link in up
+            for counter in (
+                nvml.NVML_NVLINK_ERROR_DL_REPLAY,
+                nvml.NVML_NVLINK_ERROR_DL_CRC_FLIT,
+                nvml.NVML_NVLINK_ERROR_DL_CRC_DATA,
+            )
+        ]
+        recoveries = [
+            self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, nvml.NVML_NVLINK_ERROR_DL_RECOVERY) for link in up
+        ]
+        if all(count is None for count in errors + recoveries):  # From the fifth generation of links on.
+            errors = [self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS, link) for link in up]
+            recoveries = [self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS, link) for link in up]
+        return _sum(errors), _sum(recoveries), len(up)
+
+    def _field(self, handle: Any, field: int, scope: int = 0) -> int | None:
+        values = self._ask("nvmlDeviceGetFieldValues", handle, [(field, scope)])
+        return int(values[0].value.ullVal) if values is not None and values[0].nvmlReturn == self._nvml.NVML_SUCCESS else None
+
+    def _ask(self, function: str, *arguments: Any) -> Any | None:
+        """What NVML answers; None when that is not supported.
+
+        Raises:
+            NVMLError: it failed in another way.
+        """
+        try:
+            return getattr(self._nvml, function)(*arguments)
+        except self._nvml.NVMLError as error:
+            if error.value in self._unsupported:
+                return None
+            raise
+
+
+class GpuMonitor:
+    """Has the GPUs looked at every second, and as soon as there is an XID; `changed` is called with every new judgement."""
+
+    def __init__(self, sensor: GpuSensor, changed: Callable[[GpuHealth], None], clock: Callable[[], float]) -> None:
+        self._sensor, self._changed, self._clock = sensor, changed, clock
+        self._judge = GpuJudge()
+        self._readings: asyncio.Queue[list[Reading] | Exception] = asyncio.Queue()
+        self._stop = threading.Event()
+
+    @property
+    def health(self) -> list[GpuHealth]:
+        return self._judge.health
+
+    async def run(self) -> None:
+        """Watch until cancelled; the sensor is closed by then, or as soon as NVML comes back."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._look_on, args=(loop,), name="gpu-sensor", daemon=True).start()
+        try:
+            while True:
+                self._tell(await self._next_judgements())
+        finally:
+            self._stop.set()
+
+    async def _next_judgements(self) -> list[GpuHealth]:
+        try:
+            async with asyncio.timeout(_POLL_S + _STUCK_S):
+                readings = await self._readings.get()
+        except TimeoutError:
+            return self._judge.no_answer("NVML is stuck", self._clock())
+        if isinstance(readings, Exception):
+            raise readings
+        return self._judge.take(readings, self._clock())
+
+    def _tell(self, judgements: list[GpuHealth]) -> None:
+        for health in judgements:
+            log.log(
+                logging.INFO if health.state is GpuState.HEALTHY else logging.WARNING,
+                "gpu health",
+                extra={"gpu": health.uuid, "index": health.index, "state": health.state, "reason": health.reason},
+            )
+            self._changed(health)
+
+    def _look_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._stop.is_set():
+            readings: list[Reading] | Exception
+            try:
+                readings = self._sensor.read()
+            except Exception as error:  # A bug of ours: it must end whoever awaits `run`, not only this thread.
+                readings = error
+                self._stop.set()
+            # The loop may be closed by now.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._readings.put_nowait, readings)
+            self._stop.wait(_PAUSE_S if self._sensor.wait(_POLL_S) else _POLL_S)
+        self._sensor.close()
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None

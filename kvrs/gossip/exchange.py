@@ -1,0 +1,251 @@
+"""Anti-entropy: two nodes compare what they know of everybody, and each sends the other what that one lacks.
+
+Statements travel here as well as records, so whatever news missed a node finds it in the end, a partition's other side too.
+"""
+
+from kvrs.gossip.config import GossipSettings
+from kvrs.gossip.detector import Detector
+from kvrs.gossip.events import RecordChanged
+from kvrs.gossip.facts import Facts
+from kvrs.gossip.members import Member, Random
+from kvrs.gossip.records import Record, start_for
+from kvrs.gossip.wire import (
+    HEADER_BYTES,
+    MAX_PACKET_BYTES,
+    MAX_STATEMENTS,
+    Delta,
+    Digest,
+    Known,
+    RecordDelta,
+    Statement,
+    Status,
+    known_bytes,
+    text_bytes,
+)
+from kvrs.ids import NodeId
+
+_WANTS_SHARE = 0.5  # Of an answer may be questions.
+_BUSY_SHARE = 0.2  # Of an interval is waited after an exchange that brought something: there may be more where that came from.
+
+
+class Exchange:
+    def __init__(
+        self,
+        detector: Detector,
+        facts: Facts,
+        settings: GossipSettings,
+        seeds: dict[NodeId, str],
+        random: Random,
+        now_s: float,
+    ) -> None:
+        self._detector = detector
+        self._members = detector.members
+        self._facts = facts
+        self._settings = settings
+        self._seeds = seeds
+        self._random = random
+        self._after = ""  # Where the last digest ended.
+        self._sync_at_s = self._synced_s = now_s
+        self._reconnect_at_s = now_s + settings.reconnect_interval_s
+        self._first = True
+
+    @property
+    def due_s(self) -> float:
+        return min(self._sync_at_s, self._reconnect_at_s)
+
+    def tick(self, now_s: float) -> None:
+        """`now_s` is the node's own time, as everywhere but where ages are told."""
+        if now_s >= self._sync_at_s:
+            self._synced_s = now_s
+            self._sync_at_s = now_s + self._settings.sync_interval_s * (0.9 + 0.2 * self._random())
+            self._sync(now_s)
+        if now_s >= self._reconnect_at_s:
+            self._reconnect_at_s = now_s + self._settings.reconnect_interval_s
+            self._reconnect()
+
+    def soon(self, now_s: float) -> None:
+        self._sync_at_s = self._reconnect_at_s = now_s
+
+    def _sync(self, now_s: float) -> None:
+        if self._first:
+            # All that is known is asked for at once, and over a stream, where it finds room.
+            self._first = False
+            seeds = list(self._seeds)
+            for _ in range(min(self._settings.fanout, len(seeds))):
+                self._ask(seeds.pop(int(self._random() * len(seeds))), MAX_PACKET_BYTES)
+            return
+        peers = self._members.random_peers(1)
+        if peers:
+            self._ask(peers[0].id, self._settings.packet_bytes)
+        elif self._seeds:
+            self._reconnect()
+        self._forget(now_s)
+
+    def _reconnect(self) -> None:
+        """Somebody who is not among the peers is asked: one of the dead may live behind a partition that has healed."""
+        lost = [node for node in self._seeds if node not in self._members.table and node != self._detector.me.id]
+        lost += [member.id for member in self._members.table.values() if member.status is Status.DEAD]
+        if lost:
+            self._ask(lost[int(self._random() * len(lost))], MAX_PACKET_BYTES)
+
+    def _forget(self, now_s: float) -> None:
+        before_s = now_s - self._settings.forget_s
+        me = self._detector.me
+        if len(self._members.peers) + 1 == len(self._members.table):
+            return
+        for member in [m for m in self._members.table.values() if m is not me and not m.reachable and m.since_s < before_s]:
+            self._detector.forget(member)
+
+    # The asker.
+
+    def _ask(self, node: NodeId, room_bytes: int) -> None:
+        me, stream = self._detector.me, room_bytes > self._settings.packet_bytes
+        # Whoever is asked must know where the answer goes.
+        news = (me.statement()[0],)
+        room = room_bytes - HEADER_BYTES - me.statement()[1]
+        known, until = self._known(room)
+        after, self._after = self._after, until
+        self._detector.send(node, Digest(me.epoch, me.incarnation, room_bytes, after, until, known, news), stream)
+
+    def _known(self, room: int) -> tuple[tuple[Known, ...], str]:
+        """From where the last digest ended, as much as fits; and up to where that is, "" for the end."""
+        table, found = self._members.table, list[Known]()
+        room -= text_bytes(self._after)
+        for node in self._members.between(self._after, "") if self._after else self._members.ids:
+            known, size = table[node].known()
+            room -= size
+            if room < 0 or len(found) == MAX_STATEMENTS:
+                break
+            found.append(known)
+        else:
+            return tuple(found), ""
+        # The bound that has to be named now needs room too.
+        room += size
+        while room < text_bytes(found[-1].id):
+            room += table[found.pop().id].known()[1]
+        return tuple(found), found[-1].id
+
+    # The answer.
+
+    def on_digest(self, sender: NodeId, digest: Digest, now_s: float, clock_s: float) -> None:
+        """`clock_s` is the caller's clock, by which ages are told."""
+        lacking, wants, matched = self._compare(digest.known, now_s)
+        ids = self._members.between(digest.after, digest.until)
+        if matched < len(ids):
+            named = {known.id for known in digest.known}
+            table = self._members.table
+            lacking += [(table[node], None) for node in ids if node not in named and self._worth_telling(table[node], now_s)]
+        self._answer(sender, digest.room_bytes, lacking, wants, clock_s)
+
+    def on_delta(self, sender: NodeId, delta: Delta, now_s: float, clock_s: float) -> None:
+        for record in delta.records:
+            self._take(record, clock_s)
+        if delta.records:
+            self._sync_at_s = min(self._sync_at_s, self._synced_s + self._settings.sync_interval_s * _BUSY_SHARE)
+        if delta.wants:
+            lacking, _, _ = self._compare(delta.wants, now_s)
+            self._answer(sender, delta.room_bytes, lacking, [], clock_s)
+
+    def _compare(self, theirs: tuple[Known, ...], now_s: float) -> tuple[list[tuple[Member, Known | None]], list[Known], int]:
+        """Of which members they lack something, what is to be asked of them, and how many members they named."""
+        table, me = self._members.table, self._detector.me
+        lacking, wants, matched = list[tuple[Member, Known | None]](), list[Known](), 0
+        for known in theirs:
+            member = table.get(known.id)
+            if member is None:
+                if known.status <= Status.SUSPECT:
+                    wants.append(Known(known.id, 0, 0, Status.ALIVE, 0, 0))
+                continue
+            matched += 1
+            mine = member.known()[0]
+            if known == mine:
+                continue
+            if member is me:
+                self._hear_of_my_record(known, now_s)
+                lacking.append((member, known))
+                continue
+            if known.epoch == mine.epoch:
+                ahead = member.newer(known.epoch, known.incarnation, known.status)
+                behind = not ahead and (known.incarnation != mine.incarnation or known.status != mine.status)
+                if ahead or (member.reachable and start_for(mine.version, mine.floor, known.version, known.floor) is not None):
+                    wants.append(mine)
+                if behind or start_for(known.version, known.floor, mine.version, mine.floor) is not None:
+                    lacking.append((member, known))
+            elif known.epoch > mine.epoch:
+                wants.append(mine)
+            else:
+                lacking.append((member, known))
+        return lacking, wants, matched
+
+    def _hear_of_my_record(self, known: Known, now_s: float) -> None:
+        self._detector.hear_of_me(known.epoch, known.incarnation, known.status, now_s)
+        me = self._detector.me
+        if known.epoch == me.epoch and me.stored is not None and known.version > me.stored.version:
+            # Somebody has edits of this epoch that this process did not make.
+            self._detector.hear_of_me(known.epoch, me.incarnation + 1, Status.ALIVE, now_s)
+
+    def _answer(
+        self, to: NodeId, room_bytes: int, lacking: list[tuple[Member, Known | None]], wants: list[Known], clock_s: float
+    ) -> None:
+        if not lacking and not wants:
+            return
+        me, own_bytes = self._detector.me, self._settings.packet_bytes
+        room_bytes = own_bytes if room_bytes <= own_bytes else min(room_bytes, MAX_PACKET_BYTES)
+        room = room_bytes - HEADER_BYTES
+        asked, room = _as_fits(wants, room)
+        news, records = list[Statement](), list[RecordDelta]()
+        # Where not all of it fits, everybody's turn comes.
+        first = int(self._random() * len(lacking)) if lacking else 0
+        for member, known in lacking[first:] + lacking[:first]:
+            if known is None or member.newer_than(known):
+                statement, size = member.statement()
+                if size > room or len(news) == MAX_STATEMENTS:
+                    break
+                news.append(statement)
+                room -= size
+            delta = self._delta(member, known, room, clock_s) if len(records) < MAX_STATEMENTS else None
+            if delta is not None:
+                records.append(delta[0])
+                room -= delta[1]
+        packet = Delta(me.epoch, me.incarnation, room_bytes, tuple(news), tuple(records), asked)
+        self._detector.send(to, packet, room_bytes > own_bytes)
+
+    def _delta(self, member: Member, known: Known | None, room: int, clock_s: float) -> tuple[RecordDelta, int] | None:
+        record = member.stored
+        if record is None or not member.reachable:
+            return None
+        same = known is not None and known.epoch == member.epoch
+        start = start_for(known.version, known.floor, record.version, record.floor) if known is not None and same else 0
+        return None if start is None else record.delta(member.id, member.epoch, start, room, clock_s)
+
+    def _take(self, delta: RecordDelta, clock_s: float) -> None:
+        member = self._members.table.get(delta.id)
+        # Only the node itself writes its record, and only in the life that is known.
+        if member is None or member is self._detector.me or member.epoch != delta.epoch:
+            return
+        if member.stored is None:
+            member.stored = Record()
+        changed = member.stored.apply(delta, clock_s)
+        member.record_changed()
+        if member.reachable:
+            for kind, name in changed:
+                held = member.stored.entries.get((kind, name))
+                value, written_s = (held.value, held.written_s) if held is not None else (None, clock_s)
+                self._facts.put(member.id, kind, name, value, written_s)
+                self._detector.events.append(RecordChanged(member.id, kind, name))
+
+    def _worth_telling(self, member: Member, now_s: float) -> bool:
+        """The long dead are not: whoever has forgotten them already would be told again and again."""
+        return member.reachable or now_s - member.since_s < self._settings.forget_s / 2
+
+
+def _as_fits(wants: list[Known], room: int) -> tuple[tuple[Known, ...], int]:
+    kept, most = list[Known](), int(room * _WANTS_SHARE)
+    for want in wants[:MAX_STATEMENTS]:
+        size = known_bytes(want)
+        if size > most:
+            break
+        kept.append(want)
+        most -= size
+        room -= size
+    return tuple(kept), room

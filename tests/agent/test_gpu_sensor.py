@@ -1,0 +1,275 @@
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pynvml
+import pytest
+
+from kvrs.agent import gpu as module
+from kvrs.agent.gpu import GpuMonitor, GpuSensor, NoGpusError, open_sensor
+from kvrs.agent.gpu_health import Reading
+from kvrs.protocol.gpus import GpuHealth, GpuState
+from tests.agent.fake_nvml import FakeGpu, FakeNvml, error
+
+WAIT_S = 20.0
+
+
+def one_gpu(**settings: Any) -> tuple[FakeNvml, FakeGpu, GpuSensor]:
+    gpu = FakeGpu("GPU-a", **settings)
+    nvml = FakeNvml(gpu)
+    return nvml, gpu, GpuSensor(nvml)
+
+
+def missing() -> Any:
+    raise ModuleNotFoundError("No module named 'pynvml'")
+
+
+def without_driver() -> FakeNvml:
+    nvml = FakeNvml()
+    nvml.init_fails = error("LIBRARY_NOT_FOUND")
+    return nvml
+
+
+@pytest.mark.parametrize(
+    ("load", "cause"),
+    [(missing, "not installed"), (without_driver, "NVML Shared Library Not Found"), (FakeNvml, "no GPU")],
+)
+def test_no_gpus_are_a_normal_state(load: Callable[[], Any], cause: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Said in one line, and not as a warning."""
+    caplog.set_level(logging.INFO)
+
+    assert open_sensor(load) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert cause in str(vars(record)["cause"])
+
+
+def test_the_real_library_is_asked_without_raising() -> None:
+    """Whatever this machine has: GPUs are read, or there are none."""
+    sensor = open_sensor()
+    if sensor is None:
+        return
+
+    readings = sensor.read()
+    sensor.close()
+
+    assert all(reading.lost is None and reading.silent is None for reading in readings)
+
+
+def test_library_is_left_when_there_is_no_gpu() -> None:
+    nvml = FakeNvml()
+
+    with pytest.raises(NoGpusError):
+        GpuSensor(nvml)
+    assert nvml.opened == 0
+
+
+def test_a_sound_gpu_reads_as_nothing_special() -> None:
+    nvml, _, sensor = one_gpu(links=[1, 1])
+
+    assert sensor.read() == [
+        Reading(uuid="GPU-a", index=0, ecc_uncorrected=0, nvlink_errors=0, nvlink_recoveries=0, nvlinks_up=2),
+    ]
+    sensor.close()
+    assert nvml.opened == 0
+
+
+def test_what_a_gpu_does_not_support_says_nothing() -> None:
+    """A board without ECC memory, links, events and all that is new."""
+    _, _, sensor = one_gpu(ecc_uncorrected=None, rows=None, recovery_action=None, has_events=False)
+
+    assert sensor.read() == [Reading(uuid="GPU-a", index=0)]
+    assert not sensor.wait(0.0)
+
+
+def test_xids_are_read_once_and_by_gpu() -> None:
+    a, b = FakeGpu("GPU-a"), FakeGpu("GPU-b")
+    nvml = FakeNvml(a, b)
+    sensor = GpuSensor(nvml)
+    nvml.xid(b, 79)
+    nvml.xid(a, 31)
+    nvml.xid(b, 63)
+
+    assert [reading.xids for reading in sensor.read()] == [(31,), (79, 63)]
+    assert [reading.xids for reading in sensor.read()] == [(), ()]
+
+
+def test_an_xid_is_waited_for() -> None:
+    nvml, gpu, sensor = one_gpu()
+    nvml.xid(gpu, 48)
+
+    assert sensor.wait(1.0)
+    assert sensor.read()[0].xids == (48,)
+
+
+@pytest.mark.parametrize("name", ["GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND"])
+def test_a_lost_gpu_is_read_as_lost(name: str) -> None:
+    """The others are read as before; an XID of a board that has lost its name stops nobody."""
+    a, b = FakeGpu("GPU-a"), FakeGpu("GPU-b")
+    nvml = FakeNvml(a, b)
+    sensor = GpuSensor(nvml)
+    a.fails = error(name)
+    nvml.xid(a, 79)
+
+    lost, sound = sensor.read()
+
+    assert (lost.uuid, lost.lost, lost.silent) == ("GPU-a", str(a.fails), None)
+    assert sound == Reading(uuid="GPU-b", index=1, ecc_uncorrected=0)
+
+
+def test_a_gpu_that_was_lost_at_the_start_is_told_of() -> None:
+    nvml = FakeNvml(FakeGpu("GPU-a", fails=error("GPU_IS_LOST")), FakeGpu("GPU-b"))
+
+    assert [reading.lost for reading in GpuSensor(nvml).read()] == ["GPU is lost", None]
+
+
+def test_other_failures_are_silence() -> None:
+    """NVML says `Unknown Error` of dying boards, and of sound ones now and then."""
+    _, gpu, sensor = one_gpu()
+    gpu.fails = error("UNKNOWN")
+
+    assert sensor.read() == [Reading(uuid="GPU-a", index=0, silent="Unknown Error")]
+
+
+def test_rows_and_recovery_actions_are_read() -> None:
+    _, gpu, sensor = one_gpu()
+    gpu.rows, gpu.recovery_action = (0, 1, 1, 0), pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET
+    (first,) = sensor.read()
+    gpu.rows, gpu.recovery_action = (0, 1, 0, 1), pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET
+    (second,) = sensor.read()
+
+    assert (first.remap_pending, first.remap_failed, first.reset_due, first.drain_due) == (
+        True,
+        False,
+        None,
+        "draining and a reset",
+    )
+    assert (second.remap_pending, second.remap_failed, second.reset_due, second.drain_due) == (False, True, "a reset", None)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_only_slowdowns_that_mean_trouble_are_read(old: bool) -> None:
+    """Idleness and the power cap are a matter of course; older drivers have another name for all of it."""
+    nvml, gpu, sensor = one_gpu()
+    nvml.has_old_clock_reasons = old
+    gpu.clock_reasons = pynvml.nvmlClocksEventReasonGpuIdle | pynvml.nvmlClocksEventReasonSwPowerCap
+    (normal,) = sensor.read()
+    gpu.clock_reasons |= pynvml.nvmlClocksEventReasonHwThermalSlowdown
+    (hot,) = sensor.read()
+
+    assert (normal.slowed_by, hot.slowed_by) == ((), ("hw thermal",))
+
+
+def test_nvlink_counters_are_summed_up() -> None:
+    _, gpu, sensor = one_gpu(links=[1, 0, 1])
+    gpu.link_errors = {
+        pynvml.NVML_NVLINK_ERROR_DL_REPLAY: 1,
+        pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT: 2,
+        pynvml.NVML_NVLINK_ERROR_DL_CRC_DATA: 4,
+        pynvml.NVML_NVLINK_ERROR_DL_RECOVERY: 8,
+    }
+    (reading,) = sensor.read()
+
+    assert (reading.nvlink_errors, reading.nvlink_recoveries, reading.nvlinks_up) == (7, 8, 2)
+
+
+def test_newer_links_have_other_counters() -> None:
+    _, gpu, sensor = one_gpu(links=[1], link_errors=None)
+    gpu.link_fields = {
+        pynvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS: 5,
+        pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS: 6,
+    }
+    (reading,) = sensor.read()
+
+    assert (reading.nvlink_errors, reading.nvlink_recoveries) == (5, 6)
+
+
+def test_waiting_that_fails_at_once_is_no_waiting() -> None:
+    """NVML refuses to wait for a lost GPU; whoever goes on at once keeps a core busy."""
+    nvml, _, sensor = one_gpu()
+    nvml.waiting_fails = error("GPU_IS_LOST")
+
+    assert not sensor.wait(1.0)
+    assert sensor.read()[0].lost is None
+
+
+async def judged(
+    nvml: FakeNvml, act: Callable[[list[GpuHealth]], bool], clock: Callable[[], float] = time.monotonic
+) -> list[GpuHealth]:
+    """What a monitor says until `act` is content."""
+    said: list[GpuHealth] = []
+    monitor = GpuMonitor(GpuSensor(nvml), said.append, clock)
+    task = asyncio.create_task(monitor.run())
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not act(said) and not task.done():
+                await asyncio.sleep(0.005)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+    return said
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLL_S", 0.02)
+    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
+
+
+async def test_a_monitor_tells_changes() -> None:
+    gpu = FakeGpu("GPU-a")
+    nvml = FakeNvml(gpu)
+
+    def act(said: list[GpuHealth]) -> bool:
+        if len(said) == 1 and not nvml.events:
+            nvml.xid(gpu, 79)
+        return len(said) > 1
+
+    said = await judged(nvml, act)
+
+    assert [(health.state, health.reason) for health in said] == [(GpuState.HEALTHY, ""), (GpuState.FAILING, "xid 79")]
+    await ended()
+    assert nvml.opened == 0
+
+
+async def test_a_library_that_does_not_come_back_is_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on, the GPUs count as failing, and nobody waits for the thread."""
+    monkeypatch.setattr(module, "_STUCK_S", 0.1)
+    looks = itertools.count(0, 2)
+    nvml = FakeNvml(FakeGpu("GPU-a"))
+    let_go = threading.Event()
+
+    def act(said: list[GpuHealth]) -> bool:
+        if said:
+            nvml.stuck = let_go
+        return len(said) > 1
+
+    try:
+        said = await judged(nvml, act, lambda: float(next(looks)))
+    finally:
+        let_go.set()
+
+    assert (said[-1].state, said[-1].reason) == (GpuState.FAILING, "no answer: NVML is stuck")
+    await ended()
+
+
+async def test_a_bug_ends_the_monitor() -> None:
+    """It must not look like a GPU that is silent."""
+    nvml = FakeNvml(FakeGpu("GPU-a", rows="not rows"))  # type: ignore[arg-type]
+    del nvml.gpus[0].links
+
+    with pytest.raises(AttributeError):
+        await judged(nvml, lambda said: False)
+    await ended()
+
+
+async def ended() -> None:
+    async with asyncio.timeout(WAIT_S):
+        while any(thread.name == "gpu-sensor" for thread in threading.enumerate()):
+            await asyncio.sleep(0.005)

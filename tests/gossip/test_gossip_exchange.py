@@ -1,0 +1,284 @@
+"""Two nodes compare what they know; what is published reaches everybody, bounded by the size of a packet."""
+
+import random
+
+import pytest
+
+from kvrs.errors import GossipError
+from kvrs.gossip.config import GossipSettings
+from kvrs.gossip.facts import FailureFact, HolderFact, InstanceFact, Kind, SlotsFact
+from kvrs.gossip.node import Gossip
+from kvrs.gossip.wire import MAX_ENTRIES, Delta, Digest, Entry, Known, Push, RecordDelta, Status, encode
+from kvrs.ids import NodeId
+from kvrs.protocol.instance import Role
+from kvrs.sim.gossip import GossipNet, SimNode
+from tests.gossip.gossip_house import SETTINGS, alive
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+
+
+def cluster(count: int, settings: GossipSettings = SETTINGS, seed: int = 0) -> GossipNet:
+    net = GossipNet(settings, seed, on_wire=True)
+    for i in range(count):
+        net.add(f"n{i}", {NodeId("n0"): "n0:7"})
+    return net
+
+
+def publish(net: GossipNet, node: SimNode, name: str, free: int) -> None:
+    node.gossip.publish(name, SlotsFact(free, 0.0), node.clock_s(net.now_s))
+
+
+def test_what_one_node_publishes_all_others_read() -> None:
+    """And when it was written, by their own clocks, which no two nodes need to have in common."""
+    net = cluster(5)
+    writer = net.nodes[NodeId("n3")]
+    net.run(5.0)
+    facts = (
+        InstanceFact(Role.DECODE, 1, 2, 3, 0.5, 100),
+        SlotsFact(32, 0.0),
+        HolderFact(1 << 30, 1 << 20),
+        FailureFact(1, "oom", 0.0),
+    )
+    for fact in facts:
+        writer.gossip.publish("d3", fact, writer.clock_s(5.0))
+
+    net.run(20.0)
+
+    for node in net.nodes.values():
+        read = node.gossip.facts
+        tables = read.instances, read.slots, read.holders, read.failures
+        assert tuple(table[writer.id, "d3"].fact for table in tables) == facts
+        assert node.clock_s(5.0) == pytest.approx(read.slots[writer.id, "d3"].written_s, abs=0.1)
+
+
+def test_what_is_withdrawn_is_gone_everywhere() -> None:
+    """Also after its tombstone was forgotten, and at a node that was cut off meanwhile."""
+    net = cluster(4, GossipSettings(tombstone_s=5.0))
+    writer, away = net.nodes[NodeId("n1")], NodeId("n3")
+    net.run(5.0)
+    publish(net, writer, "gone", 1)
+    publish(net, writer, "kept", 2)
+    net.run(10.0)
+    net.cut = lambda a, b: away in (a, b)
+    writer.gossip.withdraw(Kind.SLOTS, "gone", writer.clock_s(net.now_s))
+    net.run(60.0)
+
+    net.cut = None
+    net.run(120.0)
+
+    for node in net.nodes.values():
+        assert [name for owner, name in node.gossip.facts.slots if owner == writer.id] == ["kept"]
+
+
+def test_the_facts_of_a_dead_node_are_gone_and_back_when_it_lives() -> None:
+    """A decision never sees what the dead said last; whoever was only stopped is read again at once."""
+    net = cluster(4)
+    writer, reader = net.nodes[NodeId("n1")], net.nodes[NodeId("n2")].gossip
+    publish(net, writer, "d1", 7)
+    net.run(10.0)
+    net.stop(writer, 20.0)
+
+    net.run(25.0)
+    assert reader.members[writer.id].status is Status.DEAD
+    assert not reader.facts.slots
+    net.run(32.0)
+
+    assert [report.fact.free for report in reader.facts.slots.values()] == [7]
+
+
+def test_a_new_process_starts_with_an_empty_record() -> None:
+    """What the old one said is nobody's word any more."""
+    net = cluster(4)
+    publish(net, net.nodes[NodeId("n1")], "d1", 7)
+    net.run(10.0)
+
+    net.restart("n1", {NodeId("n0"): "n0:7"}, epoch=2)
+    net.run(20.0)
+
+    assert all(not node.gossip.facts.slots for node in net.nodes.values())
+
+
+def test_a_process_that_took_a_higher_epoch_keeps_what_it_published() -> None:
+    """It was started with a lower epoch than the process before it; its record is told under the one it took."""
+    net = cluster(4)
+    publish(net, net.restart("n1", {NodeId("n0"): "n0:7"}, epoch=5), "old", 7)
+    net.run(10.0)
+
+    again = net.restart("n1", {NodeId("n0"): "n0:7"}, epoch=3)
+    publish(net, again, "new", 8)
+    net.run(30.0)
+
+    assert again.gossip.epoch == 6
+    for node in net.nodes.values():
+        assert [name for owner, name in node.gossip.facts.slots if owner == again.id] == ["new"]
+
+
+@pytest.mark.parametrize("count", [20, 60])
+def test_everybody_gets_to_know_everybody_and_all_records_in_packets_of_bounded_size(count: int) -> None:
+    """With more members and entries than one packet can name: the network asserts the size of every packet."""
+    net = cluster(count, GossipSettings(packet_bytes=1024))
+    for node in net.nodes.values():
+        for i in range(3):
+            node.gossip.publish(f"a-rather-long-name-of-an-instance-{i}", FailureFact(1, "x" * 60, 0.0), node.clock_s(0.0))
+
+    net.run(20.0)
+
+    for node in net.nodes.values():
+        assert len(node.gossip.members) == count
+        assert len(node.gossip.facts.failures) == 3 * count
+
+
+def test_a_newcomer_learns_all_at_once_over_a_stream() -> None:
+    """It asks its seeds with room for a long answer, so it does not take a minute among a thousand."""
+    net = cluster(120)
+    net.run(6.0)
+
+    newcomer = net.add("newcomer", {NodeId("n7"): "n7:7"})
+    net.run(6.1)
+
+    assert len(newcomer.gossip.members) == 121
+
+
+def node_a() -> Gossip:
+    node = Gossip(A, "a:7", 1, SETTINGS, random.Random(0).random, 0.0)
+    node.handle(Push(1, 0, (alive(B), alive(C))), B, 0.0)
+    return node
+
+
+def slots(node: NodeId, epoch: int, end: int, *entries: Entry) -> Delta:
+    return Delta(1, 0, 1280, (), (RecordDelta(node, epoch, 0, end, 0, entries),))
+
+
+SLOT = Entry(Kind.SLOTS, "d0", 1, 0, b"\x92\x05\x00")
+
+
+def test_nobody_writes_another_s_record() -> None:
+    """What is said of this node's record is not taken; of others it is what they said themselves, passed on."""
+    node = node_a()
+
+    node.handle(slots(A, 1, 1, SLOT), B, 0.1)
+    node.handle(slots(C, 1, 1, SLOT), B, 0.1)
+
+    assert list(node.facts.slots) == [(C, "d0")]
+
+
+def test_a_record_of_another_life_is_not_taken() -> None:
+    """Neither of the one before, nor of one that has not been heard of."""
+    node = node_a()
+
+    node.handle(slots(C, 2, 1, SLOT), B, 0.1)
+
+    assert not node.facts.slots
+
+
+def test_a_stranger_gets_no_more_than_its_room() -> None:
+    """An answer is as long as the asker has room, and never longer than a stream's packet."""
+    node = node_a()
+    for i in range(60):
+        node.publish(f"d{i}", FailureFact(1, "x" * 100, 0.0), 0.0)
+
+    for room_bytes, most in ((1, 1280), (1280, 1280), (1 << 40, 65536)):
+        [send] = node.handle(Digest(1, 0, room_bytes, "", "", ()), NodeId("stranger"), 0.1)
+        assert len(encode(send.packet)) <= most
+        assert send.stream == (most > 1280)
+
+
+def test_what_is_asked_for_is_answered_in_the_same_exchange() -> None:
+    """Push and pull: whoever is asked answers with what the asker lacks, and asks for what itself lacks."""
+    node = node_a()
+    node.publish("d0", SlotsFact(3, 0.0), 0.0)
+
+    [send] = node.handle(Delta(1, 0, 1280, (), (), (Known(A, 1, 0, Status.ALIVE, 0, 0),)), B, 0.1)
+
+    assert isinstance(send.packet, Delta)
+    assert [(record.id, record.end) for record in send.packet.records] == [(A, 1)]
+    assert send.packet.wants == ()
+
+
+def test_digests_are_bounded_and_take_turns() -> None:
+    """With more members than one packet names, each goes on where the last one ended, and together they leave nobody out."""
+    node = Gossip(A, "a:7", 1, SETTINGS, random.Random(0).random, 0.0)
+    others = [NodeId(f"node-with-a-long-name-{i:03}") for i in range(300)]
+    for other in others:
+        node.handle(Push(1, 0, (alive(other),)), other, 0.0)
+
+    named, after, digests = list[NodeId](), "", 0
+    while digests < 6 or after:
+        sends = node.tick(node.next_tick_s)
+        for send in sends:
+            if isinstance(send.packet, Digest):
+                assert len(encode(send.packet)) <= SETTINGS.packet_bytes
+                assert send.packet.after == after
+                named += [known.id for known in send.packet.known]
+                after, digests = send.packet.until, digests + 1
+
+    assert sorted(set(named)) == [A, *others]
+
+
+def test_equal_nodes_say_nothing() -> None:
+    """A digest that shows nothing new is not answered: quiet clusters are quiet."""
+    net = cluster(3)
+    net.run(20.0)
+    one, two = list(net.nodes.values())[:2]
+    known = tuple(one.gossip.members[node].known()[0] for node in sorted(one.gossip.members))
+
+    sends = two.gossip.handle(Digest(1, 0, 1280, "", "", known), one.id, two.clock_s(20.0))
+
+    assert sends == []
+
+
+def test_a_partition_heals_from_both_sides() -> None:
+    """Everybody held the other side dead; somebody asks the dead now and then."""
+    net = cluster(8)
+    net.run(10.0)
+    side = {NodeId(f"n{i}") for i in range(3)}
+    net.cut = lambda a, b: (a in side) != (b in side)
+    net.run(60.0)
+    assert net.nodes[NodeId("n0")].gossip.members[NodeId("n7")].status is Status.DEAD
+
+    net.cut = None
+    net.run(75.0)
+
+    statuses = {member.status for node in net.nodes.values() for member in node.gossip.members.values()}
+    assert statuses == {Status.ALIVE}
+
+
+def test_the_long_dead_are_not_told_to_those_who_forgot_them() -> None:
+    """Otherwise they would be told for ever: after half of the time until they are forgotten here too, they are not."""
+    net = cluster(3, GossipSettings(forget_s=20.0))
+    net.run(5.0)
+    node, dead = net.nodes[NodeId("n0")], net.nodes[NodeId("n2")]
+    net.kill(dead)
+    ignorant = Digest(1, 0, 1280, "", "", tuple(node.gossip.members[n].known()[0] for n in (NodeId("n0"), NodeId("n1"))))
+
+    told = []
+    for now_s in (12.0, 24.0, 60.0):
+        net.run(now_s)
+        sends = node.gossip.handle(ignorant, NodeId("n1"), node.clock_s(now_s))
+        told.append([said.id for send in sends for said in send.packet.news if said.id == dead.id])
+
+    assert told == [[dead.id], [], []]
+    assert all(dead.id not in node.gossip.members for node in net.nodes.values() if node.up)
+
+
+def test_a_full_record_refuses_more() -> None:
+    """The writer hears of it; an entry that is there may always be written anew."""
+    node = node_a()
+    for i in range(MAX_ENTRIES):
+        node.publish(f"d{i}", SlotsFact(1, 0.0), 0.0)
+
+    node.publish("d0", SlotsFact(2, 0.0), 0.0)
+    with pytest.raises(GossipError, match="256"):
+        node.publish("more", SlotsFact(1, 0.0), 0.0)
+    with pytest.raises(GossipError, match="name"):
+        node.publish("x" * 65, SlotsFact(1, 0.0), 0.0)
+
+
+def test_where_a_node_is_comes_from_itself_or_from_the_configuration() -> None:
+    """A restarted node may listen elsewhere."""
+    node = Gossip(A, "a:7", 1, SETTINGS, random.Random(0).random, 0.0, {B: "seed:1", A: "me:1"})
+
+    assert (node.address_of(B), node.address_of(C)) == ("seed:1", None)
+    node.handle(Push(1, 0, (alive(B),)), B, 0.0)
+
+    assert node.address_of(B) == "b:7"

@@ -1,0 +1,41 @@
+"""Section `gossip`: profiles are differences."""
+
+import pytest
+from pydantic import ValidationError
+
+from kvrs.gossip.config import GossipSettings, Profile
+
+
+def test_lan_is_the_default() -> None:
+    """A file that says nothing gets the machine room."""
+    assert GossipSettings() == GossipSettings.model_validate({"profile": "lan"})
+
+
+def test_a_profile_changes_what_it_names_and_nothing_else() -> None:
+    """wan and local differ from lan in a few keys each."""
+    lan, wan, local = (GossipSettings.model_validate({"profile": name}).model_dump() for name in Profile)
+
+    assert wan["probe_interval_s"] > lan["probe_interval_s"]
+    assert wan["packet_bytes"] == lan["packet_bytes"] < local["packet_bytes"]
+    assert wan["confirmations"] == lan["confirmations"] == local["confirmations"]
+
+
+def test_what_the_file_names_goes_before_the_profile() -> None:
+    """A profile is a set of defaults."""
+    settings = GossipSettings.model_validate({"profile": "wan", "probe_interval_s": 1.0})
+
+    assert (settings.probe_interval_s, settings.fanout) == (1.0, 4)
+
+
+def test_a_written_section_reads_back_equal() -> None:
+    """`kvrs up` writes configurations for the processes that it starts."""
+    settings = GossipSettings.model_validate({"profile": "local", "fanout": 5})
+
+    assert GossipSettings.model_validate(settings.model_dump(mode="json")) == settings
+
+
+@pytest.mark.parametrize("section", [{"profile": "moon"}, {"probe_interval_s": 0.0}, {"packet_bytes": 100}, {"speed": 1}])
+def test_what_is_not_allowed_is_refused(section: dict[str, object]) -> None:
+    """With a message of pydantic's, which `kvrs.config` turns into a line."""
+    with pytest.raises(ValidationError):
+        GossipSettings.model_validate(section)

@@ -1,0 +1,197 @@
+"""Gossip in weather: any loss, duplicates, overtaking, partitions, stops, deaths, restarts, jumping clocks."""
+
+import pytest
+
+from kvrs.gossip.config import GossipSettings
+from kvrs.gossip.events import Event, MemberChanged
+from kvrs.gossip.wire import Status
+from kvrs.ids import NodeId
+from kvrs.sim.gossip import GossipNet, SimNode
+from tests.gossip.gossip_weather import Weather
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_after_any_storm_all_agree_on_who_lives_and_what_they_say(first: int) -> None:
+    """During it nothing that is held shrinks, and nobody speaks for another (checked as it goes)."""
+    for seed in range(first, first + 10):
+        weather = Weather(seed)
+
+        weather.storm(12)
+        weather.calm(40.0)
+
+        weather.assert_agreed()
+
+
+def test_a_seed_says_everything() -> None:
+    """A failure can be shown again."""
+    runs = []
+    for _ in range(2):
+        weather = Weather(7)
+        weather.storm(10)
+        runs.append((weather.net.now_s, weather.net.delivered, sorted(map(str, weather.words.values()))))
+
+    assert runs[0] == runs[1]
+
+
+class Deaths:
+    """Whom nodes declare dead by their own word."""
+
+    def __init__(self) -> None:
+        self.declared: list[tuple[NodeId, NodeId]] = []
+
+    def __call__(self, now_s: float, node: SimNode, event: Event) -> None:
+        if isinstance(event, MemberChanged) and event.status is Status.DEAD and event.by[0] == node.id:
+            self.declared.append((node.id, event.id))
+
+
+def cluster(count: int, seed: int, deaths: Deaths | None = None) -> GossipNet:
+    net = GossipNet(GossipSettings(), seed, observer=deaths)
+    for i in range(count):
+        net.add(f"n{i}", {NodeId("n0"): "n0:7", NodeId("n1"): "n1:7"})
+    net.run(10.0)
+    return net
+
+
+def held(net: GossipNet, of: SimNode) -> set[Status]:
+    return {node.gossip.members[of.id].status for node in net.nodes.values() if node is not of and node.up}
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+@pytest.mark.parametrize("buffered_packets", [0, 512])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stopped_node_declares_nobody_dead_and_refutes_within_two_seconds_of_waking(
+    seed: int, buffered_packets: int, noticed: bool
+) -> None:
+    """Whether or not its clock shows the stop, and whether or not its socket kept what was said of it; with loss."""
+    deaths = Deaths()
+    net = cluster(16, seed, deaths)
+    net.loss, net.buffered_packets = 0.2, buffered_packets
+    stopped = net.nodes[NodeId(f"n{seed + 3}")]
+
+    net.stop(stopped, 12.0, noticed=noticed)
+    net.run(21.9)
+    assert held(net, stopped) == {Status.DEAD}
+    net.run(24.0)
+
+    assert held(net, stopped) <= {Status.ALIVE, Status.SUSPECT}
+    net.run(60.0)
+    assert {victim for _, victim in deaths.declared} == {stopped.id}
+    assert stopped.id not in {accuser for accuser, _ in deaths.declared}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stops_of_some_are_no_deaths_of_others(seed: int) -> None:
+    """Lifeguard's scenario: a quarter of the members stops again and again, and 30 % of all packets are lost."""
+    deaths = Deaths()
+    net = cluster(16, seed, deaths)
+    net.loss, shaky = 0.3, list(net.nodes.values())[:4]
+
+    for _ in range(60):
+        net.stop(net.random.choice(shaky), net.random.uniform(0.2, 5.0), noticed=net.random.random() < 0.5)
+        net.run(net.now_s + net.random.uniform(0.5, 3.0))
+
+    assert {victim for _, victim in deaths.declared} <= {node.id for node in shaky}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_node_that_hears_nothing_takes_nobody_along(seed: int) -> None:
+    """One-way partition: its accusations reach everybody, and so do the refutations, only not itself."""
+    net = cluster(12, seed)
+    deaf = net.nodes[NodeId("n5")]
+
+    net.cut = lambda _, target: target == deaf.id
+    for _ in range(120):
+        net.run(net.now_s + 0.5)
+        others = [node for node in net.nodes.values() if node is not deaf]
+        for node in others:
+            assert all(node.gossip.members[other.id].reachable for other in others)
+
+    assert held(net, deaf) == {Status.DEAD}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cut_between_two_nodes_is_no_death(seed: int) -> None:
+    """Both ways or one: others still reach both, and vouch for them."""
+    deaths = Deaths()
+    net = cluster(8, seed, deaths)
+    pair = {NodeId("n2"), NodeId("n3")}
+
+    net.cut = lambda a, b: {a, b} == pair
+    net.run(60.0)
+    net.cut = lambda a, b: (a, b) == ("n2", "n3")
+    net.run(120.0)
+
+    assert deaths.declared == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 16])
+def test_a_death_is_known_to_all_within_seconds(count: int) -> None:
+    """By word of whoever missed it first; with and without loss."""
+    for seed in range(4):
+        net = cluster(count, seed)
+        net.loss = 0.2 * (seed % 2)
+        victim = net.nodes[NodeId("n1")]
+
+        net.kill(victim)
+        net.run(net.now_s + 12.0)
+
+        assert held(net, victim) == {Status.DEAD}
+
+
+@pytest.mark.parametrize(("profile", "delay_s"), [("lan", (0.0001, 0.01)), ("wan", (0.05, 0.25)), ("local", (0.00001, 0.001))])
+def test_every_profile_finds_the_dead_and_spares_the_living_on_its_network(profile: str, delay_s: tuple[float, float]) -> None:
+    """Round trips of half a second are no deaths in `wan`; with 5 % loss."""
+    deaths = Deaths()
+    settings = GossipSettings.model_validate({"profile": profile})
+    net = GossipNet(settings, 4, on_wire=True, observer=deaths)
+    net.delay_s, net.loss = delay_s, 0.05
+    for i in range(12):
+        net.add(f"n{i}", {NodeId("n0"): "n0:7"})
+    net.run(200.0)
+    assert deaths.declared == []
+
+    net.kill(net.nodes[NodeId("n5")])
+    net.run(200.0 + 30 * settings.probe_interval_s)
+
+    assert held(net, net.nodes[NodeId("n5")]) == {Status.DEAD}
+    assert {victim for _, victim in deaths.declared} == {"n5"}
+
+
+def test_many_deaths_at_once_are_all_found() -> None:
+    """Most of the relays and witnesses are dead too."""
+    net = cluster(20, 1)
+    dead = list(net.nodes.values())[:15]
+
+    for node in dead:
+        net.kill(node)
+    net.run(net.now_s + 30.0)
+
+    assert all(held(net, node) == {Status.DEAD} for node in dead)
+    assert all(node.gossip.members[other.id].status is Status.ALIVE for node in net.nodes.values() if node.up for other in [node])
+
+
+def test_leaving_is_no_death() -> None:
+    """Everybody knows that it left; nobody declares it dead."""
+    deaths = Deaths()
+    net = cluster(12, 2, deaths)
+    node = net.nodes[NodeId("n4")]
+
+    net.act(node, node.gossip.leave(node.clock_s(net.now_s)))
+    net.kill(node)
+    net.run(30.0)
+
+    assert held(net, node) == {Status.LEFT}
+    assert deaths.declared == []
+
+
+def test_clocks_need_not_agree() -> None:
+    """Neither in what they show nor in how fast they run."""
+    deaths = Deaths()
+    net = GossipNet(GossipSettings(), 3, observer=deaths)
+    for i in range(10):
+        net.add(f"n{i}", {NodeId("n0"): "n0:7"}, rate=0.9 + 0.02 * i)
+
+    net.loss = 0.1
+    net.run(300.0)
+
+    assert deaths.declared == []
