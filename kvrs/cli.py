@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from kvrs.agent.config import BackupMode
+from kvrs.cluster.config import Backend
 from kvrs.config import ENV_NAME, Config, SecuritySettings, demo_nodes, load_config, parse_config, read_secret
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import NodeId
@@ -78,11 +79,13 @@ def up(
     nodes: Annotated[int | None, typer.Option(min=1, max=64, help="Logical nodes, one prefill and one decode each")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="What clients talk to [8000]")] = None,
     admin_port: Annotated[int | None, typer.Option(min=0, max=65535, help="State and metrics [8001]")] = None,
+    backend: Annotated[Backend | None, typer.Option(help="Which engine [embedded]")] = None,
+    distserve_home: Annotated[Path | None, typer.Option(help="Checkout of DistServe; default: DISTSERVE_HOME")] = None,
 ) -> None:
     """Keep a cluster running behind the proxy until Ctrl-C."""
     from kvrs.cluster.launcher import Cluster
 
-    settings = _up_config(config, model, nodes, port, admin_port)
+    settings = _up_config(config, model, nodes, port, admin_port, backend, distserve_home)
     stop = threading.Event()
     # From here on the launcher ends in one way only, so that it can always clean up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -94,7 +97,15 @@ def up(
         _say("ending")
 
 
-def _up_config(config: Path | None, model: Path | None, nodes: int | None, port: int | None, admin_port: int | None) -> Config:
+def _up_config(
+    config: Path | None,
+    model: Path | None,
+    nodes: int | None,
+    port: int | None,
+    admin_port: int | None,
+    backend: Backend | None,
+    distserve_home: Path | None,
+) -> Config:
     """The file's settings, or the demo's, with what was said on the command line."""
     if config is not None and nodes is not None:
         raise ConfigError([f"--nodes: got {nodes} beside --config; allowed: one of them (the file names its nodes)"])
@@ -105,6 +116,12 @@ def _up_config(config: Path | None, model: Path | None, nodes: int | None, port:
         if not (model / "config.json").is_file():
             raise ConfigError([f"--model: {model} has no config.json; allowed: a Hugging Face model directory"])
         document["cluster"]["model"] = str(model.resolve())
+    if backend is not None:
+        document["cluster"]["backend"] = backend.value
+    if distserve_home is not None:
+        if document["cluster"]["backend"] != Backend.DISTSERVE:
+            raise ConfigError(["--distserve-home: given without --backend distserve; allowed: both, or neither"])
+        document["cluster"]["distserve"]["home"] = str(distserve_home.resolve())
     for key, value in (("port", port), ("admin_port", admin_port)):
         if value is not None:
             document["proxy"][key] = value
@@ -120,10 +137,12 @@ def proxy(config: ConfigFile) -> None:
     from kvrs.proxy.server import serve
 
     settings = load_config(config)
+    # vLLM's instances name the port of their pages in every hand-off.
+    needed = ("port",) if settings.cluster.backend is Backend.VLLM else ("port", "page_port")
     faults = [
         f"instance {instance.id}: {key} is 0; allowed: the port it listens on, since it is already up"
         for _, instance in settings.cluster.instances()
-        for key in ("port", "page_port")
+        for key in needed
         if not getattr(instance, key)
     ]
     if settings.backup.mode is not BackupMode.OFF:
@@ -258,6 +277,7 @@ def explain(
     host_bandwidth: Annotated[str | None, typer.Option(help="From an agent's memory into an instance beside it")] = None,
     reused_tokens: Annotated[int, typer.Option(min=0, help="Of prompt and output, at the target already")] = 0,
     own_queue_depth: Annotated[float, typer.Option(help="Requests ahead at the own decode instance, for the hand-off")] = 0.0,
+    prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Engines that fetch no pages, as vLLM")] = False,
     correct: Annotated[list[str] | None, typer.Option(metavar="OPTION=FACTOR", help="What was learnt; may be repeated")] = None,
     budget_s: Annotated[float | None, typer.Option(help="The longest pause allowed; beyond it the answer is abort")] = None,
     policy: Annotated[PolicyName, typer.Option(help="By which rule")] = PolicyName.AUTO,

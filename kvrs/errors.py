@@ -12,6 +12,10 @@ class ConfigError(KvrsError):
         super().__init__("\n".join(faults))
         self.faults = faults
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
+        # A worker process may have raised it.
+        return ConfigError, (self.faults,)
+
 
 class TraceError(KvrsError):
     """A trace is wrong; the message names file, line and reason."""
@@ -37,6 +41,10 @@ class DamagedPageError(TransferError):
 
 class UpstreamError(KvrsError):
     """An engine failed while it served a stream: reset, end without a finish, error event, or silence."""
+
+
+class GossipError(KvrsError):
+    """A gossip packet or a record in it is malformed or exceeds a bound; the message says which."""
 
 
 class LogError(KvrsError):

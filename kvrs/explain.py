@@ -52,6 +52,7 @@ class ExplainOptions:
     host_bandwidth: str | None = None  # From an agent's memory into an instance beside it. None: what `backup` assumes.
     reused_tokens: int = 0  # Of the history, at the target already.
     own_queue_depth: float = 0.0  # Requests ahead at the own decode instance when the hand-off is due.
+    prefix_cache: bool = False  # Engines as vLLM.
     corrections: Sequence[str] = ()  # Each as OPTION=FACTOR.
     budget_s: float | None = None
     policy: PolicyName = PolicyName.AUTO
@@ -107,6 +108,7 @@ def ask(options: ExplainOptions) -> tuple[Profile, Question]:
         host_to_device_bytes_per_s=_host_bytes_per_s(options),
         reused_tokens=options.reused_tokens,
         own_queue_s=options.own_queue_depth * service_s,
+        prefix_cache=options.prefix_cache,
         corrections=dict(map(_parse_correction, options.corrections)),
     )
 
@@ -134,7 +136,7 @@ def as_json(profile: Profile, question: Question, explanation: Explanation) -> d
     asked = (
         *("prompt_tokens", "output_tokens", "held_tokens", "bytes_per_s", "local_bytes_per_s"),
         *("queue_s", "service_s", "target_queue_s", "budget_s", "checkpoint_tokens", "checkpoint_at"),
-        *("host_to_device_bytes_per_s", "reused_tokens", "own_queue_s", "corrections"),
+        *("host_to_device_bytes_per_s", "reused_tokens", "own_queue_s", "prefix_cache", "corrections"),
     )
     return {
         "version": 1,

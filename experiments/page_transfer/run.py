@@ -47,7 +47,7 @@ class Memory:
         self._region = region
         self._page_bytes = page_bytes
 
-    def pin(self, request: PullRequest) -> PinnedPages:
+    async def pin(self, request: PullRequest) -> PinnedPages:
         starts = [int.from_bytes(tag) * self._page_bytes for tag in request.tags]
         return PinnedPages([self._region[start : start + self._page_bytes] for start in starts], None, None)
 

@@ -1,9 +1,10 @@
-"""The HTTP face of an agent: what it holds, and the leases on it."""
+"""The HTTP face of an agent: what it holds, the leases on it, and the slots of its node."""
 
 from aiohttp import web
 
 from kvrs.agent.node import NodeAgent
-from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
+from kvrs.errors import RequestError
+from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate, SlotUpdate
 from kvrs.transfer import http
 
 
@@ -17,6 +18,7 @@ def make_app(agent: NodeAgent, secret: bytes) -> web.Application:
             web.get("/kvrs/v1/agent", face.info),
             web.get("/kvrs/v1/holdings", face.holdings),
             web.post("/kvrs/v1/leases", face.leases),
+            web.post("/kvrs/v1/slots", face.slots),
         ]
     )
     return app
@@ -46,3 +48,11 @@ class _Face:
         store = self._agent.store
         store.release(update.release, update.lease_s)
         return http.answer(LeaseAnswer(unknown=store.renew(update.renew, update.lease_s)))
+
+    async def slots(self, request: web.Request) -> web.Response:
+        update = http.decode(await request.read(), SlotUpdate)
+        for asked in (*update.release, *update.renew, *update.acquire):
+            if asked.target not in self._agent.targets:
+                allowed = ", ".join(self._agent.targets)
+                raise RequestError(f"{asked.target!r} is not on node {self._agent.node.id}; allowed: {allowed}", param="target")
+        return http.answer(self._agent.update_slots(update))

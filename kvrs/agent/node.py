@@ -1,14 +1,16 @@
-"""The agent of one node put together: its store, the page server in front of it, and what it says of itself."""
+"""The agent of one node put together: its store, the page server in front of it, its slots, and what it says of itself."""
 
 import asyncio
 import logging
 import os
 import time
 
+from kvrs.agent.fences import Fences
+from kvrs.agent.slots import SlotTable
 from kvrs.config import Config, NodeSettings
 from kvrs.errors import ConfigError
-from kvrs.ids import NodeId
-from kvrs.protocol.instance import AgentInfo, AgentReport
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
 from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity
@@ -40,7 +42,15 @@ class NodeAgent:
             raise ConfigError([f"backup.directory: {directory.path}: {error.strerror or error}"]) from None
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
         self.page_server = PageServer(self.identity, self.store, secret, config.transfer, links, self.store)
+        # No two lives of an agent grant the same token.
+        self.slots = SlotTable(config.policy.slots_max, first_token=time.time_ns())
+        self.fences = Fences(self.node, secret)
         self._page_port = 0
+
+    @property
+    def targets(self) -> list[InstanceId]:
+        """Whose slots these are."""
+        return self.fences.targets
 
     def identity(self) -> Identity:
         return Identity(
@@ -72,17 +82,27 @@ class NodeAgent:
             checkpoints=self.store.checkpoints,
             pages={stream: self.store.held(stream) for stream in streams},
             denied=denied,
+            slots=self.slots.counts(),
         )
+
+    def update_slots(self, update: SlotUpdate) -> SlotAnswer:
+        """What ends first makes room for what comes."""
+        slots, now_s = self.slots, time.monotonic()
+        for asked in update.release:
+            slots.release(update.owner, asked, now_s)
+        lost = [each.stream for each in update.renew if not slots.renew(update.owner, each, update.lease_s, now_s)]
+        return SlotAnswer([slots.acquire(update.owner, each, update.lease_s, now_s) for each in update.acquire], lost)
 
     async def start(self) -> None:
         """Serve pages; the HTTP side is the caller's."""
         self._page_port = await self.page_server.start(self.node.agent.host, self.node.agent.page_port)
 
     async def expire_leases(self) -> None:
-        """End reservations that nobody renewed, until cancelled."""
+        """End reservations and slots that nobody renewed, until cancelled."""
         while True:
             await asyncio.sleep(_EXPIRE_S)
             self.store.expire()
+            self.fences.end(self.slots.expire(time.monotonic()))
 
 
 def node_of(config: Config, node: NodeId) -> NodeSettings:

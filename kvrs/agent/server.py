@@ -38,7 +38,8 @@ async def _serve(config: Config, agent: NodeAgent, secret: bytes, stop: asyncio.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
     await runner.setup()
     who, settings = f"agent of node {agent.node.id}", agent.node.agent
-    tasks = [asyncio.create_task(work) for work in (agent.expire_leases(), agent.store.grow_ahead(), _wait(stop))]
+    works = (agent.expire_leases(), agent.fences.run(), agent.store.grow_ahead(), _wait(stop))
+    tasks = [asyncio.create_task(work) for work in works]
     try:
         with naming_port(who, "page_port", settings.host, settings.page_port):
             await agent.start()

@@ -1,19 +1,25 @@
-"""The processes that Ray places and brings back: instances of the embedded engine, and the agents of the nodes.
+"""The processes that Ray places and brings back: instances of the embedded engine, servers of DistServe, agents of the nodes.
 
 Ray only starts, watches and restarts them. Requests, tokens and pages never pass through Ray.
 """
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import traceback
 from pathlib import Path
 
+from kvrs.cluster.processes import processes_of
 from kvrs.cluster.starts import next_start, report_fault
-from kvrs.config import Config, load_config, read_secret
-from kvrs.errors import KvrsError
+from kvrs.config import ENV_NAME, Config, load_config, read_secret
+from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId
 from kvrs.logs import log_to
+
+# The exit status of who was started in a way that cannot work.
+USER_ERRED = 2
 
 
 class _Actor:
@@ -62,6 +68,36 @@ class InstanceActor(_Actor):
         from kvrs.engine.server import serve  # Loads torch, which only this process needs.
 
         asyncio.run(serve(config, self._name, self._start, secret, asyncio.Event(), self._ready.set))
+
+
+class ServerActor(_Actor):
+    """A DistServe server, as a process of its own with the command line that a user would give; it and this one end together."""
+
+    def _serve(self, config: Config, secret: bytes) -> None:
+        import ray
+
+        (node,) = (process.node for process in processes_of(config) if process.name == self._name)
+        ours = ["--kvrs-config", str(self._config_path), "--kvrs-node", node]
+        ours += ["--epoch", str(self._start), "--end-with", str(os.getpid())]
+        # Where this package is, the other one is too, installed or not.
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {
+            ENV_NAME: secret.decode(),
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        command = [sys.executable, "-m", "distserve_patches.api_server", *config.cluster.distserve.flags, *ours]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+            assert server.stdout is not None
+            last = ""
+            for line in server.stdout:
+                if line == "ready\n":
+                    self._ready.set()
+                else:
+                    self._log.write(line)
+                    last = line.strip()
+        if server.returncode == USER_ERRED:
+            raise ConfigError([last])
 
 
 class AgentActor(_Actor):

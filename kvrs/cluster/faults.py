@@ -177,20 +177,19 @@ class _Striker:
             lasting.create_task(asyncio.sleep(due.fault.for_s or math.inf))
         else:
             # All handles first, so that those who are hit together are hit within microseconds.
-            processes = [await self._open(rows[name]) for name in due.instances]
-            for process in processes:
-                if process is not None:
-                    _signal(due.fault, process, lasting)
+            for process in [process for name in due.instances for process in await self._open(rows[name], due.fault)]:
+                _signal(due.fault, process, lasting)
         self._scene.carried_out.append(note)
 
-    async def _open(self, row: Mapping[str, Any]) -> int | None:
-        """A handle on a process; None if it has died of another fault since we looked."""
+    async def _open(self, row: Mapping[str, Any], fault: Fault) -> list[int]:
+        """Handles on the processes that are hit; none if they have died of another fault since we looked."""
+        whole_node = fault.whom.node is not None and fault.whom.role is None
         try:
-            return open_process(row)
+            return open_processes(row, workers=fault.workers, server_too=whole_node)
         except FaultError:
             if not await self._has_died(row):
                 raise
-            return None
+            return []
 
     async def _has_died(self, row: Mapping[str, Any]) -> bool:
         await asyncio.sleep(NOTICE_S)
@@ -297,6 +296,43 @@ def open_process(row: Mapping[str, Any]) -> int:
     if not _listens(row["pid"], address.port or 0):
         os.close(process)
         raise FaultError(f"{what}: process {row['pid']} of this machine does not listen there, so it is another one")
+    return process
+
+
+def open_processes(row: Mapping[str, Any], *, workers: int | None = None, server_too: bool = False) -> list[int]:
+    """Handles on what an instance dies of: its worker processes, or `workers` of them, where it has such; else its own process.
+
+    Raises:
+        FaultError: as `open_process`.
+    """
+    pids = row.get("worker_pids") or []
+    if workers is not None and workers > len(pids):
+        raise FaultError(f"{_named(row)} has {len(pids)} worker processes; allowed: at most as many to be hit")
+    with contextlib.ExitStack() as opened:
+        # The server answers for its workers: it must be of this machine and the one that the state means.
+        server = open_process(row)
+        handles = [server] if server_too or not pids else []
+        opened.callback(os.close, server)
+        for pid in pids[:workers]:
+            handles.append(_open_worker(row, pid))
+            opened.callback(os.close, handles[-1])
+        opened.pop_all()
+    if server not in handles:
+        os.close(server)
+    return handles
+
+
+def _open_worker(row: Mapping[str, Any], pid: int) -> int:
+    what = f"worker process {pid} of {_named(row)}"
+    try:
+        process = os.pidfd_open(pid)
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError as error:
+        raise FaultError(f"{what}: {error}") from None
+    # Ray gives its workers names of this form.
+    if not command.startswith(b"ray::"):
+        os.close(process)
+        raise FaultError(f"{what}: this process is no worker of Ray, so it is another one")
     return process
 
 

@@ -18,25 +18,28 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from kvrs.cluster.faults import closing_process, members_of, open_process, rows_of
+from kvrs.cluster.config import Backend
+from kvrs.cluster.faults import closing_process, members_of, open_processes, rows_of
 from kvrs.cluster.guard import start_guard
 from kvrs.cluster.ports import resolve_ports
+from kvrs.cluster.processes import Kind, check_home, gpus_of, processes_of
 from kvrs.cluster.segments import make_segments, own_segments
 from kvrs.cluster.signals import EndingSignals
 from kvrs.cluster.starts import start_fault, starts
 from kvrs.config import ENV_NAME, Config, dump_config, read_secret
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId, NodeId
-from kvrs.replay.faults import VictimRole
 
 Progress = Callable[[str], None]
 
 START_TIMEOUT_S = 120.0
+# DistServe converts the weights of a model before it loads them for the first time.
+DISTSERVE_START_TIMEOUT_S = 1800.0
 # An instance that ends while it starts, for no reason that it could name, is started so often in all.
 STARTS = 3
 LOOK_INTERVAL_S = 0.2
@@ -70,11 +73,13 @@ class Cluster:
     def __init__(self, config: Config, progress: Progress) -> None:
         self._asked = config
         self._progress = progress
+        self._processes = {process.name: process for process in processes_of(config)}
         self._actors: dict[InstanceId, Any] = {}
         self._ray_runs = False
         self._proxy: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        check_home(self._asked, os.environ)
         config = resolve_ports(self._asked)
         self._signals = EndingSignals()
         self.run_directory = _new_run_directory()
@@ -123,28 +128,32 @@ class Cluster:
             return json.load(answer)
 
     def kill(self, *names: InstanceId) -> list[int]:
-        """SIGKILL the processes of instances and agents that are up, all at once; their process ids. Ray brings them back.
+        """SIGKILL the processes of instances and agents that are up, all at once; what the state says are their process ids.
+        Ray brings them back. An instance that works in processes of its own loses those.
 
         Raises:
             LaunchError: one is not up; nobody was killed.
             FaultError: what the proxy says of one is not, or no longer, so.
         """
+        return self._kill(names, servers_too=False)
+
+    def _kill(self, names: Sequence[InstanceId], *, servers_too: bool) -> list[int]:
         rows = rows_of(self.state())
         for name in names:
             if name not in rows or rows[name]["health"] != "up":
                 raise LaunchError(f"{name!r} is not up, so it cannot be killed")
         with contextlib.ExitStack() as stack:
-            processes = []
-            for name in names:
-                processes.append(open_process(rows[name]))
-                stack.enter_context(closing_process(processes[-1]))
+            processes = [process for name in names for process in open_processes(rows[name], server_too=servers_too)]
             for process in processes:
-                signal.pidfd_send_signal(process, signal.SIGKILL)
+                stack.enter_context(closing_process(process))
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
         return [int(rows[name]["pid"]) for name in names]
 
     def kill_node(self, node: NodeId) -> list[int]:
         """SIGKILL all that runs on a node, its agent too; as `kill`."""
-        return self.kill(*(name for name, member in members_of(self.config).items() if member.node == node))
+        return self._kill([name for name, member in members_of(self.config).items() if member.node == node], servers_too=True)
 
     def wait_all_up(self, timeout_s: float = START_TIMEOUT_S) -> float:
         """Wait until the proxy sees every instance and agent up; the seconds it took."""
@@ -165,8 +174,9 @@ class Cluster:
         self._write_config()
         self._progress("starting Ray on loopback")
         self._start_ray()
-        agents = sum(member.role is VictimRole.AGENT for member in members_of(self.config).values())
-        self._progress(f"starting {len(self._actors) - agents} instances" + (f" and {agents} agents" if agents else ""))
+        agents = sum(process.kind is Kind.AGENT for process in self._processes.values())
+        engines = "DistServe servers" if self.config.cluster.backend is Backend.DISTSERVE else "instances"
+        self._progress(f"starting {len(self._actors) - agents} {engines}" + (f" and {agents} agents" if agents else ""))
         self._wait_ready()
         self._progress("starting the proxy")
         self._start_proxy()
@@ -195,12 +205,13 @@ class Cluster:
     def _start_ray(self) -> None:
         import ray
 
-        from kvrs.cluster.actor import AgentActor, InstanceActor
+        from kvrs.cluster.actor import AgentActor, InstanceActor, ServerActor
 
-        everybody = members_of(self.config)
-        nodes = Counter(f"kvrs-{member.node}" for member in everybody.values())
+        actors = {Kind.AGENT: AgentActor, Kind.INSTANCE: InstanceActor, Kind.SERVER: ServerActor}
+        nodes = Counter(f"kvrs-{process.node}" for process in self._processes.values())
         ray.init(
             num_cpus=1,
+            num_gpus=gpus_of(self.config),
             resources={node: float(count) for node, count in nodes.items()},
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
@@ -210,11 +221,11 @@ class Cluster:
         )
         self._ray_runs = True
         self._signals.interrupt()
-        for name, member in everybody.items():
-            actor = ray.remote(AgentActor if member.role is VictimRole.AGENT else InstanceActor)
+        for name, process in self._processes.items():
+            actor = ray.remote(actors[process.kind])
             # Who was killed is brought back however often.
             options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 2}
-            self._actors[name] = actor.options(resources={f"kvrs-{member.node}": 1.0}, **options).remote(
+            self._actors[name] = actor.options(resources={f"kvrs-{process.node}": 1.0}, **options).remote(
                 str(self.config_path), name, str(self.run_directory)
             )
 
@@ -222,7 +233,9 @@ class Cluster:
         import ray
 
         waiting = {actor.wait_ready.remote(): name for name, actor in self._actors.items()}
-        deadline_s = time.monotonic() + START_TIMEOUT_S
+        is_distserve = self.config.cluster.backend is Backend.DISTSERVE
+        timeout_s = DISTSERVE_START_TIMEOUT_S if is_distserve else START_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
         while waiting:
             done, _ = ray.wait(list(waiting), timeout=LOOK_INTERVAL_S)
             for reference in done:
@@ -238,7 +251,7 @@ class Cluster:
             for name in waiting.values():
                 self._check_start(name)
                 if time.monotonic() > deadline_s:
-                    raise LaunchError(f"{self._named(name)} did not start within {START_TIMEOUT_S:.0f} s\n{self._log_tail(name)}")
+                    raise LaunchError(f"{self._named(name)} did not start within {timeout_s:.0f} s\n{self._log_tail(name)}")
 
     def _check_start(self, name: InstanceId) -> None:
         """Raise LaunchError when it makes no sense to wait for it any longer."""
@@ -248,8 +261,7 @@ class Cluster:
             raise LaunchError(f"{self._named(name)} ended {STARTS} times while it started\n{self._log_tail(name)}")
 
     def _named(self, name: InstanceId) -> str:
-        is_agent = members_of(self.config)[name].role is VictimRole.AGENT
-        return str(name) if is_agent else f"instance {name}"
+        return self._processes[name].label
 
     def _spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A Python process of this run: its log file tells the guard so, and Ctrl-C at a terminal is left to the launcher."""

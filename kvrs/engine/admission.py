@@ -4,8 +4,8 @@ import asyncio
 import secrets
 from functools import partial
 
-from kvrs.engine.instance import EngineInstance
 from kvrs.engine.requests import Run, Source, make_run
+from kvrs.engine.served import ServedInstance
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.frames import MAX_NAME_BYTES
@@ -25,9 +25,9 @@ _QUICKLY_REPLAYED_TOKENS = 256
 class Admission:
     """Hosts and ports of a request are ignored: the instance's registry knows."""
 
-    def __init__(self, instance: EngineInstance) -> None:
+    def __init__(self, instance: ServedInstance) -> None:
         self._instance = instance
-        longest_token = max(map(len, instance.tokenizer.get_vocab(with_added_tokens=True)))
+        longest_token = max(map(len, instance.served.tokenizer.get_vocab(with_added_tokens=True)))
         self._max_characters = instance.max_model_len * longest_token
 
     async def admit(self, asked: CompletionRequest | ChatRequest) -> Run:
@@ -37,6 +37,7 @@ class Admission:
             RequestError: this engine cannot serve the request.
         """
         _refuse_proxys_work(asked)
+        self._instance.refuse(asked)
         ids, written_here = await self._history(asked)
         if not ids:
             raise RequestError("prompt must not be empty", param="prompt")
@@ -93,13 +94,13 @@ class Admission:
         except UnicodeEncodeError:
             # JSON within JSON can bring them: the arguments of a tool call.
             raise RequestError("the prompt contains half a surrogate pair, which is no character", param=name) from None
-        encode = self._instance.tokenizer.encode
+        encode = self._instance.served.tokenizer.encode
         if len(text) <= _QUICKLY_TOKENISED_CHARACTERS:
             return encode(text, add_special_tokens=special_tokens).ids
         return (await asyncio.to_thread(encode, text, add_special_tokens=special_tokens)).ids
 
     def _check_ids(self, token_ids: list[int], name: str) -> None:
-        vocab_size = self._instance.worker.vocab_size
+        vocab_size = self._instance.served.vocab_size
         if (wrong := next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)) is not None:
             raise RequestError(f"token ids must be in [0, {vocab_size - 1}], got {wrong}", param=name)
 

@@ -46,17 +46,24 @@ class Answer(Protocol):
 
 
 class CompletionAnswer:
-    def __init__(self, asked: CompletionRequest, run: Run, model: str, created: int, pieces: TokenPieces) -> None:
+    def __init__(
+        self, asked: CompletionRequest, run: Run, model: str, created: int, pieces: TokenPieces, *, names_prompt: bool = False
+    ) -> None:
+        """`names_prompt`: the first event has the prompt's ids."""
         self._asked = asked
         self._run = run
         self._pieces = pieces
+        self._names_prompt = names_prompt
         self._head = (f"cmpl-{run.sequence.stream}", created, model)
 
     def opening(self) -> None:
         return None
 
     def event(self, step: StepOutput) -> Completion:
-        return Completion(*self._head, [self._choice(step)])
+        choice = self._choice(step)
+        if self._names_prompt:
+            choice.prompt_token_ids, self._names_prompt = prompt_ids_of(self._run), False
+        return Completion(*self._head, [choice])
 
     def usage_event(self) -> Completion:
         return Completion(*self._head, [], usage=usage_of(self._run))
@@ -96,10 +103,14 @@ class CompletionAnswer:
 
 
 class ChatAnswer:
-    def __init__(self, asked: ChatRequest, run: Run, model: str, created: int, pieces: TokenPieces) -> None:
+    def __init__(
+        self, asked: ChatRequest, run: Run, model: str, created: int, pieces: TokenPieces, *, names_prompt: bool = False
+    ) -> None:
+        """As for a completion."""
         self._asked = asked
         self._run = run
         self._pieces = pieces
+        self._names_prompt = names_prompt
         self._head = (f"chatcmpl-{run.sequence.stream}", created, model)
 
     def opening(self) -> ChatChunk | None:
@@ -107,7 +118,10 @@ class ChatAnswer:
         # Who continues a stream speaks in a message that was opened long ago.
         if sequence.history_tokens > sequence.prompt_tokens:
             return None
-        return ChatChunk(*self._head, [ChatChunkChoice(delta=Delta(role="assistant", content=""))])
+        chunk = ChatChunk(*self._head, [ChatChunkChoice(delta=Delta(role="assistant", content=""))])
+        if self._names_prompt:
+            chunk.prompt_token_ids = prompt_ids_of(self._run)
+        return chunk
 
     def event(self, step: StepOutput) -> ChatChunk:
         choice = ChatChunkChoice(

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Protocol
 
 from kvrs.agent.config import BackupSettings
-from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.requests import Run
+from kvrs.engine.staging import PagePool, StagedPages
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Checkpoint
@@ -47,7 +47,7 @@ class Checkpointer:
     def __init__(
         self,
         pages: PageManager,
-        pool: KvPool,
+        pool: PagePool,
         pusher: Pusher,
         agents: Mapping[InstanceId, Peer],
         settings: BackupSettings,
@@ -166,8 +166,9 @@ class Checkpointer:
             return 0, False
         pinned = [page for _, _, pages in runs for page in pages]
         self.pinned_pages += len(pinned)
-        staged = self._pool.stage(pinned)
+        staged: StagedPages | None = None
         try:
+            staged = self._pool.stage(pinned)
             await staged.save()
             views = iter(staged.views)
             batch = [
@@ -176,7 +177,8 @@ class Checkpointer:
             ]
             answers = await self._pusher.store(peer, batch)
         finally:
-            staged.free()
+            if staged is not None:
+                staged.free()
             self._pages.release(pinned)
             self.pinned_pages -= len(pinned)
             self._room.set()

@@ -5,11 +5,12 @@ tensors. So no lock is needed, and a page changes hands only between two batches
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from kvrs.engine.fencing import AttemptBook
+from kvrs.engine.fetching import PageFetcher, next_source
 from kvrs.engine.requests import Run, Sampled, Source, StepOutput
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId, StreamId
@@ -21,17 +22,10 @@ from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.places import PlaceWait
 from kvrs.scheduling.sequences import Phase, Pull, Sequence
 from kvrs.text.output import TextDelta
-from kvrs.transfer.peers import Peer, PullRequest, PullResult
+from kvrs.transfer.peers import Peer
 from kvrs.transfer.puller import PagePuller
 
-# Fencing remembers this many streams; older ones ended long ago.
-ATTEMPTS_REMEMBERED = 100_000
-
 Batch = list[tuple[Sequence, Chunk]]
-
-
-class FencedError(Exception):
-    """The request's attempt is lower than one already seen for its stream."""
 
 
 class CheckpointHooks(Protocol):
@@ -71,15 +65,14 @@ class EngineCore:
         self.scheduler = scheduler
         self.pages = pages
         self.prefill = prefill
-        self._puller = puller
-        self._registry = registry
         self._clock = clock
         self._lease_s = lease_s
         self._pace = pace
         self._checkpoints = checkpoints
         self._places = PlaceWait()
+        self._fetcher = PageFetcher(worker.pool, puller, registry)
         self._runs: dict[Sequence, Run] = {}
-        self._attempts: OrderedDict[StreamId, tuple[int, int]] = OrderedDict()
+        self._attempts = AttemptBook()
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None  # It ended a pull, and is to end `run`.
@@ -92,8 +85,7 @@ class EngineCore:
             FencedError: a higher attempt was already seen.
         """
         sequence = run.sequence
-        if sequence.attempt < self._attempts.get(sequence.stream, (0, 0)):
-            raise FencedError(f"stream {sequence.stream} has an attempt above {sequence.attempt}")
+        self._attempts.admit(sequence.stream, sequence.attempt)
         self.fence({sequence.stream: sequence.attempt})
         if run.ending is not None:
             run.outputs.put_nowait(run.ending)
@@ -106,12 +98,14 @@ class EngineCore:
 
     def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> None:
         """Drop every run below the attempt named for its stream, and refuse such from now on."""
-        for stream, attempt in attempts.items():
-            self._attempts[stream] = max(attempt, self._attempts.get(stream, (0, 0)))
-            self._attempts.move_to_end(stream)
-        while len(self._attempts) > ATTEMPTS_REMEMBERED:
-            self._attempts.popitem(last=False)
+        self._attempts.fence(attempts)
         for run in [r for s, r in self._runs.items() if s.stream in attempts and s.attempt < attempts[s.stream]]:
+            self.abort(run)
+
+    def end_transfers(self, attempts: Mapping[StreamId, tuple[int, int]]) -> None:
+        """Drop every run below the attempt named for its stream that still holds a slot, and refuse such from now on."""
+        self._attempts.fence(attempts)
+        for run in [r for s, r in self._runs.items() if r.holds_slot and s.attempt < attempts.get(s.stream, (0, 0))]:
             self.abort(run)
 
     def abort(self, run: Run) -> None:
@@ -233,12 +227,12 @@ class EngineCore:
         """
         sequence = pull.sequence
         arrived, tail = range(pull.first_page, pull.first_page), False
-        step = _next_source(sources, pull, arrived.stop)
+        step = next_source(sources, pull, arrived.stop)
         while step is not None and sequence.phase is not Phase.FINISHED:
             source, wanted = step
-            result = await self._fetch(pull, source, wanted)
+            result = await self._fetcher.fetch(pull, source, wanted)
             arrived, tail = range(wanted.start, wanted.start + result.full_pages), result.tail
-            if (step := _next_source(sources, pull, arrived.stop)) is not None:
+            if (step := next_source(sources, pull, arrived.stop)) is not None:
                 self._pulled(sequence, arrived, more_from=step[1].start)
                 arrived = range(arrived.stop, arrived.stop)
         self._pulled(sequence, arrived, tail=tail)
@@ -246,41 +240,3 @@ class EngineCore:
     def _pulled(self, sequence: Sequence, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:
         self.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
         self.wake()
-
-    async def _fetch(self, pull: Pull, source: Source, wanted: range) -> PullResult:
-        """The full pages `wanted` from one source, then the partial one if the source has it and all before it arrives."""
-        pool, sequence = self.worker.pool, pull.sequence
-        has_tail = source.handoff is not None and wanted.stop == pull.tail_index
-        pages = [sequence.pages[index] for index in wanted]
-        tail_page = sequence.pages[wanted.stop] if has_tail else None
-        request = PullRequest(
-            tags=tuple(sequence.tags[wanted.start : wanted.stop]),
-            handoff=source.handoff if has_tail else None,
-            tail_index=pull.tail_index if has_tail else None,
-            traffic=source.traffic,
-        )
-        staged = pool.stage(pages if tail_page is None else [*pages, tail_page])
-        try:
-            result = await self._puller.pull(
-                self._registry[source.instance],
-                request,
-                staged.views[: len(pages)],
-                None if tail_page is None else staged.views[-1],
-                expected_epoch=source.epoch,
-            )
-            await staged.restore(result.full_pages + result.tail)
-        finally:
-            staged.free()
-        return result
-
-
-def _next_source(sources: list[Source], pull: Pull, first_page: int) -> tuple[Source, range] | None:
-    """The next source that is believed to have something from that page on, with just that; those before it are used up."""
-    while sources:
-        source = sources.pop(0)
-        wanted = range(max(first_page, source.pages.start), min(pull.end_page, source.pages.stop))
-        if wanted:
-            return source, wanted
-        if source.handoff is not None and first_page == pull.tail_index:
-            return source, range(first_page, first_page)
-    return None

@@ -4,13 +4,13 @@ import time
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from kvrs.engine.admission import Admission
 from kvrs.engine.answers import Answer, ChatAnswer, CompletionAnswer
-from kvrs.engine.core import FencedError
-from kvrs.engine.instance import EngineInstance
+from kvrs.engine.fencing import FencedError
 from kvrs.engine.requests import Run, StepOutput
+from kvrs.engine.served import ServedInstance
 from kvrs.protocol.instance import FenceRequest, KvTransferParams, LeaseAnswer, LeaseUpdate
 from kvrs.protocol.openai import (
     DONE,
@@ -24,10 +24,10 @@ from kvrs.protocol.openai import (
 from kvrs.transfer import http
 
 
-def make_app(instance: EngineInstance) -> web.Application:
+def make_app(instance: ServedInstance) -> web.Application:
     """All routes of an instance. Everything but `/healthz` wants the cluster's bearer token."""
     face = _Face(instance)
-    app = http.new_app(instance.secret, _explain_fence)
+    app = http.new_app(instance.secret, _refuse_while_down(instance), _explain_fence)
     app.add_routes(
         [
             web.get("/healthz", face.health),
@@ -52,10 +52,20 @@ async def _explain_fence(request: web.Request, handler: Handler) -> web.StreamRe
         return http.error(409, str(error), kind="conflict")
 
 
+def _refuse_while_down(instance: ServedInstance) -> Middleware:
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if (cause := instance.down()) is not None:
+            return http.error(503, cause, kind="server_error")
+        return await handler(request)
+
+    return middleware
+
+
 class _Face:
     """Handlers; each translates and does nothing else."""
 
-    def __init__(self, instance: EngineInstance) -> None:
+    def __init__(self, instance: ServedInstance) -> None:
         self._instance = instance
         self._admission = Admission(instance)
         self._encoder = msgspec.json.Encoder()
@@ -81,10 +91,14 @@ class _Face:
         return http.answer(LeaseAnswer(unknown=pages.renew(update.renew, time.monotonic() + update.lease_s)))
 
     async def fence(self, request: web.Request) -> web.Response:
-        """Drop lower attempts; the raised epoch tells everybody that what they knew of this instance is void."""
+        """Drop lower attempts; the raised epoch tells everybody that what they knew of this instance is void. Where only slots
+        have ended, only transfers end.
+        """
         fence = http.decode(await request.read(), FenceRequest)
-        self._instance.core.fence({stream: (0, attempt) for stream, attempt in fence.attempts.items()})
-        self._instance.epoch += 1
+        if fence.slots_only:
+            self._instance.end_transfers(fence.numbers())
+        else:
+            self._instance.fence(fence.numbers())
         return http.answer(self._instance.info())
 
     async def load(self, request: web.Request) -> web.StreamResponse:
@@ -96,13 +110,17 @@ class _Face:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         asked = parse_completion_request(await request.read())
         run = await self._admission.admit(asked)
-        answer = CompletionAnswer(asked, run, self._instance.model, int(time.time()), self._instance.pieces)
+        names_prompt = self._names_prompt(asked, run)
+        model, pieces = self._instance.model, self._instance.pieces
+        answer = CompletionAnswer(asked, run, model, int(time.time()), pieces, names_prompt=names_prompt)
         return await self._serve(request, asked, run, answer)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         asked = parse_chat_request(await request.read())
         run = await self._admission.admit(asked)
-        answer = ChatAnswer(asked, run, self._instance.model, int(time.time()), self._instance.pieces)
+        names_prompt = self._names_prompt(asked, run)
+        model, pieces = self._instance.model, self._instance.pieces
+        answer = ChatAnswer(asked, run, model, int(time.time()), pieces, names_prompt=names_prompt)
         return await self._serve(request, asked, run, answer)
 
     async def _serve(
@@ -132,7 +150,7 @@ class _Face:
             await response.write(waiting)
             waiting = b""
         else:
-            waiting = sse(error_body("this attempt was superseded", kind="conflict", code="fenced"))
+            waiting = sse(_why_it_ended(run))
         await response.write(waiting + DONE)
         await response.write_eof()
         return response
@@ -143,7 +161,12 @@ class _Face:
             outputs.append(output)
             if output.finish_reason is not None:
                 return http.answer(answer.whole(outputs, self._hand_off(run) if run.sequence.prefill_only else None))
-        return http.error(409, "this attempt was superseded", kind="conflict")
+        return web.Response(status=409 if run.failure is None else 500, body=_why_it_ended(run), content_type="application/json")
+
+    def _names_prompt(self, asked: CompletionRequest | ChatRequest, run: Run) -> bool:
+        """Whether nobody has told the caller the prompt's ids by now."""
+        first = run.sequence.history_tokens == run.sequence.prompt_tokens and asked.kv_transfer_params is None
+        return self._instance.one_call and first and asked.return_token_ids
 
     def _event(self, message: msgspec.Struct) -> bytes:
         return sse(self._encoder.encode(message))
@@ -158,3 +181,9 @@ class _Face:
             remote_port=settings.page_port,
             remote_request_id=run.sequence.stream,
         )
+
+
+def _why_it_ended(run: Run) -> bytes:
+    if run.failure is not None:
+        return error_body(run.failure, kind="server_error", code="engine_failed")
+    return error_body("this attempt was superseded", kind="conflict", code="fenced")

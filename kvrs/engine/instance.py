@@ -4,6 +4,7 @@ import asyncio
 import os
 import statistics
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvrs.agent.config import BackupMode
@@ -11,14 +12,16 @@ from kvrs.config import Config, InstanceSettings, NodeSettings
 from kvrs.engine.chat import load_chat_template
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.core import EngineCore
+from kvrs.engine.fencing import Attempt
 from kvrs.engine.pages import EnginePages
 from kvrs.engine.requests import Model
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
 from kvrs.protocol.instance import Capability, InstanceInfo, LinkReport, LoadReport, MeasuredPrefill
+from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling.batches import BatchScheduler
 from kvrs.scheduling.chunks import Chunk
@@ -52,15 +55,15 @@ class EngineInstance:
     """An instance of role, node and ports that the configuration gives. `start` needs a running event loop."""
 
     def __init__(self, config: Config, instance_id: InstanceId, epoch: int, secret: bytes) -> None:
-        self.node, self.settings = _find(config, instance_id)
+        self.node, self.settings = find_instance(config, instance_id)
         if config.cluster.model is None:
             raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
         self.config = config
         self.secret = secret
         self.epoch = epoch
         self.model = Path(config.cluster.model).name
-        self.tokenizer = load_tokenizer(Path(config.cluster.model))
-        self.pieces = TokenPieces(self.tokenizer)
+        tokenizer = load_tokenizer(Path(config.cluster.model))
+        self.pieces = TokenPieces(tokenizer)
         self.chat_template = load_chat_template(Path(config.cluster.model))
         engine = config.cluster.engine
         pace = Pace(engine.pace) if engine.pace is not None else None
@@ -68,7 +71,7 @@ class EngineInstance:
         self.worker = Worker(Path(config.cluster.model), engine)
         if pace is not None:
             time.sleep(max(0.0, pace.load_s - (time.monotonic() - started_s)))
-        self.served = Model(self.tokenizer, self.worker.vocab_size, self.worker.eos_token_ids)
+        self.served = Model(tokenizer, self.worker.vocab_size, self.worker.eos_token_ids)
         # Whatever is longer could never finish here, or its pages could not be asked for in one question.
         pages = min(engine.pages, frames.MAX_TAGS)
         self.max_model_len = min(engine.max_model_len, self.worker.max_positions, pages * engine.page_size_tokens)
@@ -102,6 +105,7 @@ class EngineInstance:
             pace=pace,
             checkpoints=self.checkpointer,
         )
+        self.one_call = False
         self.tasks: list[asyncio.Task[None]] = []  # None of them ends by itself.
 
     def identity(self) -> Identity:
@@ -116,6 +120,25 @@ class EngineInstance:
     def root(self, cache_salt: str) -> Tag:
         """The tag from which all pages of one tenant are chained."""
         return root_tag(self.worker.fingerprint, cache_salt)
+
+    @property
+    def faults(self) -> SendingFaults:
+        return self.page_server.faults
+
+    def refuse(self, asked: CompletionRequest | ChatRequest) -> None:
+        """What this engine cannot do has no name in the API as we know it, so it was refused already."""
+
+    def fence(self, attempts: Mapping[StreamId, Attempt]) -> None:
+        """Drop lower attempts; the raised epoch tells everybody that what they knew of this instance is void."""
+        self.core.fence(attempts)
+        self.epoch += 1
+
+    def end_transfers(self, attempts: Mapping[StreamId, Attempt]) -> None:
+        self.core.end_transfers(attempts)
+
+    def down(self) -> str | None:
+        """It serves as long as its process lives."""
+        return None
 
     def info(self) -> InstanceInfo:
         return InstanceInfo(
@@ -156,7 +179,8 @@ class EngineInstance:
         """Serve pages and begin to compute; the HTTP side is the caller's."""
         await self.page_server.start(self.settings.host, self.settings.page_port)
         loop = asyncio.get_running_loop()
-        self.tasks = [loop.create_task(work) for work in (self.core.run(), self._probe_links(), self.checkpointer.run())]
+        probes = probe_links(self.puller, self.registry.values(), self.settings.id, self.config.transfer.probe_interval_s)
+        self.tasks = [loop.create_task(work) for work in (self.core.run(), probes, self.checkpointer.run())]
 
     def failed(self) -> BaseException | None:
         """The bug that ended one of the tasks, if one did: an instance that cannot compute must not look alive."""
@@ -170,14 +194,15 @@ class EngineInstance:
         await self.puller.close()
         await self.pusher.close()
 
-    async def _probe_links(self) -> None:
-        """Keep an estimate of every link into this instance; links with traffic of their own are left alone."""
-        while True:
-            for peer in self.registry.values():
-                # Where one answered, its neighbours on that node are not asked.
-                if peer.instance != self.settings.id:
-                    await self.puller.probe(peer)
-            await asyncio.sleep(self.config.transfer.probe_interval_s)
+
+async def probe_links(puller: PagePuller, peers: Iterable[Peer], own: InstanceId, interval_s: float) -> None:
+    """Keep an estimate of every link into an instance; links with traffic of their own are left alone."""
+    while True:
+        for peer in peers:
+            # Where one answered, its neighbours on that node are not asked.
+            if peer.instance != own:
+                await puller.probe(peer)
+        await asyncio.sleep(interval_s)
 
 
 def peers_of(config: Config) -> dict[InstanceId, Peer]:
@@ -219,7 +244,7 @@ def _prefill_s(worker: Worker, tokens: int) -> float:
     return time.perf_counter() - started_s
 
 
-def _find(config: Config, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
+def find_instance(config: Config, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
     for node, instance in config.cluster.instances():
         if instance.id == instance_id:
             return node, instance

@@ -1,6 +1,7 @@
 """The KV pages of one instance: one tensor, in which a page is one run of bytes."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,6 +10,24 @@ from kvrs.engine.staging import Staged, StagingArea
 from kvrs.protocol.geometry import KvGeometry
 
 _DTYPES = {4: torch.float32, 2: torch.bfloat16}
+
+
+class KvStore(Protocol):
+    """Where the layers of a model write and read KV, whoever owns the memory; `KvPool` is one, and says what each part means."""
+
+    geometry: KvGeometry
+    device: torch.device
+
+    @property
+    def zero_page(self) -> int: ...
+
+    def begin(self, pages: Tensor) -> None: ...
+
+    def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None: ...
+
+    def first_runs(self, pages: Tensor) -> Tensor: ...
+
+    def gather(self, layer: int, runs: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class KvPool:
@@ -20,6 +39,7 @@ class KvPool:
     def __init__(self, geometry: KvGeometry, pages: int, device: torch.device) -> None:
         self.geometry = geometry
         self.pages = pages
+        self.device = device
         shape = (pages + 1, geometry.layers, 2, geometry.kv_heads, geometry.page_size_tokens, geometry.head_dim)
         # Masked positions are multiplied by zero, so whatever lies there must be finite from the start.
         self.tensor = torch.zeros(shape, dtype=_DTYPES[geometry.dtype_bytes], device=device)

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.staging import Staged
+from kvrs.engine.staging import PagePool
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.peers import PinnedPages, PullRequest
 
@@ -11,12 +10,12 @@ from kvrs.transfer.peers import PinnedPages, PullRequest
 class EnginePages:
     """A `PageSource` over the engine's own pool. Called on the event loop, like everything that touches pages."""
 
-    def __init__(self, pages: PageManager, pool: KvPool, released: Callable[[], None]) -> None:
+    def __init__(self, pages: PageManager, pool: PagePool, released: Callable[[], None]) -> None:
         self._pages = pages
         self._pool = pool
         self._released = released  # A sequence may be waiting for just the pages that were being sent.
 
-    def pin(self, request: PullRequest) -> PinnedPages:
+    async def pin(self, request: PullRequest) -> PinnedPages:
         """Hard-pin the longest leading run of the asked pages that is held, and the tail only behind a whole run."""
         held = self._pages.match(request.tags)
         tail = None
@@ -28,12 +27,14 @@ class EnginePages:
             pinned.append(tail)
         try:
             staged = self._pool.stage(pinned)
-            # A source answers at once, so beside a GPU the loop stands still while the pages are copied: 20 ms for a gigabyte.
-            staged.begin_save()
-            staged.wait()
+            try:
+                await staged.save()
+            except BaseException:
+                staged.free()
+                raise
         except BaseException:
-            # The driver may have no host memory left to pin. The connection ends; the pages must not stay with it.
-            self._pages.release(pinned)
+            # There may be no host memory left, the pages' worker may die, or the server may be closed.
+            self._let_go(pinned)
             raise
         return PinnedPages(
             pages=staged.views[: len(held)], tail=None if tail is None else staged.views[-1], token=(pinned, staged)
@@ -42,7 +43,9 @@ class EnginePages:
     def unpin(self, pinned: PinnedPages) -> None:
         assert isinstance(pinned.token, tuple)
         pages, staged = pinned.token
-        assert isinstance(staged, Staged)
         staged.free()
+        self._let_go(pages)
+
+    def _let_go(self, pages: list[int]) -> None:
         self._pages.release(pages)
         self._released()

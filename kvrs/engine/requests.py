@@ -82,14 +82,21 @@ class Run:
     stop_token_ids: frozenset[int]  # Those among them that the client named.
     sources: tuple[Source, ...]  # In the order of their pages.
     checkpoints: tuple[Checkpoint, ...] = ()  # Where its newly filled pages go.
+    slot_token: int = 0  # Under which it fetches; 0: no agent counts its transfer.
     told_pages: int = 0  # How many full pages it had when those who send them were last told.
     ending: StepOutput | None = None  # The history is complete already: this is all that there is left to say.
-    outputs: asyncio.Queue[StepOutput | None] = field(default_factory=asyncio.Queue)  # None: aborted.
+    outputs: asyncio.Queue[StepOutput | None] = field(default_factory=asyncio.Queue)  # None: aborted, or failed.
+    failure: str | None = None  # Why the engine lost it, if it did.
 
     @property
     def produced_tokens(self) -> int:
         """Output tokens of the whole stream, those of earlier attempts included."""
         return len(self.sequence.token_ids) - self.sequence.prompt_tokens
+
+    @property
+    def holds_slot(self) -> bool:
+        """Until its first new token, as its proxy counts."""
+        return self.slot_token > 0 and len(self.sequence.token_ids) == self.sequence.history_tokens
 
     def choose(self, logits: Tensor) -> Sampled:
         """The token that comes after the sequence, from its logits `[vocab]`."""
@@ -164,6 +171,7 @@ def make_run(
         stop_token_ids=stop_token_ids,
         sources=sources,
         checkpoints=() if request.kvrs is None else tuple(request.kvrs.checkpoints),
+        slot_token=0 if request.kvrs is None else request.kvrs.slot_token,
     )
     if not sequence.prefill_only:
         run.ending = run.replay(sequence.token_ids[sequence.prompt_tokens :])

@@ -6,12 +6,55 @@ and no kernel waits for them; whoever needs their result waits on the host (`Sta
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kvrs.protocol.geometry import KvGeometry
+
 # Buffers are pinned in blocks of about this size: every call into the driver costs milliseconds.
 _BLOCK_BYTES = 64 << 20
+
+
+class StagedPages(Protocol):
+    """Pages on their way between a pool and sockets, whoever's pool it is; `Staged` is one."""
+
+    views: list[memoryview]  # One per page; they are the caller's until `free`.
+
+    async def save(self) -> None:
+        """Fill the views with the pages.
+
+        Raises:
+            TransferError: the pool is gone.
+        """
+        ...
+
+    async def restore(self, count: int) -> None:
+        """Fill the first `count` pages from their views. Who is cancelled here comes back when nothing writes any more.
+
+        Raises:
+            TransferError: the pool is gone.
+        """
+        ...
+
+    def free(self) -> None:
+        """The views are not used any more. Once is enough, and more often is harmless."""
+        ...
+
+
+class PagePool(Protocol):
+    """What holds the pages of one instance; `kvrs.engine.kv_pool.KvPool` is one."""
+
+    geometry: KvGeometry
+
+    def stage(self, pages: Sequence[int]) -> StagedPages:
+        """Room on the host for the bytes of pages: to be sent after `save`, or received before `restore`. The caller frees it.
+
+        Raises:
+            TransferError: there is not so much room.
+        """
+        ...
 
 
 class StagingArea:

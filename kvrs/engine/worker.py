@@ -59,7 +59,7 @@ class Worker:
         self.pool = KvPool(self.geometry, settings.pages, device)
         with torch.inference_mode():
             self._model = load_decoder(config, weights, self.max_positions, device)
-            _check_attention(config, settings.page_size_tokens, device)
+            check_attention(config, settings.page_size_tokens, device)
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute one batch: its KV goes into the chunks' pages.
@@ -83,7 +83,12 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _check_attention(config: ModelConfig, page_size_tokens: int, device: torch.device) -> None:
+def check_attention(config: ModelConfig, page_size_tokens: int, device: torch.device) -> None:
+    """Prove on this machine that attention over pages of that size is exact.
+
+    Raises:
+        KvrsError: it is not.
+    """
     rows = config.heads // config.kv_heads * TILE_ROWS
     block_tokens = pages_per_block(page_size_tokens) * page_size_tokens
     check_batched_products(rows, config.head_dim, block_tokens, device)

@@ -29,11 +29,12 @@ class Attempts:
             source = self._view.members[run.holder].instance.node if agent is None else agent.node
             self.put_on_link(stream, source, decode, run.pages * decode.page_bytes)
         self.run(stream, Stage.DECODE if runs_on is decode else Stage.PREFILL, runs_on, decodes_on=decode)
+        if runs_on is not decode and decode.own_prefill == runs_on.instance.id:
+            decode.running.add(stream.id)  # The one call of both stages goes there, and is lost with it.
 
     def run(self, stream: Stream, stage: Stage, member: Member, decodes_on: Member) -> None:
         """The attempt is now here."""
-        if stream.runs_on is not None:
-            stream.runs_on.running.discard(stream.id)
+        self._leave_members(stream)
         if stream.decodes_on is not decodes_on:
             if stream.decodes_on is not None:
                 self._view.count_stream(stream.decodes_on, -1)
@@ -57,13 +58,26 @@ class Attempts:
 
     def leave(self, stream: Stream) -> None:
         """Take the stream out of every book: its attempt is over, or its wait."""
-        self.done_waiting(stream)
         self._slots.release(stream.id)
         self._slots.leave(stream.id)
+        self._end(stream)
+
+    def deny(self, stream: Stream, until_s: float) -> None:
+        """Its slot is not to be had before then: back from the attempt into the queue, where it was."""
+        self._slots.deny(stream.id, until_s)
+        self._end(stream)
+
+    def _end(self, stream: Stream) -> None:
+        self.done_waiting(stream)
         self._timers.clear(stream.id)
-        if stream.runs_on is not None:
-            stream.runs_on.running.discard(stream.id)
-            stream.runs_on = None
+        self._leave_members(stream)
+        stream.runs_on = None
         if stream.decodes_on is not None:
             self._view.count_stream(stream.decodes_on, -1)
             stream.decodes_on = None
+
+    @staticmethod
+    def _leave_members(stream: Stream) -> None:
+        for member in (stream.runs_on, stream.decodes_on):
+            if member is not None:
+                member.running.discard(stream.id)

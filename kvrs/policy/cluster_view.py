@@ -23,15 +23,17 @@ class Member:
     work_s: float = 0.0  # Predicted computing of what was sent there and has not answered yet.
     bookings: int = 0
     streams: int = 0  # Streams that decode there or will after their prefill.
-    running: set[StreamId] = field(default_factory=set)  # Streams whose current stage runs there.
-    held: set[StreamId] = field(default_factory=set)  # Streams of which it retains pages.
+    running: set[StreamId] = field(default_factory=set)  # Streams whose current stage, or whose only call, runs there.
+    held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
     # What it can do, looked up once: every decision asks.
     prefills: bool = field(init=False)
     decodes: bool = field(init=False)
     pulls: bool = field(init=False)
     retains: bool = field(init=False)
+    caches: bool = field(init=False)
     splits: bool = field(init=False)
     checkpoints: bool = field(init=False)
+    own_prefill: InstanceId | None = field(init=False)
     page_bytes: int = field(init=False)
     page_size_tokens: int = field(init=False)
 
@@ -40,8 +42,10 @@ class Member:
         self.decodes = self.instance.role is not Role.PREFILL
         self.pulls = Capability.PULL_PAGES in self.instance.capabilities
         self.retains = Capability.RETAIN in self.instance.capabilities
+        self.caches = Capability.PREFIX_CACHE in self.instance.capabilities
         self.splits = self.pulls and Capability.SPLIT in self.instance.capabilities
         self.checkpoints = Capability.CHECKPOINT in self.instance.capabilities
+        self.own_prefill = self.instance.own_prefill
         self.page_bytes = self.instance.geometry.page_bytes
         self.page_size_tokens = self.instance.geometry.page_size_tokens
 
@@ -52,6 +56,10 @@ class Member:
     @property
     def rank(self) -> tuple[int, InstanceId]:
         return self.streams, self.instance.id
+
+    def takes_from(self, prefill: "Member") -> bool:
+        """Whether a prefill there can be handed off to this one. A server that pulls no pages has only its own prefill."""
+        return self.pulls or self.own_prefill is None or self.own_prefill == prefill.instance.id
 
     def book(self, seconds: float) -> None:
         self.work_s += seconds

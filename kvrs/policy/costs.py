@@ -21,7 +21,7 @@ from kvrs.protocol.instance import Capability, Role
 
 class Option(StrEnum):
     START = "start"  # Not a recovery: a new stream, or one that had no KV and no token yet.
-    MIGRATE = "migrate"  # From the prefill instance that retains it.
+    MIGRATE = "migrate"  # From the prefill instance that retains it, or has it in its prefix cache.
     RESTORE = "restore"  # From a checkpoint in an agent's host memory.
     REUSE = "reuse"  # The target has it.
     SPLIT = "split"  # The front is computed while the back is fetched.
@@ -48,6 +48,7 @@ class Instance:
     prefill: PrefillTable
     capabilities: frozenset[Capability]
     max_model_len: int | None = None  # Tokens of prompt and output together; None: not known.
+    own_prefill: InstanceId | None = None  # Of the same server: it computes a history within the one call that decodes it.
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -67,12 +68,18 @@ class Estimate(msgspec.Struct, frozen=True):
     source: InstanceId | None = None  # Who is fetched from, or who recomputes; None: the target itself.
     second: InstanceId | None = None  # Who has more of the history than the source, or than the target that reuses.
     first_page: int = 0  # What is fetched begins here; what is before it is computed meanwhile.
+    by_prefill: bool = False  # Migrate: the source computes what its prefix cache lacks of the history, and hands all of it off.
 
     @property
     def fetches(self) -> bool:
         """Whether it takes a slot at the target."""
         option = self.option
-        return option is _MIGRATE or option is _RESTORE or option is _SPLIT or (option is _REUSE and self.second is not None)
+        return (
+            (option is _MIGRATE and not self.by_prefill)
+            or option is _RESTORE
+            or option is _SPLIT
+            or (option is _REUSE and self.second is not None)
+        )
 
 
 def estimate_fetch(
@@ -215,10 +222,43 @@ def estimate_recompute(
     return Estimate(_RECOMPUTE, target.id, raw_s * factor, queue_s, transfer_s, compute_s, extrapolated, raw_s, source)
 
 
-def rom_migrate(target: Instance, *, prompt_tokens: int, bytes_per_s: float, source: InstanceId | None = None) -> Estimate:
+def estimate_cached(
+    holder: Instance,
+    target: Instance,
+    history_tokens: int,
+    prefix_tokens: int,
+    *,
+    bytes_per_s: float,
+    queue_s: float = 0.0,
+    target_queue_s: float = 0.0,
+    handshake_s: float = 0.0,
+    factor: float = 1.0,
+) -> Estimate:
+    """Have the rest of the history computed behind the prefix that `holder` has cached, then all of it handed off to the target.
+
+    For targets that cannot fetch pages themselves. Of the queue at the target as in `estimate_recompute`.
+    """
+    rest, table = history_tokens - prefix_tokens, holder.prefill
+    compute_s = table.extra(prefix_tokens, rest)
+    transfer_s = handshake_s + history_tokens * (holder.geometry.bytes_per_token / bytes_per_s)
+    raw_s = queue_s + compute_s + transfer_s
+    if target_queue_s > raw_s:
+        queue_s += target_queue_s - raw_s
+        raw_s = target_queue_s
+    extrapolated = not table.covers_extra(prefix_tokens, rest)
+    return Estimate(
+        _MIGRATE, target.id, raw_s * factor, queue_s, transfer_s, compute_s, extrapolated, raw_s, holder.id, by_prefill=True
+    )
+
+
+def rom_migrate(
+    target: Instance, *, prompt_tokens: int, bytes_per_s: float, source: InstanceId | None = None, by_prefill: bool = False
+) -> Estimate:
     """Seed KVRS `MIGRATE_COST`: KV bytes of the prompt over the bandwidth, in bytes and bytes per second."""
     transfer_s = prompt_tokens * (target.geometry.bytes_per_token / bytes_per_s)
-    return Estimate(_MIGRATE, target.id, transfer_s, transfer_s=transfer_s, raw_s=transfer_s, source=source)
+    return Estimate(
+        _MIGRATE, target.id, transfer_s, transfer_s=transfer_s, raw_s=transfer_s, source=source, by_prefill=by_prefill
+    )
 
 
 def rom_recompute(prefill: Instance, target: Instance, *, prompt_tokens: int) -> Estimate:

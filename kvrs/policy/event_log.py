@@ -98,6 +98,7 @@ class _Instance(msgspec.Struct):
     prefill: _Table
     capabilities: frozenset[Capability]
     max_model_len: Natural | None = None
+    own_prefill: InstanceId | None = None
 
 
 class _Up(msgspec.Struct):
@@ -248,6 +249,7 @@ def _event(fields: dict[str, Any]) -> Event:
             _table(found.prefill),
             found.capabilities,
             found.max_model_len,
+            found.own_prefill,
         )
     )
 

@@ -92,7 +92,10 @@ class StreamArrived:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone:
-    """Prefill answered: it holds the KV of all `history_tokens` and retains their pages under a lease."""
+    """Prefill answered: it holds the KV of all `history_tokens`, and retains their pages under a lease or has them cached.
+
+    Of an attempt that is one call it is told by its first token.
+    """
 
     stream: StreamId
     attempt: int
@@ -131,6 +134,16 @@ class AttemptFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotDenied:
+    """The target's agent has no slot left for this attempt: other proxies hold them. Nothing was begun."""
+
+    stream: StreamId
+    attempt: int
+    target: InstanceId
+    wait_s: float  # Until one may be had, as far as the agent can say.
+
+
+@dataclass(frozen=True, slots=True)
 class StreamEnded:
     """Complete, failed for good, or the client left."""
 
@@ -156,6 +169,7 @@ Event = (
     | RetentionLost
     | StreamResumed
     | AttemptFailed
+    | SlotDenied
     | StreamEnded
     | TimerFired
 )

@@ -1,12 +1,12 @@
 """One decision, taken apart: every option, the terms of its sum, and where the answer would change.
 
 The costs come from the very objects that decide in a proxy (`Options.weigh`, `decide`), set up for one victim: its decode
-instance on another node is lost, `holder` on node n0 still retains its prompt, and `target` on node n1 can take it over
-with the prefill instance beside it. An agent, on the target's node or on a third one, may have a checkpoint, and the target
-itself the front of the history. Only the words are made here.
+instance on another node is lost, `holder` on node n0 still retains its prompt (or, of engines that fetch no pages, has it in
+its prefix cache), and `target` on node n1 can take it over with the prefill instance beside it. An agent, on the target's
+node or on a third one, may have a checkpoint, and the target itself the front of the history. Only the words are made here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf, isfinite
@@ -55,6 +55,7 @@ class Question:
     host_to_device_bytes_per_s: float = 26e9  # From an agent's memory into an instance on its node.
     reused_tokens: int = 0  # Leading tokens of the history whose KV the target has.
     own_queue_s: float = 0.0  # Before the decode instance beside the holder, at the end of prefill: for the hand-off alone.
+    prefix_cache: bool = False  # The target fetches no pages: the holder computes behind what it has cached, and hands off.
     corrections: Mapping[Option, float] = field(default_factory=dict)  # What predictions have been learned to be multiplied by.
 
     @property
@@ -131,7 +132,7 @@ class Explanation:
     hand_offs: tuple[WeighedHandoff, ...]
     kv_bytes_per_token: int
     kv_bytes: int  # Of the prompt.
-    fetched_bytes: int  # Of the pages that migrating would move.
+    fetched_bytes: int  # That migrating would move.
 
 
 def explain(question: Question) -> Explanation:
@@ -146,8 +147,14 @@ def explain(question: Question) -> Explanation:
         hand_offs=tuple(_hand_off(question, how) for how in (Handoff.ROM, Handoff.AUTO)),
         kv_bytes_per_token=question.geometry.bytes_per_token,
         kv_bytes=question.prompt_tokens * question.geometry.bytes_per_token,
-        fetched_bytes=question.pages_of(_HOLDER) * question.geometry.page_bytes,
+        fetched_bytes=_fetched_bytes(question),
     )
+
+
+def _fetched_bytes(question: Question) -> int:
+    if question.prefix_cache:
+        return question.history_tokens * question.geometry.bytes_per_token
+    return question.pages_of(_HOLDER) * question.geometry.page_bytes
 
 
 def _weigh(question: Question) -> list[Estimate]:
@@ -156,7 +163,8 @@ def _weigh(question: Question) -> list[Estimate]:
     view = ClusterView(question.local_bytes_per_s)
     holder = view.add(_instance(question, _HOLDER, _N0, Role.PREFILL))
     prefill = view.add(_instance(question, InstanceId("prefill"), _N1, Role.PREFILL))
-    target = view.add(_instance(question, InstanceId("target"), _N1, Role.DECODE))
+    lacks = {Capability.PULL_PAGES} if question.prefix_cache else set()
+    target = view.add(_instance(question, InstanceId("target"), _N1, Role.DECODE, lacks))
     prefill.reported_queue_s, target.reported_queue_s = question.queue_s, question.target_queue_s
     for node in (_N0, _N2):
         view.link(node, _N1).bytes_per_s = question.bytes_per_s
@@ -181,8 +189,8 @@ def _give(question: Question, stream: Stream, holder: Member, target: Member, vi
         stream.checkpoints[agent.id] = Checkpoint(agent, question.geometry, size, pages)
 
 
-def _instance(question: Question, name: InstanceId, node: NodeId, role: Role) -> Instance:
-    return Instance(name, node, role, 1, question.geometry, question.prefill, frozenset(Capability))
+def _instance(question: Question, name: InstanceId, node: NodeId, role: Role, lacks: Set[Capability] = frozenset()) -> Instance:
+    return Instance(name, node, role, 1, question.geometry, question.prefill, frozenset(Capability) - lacks)
 
 
 def _choose(question: Question, estimates: list[Estimate]) -> Estimate:
@@ -201,6 +209,8 @@ def _taken_apart(question: Question, estimate: Estimate) -> Weighed:
         terms = _recompute_terms(question, estimate)
     elif estimate.option is Option.SPLIT:
         terms = _split_terms(question, estimate)
+    elif estimate.by_prefill:
+        terms = _cached_terms(question, estimate)
     else:
         terms = _fetch_terms(question, estimate)
     all_terms = [*terms, *_correction_terms(question, estimate)]
@@ -234,6 +244,15 @@ def _fetch_terms(question: Question, estimate: Estimate) -> Iterator[Term]:
         _, how = _transfer(question, estimate.second, prefix - has)
         yield Term("extension", rest_s, f"handshake, and {how}")
     yield Term("prefill", estimate.compute_s, _tail(question, prefix))
+
+
+def _cached_terms(question: Question, estimate: Estimate) -> Iterator[Term]:
+    yield Term("queue", estimate.queue_s, f"before the {estimate.source}")
+    yield Term("prefill", estimate.compute_s, _tail(question, question.pages_of(estimate.source)) + ", at the holder")
+    yield Term("handshake", question.settings.handshake_s, "connect, authenticate, ask")
+    size = question.history_tokens * question.geometry.bytes_per_token
+    how = _division("hand-off between the nodes", size, question.bytes_per_s)
+    yield Term("hand-off", estimate.transfer_s - question.settings.handshake_s, how)
 
 
 def _split_terms(question: Question, estimate: Estimate) -> Iterator[Term]:
@@ -312,12 +331,16 @@ def _crossover(question: Question) -> Crossover:
 
 def _crossover_bytes_per_s(question: Question) -> float | None:
     """Migrating costs `fixed + bytes / bandwidth`: both are asked of the cost functions themselves, at two bandwidths."""
-    fixed = _estimate(replace(question, bytes_per_s=inf), Option.MIGRATE)
+    fastest = _estimate(replace(question, bytes_per_s=inf), Option.MIGRATE)
     at_1_byte_per_s = _estimate(replace(question, bytes_per_s=1.0), Option.MIGRATE)
     recompute = _estimate(question, Option.RECOMPUTE)
-    if fixed is None or at_1_byte_per_s is None or recompute is None or recompute.total_s <= fixed.total_s:
+    if fastest is None or at_1_byte_per_s is None or recompute is None or recompute.total_s <= fastest.total_s:
         return None
-    bytes_per_s = (at_1_byte_per_s.total_s - fixed.total_s) / (recompute.total_s - fixed.total_s)
+    size_bytes = at_1_byte_per_s.transfer_s - fastest.transfer_s
+    factor = at_1_byte_per_s.total_s / at_1_byte_per_s.raw_s
+    # Not what the fastest one costs: a queue at the target may outlast it.
+    fixed_s = at_1_byte_per_s.queue_s + at_1_byte_per_s.compute_s + fastest.transfer_s
+    bytes_per_s = size_bytes / (recompute.total_s / factor - fixed_s)
     return bytes_per_s if isfinite(bytes_per_s) else None
 
 

@@ -9,10 +9,19 @@ from kvrs.ids import InstanceId
 from kvrs.policy.actions import Plan, Run
 from kvrs.policy.cluster_view import ClusterView, Member
 from kvrs.policy.config import PolicyName, PolicySettings
-from kvrs.policy.costs import Estimate, Option, estimate_fetch, estimate_recompute, estimate_split, rom_migrate, rom_recompute
+from kvrs.policy.costs import (
+    Estimate,
+    Option,
+    estimate_cached,
+    estimate_fetch,
+    estimate_recompute,
+    estimate_split,
+    rom_migrate,
+    rom_recompute,
+)
 from kvrs.policy.routing import prefill_for
 from kvrs.policy.slots import SlotBook
-from kvrs.policy.streams import Stream
+from kvrs.policy.streams import Holder, Stream
 
 # How many sources are looked at per target: a decision takes the same time for a stream that has been through much.
 SOURCES_MAX = 3
@@ -58,7 +67,7 @@ class Options:
 
     def plan(self, stream: Stream, estimate: Estimate) -> Plan:
         """How to carry out an estimate that `weigh` has just given."""
-        if estimate.option is _RECOMPUTE:
+        if estimate.option is _RECOMPUTE or estimate.by_prefill:
             return Plan(estimate.target, estimate.source)
         wanted = usable_pages(stream, self.view.members[estimate.target])
         runs: list[Run] = []
@@ -85,8 +94,12 @@ class Options:
         wanted = usable_pages(stream, target)
         if not wanted:
             return
-        sources = self._sources(stream, target, wanted) if target.pulls else []
-        slot_wait_s = self.slots.expected_wait_s(target.instance.id, stream.id, now_s) if sources else 0.0
+        if target.pulls:
+            sources = self._sources(stream, target, wanted)
+            slot_wait_s = self.slots.expected_wait_s(target.instance.id, stream.id, now_s) if sources else 0.0
+        else:
+            sources, slot_wait_s = [], 0.0
+            estimates += [self._cached(stream, target, holder) for holder in _cached_at(stream, target)]
         if target.instance.id in stream.holders:
             estimates.append(self._reuse(stream, target, sources, wanted, slot_wait_s))
         best: Estimate | None = None
@@ -114,8 +127,10 @@ class Options:
         sources: list[Source] = []
         geometry, node, page_bytes = target.instance.geometry, target.instance.node, target.page_bytes
         for holder in stream.holders.values():
-            instance, theirs = holder.member.instance, holder.member.instance.geometry
-            if holder.member is target or not holder.pages or (theirs is not geometry and theirs != geometry):
+            member = holder.member
+            instance = member.instance
+            theirs = instance.geometry
+            if member is target or not holder.pages or not member.retains or (theirs is not geometry and theirs != geometry):
                 continue
             link = self.view.link(instance.node, node)
             rate = link.bytes_per_s
@@ -206,14 +221,29 @@ class Options:
             return None, pages, 0.0
         return best.id, best.pages, wait_s + (best.pages - pages) * best.page_s
 
+    def _cached(self, stream: Stream, target: Member, holder: Holder) -> Estimate:
+        """For a target that fetches nothing itself: by the prefill instance whose prefix cache has the front of the history."""
+        there, instance = holder.member, target.instance
+        return estimate_cached(
+            there.instance,
+            instance,
+            stream.history_tokens,
+            min(holder.pages, usable_pages(stream, there)) * there.page_size_tokens,
+            bytes_per_s=self.view.bytes_per_s(there.instance.node, instance.node),
+            queue_s=there.queue_s,
+            target_queue_s=target.queue_s,
+            handshake_s=self.settings.handshake_s,
+            factor=self.factors.get(_MIGRATE, 1.0) if self.factors else 1.0,
+        )
+
     # Ways that need none.
 
     def _recompute(self, stream: Stream, target: Member, history_s: float) -> Estimate:
-        """By a prefill instance, or by the target itself when that is sooner."""
+        """By a prefill instance, or by the target itself when that is sooner, or when there it would be to migrate."""
         instance, history = target.instance, stream.prompt_tokens + stream.produced_tokens
         factor, queue_s = self.factors.get(_RECOMPUTE, 1.0) if self.factors else 1.0, target.queue_s
         prefill = prefill_for(self.view, target, stream)
-        if prefill is not target:
+        if prefill is not target and (target.pulls or not _has_cached(stream, prefill)):
             there = estimate_recompute(
                 prefill.instance,
                 instance,
@@ -224,7 +254,8 @@ class Options:
                 handshake_s=self.settings.handshake_s,
                 factor=factor,
             )
-            if there.raw_s <= queue_s + history_s:
+            # A server with a prefill instance of its own computes nowhere else.
+            if there.raw_s <= queue_s + history_s or target.own_prefill is not None:
                 return there
         return estimate_recompute(instance, instance, history, queue_s=queue_s, factor=factor)
 
@@ -238,6 +269,15 @@ class Options:
             rate = self.view.link(from_node, target.instance.node).bytes_per_s
             estimates.append(rom_migrate(target.instance, prompt_tokens=stream.prompt_tokens, bytes_per_s=rate, source=source.id))
         prefill = prefill_for(self.view, target, stream)
+        if not target.pulls:
+            for holder in _cached_at(stream, target):
+                instance = holder.member.instance
+                rate = self.view.link(instance.node, target.instance.node).bytes_per_s
+                tokens = stream.prompt_tokens
+                estimates.append(
+                    rom_migrate(target.instance, prompt_tokens=tokens, bytes_per_s=rate, source=instance.id, by_prefill=True)
+                )
+            prefill = target if _has_cached(stream, prefill) else prefill
         estimates.append(rom_recompute(prefill.instance, target.instance, prompt_tokens=stream.prompt_tokens))
         return estimates
 
@@ -245,6 +285,29 @@ class Options:
 def usable_pages(stream: Stream, target: Member) -> int:
     """Pages worth fetching: the last position of a history is always computed, because its logits are what is needed."""
     return (stream.prompt_tokens + stream.produced_tokens - 1) // target.page_size_tokens
+
+
+def _cached_at(stream: Stream, target: Member) -> list[Holder]:
+    """Prefill instances that have the front of the history cached, and can hand the whole of it off to a target that pulls
+    nothing itself.
+    """
+    found = [
+        holder
+        for holder in stream.holders.values()
+        if holder.pages
+        and _has_cached(stream, holder.member)
+        and holder.member is not target
+        and target.takes_from(holder.member)
+    ]
+    if len(found) > SOURCES_MAX:
+        found.sort(key=lambda holder: holder.pages, reverse=True)
+        del found[SOURCES_MAX:]
+    return found
+
+
+def _has_cached(stream: Stream, prefill: Member) -> bool:
+    """Whether to have a history computed there is to migrate it."""
+    return prefill.caches and prefill.prefills and prefill.instance.id in stream.holders and not stream.bars(prefill)
 
 
 def _worth(source: Source) -> tuple[int, float]:

@@ -5,7 +5,7 @@ Pure: no clock, no socket, no randomness. A proxy drives it in real time, a simu
     arrived --> waiting --> prefill --> decode --> ended
                    ^  ^        |          |
                    |  +--------+----------+   lost or failed: decided again, the attempt number goes up
-                   +--> queued (for a slot) --> decode
+                   +--> queued (for a slot) <--> decode     back: other proxies have the slots; nothing was begun
 
 Laws: a stream has one current attempt and its number only rises; what an older attempt reports is ignored; no `Start`
 names an instance that is not up, nor a holder that is lost; a stream that is neither started nor given up on has an alarm
@@ -39,6 +39,7 @@ from kvrs.policy.events import (
     LoadReported,
     PrefillDone,
     RetentionLost,
+    SlotDenied,
     StreamArrived,
     StreamEnded,
     StreamResumed,
@@ -77,7 +78,7 @@ class RecoveryPolicy:
         self._apply(event, now_s)
         while (stream := self._timers.next_due(now_s)) is not None:
             self._ring(self._streams[stream], now_s)
-        while (served := self._slots.next_served()) is not None:
+        while (served := self._slots.next_served(now_s)) is not None:
             self._look_again(self._streams[served], now_s)
         if (wake := self._timers.promise(now_s)) is not None:
             self._actions.append(wake)
@@ -139,6 +140,8 @@ class RecoveryPolicy:
                 self._resumed(event, now_s)
             case AttemptFailed():
                 self._attempt_failed(event, now_s)
+            case SlotDenied():
+                self._slot_denied(event, now_s)
             case StreamEnded():
                 # The end of an attempt that we gave up on says nothing about the stream: its successor is still writing.
                 if (ended := self._current(event.stream, event.attempt)) is not None:
@@ -254,7 +257,7 @@ class RecoveryPolicy:
             stream.prefilled = True
             if stream.most_tokens is not None:
                 stream.most_tokens += max(0, stream.prompt_tokens - guess)
-        if prefill.retains:
+        if prefill.retains or prefill.caches:
             stream.holders[prefill.instance.id] = Holder(prefill, history_tokens // prefill.page_size_tokens)
             prefill.held.add(stream.id)
 
@@ -266,9 +269,10 @@ class RecoveryPolicy:
             self._place_all([stream], now_s)
             return
         decode = hand_off_to(self._view, stream, prefill, planned, self._settings)
-        stream.plan = replace(plan, decode=decode.instance.id, places=self._checkpoints.place(stream, decode, prefill))
-        if stream.plan != plan:
-            self._actions.append(Redirect(stream.id, stream.attempt, stream.plan))
+        if planned.own_prefill != prefill.instance.id:  # Else it is one call, to which all has been said.
+            stream.plan = replace(plan, decode=decode.instance.id, places=self._checkpoints.place(stream, decode, prefill))
+            if stream.plan != plan:
+                self._actions.append(Redirect(stream.id, stream.attempt, stream.plan))
         self._attempts.run(stream, Stage.DECODE, decode, decodes_on=decode)
         if decode.instance.node != prefill.instance.node:
             size_bytes = stream.history_tokens * decode.instance.geometry.bytes_per_token
@@ -302,6 +306,16 @@ class RecoveryPolicy:
             self._gather([stream], now_s)
         else:
             self._place_all([stream], now_s)
+
+    def _slot_denied(self, event: SlotDenied, now_s: float) -> None:
+        stream = self._current(event.stream, event.attempt)
+        if stream is None or stream.stage is not Stage.DECODE or self._slots.held_at(stream.id) != event.target:
+            return
+        self._attempts.deny(stream, now_s + event.wait_s)
+        stream.stage, stream.decision = Stage.QUEUED, None
+        stream.denials += 1
+        self._idle[stream.id] = stream
+        self._look_again(stream, now_s)
 
     def _blame(self, stream: Stream, instance: InstanceId, now_s: float) -> None:
         """The instance lives on, as far as is known, and failed this stream: what was tried is not tried again at once."""
@@ -365,8 +379,8 @@ class RecoveryPolicy:
 
         Targets other than the assigned one are looked at only as long as they have fewer than `limit` streams.
         """
-        if stream.attempt >= self._settings.recovery.max_attempts:
-            message = f"the stream failed {stream.attempt} times, at last: {stream.cause}"
+        if (failed := stream.attempt - stream.denials) >= self._settings.recovery.max_attempts:
+            message = f"the stream failed {failed} times, at last: {stream.cause}"
             self._give_up(stream, Reason.RETRIES, message)
             return
         decision: Decision | None = None

@@ -18,10 +18,19 @@ def pair_for(view: ClusterView, stream: Stream, *, barred_too: bool) -> tuple[Me
     prefill = least_work(view, stream, barred_too=barred_too)
     if prefill is None:
         return None
-    decode = own_decode(view, prefill, stream, barred_too=barred_too) or next(
-        (member for member in view.decoders() if barred_too or not stream.bars(member)), None
-    )
-    return None if decode is None else (prefill, decode)
+    decode = own_decode(view, prefill, stream, barred_too=barred_too)
+    if decode is not None:
+        return prefill, decode
+    allowed = [member for member in view.decoders() if barred_too or not stream.bars(member)]
+    for decode in allowed:
+        if decode.takes_from(prefill):
+            return prefill, decode
+    # All that are left have only the prefill of their own server.
+    for decode in allowed:
+        own = _own_prefill(view, decode)
+        if own is not None and (barred_too or not stream.bars(own)):
+            return own, decode
+    return None
 
 
 def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
@@ -36,9 +45,11 @@ def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member
 
 
 def own_decode(view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool) -> Member | None:
-    """The least loaded decode instance on the node of `prefill`."""
+    """The least loaded decode instance on the node of `prefill` that can have its hand-off."""
     on_node = view.on_node(prefill.instance.node)
-    allowed = (member for member in on_node if member.decodes and (barred_too or not stream.bars(member)))
+    allowed = (
+        member for member in on_node if member.decodes and member.takes_from(prefill) and (barred_too or not stream.bars(member))
+    )
     return min(allowed, key=lambda member: member.rank, default=None)
 
 
@@ -78,13 +89,16 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int,
 
 def hand_off_to(view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings) -> Member:
     """The decode instance that gets the hand-off of a prefill that is done."""
-    if settings.handoff is Handoff.OWN_PAIR:
-        return planned
+    if settings.handoff is Handoff.OWN_PAIR or planned.own_prefill == prefill.instance.id:
+        return planned  # What is one call decodes already.
     geometry = prefill.instance.geometry
     others = (
         member
         for member in view.decoders()
-        if member is not planned and member.instance.geometry == geometry and not stream.bars(member)
+        if member is not planned
+        and member.instance.geometry == geometry
+        and (member.pulls or member.own_prefill is None)
+        and not stream.bars(member)
     )
     found = handoff.choose(
         settings.handoff,
@@ -106,8 +120,20 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
 
     When none is left the target does it itself: every engine computes a prompt of which it is given no KV.
     """
+    if target.own_prefill is not None:
+        own = _own_prefill(view, target)
+        if own is not None and not stream.bars(own):
+            return own
+        if not target.pulls:
+            return target
     best: Member | None = None
     for member in view.on_node(target.instance.node):
         if member.prefills and not (stream.barred and stream.bars(member)) and (best is None or member.queue_s < best.queue_s):
             best = member
     return best or least_work(view, stream, barred_too=False) or target
+
+
+def _own_prefill(view: ClusterView, decode: Member) -> Member | None:
+    """The prefill instance of the same server, if it is up."""
+    own = decode.own_prefill
+    return None if own is None else view.members.get(own)

@@ -1,24 +1,47 @@
 """Slots: at most `slots_max` recovery transfers into one target at a time, and who waits for the next one.
 
 First in, first out: a stream may take a slot only when one is left over for everybody who asked before it.
+
+This is one proxy's own book, and a first filter: where the target's node has an agent, that one says what other proxies hold.
 """
 
 from dataclasses import dataclass, field
 
 from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.timers import is_past
 
 # The least that a denial says: a transfer that is late by its prediction does not free its slot at this very moment.
 SHORTEST_WAIT_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    ends_s: float  # As predicted.
+    duration_s: float
+    ticket: int
+
+
 @dataclass(slots=True)
 class _Target:
-    held: dict[StreamId, tuple[float, float]] = field(default_factory=dict)  # Predicted end, predicted duration.
+    held: dict[StreamId, _Held] = field(default_factory=dict)
     waiting: dict[StreamId, int] = field(default_factory=dict)  # Ticket numbers, in order.
     next_ticket: int = 0
     # Kept up to date at every change, so that a look is O(1):
     first_end_s: float = 0.0
     mean_duration_s: float = 0.0
+    # Other proxies hold slots too: until then this one is not given more than so many. 0: nobody has said so.
+    most: int = 0
+    most_until_s: float = 0.0
+
+    def room(self, slots_max: int, now_s: float) -> int:
+        return slots_max if is_past(self.most_until_s, now_s) else min(self.most, slots_max)
+
+    def ticket_of(self, stream: StreamId) -> int:
+        """That of its place in the queue, or a new one."""
+        ticket = self.waiting.get(stream)
+        if ticket is None:
+            ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
+        return ticket
 
     def ahead_of(self, stream: StreamId) -> int:
         """How many wait before this stream; an upper bound when some have left the middle of the queue."""
@@ -29,8 +52,8 @@ class _Target:
 
     def recount(self) -> None:
         if self.held:
-            self.first_end_s = min(end_s for end_s, _ in self.held.values())
-            self.mean_duration_s = sum(duration_s for _, duration_s in self.held.values()) / len(self.held)
+            self.first_end_s = min(each.ends_s for each in self.held.values())
+            self.mean_duration_s = sum(each.duration_s for each in self.held.values()) / len(self.held)
 
 
 class SlotBook:
@@ -41,14 +64,18 @@ class SlotBook:
         self._target_awaited: dict[StreamId, InstanceId] = {}
 
     def expected_wait_s(self, target: InstanceId, stream: StreamId, now_s: float) -> float:
-        """0 when the stream may take a slot now; else until the first transfer ends, and its turn among those waiting comes."""
+        """0 when the stream may take a slot now; else until the first transfer ends, or the agent has said that one may be had,
+        and its turn among those waiting comes.
+        """
         book = self._targets.get(target)
         if book is None:
             return 0.0
         ahead = book.ahead_of(stream) if book.waiting else 0
-        if len(book.held) + ahead < self._slots_max:
+        # Asked here, because a decision counts calls.
+        room = book.room(self._slots_max, now_s) if book.most_until_s else self._slots_max
+        if len(book.held) + ahead < room:
             return 0.0
-        first_s = book.first_end_s - now_s
+        first_s = (book.first_end_s if room == self._slots_max else book.most_until_s) - now_s
         return (first_s if first_s > SHORTEST_WAIT_S else SHORTEST_WAIT_S) + ahead * book.mean_duration_s / self._slots_max
 
     def acquire(self, target: InstanceId, stream: StreamId, now_s: float, predicted_s: float) -> bool:
@@ -56,10 +83,11 @@ class SlotBook:
         assert stream not in self._target_held, stream
         book = self._targets.setdefault(target, _Target())
         ahead = book.ahead_of(stream) if book.waiting else 0
-        if len(book.held) + ahead >= self._slots_max:
+        if len(book.held) + ahead >= book.room(self._slots_max, now_s):
             return False
+        ticket = book.ticket_of(stream)
         self.leave(stream)
-        book.held[stream] = now_s + predicted_s, predicted_s
+        book.held[stream] = _Held(now_s + predicted_s, predicted_s, ticket)
         self._target_held[stream] = target
         book.recount()
         return True
@@ -72,14 +100,23 @@ class SlotBook:
             del book.held[stream]
             book.recount()
 
+    def deny(self, stream: StreamId, until_s: float) -> None:
+        """The target's agent has no slot for it before then, and for nobody else of this proxy; it goes back to its place."""
+        target = self._target_held[stream]
+        book = self._targets[target]
+        ticket = book.held[stream].ticket
+        self.release(stream)
+        book.most, book.most_until_s = len(book.held), until_s
+        book.waiting = dict(sorted([*book.waiting.items(), (stream, ticket)], key=lambda waiting: waiting[1]))
+        self._target_awaited[stream] = target
+
     def enqueue(self, target: InstanceId, stream: StreamId) -> None:
         """Wait for a slot at the target. A stream that waits there already keeps its place."""
         if self._target_awaited.get(stream) == target:
             return
         self.leave(stream)
         book = self._targets.setdefault(target, _Target())
-        book.waiting[stream] = book.next_ticket
-        book.next_ticket += 1
+        book.waiting[stream] = book.ticket_of(stream)
         self._target_awaited[stream] = target
 
     def leave(self, stream: StreamId) -> None:
@@ -88,13 +125,17 @@ class SlotBook:
         if target is not None:
             del self._targets[target].waiting[stream]
 
-    def next_served(self) -> StreamId | None:
+    def next_served(self, now_s: float) -> StreamId | None:
         """A stream that waits while a slot is free for it."""
         if self._target_awaited:
             for book in self._targets.values():
-                if book.waiting and len(book.held) < self._slots_max:
+                if book.waiting and len(book.held) < book.room(self._slots_max, now_s):
                     return next(iter(book.waiting))
         return None
+
+    def held_at(self, stream: StreamId) -> InstanceId | None:
+        """The target at which the stream has a slot."""
+        return self._target_held.get(stream)
 
     def awaited_by(self, stream: StreamId) -> InstanceId | None:
         """The target for a slot of which the stream waits."""

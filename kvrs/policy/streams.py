@@ -20,7 +20,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """An instance that retains the first `pages` full pages of the stream's history."""
+    """An instance that retains the first `pages` full pages of the stream's history, or has them in its prefix cache."""
 
     member: Member
     pages: int
@@ -56,6 +56,7 @@ class Stream:
     arrived_s: float = 0.0
     stage: Stage = Stage.WAITING
     attempt: int = 0
+    denials: int = 0  # Attempts that were not begun, because others had the slots.
     produced_tokens: int = 0  # As told at the last failure.
     prefilled: bool = False  # Prefill has answered once: the prompt's length is known, its KV was made.
     flowed: bool = False  # The client has had a token.

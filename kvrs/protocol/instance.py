@@ -129,6 +129,8 @@ class KvrsParams(msgspec.Struct):
     sources: list[PageRun] = []
     checkpoints: list[Checkpoint] = []
     token_ids: list[int] | None = None  # The whole history of a chat: its template was rendered at the first attempt.
+    # The slot under which `sources` are fetched, which the target's agent may end; 0: nobody but the proxy counts it.
+    slot_token: Natural = 0
 
 
 class LeaseUpdate(msgspec.Struct):
@@ -146,12 +148,65 @@ class LeaseAnswer(msgspec.Struct):
 
 
 class FenceRequest(msgspec.Struct):
-    """Body of `POST /kvrs/v1/fence`: every attempt below the one named is dropped; streams not named are left alone."""
+    """Body of `POST /kvrs/v1/fence`: every attempt below the one named is dropped; streams not named are left alone.
+
+    With `slots_only` it is an agent that asks, because slots have ended: only what still fetches under one is dropped, and
+    the instance stays in its epoch.
+    """
 
     attempts: dict[StreamId, AttemptNumber]
+    owner_epochs: dict[StreamId, Natural] = {}  # Of those attempts; not named: 0.
+    slots_only: bool = False
+
+    def numbers(self) -> dict[StreamId, tuple[int, int]]:
+        """(owner_epoch, attempt) by stream."""
+        return {stream: (self.owner_epochs.get(stream, 0), attempt) for stream, attempt in self.attempts.items()}
 
 
 # The agent of a node, as a holder of checkpoints. Its leases are those of an instance: `POST /kvrs/v1/leases`.
+# And as the one who says how many recovery transfers an instance of its node takes at a time: `POST /kvrs/v1/slots`.
+
+
+class SlotAsked(msgspec.Struct, frozen=True):
+    """An attempt that fetches, or is about to."""
+
+    target: InstanceId
+    stream: StreamId
+    attempt: AttemptNumber
+    owner_epoch: Natural = 0
+
+
+class SlotUpdate(msgspec.Struct):
+    """Body of `POST /kvrs/v1/slots`: one batched message per proxy and agent. Carried out in the order of the fields."""
+
+    owner: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]  # One run of one proxy.
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    release: list[SlotAsked] = []
+    renew: list[SlotAsked] = []
+    acquire: list[SlotAsked] = []
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """What became of one that was asked for."""
+
+    token: Natural  # Higher than that of every slot granted before; 0: denied.
+    wait_s: Seconds = 0.0  # Until one may be had, where it was denied.
+
+
+class SlotAnswer(msgspec.Struct):
+    acquired: list[Slot]  # In the order of `acquire`.
+    lost: list[StreamId] = []  # Of `renew`: their leases have ended, and so do their transfers.
+
+
+class SlotCounts(msgspec.Struct, frozen=True):
+    """Of one target."""
+
+    held: Natural
+    waiting: Natural  # Denied, and expected to come again.
+    most: Natural  # That were ever held at a time.
+    granted: Natural  # Since the agent's start, as those below.
+    denied: Natural
+    expired: Natural
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
@@ -176,3 +231,4 @@ class AgentReport(msgspec.Struct, frozen=True):
     # Leading full pages held of each stream. On the first line of a watch of all streams, then of those that changed.
     pages: dict[StreamId, Natural]
     denied: list[StreamId] = []  # Streams that found no room since the last line.
+    slots: dict[InstanceId, SlotCounts] = {}  # Of the targets that were ever asked for, with the slots of all proxies.

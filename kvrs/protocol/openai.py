@@ -65,7 +65,7 @@ class _SamplingRequest(_Refused, kw_only=True):
 
     model: str | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
+    given_temperature: float | None = msgspec.field(default=None, name="temperature")
     top_p: float = 1.0
     top_k: int = 0  # 0 and -1: all tokens.
     seed: int | None = None
@@ -83,6 +83,10 @@ class _SamplingRequest(_Refused, kw_only=True):
     user: str | None = None
     kv_transfer_params: KvTransferParams | None = None
     kvrs: KvrsParams | None = None
+
+    @property
+    def temperature(self) -> float:
+        return 1.0 if self.given_temperature is None else self.given_temperature
 
     @property
     def stop_strings(self) -> list[str]:
@@ -241,6 +245,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET  # Of the first event, where no other call has told them.
 
 
 class ChatMessage(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""The clients' port: OpenAI completions and chat, models, health."""
+"""The clients' port: OpenAI completions and chat, DistServe's /generate, models, health."""
 
 import asyncio
 import logging
@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
 from kvrs.policy.events import Deadlines
 from kvrs.protocol.openai import CompletionRequest, error_body
+from kvrs.proxy import generate
 from kvrs.proxy.answers import WholeClient, answer, total_usage
 from kvrs.proxy.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.clients import Client, ClientGoneError, SseClient
@@ -22,10 +24,11 @@ from kvrs.proxy.config import Inexact, ProxySettings
 from kvrs.proxy.deadlines import deadlines_of
 from kvrs.proxy.driver import Driver
 from kvrs.proxy.exactness import inexact_features
-from kvrs.proxy.forms import CHAT, COMPLETIONS, Asked, Form, read
+from kvrs.proxy.forms import CHAT, COMPLETIONS, Asked, read
+from kvrs.proxy.generate import GenerateClient, WholeGenerateClient, read_generate
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.metrics import Metrics
-from kvrs.proxy.streams import Complete, Failed
+from kvrs.proxy.streams import Complete, Failed, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class Api:
         app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[_errors_as_openai])
         app.router.add_post(COMPLETIONS.path, self._completions)
         app.router.add_post(CHAT.path, self._chat)
+        app.router.add_post(generate.PATH, self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._model)
         app.router.add_get("/healthz", self._healthz)
@@ -51,14 +55,17 @@ class Api:
         return app
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(COMPLETIONS, request)
+        return await self._answer(request, partial(read, COMPLETIONS))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(CHAT, request)
+        return await self._answer(request, partial(read, CHAT))
 
-    async def _answer(self, form: Form, request: web.Request) -> web.StreamResponse:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, read_generate)
+
+    async def _answer(self, request: web.Request, read_body: Callable[[bytes], Asked]) -> web.StreamResponse:
         try:
-            asked = read(form, await self._body(request))
+            asked = read_body(await self._body(request))
             self._check_model(asked.request.model)
             inexact = self._inexact(asked)
             deadlines = deadlines_of(request.headers)
@@ -73,6 +80,8 @@ class Api:
         try:
             if asked.request.stream:
                 return await self._stream(request, asked, journals, echo, headers)
+            if request.path == generate.PATH:
+                return await self._whole_generate(asked, journals[0], headers)
             return await self._whole(asked, journals, echo, headers)
         except asyncio.CancelledError:
             self._metrics.requests.labels("client_gone").inc()
@@ -146,7 +155,9 @@ class Api:
     ) -> web.StreamResponse:
         client, merger = SseClient(request, self._settings.write_timeout_s, self._clock, headers), Merger()
         streams: list[tuple[Journal, Client]] = [(journals[0], client)]
-        if len(journals) > 1 or echo is not None:
+        if request.path == generate.PATH:
+            streams = [(journals[0], GenerateClient(client))]
+        elif len(journals) > 1 or echo is not None:
             streams = [(journal, ChoiceClient(client, merger, index, journal, echo)) for index, journal in enumerate(journals)]
         outcome = await run_together(self._driver.run, streams)
         try:
@@ -170,13 +181,21 @@ class Api:
 
     async def _whole(self, asked: Asked, journals: list[Journal], echo: str | None, headers: Mapping[str, str]) -> web.Response:
         clients = [WholeClient() for _ in journals]
-        match await run_together(self._driver.run, list(zip(journals, clients, strict=True))):
+        outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
+        return self._ended(outcome, lambda: answer(asked, journals, clients, echo), headers)
+
+    async def _whole_generate(self, asked: Asked, journal: Journal, headers: Mapping[str, str]) -> web.Response:
+        client = WholeGenerateClient(self._clock)
+        return self._ended(await self._driver.run(journal, client), lambda: client.answer(asked), headers)
+
+    def _ended(self, outcome: Outcome, make_body: Callable[[], bytes], headers: Mapping[str, str]) -> web.Response:
+        match outcome:
             case Complete():
                 self._metrics.requests.labels("complete").inc()
-                return _json(answer(asked, journals, clients, echo), headers=headers)
-            case Failed() as failure:
+                return _json(make_body(), headers=headers)
+            case Failed():
                 self._metrics.requests.labels("failed").inc()
-                return _refusal(failure)
+                return _refusal(outcome)
 
     async def _models(self, _: web.Request) -> web.Response:
         model = self._driver.instances.model

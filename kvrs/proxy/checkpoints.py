@@ -7,6 +7,8 @@ ended, or runs and needs that agent no more. Until then nothing is released: a r
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from kvrs.agent.config import BackupMode
 from kvrs.config import Config
 from kvrs.errors import UpstreamError
@@ -184,5 +186,6 @@ def _described(known: KnownAgent) -> dict[str, Any]:
         "held_bytes": None if report is None else report.held_bytes,
         "checkpoints": None if report is None else report.checkpoints,
         "capacity_bytes": None if info is None else info.capacity_bytes,
+        "slots": {} if report is None else msgspec.to_builtins(report.slots),
     }
     return shown if known.reason is None else shown | {"reason": known.reason}

@@ -10,6 +10,9 @@ from kvrs.proxy.journal import Journal
 from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
 
+# More than an engine's detokeniser and ours can differ by, beside what either holds back for a stop string.
+_MOST_CHARACTERS_HELD = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -19,6 +22,7 @@ class Piece:
     delta: TextDelta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    offsets: Sequence[int] = ()  # Of each id: how many characters of the whole output are before it.
 
 
 class Continuation:
@@ -32,7 +36,11 @@ class Continuation:
         self._text = _machine(journal, tokenizer)
         replayed = self._feed(journal.output_ids, is_end=False)
         written = len(replayed.delta.text)
-        self.sent = written if journal.text_sent is None else journal.text_sent  # Characters, before the cut.
+        held_back = max(map(len, journal.asked.request.stop_strings), default=0) + _MOST_CHARACTERS_HELD
+        sent = written if journal.text_sent is None else journal.text_sent
+        # Where an engine has shown what is no text of these ids (vLLM the prompt's, if that ends within a character), nothing is
+        # skipped: better a piece that is strange than one that is missing.
+        self.sent = sent if sent <= written + held_back else written  # Characters, before the cut.
         self._lacks = replayed.delta.text[self.sent :]
         self._skips = max(0, self.sent - written)
         # The engine that died had found the end, and could not say so any more.
@@ -44,7 +52,8 @@ class Continuation:
         piece = self._feed(token_ids, is_end=finish_reason == "stop")
         if piece.finish_reason is None and finish_reason is not None:
             # The token that ends a stream has no text, and belongs to the output all the same.
-            piece = Piece(list(token_ids), piece.delta.then(self._text.finish()), self._reason(finish_reason), stop_reason)
+            delta = piece.delta.then(self._text.finish())
+            piece = replace(piece, delta=delta, finish_reason=self._reason(finish_reason), stop_reason=stop_reason)
         return replace(piece, delta=self._unsent(piece.delta))
 
     def end(self) -> Piece:
@@ -54,12 +63,15 @@ class Continuation:
         return Piece([], self._unsent(self._text.finish()), "length")
 
     def _feed(self, token_ids: Sequence[int], *, is_end: bool) -> Piece:
-        delta = TextDelta("")
-        for count, token_id in enumerate(token_ids[:-1] if is_end else token_ids, 1):
+        delta, offsets = TextDelta(""), list[int]()
+        for count, token_id in enumerate(token_ids, 1):
+            offsets.append(self._text.characters)
+            if is_end and count == len(token_ids):
+                break
             delta = delta.then(self._text.feed(token_id))
             if delta.stopped is not None:
-                return Piece(list(token_ids[:count]), delta, self._reason("stop"), delta.stopped)
-        return Piece(list(token_ids), delta)
+                return Piece(list(token_ids[:count]), delta, self._reason("stop"), delta.stopped, offsets)
+        return Piece(list(token_ids), delta, offsets=offsets)
 
     def _reason(self, finish_reason: str) -> str:
         called = isinstance(self._text, ChatOutput) and self._text.called

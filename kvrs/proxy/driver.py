@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from typing import Any, assert_never
@@ -19,6 +20,7 @@ from kvrs.policy.events import (
     LoadReported,
     PrefillDone,
     RetentionLost,
+    SlotDenied,
     StreamArrived,
     StreamEnded,
     StreamResumed,
@@ -29,7 +31,7 @@ from kvrs.protocol.instance import InstanceInfo, LeaseAnswer, LeaseUpdate, LoadR
 from kvrs.protocol.openai import error_body
 from kvrs.proxy.agents import Agents
 from kvrs.proxy.attempts import Attempt
-from kvrs.proxy.backends.pd import PdBackend, RefusedError
+from kvrs.proxy.backends.backend import Backend, RefusedError
 from kvrs.proxy.checkpoints import Checkpoints
 from kvrs.proxy.clients import Client
 from kvrs.proxy.config import Inexact
@@ -39,6 +41,7 @@ from kvrs.proxy.journal import Journal
 from kvrs.proxy.leases import Leases
 from kvrs.proxy.metrics import Metrics
 from kvrs.proxy.recoveries import RecoveryLog
+from kvrs.proxy.slots import SlotDeniedError, Slots
 from kvrs.proxy.streams import Complete, Failed, LiveStream, Outcome, Stage
 from kvrs.proxy.texts import Texts
 from kvrs.proxy.watchdog import silent_after_s
@@ -67,6 +70,8 @@ class Driver:
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recovery_settled)
         self.leases = Leases(config.transfer.lease_s, self._send_leases, self._retention_lost)
         self.checkpoints = Checkpoints(config, agents, self.streams, self.tell)
+        owner = secrets.token_hex(8)  # Whoever is started in our place is another one.
+        self.slots = Slots(owner, agents, instances, config.transfer.lease_s, metrics.slot_asked)
         self.texts = Texts(config.cluster.model)
         self._token_gap_s = config.proxy.token_gap_s
         self._inexact = config.proxy.inexact
@@ -217,8 +222,14 @@ class Driver:
 
     # What attempts find.
 
-    def backend(self, instance: InstanceId) -> PdBackend:
+    def backend(self, instance: InstanceId) -> Backend:
         return self.instances.known[instance].backend
+
+    def is_one_call(self, plan: Plan) -> bool:
+        return self.instances.is_one_call(plan)
+
+    def retains(self, instance: InstanceId) -> bool:
+        return self.instances.retains(instance)
 
     def resumes_exactly(self, instance: InstanceId) -> bool:
         return self.instances.resumes_exactly(instance)
@@ -249,22 +260,27 @@ class Driver:
     # What attempts report.
 
     def prefill_done(self, live: LiveStream, attempt: int, instance: InstanceId) -> bool:
+        self.prefilled(live, attempt, instance, live.journal.history_tokens)
+        if attempt != live.journal.attempt:
+            return False
+        # Another one, if the policy has redirected the hand-off.
+        assert live.plan is not None
+        if not self.instances.is_up(live.plan.decode):
+            # The policy knows as well; the stream waits for its next attempt.
+            live.halt()
+            return False
+        return True
+
+    def prefilled(self, live: LiveStream, attempt: int, instance: InstanceId, history_tokens: int) -> None:
         assert live.plan is not None
         if instance != live.plan.decode:
             self._writers[instance].pop(live.id, None)
         self._progress_s[instance] = self._clock()
-        self.leases.hold(instance, live.id)
-        self.tell(PrefillDone(live.id, attempt, live.journal.history_tokens))
-        if attempt != live.journal.attempt:
-            return False
-        # Another one, if the policy has redirected the hand-off.
-        decode = live.plan.decode
-        if not self.instances.is_up(decode):
-            # The policy knows as well; the stream waits for its next attempt.
-            live.halt()
-            return False
-        live.enter(Stage.DECODE, decode)
-        return True
+        if self.instances.retains(instance):
+            self.leases.hold(instance, live.id)
+        self.tell(PrefillDone(live.id, attempt, history_tokens))
+        if attempt == live.journal.attempt and live.task is not None:
+            live.enter(Stage.DECODE, live.plan.decode)
 
     def resumed(self, live: LiveStream, attempt: int) -> None:
         self.tell(StreamResumed(live.id, attempt))
@@ -304,6 +320,14 @@ class Driver:
         log.warning("stream cannot continue", extra={"stream": live.id, "cause": cause})
         self._end(live, Failed(502, error_body(cause, kind="server_error", code="inexact")))
 
+    def slot_denied(self, live: LiveStream, attempt: int, error: SlotDeniedError) -> None:
+        if live.id not in self.streams or attempt != live.journal.attempt:
+            return
+        live.task = None
+        live.halt()
+        self.recoveries.denied(live.id)
+        self.tell(SlotDenied(live.id, attempt, error.target, error.wait_s))
+
     def refused(self, live: LiveStream, error: RefusedError) -> None:
         self._end(live, Failed(error.status, error.body))
 
@@ -342,11 +366,17 @@ class Driver:
         self._metrics.up.labels(known.id).set(0)
         self.leases.forget(known.id)
         produced = {}
-        for live in [live for live in self.streams.values() if live.instance == known.id]:
+        for live in [live for live in self.streams.values() if self._runs_on(live, known.id)]:
             live.halt()
             if self._goes_on(live):
                 produced[live.id] = len(live.journal.output_ids)
         self.tell(InstanceLost(known.id, known.info.epoch, cause, produced))
+
+    def _runs_on(self, live: LiveStream, instance: InstanceId) -> bool:
+        """Whether the current attempt is lost with the instance."""
+        if live.instance == instance or live.stage is not Stage.PREFILL:
+            return live.instance == instance
+        return live.plan is not None and live.plan.decode == instance and self.is_one_call(live.plan)
 
     def former_attempts(self, instance: InstanceId) -> dict[StreamId, int]:
         """What a fence must name: one above every attempt that may still run at the instance."""
@@ -375,3 +405,4 @@ class Driver:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.slots.close()

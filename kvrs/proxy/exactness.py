@@ -18,8 +18,8 @@ def inexact_features(asked: Asked, *, has_tokenizer: bool) -> tuple[str, ...]:
         # They count the tokens of its own output. (repetition_penalty counts the prompt too, which the history is.)
         "presence_penalty": request.presence_penalty != 0,
         "frequency_penalty": request.frequency_penalty != 0,
-        # Kernels that depend on the batch round differently; offsets are counted from the cut.
-        "logprobs": request.wanted_logprobs is not None,
+        # It goes on as a completion, whose log probabilities have another form.
+        "logprobs": is_chat and request.wanted_logprobs is not None,
         # What the engine's parser had seen of a call before the cut is gone with it.
         "tools": isinstance(request, ChatRequest) and request.may_call_tools,
         # Stop strings within min_tokens are no stop strings, to engines only.

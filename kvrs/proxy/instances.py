@@ -6,11 +6,12 @@ from enum import StrEnum
 
 from kvrs.config import Config
 from kvrs.ids import InstanceId, NodeId
+from kvrs.policy.actions import Plan
 from kvrs.policy.costs import Instance
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, Role
-from kvrs.proxy.backends.pd import PdBackend
+from kvrs.proxy.backends.backend import Backend
 
 
 def overdue_after_s(interval_s: float) -> float:
@@ -32,7 +33,7 @@ class Known:
     id: InstanceId
     node: NodeId
     role: Role
-    backend: PdBackend
+    backend: Backend
     health: Health = Health.STARTING
     reason: str | None = None
     info: InstanceInfo | None = None
@@ -43,7 +44,7 @@ class Known:
 
 
 class Instances:
-    def __init__(self, config: Config, backends: Mapping[InstanceId, PdBackend]) -> None:
+    def __init__(self, config: Config, backends: Mapping[InstanceId, Backend]) -> None:
         self.known = {
             instance.id: Known(instance.id, node.id, instance.role, backends[instance.id])
             for node, instance in config.cluster.instances()
@@ -73,6 +74,14 @@ class Instances:
     def sends_checkpoints(self, instance: InstanceId) -> bool:
         return self._can(instance, Capability.CHECKPOINT)
 
+    def retains(self, instance: InstanceId) -> bool:
+        return self._can(instance, Capability.RETAIN)
+
+    def is_one_call(self, plan: Plan) -> bool:
+        """Whether the decode instance has the history computed by the plan's prefill instance, which is of the same server."""
+        info = self.known[plan.decode].info
+        return plan.prefill is not None and info is not None and info.own_prefill == plan.prefill
+
     def _can(self, instance: InstanceId, capability: Capability) -> bool:
         info = self.known[instance].info
         return info is not None and capability in info.capabilities
@@ -100,8 +109,11 @@ class Instances:
         for what, wanted, got in (("id", known.id, info.id), ("node", known.node, info.node), ("role", known.role, info.role)):
             if wanted != got:
                 return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"
-        if len(info.prefill.seconds) < 2:
+        if self._table is None and len(info.prefill.seconds) < 2:
             return f"its prefill table has {len(info.prefill.seconds)} entries, at least 2 are needed"
+        own = info.own_prefill
+        if own is not None and (own not in self.known or self.known[own].role is not Role.PREFILL):
+            return f"own_prefill is {str(own)!r}, which the configuration does not have as a prefill instance"
         served = self._served
         others_up = any(other.health is Health.UP for other in self.known.values() if other is not known)
         if served is None or not (others_up or streams_open):
@@ -126,4 +138,5 @@ class Instances:
             prefill=self._table or PrefillTable.from_measured(info.prefill),
             capabilities=frozenset(info.capabilities),
             max_model_len=info.max_model_len or None,
+            own_prefill=info.own_prefill,
         )

@@ -20,6 +20,12 @@ class Metrics:
         self.recoveries = Counter(
             "kvrs_recoveries", "Recoveries by option and outcome.", ["option", "outcome"], registry=self.registry
         )
+        self.slots = Counter(
+            "kvrs_slots",
+            "Slots asked of targets' agents: granted, denied, unarbitrated (no answer, so taken on this proxy's book), lost.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.predicted = Histogram(
             "kvrs_recovery_predicted_seconds",
             "What recoveries were predicted to cost.",
@@ -64,6 +70,9 @@ class Metrics:
         self.unprotected = Gauge(
             "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none.", registry=self.registry
         )
+
+    def slot_asked(self, outcome: str) -> None:
+        self.slots.labels(outcome).inc()
 
     def stream_ended(self, journal: Journal) -> None:
         if journal.first_write_s is not None:

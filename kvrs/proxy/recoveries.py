@@ -30,7 +30,7 @@ class Recovery:
     regret_s: float | None = None  # What it did cost beyond the best other prediction.
     real_s: float | None = None  # From the decision to the first new token.
     gap_s: float | None = None  # From the last token before to the first one after; none before the first token.
-    outcome: str = "running"  # Then resumed, failed (decided again), or ended (the stream did).
+    outcome: str = "running"  # Then resumed, failed (decided again), denied (no slot), or ended (the stream did).
 
 
 class RecoveryLog:
@@ -83,6 +83,9 @@ class RecoveryLog:
         if recovery.last_write_s is not None:
             recovery.gap_s = now_s - recovery.last_write_s
         self._settle(stream, "resumed")
+
+    def denied(self, stream: StreamId) -> None:
+        self._settle(stream, "denied")
 
     def ended(self, stream: StreamId) -> None:
         self._settle(stream, "ended")

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from kvrs.errors import UpstreamError
-from kvrs.protocol.openai import Usage, error_kind
+from kvrs.protocol.openai import Choice, Usage, error_body, error_kind
+from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
 from kvrs.proxy.clients import Client
 from kvrs.proxy.continuation import Continuation, Piece
 from kvrs.proxy.journal import Journal
-from kvrs.proxy.sse import PROMPT_TOKEN_IDS, TOKEN_IDS, EventSplitter, cut_list, head_of, next_token_ids
+from kvrs.proxy.sse import PROMPT_TOKEN_IDS, TOKEN_IDS, EventSplitter, cut_list, head_of, next_token_ids, prompt_ids_of
 
 # Ends that mean "broken" rather than "complete" are all others (vLLM: the request was aborted, or its engine failed).
 _COMPLETE_REASONS = frozenset({"stop", "length", "tool_calls"})
@@ -32,6 +33,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+    logprobs: msgspec.Raw = msgspec.Raw()
 
     @property
     def plain_text(self) -> str:
@@ -50,6 +52,16 @@ class _Event(msgspec.Struct):
 
 
 _EVENT = msgspec.json.Decoder(_Event)
+_NONE = msgspec.Raw(b"null")
+_LOGPROBS = msgspec.json.Decoder(dict[str, list[Any] | None])
+
+
+class ErrorEventError(UpstreamError):
+    """The engine said itself, within the stream, that it cannot go on. `said` is what it said."""
+
+    def __init__(self, said: Any) -> None:
+        super().__init__(f"sent an error event{error_kind({'error': said})}")
+        self.said = said
 
 
 class Relay:
@@ -97,6 +109,7 @@ class Relay:
 
         Raises:
             UpstreamError: the attempt failed; what it delivered before stays delivered.
+            RefusedError: the engine finds the request wrong, and says so in the stream.
             ClientGoneError: nobody reads any more.
         """
         async for chunk in chunks:
@@ -119,7 +132,7 @@ class Relay:
         """Relay the events of one chunk in one write; whether the stream is complete."""
         had_tokens = len(self._journal.output_ids)
         events: list[bytes] = []
-        fault: UpstreamError | None = None
+        fault: UpstreamError | RefusedError | None = None
         done = False
         try:
             for payload in payloads:
@@ -132,7 +145,7 @@ class Relay:
                 if self._continuation is not None and self._journal.finished:
                     done = True
                     break
-        except UpstreamError as error:
+        except (UpstreamError, RefusedError) as error:
             # What came before the fault in the same chunk is in the journal already, so the client must get it.
             fault = error
         new_tokens = len(self._journal.output_ids) - had_tokens
@@ -177,7 +190,7 @@ class Relay:
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise UpstreamError("sent an event that is not a completion chunk") from None
         if event.error is not None:
-            raise UpstreamError(f"sent an error event{error_kind({'error': event.error})}")
+            _raise_error_event(event.error)
         if not event.choices:
             return self._take_usage(data, event)
         return self._take_choice(data, event.choices[0])
@@ -193,7 +206,7 @@ class Relay:
         if not says and self._journal.head is not None:
             return None
         if self._continuation is not None:
-            return self._own_event(self._continuation.take(ids, choice.finish_reason, choice.stop_reason))
+            return self._own_event(self._continuation.take(ids, choice.finish_reason, choice.stop_reason), choice.logprobs)
         trimmed = self._trim(data)
         self._append(ids)
         self._journal.finish_reason = choice.finish_reason
@@ -210,7 +223,7 @@ class Relay:
             # Only the engine's own parser knows how to go on from here.
             journal.inexact = (*journal.inexact, "messages")
 
-    def _own_event(self, piece: Piece) -> bytes:
+    def _own_event(self, piece: Piece, logprobs: msgspec.Raw = _NONE) -> bytes:
         journal = self._journal
         assert journal.head is not None
         self._append(piece.token_ids)
@@ -219,6 +232,8 @@ class Relay:
         journal.text_sent += len(piece.delta.text)
         choice = journal.asked.form.choice(piece.delta)
         choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+        if isinstance(choice, Choice) and piece.token_ids and journal.asked.request.wanted_logprobs is not None:
+            choice.logprobs = _continued(logprobs, piece)
         if journal.wants_ids:
             choice.token_ids = piece.token_ids
         return journal.asked.form.event(journal.head, [choice])
@@ -244,6 +259,8 @@ class Relay:
         if self._first_event:
             self._first_event = False
             head = head_of(data)
+            if journal.prompt_ids is None:
+                journal.prompt_ids = prompt_ids_of(data)
             # Prompt ids belong to the stream's first event; a later attempt's would be of the whole history.
             if journal.head is not None or not journal.wants_ids:
                 data = cut_list(data, PROMPT_TOKEN_IDS)
@@ -255,3 +272,22 @@ class Relay:
         if not journal.wants_ids:
             data = cut_list(data, TOKEN_IDS)
         return data
+
+
+def _continued(raw: msgspec.Raw, piece: Piece) -> Any:
+    """A completion's log probabilities, of the ids that count, at their places in the whole output."""
+    try:
+        found = _LOGPROBS.decode(raw)
+    except msgspec.DecodeError:
+        raise UpstreamError("sent log probabilities that are none") from None
+    kept = {name: values and values[: len(piece.token_ids)] for name, values in found.items()}
+    return kept | {"text_offset": list(piece.offsets)}
+
+
+def _raise_error_event(said: Any) -> None:
+    match said:
+        case {"message": str(message), "code": int(code)} if is_the_clients_fault(code):
+            # As vLLM does where it finds out only after the status has gone out.
+            raise RefusedError(code, error_body(message))
+        case _:
+            raise ErrorEventError(said)

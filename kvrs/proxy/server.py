@@ -24,7 +24,7 @@ from kvrs.proxy.admin import Admin
 from kvrs.proxy.agents import Agents
 from kvrs.proxy.app import Api
 from kvrs.proxy.backends.agent import AgentBackend
-from kvrs.proxy.backends.pd import PdBackend
+from kvrs.proxy.backends.cluster import new_engine_session, open_backends
 from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.driver import Driver
 from kvrs.proxy.event_log import EventLog
@@ -60,7 +60,7 @@ class Proxy:
     def __init__(self, config: Config, secret: bytes) -> None:
         self._config = config
         self._token = http_token(secret)
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: list[aiohttp.ClientSession] = []
         self._driver: Driver | None = None
         self._event_log: EventLog | None = None
         self._runners: list[web.AppRunner] = []
@@ -84,9 +84,9 @@ class Proxy:
     async def _start(self) -> None:
         config, clock = self._config, time.monotonic
         _check_addresses(config)
-        self._session = new_session(self._token)
         metrics = Metrics()
-        backends = {instance.id: PdBackend(self._session, instance.url) for _, instance in config.cluster.instances()}
+        self._sessions.append(to_engines := new_engine_session(config, self._token))
+        backends = open_backends(config, to_engines)
         instances, agents = Instances(config, backends), Agents(self._agent_backends())
         self._event_log = self._open_event_log()
         self._driver = driver = Driver(config, instances, agents, metrics, clock, time.time, self._event_log)
@@ -97,17 +97,22 @@ class Proxy:
         loop = asyncio.get_running_loop()
         watchers: list[Watcher] = [InstanceWatcher(known, driver, config.proxy) for known in instances.known.values()]
         watchers += [AgentWatcher(known, driver.checkpoints, config.proxy) for known in agents.known.values()]
-        work = [*(watcher.run() for watcher in watchers), driver.leases.run(), driver.checkpoints.leases.run()]
+        work = [
+            *(watcher.run() for watcher in watchers),
+            driver.leases.run(),
+            driver.checkpoints.leases.run(),
+            driver.slots.run(),
+        ]
         if self._event_log is not None:
             work.append(self._event_log.run())
         self._background = [loop.create_task(each) for each in work]
 
     def _agent_backends(self) -> dict[InstanceId, tuple[NodeId, AgentBackend]]:
-        assert self._session is not None
         if self._config.backup.mode is BackupMode.OFF:
             return {}
+        self._sessions.append(to_agents := new_session(self._token))
         nodes = self._config.cluster.nodes
-        return {node.agent_id: (node.id, AgentBackend(self._session, node.agent.url)) for node in nodes}
+        return {node.agent_id: (node.id, AgentBackend(to_agents, node.agent.url)) for node in nodes}
 
     def _open_event_log(self) -> EventLog | None:
         config = self._config
@@ -138,9 +143,9 @@ class Proxy:
         await asyncio.gather(*self._background, return_exceptions=True)
         if self._event_log is not None:
             await self._event_log.close()
-        if self._session is not None:
-            await self._session.close()
-        self._sites, self._runners, self._background = [], [], []
+        for session in self._sessions:
+            await session.close()
+        self._sites, self._runners, self._background, self._sessions = [], [], [], []
 
     def _describe(self) -> dict[str, Any]:
         return {"node": socket.gethostname(), "url": f"http://{self._config.proxy.host}:{self.port}", "pid": os.getpid()}

@@ -68,6 +68,18 @@ def cut_list(data: bytes, key: bytes) -> bytes:
     return data[:at] + data[end + 1 :]
 
 
+def prompt_ids_of(data: bytes) -> list[int]:
+    """Of a stream's first event, where the prompt's ids were not known before it."""
+    at = data.find(PROMPT_TOKEN_IDS)
+    if at < 0:
+        raise UpstreamError("began without prompt_token_ids, without which nothing can be continued")
+    start = at + len(PROMPT_TOKEN_IDS) - 1
+    try:
+        return _IDS.decode(data[start : data.index(b"]", start) + 1])
+    except ValueError:
+        raise UpstreamError("sent prompt_token_ids that are not a list of integers") from None
+
+
 def head_of(data: bytes) -> bytes:
     """What an event says before its choices: id, time of creation, model."""
     at = data.find(_CHOICES)

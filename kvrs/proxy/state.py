@@ -51,6 +51,7 @@ def _instance(known: Known) -> dict[str, Any]:
         "node": known.node,
         "url": known.backend.url,
         "pid": None if known.info is None else known.info.pid,
+        "worker_pids": [] if known.info is None else known.info.worker_pids,
         "health": known.health,
         "epoch": None if known.info is None else known.info.epoch,
         "load": None if known.load is None else msgspec.to_builtins(known.load),

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, LoadReport
 from kvrs.proxy.agents import KnownAgent
+from kvrs.proxy.backends.peer import UnusableError
 from kvrs.proxy.checkpoints import Checkpoints
 from kvrs.proxy.config import ProxySettings
 from kvrs.proxy.driver import Driver
@@ -35,6 +36,9 @@ class Watcher(ABC):
             try:
                 await self._watch()
                 cause = "stopped reporting"
+            except UnusableError as error:
+                cause = str(error)
+                self._note_unusable(cause)
             except UpstreamError as error:
                 cause = str(error)
             if subject.health is Health.UP:
@@ -55,15 +59,16 @@ class Watcher(ABC):
 
     def _refuse(self, fault: str | None) -> None:
         """Raises UpstreamError when there is a fault in who the process says it is."""
-        if fault is None:
-            return
+        if fault is not None:
+            raise UnusableError(fault)
+
+    def _note_unusable(self, fault: str) -> None:
         subject = self._subject
         if subject.reason != fault:
             log.error("refused", extra={"instance": subject.id, "cause": fault})
         if subject.health is not Health.UP:
             subject.health = Health.REFUSED
             subject.reason = fault
-        raise UpstreamError(fault)
 
 
 class InstanceWatcher(Watcher):
@@ -125,7 +130,10 @@ class InstanceWatcher(Watcher):
 
     def _must_run_dry(self, info: InstanceInfo) -> bool:
         """An engine that cannot be fenced is used again when nothing of its former life runs on it."""
-        return self._lost is not None and info.pid == self._lost.pid and Capability.FENCE not in info.capabilities
+        # Whose pid nobody is told (0) is known by its epoch, which rises with every process.
+        lost = self._lost
+        is_same = lost is not None and (info.pid, info.epoch) == (lost.pid, lost.epoch)
+        return is_same and Capability.FENCE not in info.capabilities
 
 
 class AgentWatcher(Watcher):

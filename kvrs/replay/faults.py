@@ -38,7 +38,7 @@ NEAR_THE_END_TOKENS = 8
 
 
 class What(StrEnum):
-    KILL = "kill"  # SIGKILL: no goodbye, no flush.
+    KILL = "kill"  # SIGKILL: no goodbye, no flush. Of an instance with worker processes those, or only `workers` of them.
     STOP = "stop"  # Frozen for `for_s` (SIGSTOP, then SIGCONT): connections stay open and nothing moves.
     SLOW = "slow"  # For `for_s` it runs only 1/`factor` of the time.
     LINK_RATE = "link_rate"  # For `for_s` the link between two nodes carries at most `bytes_per_s` each way.
@@ -158,6 +158,7 @@ _PARAMETERS = {
     What.LINK_CUT: ("for_s",),
     What.CORRUPT_PAGE: ("pages",),
 }
+_OPTIONAL = {What.KILL: {"workers"}}
 _OF_A_LINK = (What.LINK_RATE, What.LINK_CUT)
 
 
@@ -169,12 +170,14 @@ class Fault(Settings):
     factor: float | None = Field(default=None, gt=1, le=1000)
     bytes_per_s: float | None = Field(default=None, ge=1, le=1e15)
     pages: int | None = Field(default=None, ge=1, le=1_000_000)
+    workers: int | None = Field(default=None, ge=1, le=1024)
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Fault":
-        given = {name for name in ("for_s", "factor", "bytes_per_s", "pages") if getattr(self, name) is not None}
+        names = ("for_s", "factor", "bytes_per_s", "pages", "workers")
+        given = {name for name in names if getattr(self, name) is not None}
         wanted = _PARAMETERS[self.what]
-        if given != set(wanted):
+        if given - _OPTIONAL.get(self.what, set()) != set(wanted):
             shown = ", ".join(sorted(given)) or "none"
             raise ValueError(f"{self.what} got the parameters: {shown}; allowed: exactly {', '.join(wanted) or 'none'}")
         if (self.what in _OF_A_LINK) != (self.whom.link is not None):

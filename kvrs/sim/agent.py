@@ -1,14 +1,19 @@
 """The agent of a simulated node: the book of its checkpoint store, and what lies in the slots."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from kvrs.agent.slots import SlotTable
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.frames import Claim, Held, StoreCode
+from kvrs.protocol.instance import Slot, SlotAsked
 from kvrs.protocol.tags import Tag
 from kvrs.sim.process import require
-from kvrs.sim.site import Asked, Holder, Opened, Site
+from kvrs.sim.site import LATENCY_S, Asked, Holder, Opened, Site
 from kvrs.transfer.store.book import CheckpointBook, Run
+
+LOOK_S = 0.25  # How late the end of a lease may be noticed.
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +44,7 @@ class SimAgent(Holder):
         self._contents: dict[int, Tag] = {}  # Of slots whose page is whole: what a restarted agent adopts.
         self._watchers: list[Changes] = []
         self.book = CheckpointBook(0)
+        self.slots = SlotTable(site.config.policy.slots_max)
         self._connections = 0  # That read or write pages.
 
     def start(self) -> None:
@@ -46,6 +52,8 @@ class SimAgent(Holder):
         self._watchers, self._connections = [], 0
         self.book = CheckpointBook(self._site.config.backup.capacity_bytes // self._page_bytes)
         self.book.adopt(list(self._contents.items()))
+        self.slots = SlotTable(self._site.config.policy.slots_max, first_token=self.epoch << 32)
+        self._look_at_slots()
 
     def lose_memory(self) -> None:
         """The node is gone, and its shared memory with it."""
@@ -106,6 +114,26 @@ class SimAgent(Holder):
         for changes in self._watchers:
             changes.streams |= dict.fromkeys(ended)
 
+    def acquire(self, owner: str, asked: SlotAsked) -> Slot:
+        slot = self.slots.acquire(owner, asked, self._lease_s, self.clock.now_s)
+        self.slots.check()
+        return slot
+
+    def give_back(self, owner: str, asked: SlotAsked) -> None:
+        self.slots.release(owner, asked, self.clock.now_s)
+        self.slots.check()
+
+    def renew_slots(self, owner: str, held: Sequence[SlotAsked]) -> None:
+        for asked in held:
+            self.slots.renew(owner, asked, self._lease_s, self.clock.now_s)
+        self.slots.check()
+
+    def _look_at_slots(self) -> None:
+        for asked in self.slots.expire(self.clock.now_s):
+            engine = self._site.holders[asked.target]
+            engine.call(LATENCY_S, partial(engine.end_transfer, asked.stream, (asked.owner_epoch, asked.attempt + 1)))
+        self.later(LOOK_S, self._look_at_slots)
+
     def watch(self) -> Changes:
         changes = Changes(dict.fromkeys(self.book.streams()))
         self._watchers.append(changes)
@@ -125,6 +153,9 @@ class SimAgent(Holder):
         self.book.check()
         require(not self._connections, f"{self.id} still reads or writes pages")
         require(not self.book.reservations and not self.book.reserved_slots, f"{self.id} still reserves")
+        self.slots.check()
+        held = {target: count.held for target, count in self.slots.counts().items() if count.held}
+        require(not held, f"{self.id} still has slots in use: {held}")
 
     def _expire(self) -> None:
         ended = self.book.expire(self.clock.now_s)

@@ -66,6 +66,7 @@ class Call:
     sources: tuple[Source, ...]
     places: tuple[Place, ...]
     reply: Reply
+    slot_token: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +153,14 @@ class SimEngine(Holder):
         """A proxy that took it for dead has found it alive."""
         self.fence(attempts)
         self.epoch += 1
+
+    def end_transfer(self, stream: StreamId, below: tuple[int, int]) -> None:
+        self._attempts[stream] = max(below, self._attempts.get(stream, (0, 0)))
+        for run in [run for run in self._runs.values() if run.call.stream == stream and run.sequence.attempt < below]:
+            if run.call.slot_token and len(run.sequence.token_ids) == run.sequence.history_tokens:
+                self._end(run)
+                run.call.reply.broke("fenced")
+        self.look()
 
     def abort(self, stream: StreamId, attempt: int) -> None:
         """The connection was closed."""

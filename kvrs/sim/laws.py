@@ -11,6 +11,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.actions import Plan, Run, Start
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.policy.timers import SLACK_S
+from kvrs.protocol.instance import SlotAsked
 from kvrs.sim.process import require
 from kvrs.sim.streams import Live
 
@@ -32,6 +33,7 @@ class Laws:
         self._config = config
         self._nodes = nodes
         self._page_size = config.cluster.engine.page_size_tokens
+        self._granted: dict[SlotAsked, int] = {}  # By which life of the target's agent.
 
     def check_start(self, live: Live, start: Start, told: Told, now_s: float) -> None:
         """One writer, and nobody who runs is moved: only victims, and who has held a slot for too long."""
@@ -79,7 +81,7 @@ class Laws:
         require(at_home in allowed[self._config.backup.mode], f"checkpoints of {live.id} go to {plan.places}")
 
     def check_slots(self, streams: Iterable[Live]) -> Counter[InstanceId]:
-        """Of one proxy: between proxies nobody arbitrates yet."""
+        """Of one proxy, which may have more than the target's agent has granted: it could not be asked."""
         fetching = Counter(
             live.plan.decode
             for live in streams
@@ -89,6 +91,16 @@ class Laws:
         for target, count in fetching.items():
             require(count <= most, f"{count} transfers into {target} hold slots, of {most}")
         return fetching
+
+    def slot_granted(self, asked: SlotAsked, life: int) -> None:
+        """Of all proxies: what one life of an agent has granted, and is still used."""
+        self._granted[asked] = life
+        used = sum(each.target == asked.target and other == life for each, other in self._granted.items())
+        most = self._config.policy.slots_max
+        require(used <= most, f"{used} transfers into {asked.target} have a slot of its agent, of {most}")
+
+    def slot_left(self, asked: SlotAsked) -> None:
+        self._granted.pop(asked, None)
 
     def check_slot_book(self, streams: Iterable[Live], policy: RecoveryPolicy) -> None:
         """A slot that is held is held for a transfer."""

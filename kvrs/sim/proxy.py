@@ -24,6 +24,7 @@ from kvrs.policy.events import (
     LoadReported,
     PrefillDone,
     RetentionLost,
+    SlotDenied,
     StreamArrived,
     StreamEnded,
     StreamResumed,
@@ -37,6 +38,7 @@ from kvrs.sim.engine import Call, SimEngine, Source, token_at
 from kvrs.sim.laws import Laws, Told
 from kvrs.sim.process import require
 from kvrs.sim.site import Site
+from kvrs.sim.slots import Slots
 from kvrs.sim.streams import Arrival, At, Line, Live
 from kvrs.sim.watches import Leases, Load, Watch
 
@@ -64,6 +66,7 @@ class SimProxy:
         self._rng = rng
         self._delays_s = {holder: rng.uniform(0.0001, 0.003) for holder in site.holders}
         self._leases = Leases()
+        self.slots = Slots(name, site, laws, rng, self.told.up.__contains__)
         self._events: deque[Event] = deque()
         self._telling = False
         self._rates: dict[tuple[InstanceId, str], float] = {}
@@ -174,7 +177,17 @@ class SimProxy:
             Source(run.holder, run.generation, range(run.first_page, run.first_page + run.pages), TrafficClass.RECOVERY)
             for run in live.plan.runs
         )
-        self._send(live, At.DECODE, live.plan.decode, handed_over or runs)
+        if not live.plan.runs:
+            self._send(live, At.DECODE, live.plan.decode, handed_over)
+            return
+        live.at, live.runs_on = At.DECODE, live.plan.decode  # With whom it is lost, also before it is called.
+        decode = live.plan.decode
+        self.slots.acquire(live, lambda: self._send(live, At.DECODE, decode, runs), partial(self._slot_denied, live))
+
+    def _slot_denied(self, live: Live, wait_s: float) -> None:
+        assert live.plan is not None
+        self._break(live)
+        self.tell(SlotDenied(live.id, live.attempt, live.plan.decode, wait_s))
 
     def _send(self, live: Live, at: At, name: InstanceId, sources: tuple[Source, ...]) -> None:
         engine = self._site.holders[name]
@@ -195,11 +208,13 @@ class SimProxy:
             sources,
             places,
             line,
+            live.slot_token,
         )
         engine.call(delay_s, lambda: engine.submit(call), lambda: line.broke("refused"))
         self._watch_silence(live, live.attempt, at)
 
     def _halt(self, live: Live) -> None:
+        self.slots.release(live)
         live.at, live.runs_on = At.NOWHERE, None
         if live.line is not None:
             live.line.close()
@@ -259,6 +274,7 @@ class SimProxy:
 
     def _resumed(self, live: Live, attempt: int) -> None:
         live.resumed, live.fetching_since_s = True, None
+        self.slots.release(live)
         if live.failed_at_s is not None and len(live.output) > 1:
             self.pauses_s.append(self.clock.now_s - live.failed_at_s)
         live.failed_at_s = None
@@ -422,6 +438,7 @@ class SimProxy:
 
     def _tick(self) -> None:
         self._ticks += 1
+        self.slots.renew(self.streams.values())
         renew = self._ticks % max(1, int(self._config.transfer.lease_s / 3 / self._tick_s)) == 0
         for name, holder in self._site.holders.items():
             renewed = list(self._leases.held.get(name, ())) if renew else []

@@ -52,6 +52,9 @@ class Holder(Process):
     @abstractmethod
     def open(self, asked: Asked) -> Opened: ...
 
+    def end_transfer(self, stream: StreamId, below: tuple[int, int]) -> None:
+        """An agent says that the slot of lower attempts has ended."""
+
     @abstractmethod
     def check_at_rest(self) -> None:
         """Raises AssertionError when anything is left of the streams, which have all ended."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.actions import Plan
 from kvrs.policy.costs import Option
+from kvrs.protocol.instance import SlotAsked
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.process import Step
 
@@ -49,6 +50,8 @@ class Live:
     broken: bool = True  # Its attempt is over for whatever reason, or there was none.
     resumed: bool = False  # The attempt has brought a token.
     fetching_since_s: float | None = None  # The attempt holds a slot.
+    slot: SlotAsked | None = None  # What the target's agent may have granted for it.
+    slot_token: int = 0
     outcome: str = ""
     heard_s: float = 0.0
     usual_s: float | None = None  # Between two tokens of an attempt, on average.

@@ -52,6 +52,8 @@ class Outcome:
     hits: list[Hit] = field(default_factory=list)
     never_due: list[str] = field(default_factory=list)
     dropped_tokens: int = 0  # Of attempts that were over.
+    slot_denials: int = 0  # By agents, because other proxies had the slots.
+    unarbitrated: int = 0  # Recoveries by fetching whose agent could not be asked.
     tokens: int = 0
     span_s: float = 0.0
     steps: int = 0
@@ -160,6 +162,8 @@ class World:
             outcome.recoveries.update(proxy.recoveries)
             outcome.pauses_s += proxy.pauses_s
             outcome.dropped_tokens += proxy.dropped_tokens
+            outcome.slot_denials += proxy.slots.denials
+            outcome.unarbitrated += proxy.slots.unarbitrated
 
     # Deaths.
 

@@ -27,12 +27,17 @@ def new_app(secret: bytes, *middlewares: Middleware) -> web.Application:
     """Everything but `/healthz` wants the cluster's bearer token, and errors of the caller's making become bodies."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_authenticate(http_token(secret)), _explain, *middlewares])
     app[_WATCHES] = set()
-    app.on_shutdown.append(_end_watches)
+    app.on_shutdown.append(_end)
     return app
 
 
-async def _end_watches(app: web.Application) -> None:
-    # They never end by themselves, and would be waited for, twice as long as a client's last answer may take.
+async def _end(app: web.Application) -> None:
+    # Watches never end by themselves, and would be waited for, twice as long as a client's last answer may take.
+    cut_watches(app)
+
+
+def cut_watches(app: web.Application) -> None:
+    """Let whoever watches know that what served here is gone, though the process may live on."""
     for watch in app[_WATCHES]:
         watch.cancel()
 

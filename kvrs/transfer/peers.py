@@ -49,7 +49,13 @@ class PinnedPages:
 class PageSource(Protocol):
     """What an engine gives its page server. Both calls come from the event loop and must not block it for long."""
 
-    def pin(self, request: PullRequest) -> PinnedPages: ...
+    async def pin(self, request: PullRequest) -> PinnedPages:
+        """What is held is decided at once, before anything is awaited; then its bytes may take their time to get here.
+
+        Raises:
+            TransferError: they do not. Like whoever is cancelled meanwhile, the asker is left without, and nothing stays pinned.
+        """
+        ...
 
     def unpin(self, pinned: PinnedPages) -> None: ...
 

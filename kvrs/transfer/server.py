@@ -148,7 +148,7 @@ class PageServer:
                 await self._take(stream, frame_type, body, own.page_bytes)
 
     async def _answer_pull(self, stream: SocketStream, link: SendingLink, pull: Pull, page_bytes: int) -> None:
-        pinned = self._source.pin(pull.request)
+        pinned = await self._source.pin(pull.request)
         try:
             with link.sending(stream, pull.request.traffic) as sender:
                 await _send_pages(sender, pull, pinned, page_bytes)

@@ -36,8 +36,8 @@ class Launch:
         ((client, admin),) = re.findall(r"kvrs is up: (\S+)/v1 \(OpenAI API\), (\S+)/kvrs/v1/state", self.said)
         return client, admin
 
-    def wait_until_said(self, words: str) -> None:
-        deadline_s = time.monotonic() + END_S
+    def wait_until_said(self, words: str, within_s: float = END_S) -> None:
+        deadline_s = time.monotonic() + within_s
         while words not in self.said:
             assert self.process.poll() is None, self.said
             assert time.monotonic() < deadline_s, self.said

@@ -179,7 +179,7 @@ async def test_prefill_and_decode_together_keep_whole_streams_at_the_agent(tiny_
                 held = store.held(StreamId(stream))
                 # What was filled in the last moments of a stream need not be there; what was filled before must.
                 assert len(tags) - 2 <= held <= len(tags)
-                theirs = store.pin(PullRequest(tuple(tags[:held])))
+                theirs = await store.pin(PullRequest(tuple(tags[:held])))
                 ours = decode.pages.match(tags[:held])
                 assert len(ours) == held
                 assert [bytes(page) for page in theirs.pages] == [bytes(decode.worker.pool.view(page)) for page in ours]
@@ -283,7 +283,7 @@ async def test_a_page_that_is_damaged_on_its_way_is_sent_again(tiny_model: Path,
             output = answer["choices"][0]["token_ids"]
 
             tags = page_tags(decode.root(""), ids + output, PAGE)
-            theirs = store.pin(PullRequest(tuple(tags)))
+            theirs = await store.pin(PullRequest(tuple(tags)))
             ours = decode.pages.match(tags[: len(theirs.pages)])
             assert len(theirs.pages) > 10
             assert [bytes(page) for page in theirs.pages] == [bytes(decode.worker.pool.view(page)) for page in ours]

@@ -68,7 +68,7 @@ def test_buffers_are_used_again_and_never_twice_at_a_time() -> None:
     assert len(reused) == 6
 
 
-def test_a_page_server_sends_what_the_pages_held_when_they_were_pinned() -> None:
+async def test_a_page_server_sends_what_the_pages_held_when_they_were_pinned() -> None:
     """And gives the buffers back."""
     pages, pool = PageManager(PAGES, 4), filled_pool(buffered=True)
     assert pool._area is not None
@@ -79,7 +79,7 @@ def test_a_page_server_sends_what_the_pages_held_when_they_were_pinned() -> None
     pages.register(allocated[0], tag)
     pages.retain(StreamId("s"), allocated, 6, until_s=1.0)
 
-    pinned = source.pin(PullRequest((tag,), StreamId("s"), tail_index=1))
+    pinned = await source.pin(PullRequest((tag,), StreamId("s"), tail_index=1))
 
     assert pinned.tail is not None
     assert [bytes(view) for view in (*pinned.pages, pinned.tail)] == [bytes(pool.view(page)) for page in allocated]
@@ -88,7 +88,7 @@ def test_a_page_server_sends_what_the_pages_held_when_they_were_pinned() -> None
     assert len(pool._area._free) == 2
 
 
-def test_pages_that_cannot_be_staged_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_that_cannot_be_staged_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a GPU the host may have no memory left to pin: the one who asked gets nothing, and everybody else the pages."""
     pages, pool = PageManager(PAGES, 4), filled_pool(buffered=True)
     source = EnginePages(pages, pool, released=lambda: None)
@@ -102,7 +102,7 @@ def test_pages_that_cannot_be_staged_are_not_kept(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(StagingArea, "take", take)
     with pytest.raises(RuntimeError, match="out of memory"):
-        source.pin(PullRequest((tag,)))
+        await source.pin(PullRequest((tag,)))
 
     assert pages.free_pages == PAGES
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from kvrs.engine.requests import Run, StepOutput
 from kvrs.engine.tiny import write_tiny_model
@@ -63,7 +65,7 @@ async def test_prefill_of_a_chat_hands_its_ids_and_pages_over(tiny_model: Path) 
 
         text = "<|begin|>user: kalo miren<|end|>\nassistant: "
         assert answer["object"] == "chat.completion"
-        assert answer["prompt_token_ids"] == instance.tokenizer.encode(text, add_special_tokens=False).ids
+        assert answer["prompt_token_ids"] == instance.served.tokenizer.encode(text, add_special_tokens=False).ids
         assert answer["kv_transfer_params"]["remote_engine_id"] == "e0"
         assert answer["choices"][0]["token_ids"] == []
         assert answer["usage"]["completion_tokens"] == 0
@@ -114,7 +116,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 async def test_what_an_engine_cannot_serve_is_refused(tiny_model: Path) -> None:
     """With 400 and the field's name; and the engine lives on."""
     async with serving(tiny_model) as (instance, client):
-        ended = [5, 5, *instance.tokenizer.encode("END.", add_special_tokens=False).ids]
+        ended = [5, 5, *instance.served.tokenizer.encode("END.", add_special_tokens=False).ids]
         for path, fields, param in [*REFUSED, (COMPLETIONS, {"prompt": ended, "stop": "EN", "kvrs": KVRS}, "stop")]:
             response = await client.post(path, json=fields)
             refusal = await response.json()
@@ -177,16 +179,19 @@ async def test_tokenising_a_long_prompt_does_not_hold_up_the_streams(tiny_model:
     """It takes seconds where a model has room for millions of characters: the event loop goes on meanwhile."""
     async with serving(tiny_model) as (instance, client):
         threads: list[bool] = []
-        encode = instance.tokenizer.encode
+        real = instance.served.tokenizer
 
         class Noting:
             """The tokenizer's own class takes no new methods."""
 
             def encode(self, text: str, **options: Any) -> Any:
                 threads.append(threading.current_thread() is threading.main_thread())
-                return encode(text, **options)
+                return real.encode(text, **options)
 
-        monkeypatch.setattr(instance, "tokenizer", Noting())
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+        monkeypatch.setattr(instance, "served", replace(instance.served, tokenizer=cast(Tokenizer, Noting())))
         for words in (10, 3000):
             assert (await client.post(COMPLETIONS, json={"prompt": "kalo " * words, "max_tokens": 1})).status in (200, 400)
 

@@ -244,9 +244,9 @@ async def test_over_http_every_cut_continues_exactly(tiny_model: Path, endpoint:
                 template = instance.chat_template
                 assert template is not None
                 text = template.render(parse_chat_request(json.dumps(body).encode()))
-                prompt = instance.tokenizer.encode(text, add_special_tokens=False).ids
+                prompt = instance.served.tokenizer.encode(text, add_special_tokens=False).ids
             else:
-                prompt = instance.tokenizer.encode(PROMPT).ids
+                prompt = instance.served.tokenizer.encode(PROMPT).ids
 
             await _compare_cuts(client, f"/v1/{endpoint}", body, prompt, name, chat=chat)
         instance.pages.check()

@@ -6,6 +6,7 @@ policy asks for something that it must not.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count, pairwise
 from random import Random
@@ -27,6 +28,7 @@ from kvrs.policy.events import (
     LoadReported,
     PrefillDone,
     RetentionLost,
+    SlotDenied,
     StreamArrived,
     StreamEnded,
     StreamResumed,
@@ -34,9 +36,31 @@ from kvrs.policy.events import (
 )
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.policy.timers import SLACK_S
+from kvrs.protocol.instance import Capability
 from tests.policy.policy_stories import GEOMETRY, instance
 
 PAGE = GEOMETRY.page_size_tokens
+
+
+class Engines(StrEnum):
+    """What the instances of a world are."""
+
+    OURS = "ours"  # They can everything.
+    PLAIN = "plain"  # As vLLM: prefill caches prefixes, and nobody fetches.
+    SERVERS = "servers"  # p0 and d0 are one server, and a stream on both is one call; they fetch.
+    SHARDED = "sharded"  # The same, and nobody fetches.
+
+    @property
+    def are_servers(self) -> bool:
+        return self in (Engines.SERVERS, Engines.SHARDED)
+
+
+_CAPABILITIES = {
+    Engines.OURS: frozenset(Capability),
+    Engines.PLAIN: frozenset({Capability.PREFIX_CACHE}),
+    Engines.SERVERS: frozenset(Capability) - {Capability.PREFIX_CACHE, Capability.SPLIT},
+    Engines.SHARDED: frozenset({Capability.FENCE, Capability.EXACT_RESUME}),
+}
 
 
 @dataclass(slots=True)
@@ -48,6 +72,7 @@ class Client:
     attempt: int = 0
     plan: Plan | None = None
     at_prefill: bool = False
+    one_call: bool = False  # Of both stages: it goes to the decode instance, and is lost with either.
     knows_prompt: bool = False  # The proxy has its ids: they come from its first prefill.
     broken: bool = True  # Its attempt is over for whatever reason, or there was none.
     fetching_since_s: float | None = None
@@ -61,6 +86,13 @@ class Client:
         if self.plan is None or self.outcome:
             return None
         return self.plan.prefill or self.plan.decode if self.at_prefill else self.plan.decode
+
+    def is_lost_with(self, name: InstanceId) -> bool:
+        if self.runs_on == name:
+            return True
+        return (
+            self.runs_on is not None and self.at_prefill and self.one_call and self.plan is not None and self.plan.decode == name
+        )
 
     @property
     def history_tokens(self) -> int:
@@ -77,7 +109,9 @@ class World:
         failure_rate: float,
         one_timer: bool,
         backup: BackupSettings | None = None,
+        engines: Engines = Engines.OURS,
     ) -> None:
+        self.engines = engines
         self.backup = backup or BackupSettings()
         self.policy = RecoveryPolicy(settings, slo, self.backup)
         self.settings = settings
@@ -96,6 +130,7 @@ class World:
         self.clients: dict[StreamId, Client] = {}
         self.log: list[tuple[Event, float]] = []
         self.answers: list[list[Action]] = []
+        self.denials = 0
         self._agenda: list[tuple[float, int, tuple[str, object]]] = []
         self._order = count()
         self._timer = 0
@@ -137,6 +172,7 @@ class World:
                     assert (action.stream, action.attempt) == (event.stream, event.attempt) == (event.stream, client.attempt)
                     assert client.plan is not None
                     assert action.plan.prefill == client.plan.prefill
+                    assert not client.one_call, "what is one call decodes already"
                     self._check_plan(client, action.plan)
                     client.plan = action.plan
                 case Recovered() | Settled():
@@ -168,6 +204,7 @@ class World:
         self._check_plan(client, plan)
         client.attempt, client.plan, client.broken = start.attempt, plan, False
         client.fetching_since_s = self.now_s if plan.runs else None
+        client.one_call = plan.prefill is not None and plan.prefill == self._own_prefill(plan.decode)
         # A prompt that came as text is sent to prefill first, wherever that is: its ids are what the proxy needs.
         client.at_prefill = plan.prefill is not None or not client.knows_prompt
         self.soon(("advance", (start.stream, start.attempt)))
@@ -176,6 +213,10 @@ class World:
         named = {plan.decode, plan.prefill, *(run.holder for run in plan.runs), *(place.holder for place in plan.places)} - {None}
         assert named <= self.up, f"{named - self.up} are not up"
         assert plan.prefill is None or not plan.runs
+        assert self.engines in (Engines.OURS, Engines.SERVERS) or not plan.runs, "nobody fetches"
+        own = self._own_prefill(plan.decode)
+        if self.engines is Engines.SHARDED and own is not None:
+            assert plan.prefill in (None, own), "nobody takes another server's hand-off"
         for before, after in pairwise(plan.runs):
             assert before.first_page + before.pages == after.first_page, "runs follow each other"
         for run in plan.runs:
@@ -212,7 +253,12 @@ class World:
         client = self.clients[stream]
         if client.attempt != attempt or client.broken or client.runs_on is None or client.runs_on not in self.up:
             return
-        if self.random.random() < self.failure_rate:
+        if not client.at_prefill and client.plan is not None and self._denies(client, client.plan):
+            client.broken, client.fetching_since_s = True, None
+            self.denials += 1
+            self.tell(SlotDenied(stream, attempt, client.plan.decode, self.random.choice([0.0, 0.05, 0.4, 3.0])))
+            self.tell(SlotDenied(stream, attempt, client.plan.decode, 1.0))  # Said twice, or too late.
+        elif self.random.random() < self.failure_rate:
             self.at(self.now_s + self.random.choice([0.0, 5.0]), ("break", whom))
         elif client.at_prefill:
             client.held[client.runs_on] = self.epochs[client.runs_on], client.history_tokens // PAGE
@@ -236,6 +282,10 @@ class World:
             self.tell(StreamResumed(stream, attempt))
             self._store(stream, client)
             self.soon(("advance", whom))
+
+    def _denies(self, client: Client, plan: Plan) -> bool:
+        """Other proxies have the slots: said before anything is fetched, so before any token."""
+        return client.fetching_since_s is not None and bool(plan.runs) and self.random.random() < self.failure_rate
 
     def _store(self, stream: StreamId, client: Client) -> None:
         """The instance has sent pages to the agents of its plan; sometimes the agents say so."""
@@ -271,7 +321,9 @@ class World:
         client = self.clients[stream]
         if client.attempt == attempt and client.runs_on is not None and not client.broken:
             client.broken, client.fetching_since_s = True, None
-            self.tell(AttemptFailed(stream, attempt, client.runs_on, "broke", client.produced_tokens, abrupt))
+            assert client.plan is not None
+            whose = client.plan.decode if client.one_call else client.runs_on
+            self.tell(AttemptFailed(stream, attempt, whose, "broke", client.produced_tokens, abrupt))
 
     def _kill_node(self, node: object) -> None:
         for name in sorted(self.epochs):
@@ -288,13 +340,13 @@ class World:
             self.tell(HolderLost(name, self.epochs[name], "killed"))
             self.tell(HolderLost(name, self.epochs[name] - 1, "old news"))
             return
-        victims = [stream for stream, client in self.clients.items() if client.runs_on == name]
+        victims = [stream for stream, client in self.clients.items() if client.is_lost_with(name)]
         # Connections may break a moment before the instance is known to be lost, and once more after it.
         early = [stream for stream in victims if self.random.random() < 0.3]
         for stream in early:
             self._break((stream, self.clients[stream].attempt), abrupt=True)
         self.up.discard(name)
-        victims = [stream for stream, client in self.clients.items() if client.runs_on == name]
+        victims = [stream for stream, client in self.clients.items() if client.is_lost_with(name)]
         old_attempts = [(stream, self.clients[stream].attempt) for stream in victims]
         for stream in victims:
             self.clients[stream].broken, self.clients[stream].fetching_since_s = True, None
@@ -303,6 +355,10 @@ class World:
         for stream, attempt in old_attempts:
             self.tell(AttemptFailed(stream, attempt, name, "reset", produced[stream]))
         self.tell(InstanceLost(name, self.epochs[name] - 1, "old news", {}))
+
+    def _own_prefill(self, name: InstanceId) -> InstanceId | None:
+        own = InstanceId("p" + name[1:])
+        return own if self.engines.are_servers and name[0] == "d" and own in self.epochs else None
 
     def _up(self, name: object) -> None:
         name = InstanceId(str(name))
@@ -314,7 +370,8 @@ class World:
             capacity = self.random.choice([1 << 16, 1 << 22, 1 << 30])
             self.tell(HolderUp(name, self.nodes[name], self.epochs[name], capacity, 10 ** self.random.uniform(5, 10)))
             return
-        self.tell(InstanceUp(instance(name, self.epochs[name])))
+        can, own = _CAPABILITIES[self.engines], self._own_prefill(name)
+        self.tell(InstanceUp(instance(name, self.epochs[name], capabilities=can, own_prefill=own)))
         self.tell(LoadReported(name, self.random.choice([0.0, 0.3])))
         nodes = self.random.choices(sorted(set(self.nodes.values())), k=2)
         self.tell(LinkMeasured(nodes[0], nodes[1], 10 ** self.random.uniform(4, 9)))

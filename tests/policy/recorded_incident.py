@@ -22,6 +22,7 @@ from kvrs.policy.events import (
     LoadReported,
     PrefillDone,
     RetentionLost,
+    SlotDenied,
     StreamArrived,
     StreamEnded,
     StreamResumed,
@@ -117,8 +118,10 @@ class Rough:
             self.tell(PrefillDone(stream, attempt, self.random.randint(50, 900)))
         elif drawn < 0.7:
             self.tell(StreamResumed(stream, attempt))
-        elif drawn < 0.73:
+        elif drawn < 0.72:
             self.tell(StreamEnded(stream, attempt))
+        elif drawn < 0.73 and stream in self.started:
+            self.tell(SlotDenied(stream, attempt, self.started[stream].plan.decode, self.random.random()))
         elif drawn < 0.75:
             self.tell(RetentionLost(name, (stream,)))
             self.tell(AttemptFailed(stream, attempt, name, "reset", 5))

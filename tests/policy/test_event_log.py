@@ -63,6 +63,7 @@ instances = st.builds(
     ),
     prefill=tables(),
     capabilities=st.frozensets(st.sampled_from(Capability)),
+    own_prefill=st.none() | st.just(InstanceId("p9")),
     max_model_len=st.none() | st.integers(0, 1 << 24),
 )
 counts = st.dictionaries(st.text(), st.integers())

@@ -53,6 +53,7 @@ questions = st.builds(
     checkpoint_at=st.sampled_from(CheckpointAt),
     reused_tokens=st.sampled_from([0, 10, 100, 400]),
     corrections=st.dictionaries(st.sampled_from(Option), st.floats(0.25, 4)),
+    prefix_cache=st.booleans(),
 )
 
 

@@ -162,10 +162,10 @@ def test_an_always_policy_does_not_look_at_costs(name: PolicyName, bytes_per_s: 
 
 @pytest.mark.parametrize(("changed", "capability"), [("p0", Capability.RETAIN), ("d1", Capability.PULL_PAGES)])
 def test_without_the_capability_there_is_no_migration(changed: str, capability: Capability) -> None:
-    """A plain vLLM instance neither retains nor pulls: an option that needs more is not weighed."""
+    """An instance that neither retains nor caches has nothing to give, and one that does not pull cannot fetch."""
     story = Story(name=PolicyName.ALWAYS_MIGRATE)
     for name in ("p0", "d0", "p1", "d1"):
-        lacking = frozenset(Capability) - ({capability} if name == changed else set())
+        lacking = frozenset(Capability) - {Capability.PREFIX_CACHE} - ({capability} if name == changed else set())
         story.tell(InstanceUp(instance(name, capabilities=lacking)))
     story.decoding("A")
 

@@ -11,7 +11,7 @@ from kvrs.policy.actions import Recovered, Start, WakeAt
 from kvrs.policy.config import Dispatch, Handoff, PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.policy.costs import Option
 from kvrs.policy.recovery import RecoveryPolicy
-from tests.policy.policy_world import World
+from tests.policy.policy_world import Engines, World
 
 CLUSTERS = [["p0", "d0"], ["p0", "d0", "p1", "d1"], ["p0", "d0", "d1", "d2"], ["b0", "b1"], ["p0", "b0", "d1"]]
 
@@ -36,7 +36,8 @@ def worlds(draw: st.DrawFn) -> World:
     backup = BackupSettings(mode=draw(st.sampled_from(BackupMode)), placement=draw(st.sampled_from(Placement)))
     failure_rate = draw(st.sampled_from([0.0, 0.1, 0.4]))
     cluster, one_timer = draw(st.sampled_from(CLUSTERS)), draw(st.booleans())
-    world = World(draw(st.integers(0, 1 << 32)), cluster, policy, slo, failure_rate, one_timer, backup)
+    engines = draw(st.sampled_from(Engines))
+    world = World(draw(st.integers(0, 1 << 32)), cluster, policy, slo, failure_rate, one_timer, backup, engines)
     world.run(streams=draw(st.integers(1, 25)), kills=draw(st.integers(0, 8)))
     return world
 
@@ -85,8 +86,8 @@ def test_the_worlds_are_rough_enough() -> None:
     options: Counter[Option] = Counter()
     outcomes: Counter[str] = Counter()
     actions: Counter[str] = Counter()
-    combined = protected = 0
-    for seed in range(75):
+    combined = protected = cached = one_call = denials = 0
+    for seed in range(100):
         world = World(
             seed,
             CLUSTERS[seed // 5 % 5],
@@ -95,6 +96,7 @@ def test_the_worlds_are_rough_enough() -> None:
             failure_rate=0.2,
             one_timer=True,
             backup=BackupSettings(mode=list(BackupMode)[seed % 4], capacity_bytes=1 << 30),
+            engines=Engines.OURS if seed < 75 else list(Engines)[1 + seed % 3],
         )
         world.run(streams=20, kills=6)
         outcomes.update(client.outcome for client in world.clients.values())
@@ -105,11 +107,18 @@ def test_the_worlds_are_rough_enough() -> None:
             elif isinstance(action, Start):
                 combined += len(action.plan.runs) > 1
                 protected += bool(action.plan.places)
+            cached += isinstance(action, Recovered) and any(each.by_prefill for each in action.estimates)
+        denials += world.denials
+        one_call += sum(client.one_call for client in world.clients.values())
 
     assert set(options) == set(Option) - {Option.ABORT}
     assert set(outcomes) == {"complete", "no_instance", "slo", "retries"}
     assert set(actions) == {"Start", "Redirect", "Recovered", "Settled", "GiveUp", "WakeAt"}
-    assert min(*options.values(), *outcomes.values(), *actions.values(), combined, protected) > 5, (options, outcomes, actions)
+    assert min(*options.values(), *outcomes.values(), *actions.values(), combined, protected, cached, one_call, denials) > 5, (
+        options,
+        outcomes,
+        actions,
+    )
 
 
 def settings_for(seed: int) -> PolicySettings:

@@ -61,9 +61,9 @@ def test_a_freed_slot_belongs_to_whoever_waits_first() -> None:
     book.release(A)
 
     assert not book.acquire(D, C, 0.0, 1.0)
-    assert book.next_served() == B
+    assert book.next_served(0.0) == B
     assert book.acquire(D, B, 0.0, 1.0)
-    assert book.next_served() is None
+    assert book.next_served(0.0) is None
 
 
 def test_transfers_into_one_target_never_exceed_the_cap() -> None:

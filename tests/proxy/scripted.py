@@ -119,6 +119,8 @@ class Scripted(ScriptedServer):
     refusal: tuple[int, bytes] | None = None
     created: int = 100
     deaf: bool = False  # It runs on, but does not say who it is.
+    own_prefill: str | None = None  # It is the decode instance of a server, and says the prompt's ids in the first event.
+    names_prompt: bool = True
 
     def routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/completions", self._completions)
@@ -142,6 +144,7 @@ class Scripted(ScriptedServer):
             page_port=1,
             capabilities=self.capabilities,
             prefill=MeasuredPrefill("test", 256, [0.001, 0.01, 0.02]),
+            own_prefill=None if self.own_prefill is None else InstanceId(self.own_prefill),
         )
 
     async def _info(self, _: web.Request) -> web.Response:
@@ -245,7 +248,7 @@ class Scripted(ScriptedServer):
     async def _decode(self, request: web.Request, asked: CompletionRequest | ChatRequest) -> web.StreamResponse:
         assert asked.kvrs is not None
         history = self._history(asked)
-        prompt_tokens = asked.kvrs.prompt_tokens if self.exact else len(history)
+        prompt_tokens = (asked.kvrs.prompt_tokens or len(history)) if self.exact else len(history)
         if (first := self.script.faults.get(len(history) - prompt_tokens)) in _INSTEAD:
             del self.script.faults[len(history) - prompt_tokens]
             return web.Response(status=_INSTEAD[first], body=b"" if first is Fault.EMPTY else error_body("no"))
@@ -279,8 +282,9 @@ class Scripted(ScriptedServer):
         head = _Head(asked, f"{'chat' if isinstance(asked, ChatRequest) else ''}cmpl-{asked.kvrs.stream}", self.created)
         writer = Writer(asked, history[:prompt_tokens], self.exact or self.parses)
         steps = [writer.write(token_id) for token_id in history[prompt_tokens:]]
+        prompt = history[:prompt_tokens] if self._names_prompt(asked) and position == 0 else None
         if isinstance(asked, ChatRequest) and position == 0:
-            yield head.event(ChatChunkChoice(delta=Delta(role="assistant", content="")))
+            yield head.event(ChatChunkChoice(delta=Delta(role="assistant", content="")), prompt=prompt)
         made = False
         while not steps or steps[-1].finish_reason is None:
             if script.gate is not None and position >= script.gate_at:
@@ -296,6 +300,8 @@ class Scripted(ScriptedServer):
                     break
             steps, made = steps + fresh, True
             choice = choice_of(asked, fresh, fresh[-1].finish_reason is not None and not script.separate_finish)
+            if isinstance(choice, Choice) and prompt is not None:
+                choice.prompt_token_ids, prompt = prompt, None
             if isinstance(choice, Choice):
                 choice.text += "x" * script.event_padding * len(fresh)
             yield head.event(choice)
@@ -309,6 +315,9 @@ class Scripted(ScriptedServer):
         if asked.stream_options is not None and asked.stream_options.include_usage:
             yield head.event(None, Usage(prompt_tokens, position, prompt_tokens + position))
         yield DONE
+
+    def _names_prompt(self, asked: CompletionRequest | ChatRequest) -> bool:
+        return self.own_prefill is not None and self.names_prompt and asked.kv_transfer_params is None
 
     def _step(self, writer: Writer, asked: CompletionRequest | ChatRequest, history: list[int]) -> Step:
         token_id = token_after(history, asked.seed if asked.temperature > 0 else None)
@@ -326,11 +335,15 @@ class _Head:
     id: str
     created: int
 
-    def event(self, choice: Choice | ChatChunkChoice | None, usage: Usage | None = None) -> bytes:
+    def event(
+        self, choice: Choice | ChatChunkChoice | None, usage: Usage | None = None, prompt: list[int] | None = None
+    ) -> bytes:
         kind: Any = ChatChunk if isinstance(self.asked, ChatRequest) else Completion
         made = kind(self.id, self.created, "scripted", [] if choice is None else [choice])
         if usage is not None:
             made.usage = usage
+        if prompt is not None:
+            made.prompt_token_ids = prompt
         return sse(msgspec.json.encode(made))
 
 

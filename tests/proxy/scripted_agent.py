@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
+from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate, Slot, SlotAnswer, SlotAsked, SlotUpdate
 from tests.proxy.scripted_server import ScriptedServer
 
 CAPACITY_BYTES = 1 << 20
@@ -21,11 +21,17 @@ class ScriptedAgent(ScriptedServer):
     lease_updates: list[LeaseUpdate] = field(default_factory=list)
     forgotten: set[str] = field(default_factory=set)  # Streams whose reservation is said to be unknown.
     watches: int = 0
+    slots_free: int = 1 << 30  # So many more are granted.
+    slot_wait_s: float = 0.05  # What a denial says.
+    slot_updates: list[SlotUpdate] = field(default_factory=list)
+    slots_lost: set[str] = field(default_factory=set)  # Streams whose slot is said to have ended.
+    deaf: bool = False  # It does not answer who asks for slots.
 
     def routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/kvrs/v1/agent", self._info)
         router.add_get("/kvrs/v1/holdings", self._holdings)
         router.add_post("/kvrs/v1/leases", self._leases)
+        router.add_post("/kvrs/v1/slots", self._slots)
 
     @property
     def renewed(self) -> set[str]:
@@ -73,3 +79,18 @@ class ScriptedAgent(ScriptedServer):
         self.lease_updates.append(update)
         unknown = [stream for stream in update.renew if stream in self.forgotten]
         return web.Response(body=msgspec.json.encode(LeaseAnswer(unknown)), content_type="application/json")
+
+    async def _slots(self, request: web.Request) -> web.Response:
+        update = msgspec.json.decode(await request.read(), type=SlotUpdate)
+        self.slot_updates.append(update)
+        while self.deaf:
+            await asyncio.sleep(0.01)
+        acquired = [self._slot(asked) for asked in update.acquire]
+        lost = [asked.stream for asked in update.renew if asked.stream in self.slots_lost]
+        return web.Response(body=msgspec.json.encode(SlotAnswer(acquired, lost)), content_type="application/json")
+
+    def _slot(self, asked: SlotAsked) -> Slot:
+        if self.slots_free <= 0:
+            return Slot(0, self.slot_wait_s)
+        self.slots_free -= 1
+        return Slot(1000 + asked.attempt)

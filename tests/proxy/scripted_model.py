@@ -188,6 +188,7 @@ class Writer:
         self._asked = asked
         self._end_ids = {*asked.stop_token_ids} if asked.ignore_eos else {*asked.stop_token_ids, vocabulary().end_id}
         self._produced = 0
+        self._is_exact = exact
         self._machine: OutputText | ChatOutput
         if isinstance(asked, ChatRequest) and exact:
             assert asked.kvrs is not None
@@ -226,7 +227,8 @@ class Writer:
         if self._asked.wanted_logprobs is None:
             return None
         text = f"t{token_id}"
-        logprob = -(_digest(token_id, self._produced) % 1000) / 100
+        # A plain engine does not know its place in a stream that was begun elsewhere.
+        logprob = -(_digest(token_id, self._produced if self._is_exact else 0) % 1000) / 100
         if isinstance(self._asked, ChatRequest):
             return ChatLogprobs([TokenLogprob(text, logprob, list(text.encode()), [])])
         return Logprobs([text], [logprob], [{text: logprob, "token_ids": -1.5}], [self._machine.characters])

@@ -227,7 +227,7 @@ async def test_calls_that_come_in_pieces_are_put_together() -> None:
     ("fields", "name"),
     [
         ({"prompt": "a", "temperature": 0.5}, "temperature"),
-        ({"prompt": "a", "temperature": 0, "logprobs": 1}, "logprobs"),
+        (CHAT | {"logprobs": True}, "logprobs"),
         ({"prompt": "a", "temperature": 0, "presence_penalty": 1.0}, "presence_penalty"),
         ({"prompt": "a", "temperature": 0, "stop": ["x"], "min_tokens": 3}, "min_tokens"),
         (CHAT | {"tools": TOOLS}, "tools"),
@@ -257,14 +257,14 @@ async def test_a_marked_stream_is_shown_as_such(build: HouseBuilder, model: str)
     house = await build(prepare=plain, model=model)
     house.script.gate, house.script.gate_at = asyncio.Event(), 3
     house.script.cuts["cut"] = Cut(Fault.RESET, 5)
-    asked = asyncio.create_task(house.complete(prompt=[3], max_tokens=8, temperature=1.0, logprobs=0, user="cut"))
+    asked = asyncio.create_task(house.complete(prompt=[3], max_tokens=8, temperature=1.0, frequency_penalty=1, user="cut"))
     await house.until_streams_hold(3)
 
     (shown,) = (await house.state())["streams"]
     house.script.gate.set()
     status, body = await asked
 
-    assert (shown["exact"], shown["inexact"]) == (False, ["temperature", "logprobs"])
+    assert (shown["exact"], shown["inexact"]) == (False, ["temperature", "frequency_penalty"])
     assert status == 200
     assert msgspec.json.decode(body)["usage"]["completion_tokens"] == 8
     assert not house.script.cuts
@@ -335,6 +335,20 @@ def test_a_continuation_begins_where_the_client_s_text_ends() -> None:
             ending = next(number for number, piece in enumerate(pieces) if piece.finish_reason is not None)
             assert expected[:sent] + "".join(piece.delta.text for piece in pieces[: ending + 1]) == expected
             assert (pieces[ending].finish_reason, pieces[ending].stop_reason) == ("stop", "STOP f")
+
+
+def test_foreign_text_before_the_cut_costs_none_of_the_output() -> None:
+    """vLLM shows the whole prompt where that ends within a character: what was counted then is no measure of what is sent."""
+    known = vocabulary()
+    text = PLAYS["latin"]
+    ids = known.spell("latin", text)
+    asked = read(COMPLETIONS, msgspec.json.encode({"prompt": [1], "max_tokens": 500, "temperature": 0}))
+    journal = Journal(StreamId("1"), asked, arrived_s=0.0, prompt_ids=[1], output_ids=ids[:3], text_sent=200)
+    continuation = Continuation(journal, known.tokenizer)
+
+    pieces = [continuation.take([token_id], None, None) for token_id in ids[3:-1]]
+
+    assert known.tokenizer.decode(ids[:3]) + "".join(piece.delta.text for piece in pieces) == text
 
 
 def test_requests_of_both_kinds_are_told_apart() -> None:

@@ -69,7 +69,7 @@ def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
         f"{path}: [2].when: names no condition; "
         "allowed: at least one of at_s, after_requests, inflight_at_least, streams_at_least, phase",
         f"{path}: [2].whom: names id and role; allowed: exactly one of id, role, node and link, or role and node together",
-        f"{path}: [2].why: unknown key; allowed: bytes_per_s, factor, for_s, pages, what, when, whom",
+        f"{path}: [2].why: unknown key; allowed: bytes_per_s, factor, for_s, pages, what, when, whom, workers",
         f"{path}: [3].whom: pick chooses within a role; allowed: only together with role",
         f"{path}: [4].when: missing",
         f"{path}: [4].whom: missing",
@@ -316,3 +316,12 @@ def test_a_schedule_wants_no_look_before_any_time_has_come() -> None:
 
     assert [schedule.wants_a_look(*at) for at in ((1, 2), (1, 3), (5, 0))] == [False, True, True]
     assert not FaultSchedule([], 0).wants_a_look(9, 9)
+
+
+def test_a_kill_may_be_of_some_workers_only() -> None:
+    """What is no kill has no use for them."""
+    (fault,) = parse_faults([{"when": {"at_s": 1}, "what": "kill", "whom": {"id": "d0"}, "workers": 1}])
+    assert fault.workers == 1
+
+    with pytest.raises(ConfigError, match="stop got the parameters: for_s, workers"):
+        parse_faults([{"when": {"at_s": 1}, "what": "stop", "for_s": 1, "whom": {"id": "d0"}, "workers": 1}])

@@ -6,12 +6,14 @@ from functools import cache
 
 import pytest
 
+from kvrs.agent.slots import SlotTable
 from kvrs.policy.attempts import Attempts
 from kvrs.policy.checkpoints import Checkpoints
 from kvrs.policy.costs import Option
 from kvrs.policy.event_log import rerun
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.policy.slots import SlotBook
+from kvrs.protocol.instance import Slot
 from kvrs.scheduling.batches import BatchScheduler
 from kvrs.sim.deaths import STORIES
 from kvrs.sim.process import LawBrokenError
@@ -56,6 +58,8 @@ def test_worlds_are_rough_enough() -> None:
     assert set(hit) == set(STORIES)
     assert min(hit.values()) > 0
     assert sum(outcome.dropped_tokens for outcome in outcomes) > 10
+    assert sum(outcome.slot_denials for outcome in outcomes) > 5
+    assert sum(outcome.unarbitrated for outcome in outcomes) > 5
     assert ended["complete"] > sum(ended.values()) / 2
 
 
@@ -89,6 +93,12 @@ BREAKS = {
         "acquire",
         lambda self, target, stream, now_s, predicted_s: self.leave(stream) is None,
         "slots",
+    ),
+    "agents grant whatever is asked for": (
+        SlotTable,
+        "_deny",
+        lambda self, asked, target, ahead, now_s: Slot(self._grant("any", asked, target, now_s, now_s + 5)),
+        "",
     ),
     "a lost agent still holds": (Checkpoints, "lose", lambda self, stream, holder, why: None, ""),
     "a lost instance still holds": (RecoveryPolicy, "_forget_holder", lambda self, stream_id, holder: None, ""),

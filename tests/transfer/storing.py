@@ -106,7 +106,7 @@ class Sink:
         views = [memoryview(page) if wanted and first_page + index not in pages else None for index, page in enumerate(memory)]
         return Arriving(self, claim.stream, first_page, tags, views, memory)
 
-    def pin(self, request: PullRequest) -> PinnedPages:
+    async def pin(self, request: PullRequest) -> PinnedPages:
         held: list[memoryview] = []
         for wanted in request.tags:
             if wanted not in self.visible:

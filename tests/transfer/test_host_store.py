@@ -76,7 +76,7 @@ def filled(house: House, pages: int, capacity_pages: int = 8) -> HostStore:
 
 def read(store: HostStore, some: tuple[Tag, ...]) -> int:
     """How many leading pages there are; they are right."""
-    pinned = store.pin(PullRequest(some))
+    pinned = asyncio.run(store.pin(PullRequest(some)))
     try:
         assert [bytes(view) for view in pinned.pages] == [page(tag) for tag in some[: len(pinned.pages)]]
         return len(pinned.pages)
@@ -88,7 +88,7 @@ def test_pages_come_out_as_they_went_in(house: House) -> None:
     """Of checkpoints there are full pages only: a tail is not to be had."""
     store = filled(house, 3)
 
-    pinned = store.pin(PullRequest(tags(1, 5), handoff=S, tail_index=3))
+    pinned = asyncio.run(store.pin(PullRequest(tags(1, 5), handoff=S, tail_index=3)))
 
     assert [bytes(view) for view in pinned.pages] == [page(tag) for tag in tags(1, 3)]
     assert pinned.tail is None
@@ -183,7 +183,7 @@ def test_who_reads_old_pages_keeps_them_until_he_is_done(house: House) -> None:
     """Their memory is given back after that."""
     store = filled(house, 2)
     files_before = len(os.listdir("/proc/self/fd"))
-    pinned: PinnedPages | None = store.pin(PullRequest(tags(1, 2)))
+    pinned: PinnedPages | None = asyncio.run(store.pin(PullRequest(tags(1, 2))))
     store.release([S], LEASE_S)
 
     store.adopt(engine("other"))

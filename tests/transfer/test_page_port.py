@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import kvrs.transfer.server as server_module
+from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import Answer, FrameType, Identity, Pull, PullRequest
@@ -38,7 +39,7 @@ PAGE = b"kvrs" * (PAGE_BYTES // 4)
 class OnePage:
     """Holds every page that is asked for; they are all alike."""
 
-    def pin(self, request: PullRequest) -> PinnedPages:
+    async def pin(self, request: PullRequest) -> PinnedPages:
         return PinnedPages([memoryview(PAGE)] * len(request.tags), None, None)
 
     def unpin(self, pinned: PinnedPages) -> None:
@@ -360,7 +361,7 @@ async def test_a_page_that_is_not_of_the_agreed_size_never_leaves_the_server(cap
     """A source that hands out wrong views is our bug, and is loud; its peer only sees the end."""
 
     class WrongSize(OnePage):
-        def pin(self, request: PullRequest) -> PinnedPages:
+        async def pin(self, request: PullRequest) -> PinnedPages:
             return PinnedPages([memoryview(PAGE)[1:]], None, None)
 
     server = PageServer(lambda: SERVER, WrongSize(), SECRET, SETTINGS, links())
@@ -371,6 +372,31 @@ async def test_a_page_that_is_not_of_the_agreed_size_never_leaves_the_server(cap
     assert (result.full_pages, result.gone) == (0, False)
     assert result.error is not None
     assert "closed by a bug" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["fails", "never comes"])
+async def test_pages_that_do_not_come_end_the_connection_and_nothing_else(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Their holder is another process that may die, or be on its way when the server is closed."""
+    asked = asyncio.Event()
+
+    class Elsewhere(OnePage):
+        async def pin(self, request: PullRequest) -> PinnedPages:
+            asked.set()
+            if how == "never comes":
+                await asyncio.get_running_loop().create_future()
+            raise TransferError("the worker died")
+
+    server = PageServer(lambda: SERVER, Elsewhere(), SECRET, SETTINGS, links())
+    async with pulling() as puller, asyncio.timeout(10):
+        pulled = asyncio.create_task(pull(puller, await server.start("127.0.0.1", 0)))
+        await asked.wait()
+        if how == "never comes":
+            await server.close()
+        result = await pulled
+    await server.close()
+
+    assert (result.full_pages, result.gone) == (0, False)
+    assert "bug" not in caplog.text
 
 
 async def test_a_pull_encodes_what_its_server_decodes() -> None:

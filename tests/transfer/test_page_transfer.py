@@ -57,7 +57,7 @@ class Pages:
     pinned: int = 0
     requests: int = 0
 
-    def pin(self, request: PullRequest) -> PinnedPages:
+    async def pin(self, request: PullRequest) -> PinnedPages:
         self.pinned += 1
         self.requests += 1
         run: list[memoryview] = []

@@ -28,7 +28,7 @@ class Pages:
         self.memory = bytearray(PAGE_BYTES)
         self.pinned = 0
 
-    def pin(self, request: PullRequest) -> PinnedPages:
+    async def pin(self, request: PullRequest) -> PinnedPages:
         self.pinned += 1
         return PinnedPages([memoryview(self.memory) for _ in request.tags], None, None)
 

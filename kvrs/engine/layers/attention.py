@@ -7,19 +7,19 @@ is exact in any order; blocks are summed by `pair_sum`, where the blocks that a 
 import torch
 from torch import Tensor
 
-from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.kv_pool import KvStore
 from kvrs.engine.layers.step import Step, TileGroup
 from kvrs.engine.layers.tiles import TILE_ROWS, batched_product, fold_sum, pair_sum
 
 
-def attend(queries: Tensor, pool: KvPool, layer: int, step: Step) -> Tensor:
+def attend(queries: Tensor, pool: KvStore, layer: int, step: Step) -> Tensor:
     """Results `[rows, heads * head_dim]` for queries `[rows, heads, head_dim]`; the batch's own KV is in the pool already."""
     results = [_attend_group(queries, pool, layer, group) for group in step.groups]
     joined = results[0] if len(results) == 1 else torch.cat(results)
     return joined.index_select(0, step.row_in_groups)
 
 
-def _attend_group(queries: Tensor, pool: KvPool, layer: int, group: TileGroup) -> Tensor:
+def _attend_group(queries: Tensor, pool: KvStore, layer: int, group: TileGroup) -> Tensor:
     """`[tiles * rows used, heads * head_dim]`."""
     _, heads, head_dim = queries.shape
     kv_heads = pool.geometry.kv_heads

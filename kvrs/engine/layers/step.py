@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.kv_pool import KvStore
 from kvrs.engine.layers.tiles import GROUP_MATRICES, TILE_ROWS, padded_rows
 from kvrs.scheduling.chunks import Chunk
 
@@ -58,7 +58,7 @@ class _Tile:
         return self.first_position + self.rows - 1
 
 
-def build_step(chunks: Sequence[Chunk], pool: KvPool) -> Step:
+def build_step(chunks: Sequence[Chunk], pool: KvStore) -> Step:
     page_size = pool.geometry.page_size_tokens
     token_ids: list[int] = []
     positions: list[int] = []
@@ -75,7 +75,7 @@ def build_step(chunks: Sequence[Chunk], pool: KvPool) -> Step:
         pages += [chunk.pages[position // page_size] for position in range(chunk.first_position, last)]
         if chunk.wants_logits:
             logit_rows.append(len(token_ids) - 1)
-    device = pool.tensor.device
+    device = pool.device
     real_rows = len(token_ids)
     groups, row_in_groups = _group(tiles, real_rows, pool)
     row_padding = padded_rows(real_rows) - real_rows
@@ -109,7 +109,7 @@ def _query_tiles(chunk: Chunk, first_row: int) -> Iterator[_Tile]:
         yield _Tile(first_row + offset, chunk.first_position + offset, rows, chunk.pages)
 
 
-def _group(tiles: list[_Tile], real_rows: int, pool: KvPool) -> tuple[list[TileGroup], list[int]]:
+def _group(tiles: list[_Tile], real_rows: int, pool: KvStore) -> tuple[list[TileGroup], list[int]]:
     """Sort tiles into groups, and say for every real row where its result will lie."""
     block_tokens = pages_per_block(pool.geometry.page_size_tokens) * pool.geometry.page_size_tokens
     classes: dict[tuple[int, int], list[_Tile]] = {}
@@ -141,11 +141,11 @@ def _rounded_up(blocks: int) -> int:
     return -(-blocks // unit) * unit
 
 
-def _tile_group(tiles: list[_Tile], count: int, rows_used: int, blocks: int, pool: KvPool) -> TileGroup:
+def _tile_group(tiles: list[_Tile], count: int, rows_used: int, blocks: int, pool: KvStore) -> TileGroup:
     """`count` tiles, of which those beyond `tiles` are padding: row 0 looking at the zero page."""
     page_size = pool.geometry.page_size_tokens
     per_block = pages_per_block(page_size)
-    device = pool.tensor.device
+    device = pool.device
     rows: list[int] = []
     pages: list[int] = []
     firsts: list[int] = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.kv_pool import KvStore
 from kvrs.engine.layers.attention import attend
 from kvrs.engine.layers.norm import layer_norm, rms_norm
 from kvrs.engine.layers.rotary import RotaryTable, rotate
@@ -74,7 +74,7 @@ class Attention:
     kv_heads: int
     head_dim: int
 
-    def __call__(self, rows: Tensor, layer: int, tables: tuple[Tensor, Tensor] | None, step: Step, pool: KvPool) -> Tensor:
+    def __call__(self, rows: Tensor, layer: int, tables: tuple[Tensor, Tensor] | None, step: Step, pool: KvStore) -> Tensor:
         turned = self.heads + self.kv_heads
         by_head = self.qkv(rows).view(rows.shape[0], turned + self.kv_heads, self.head_dim)
         queries_and_keys, values = by_head[:, :turned], by_head[:, turned:]
@@ -127,7 +127,7 @@ class Decoder:
     projection: Projection | None  # Back to the width of the embeddings, where they are narrower.
     head: Projection
 
-    def forward(self, step: Step, pool: KvPool) -> Tensor:
+    def forward(self, step: Step, pool: KvStore) -> Tensor:
         """Write the batch's KV into the pool; return logits `[step.logits, vocab]`."""
         pool.begin(step.begun_pages)
         hidden = self.embedding(step)

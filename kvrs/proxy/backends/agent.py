@@ -1,9 +1,9 @@
-"""What a proxy asks of the agent of a node, which holds checkpoints."""
+"""What a proxy asks of the agent of a node, which holds checkpoints and gives out slots."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 
-from kvrs.protocol.instance import AgentInfo, AgentReport
+from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
 from kvrs.proxy.backends.peer import Peer
 
 
@@ -15,3 +15,6 @@ class AgentBackend(Peer):
 
     def watch_holdings(self, interval_s: float) -> AbstractAsyncContextManager[AsyncIterator[AgentReport]]:
         return self.watch("/kvrs/v1/holdings", interval_s, AgentReport)
+
+    async def slots(self, update: SlotUpdate) -> SlotAnswer:
+        return await self.control("POST", "/kvrs/v1/slots", update, SlotAnswer)

@@ -61,11 +61,18 @@ def prefill_call(journal: Journal, attempt: int, places: Sequence[Place], *, exa
 
 
 def decode_call(
-    journal: Journal, attempt: int, runs: Sequence[Run], places: Sequence[Place], transfer: msgspec.Raw | None, *, exact: bool
+    journal: Journal,
+    attempt: int,
+    runs: Sequence[Run],
+    places: Sequence[Place],
+    transfer: msgspec.Raw | None,
+    *,
+    exact: bool,
+    slot_token: int = 0,
 ) -> Call:
     """Stream the tokens after the history. Host and port of a peer are never in it."""
     sources = [PageRun(run.holder, run.first_page, run.pages, run.generation) for run in runs]
-    call = _call(journal, attempt, places, exact=exact, sources=sources)
+    call = _call(journal, attempt, places, exact=exact, sources=sources, slot_token=slot_token)
     fields = call.fields
     fields["stream"] = True
     if journal.wants_usage:
@@ -79,14 +86,18 @@ def decode_call(
     return call
 
 
-def _call(journal: Journal, attempt: int, places: Sequence[Place], *, exact: bool, sources: list[PageRun]) -> Call:
+def _call(
+    journal: Journal, attempt: int, places: Sequence[Place], *, exact: bool, sources: list[PageRun], slot_token: int = 0
+) -> Call:
     form, history = journal.asked.form, journal.history
     fields: dict[str, Any] = dict(journal.asked.fields)
     for name in _NEVER_FORWARDED:
         fields.pop(name, None)
     fields["return_token_ids"] = True
     checkpoints = [Checkpoint(place.holder, place.reserved_bytes) for place in places]
-    params = KvrsParams(journal.stream, attempt, journal.prompt_tokens, sources=sources, checkpoints=checkpoints)
+    params = KvrsParams(
+        journal.stream, attempt, journal.prompt_tokens, sources=sources, checkpoints=checkpoints, slot_token=slot_token
+    )
     fields["kvrs"] = params
     # A plain engine would render a chat's messages again, and knows no other way to take ids than as a completion.
     if form is CHAT and not exact and journal.output_ids:

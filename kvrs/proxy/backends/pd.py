@@ -1,43 +1,19 @@
-"""The embedded engine's and vLLM's P/D convention: what a proxy asks of an instance, and how that can fail.
+"""The P/D convention over HTTP, and the instance protocol of engines that are ours: the embedded one, and patched DistServe."""
 
-A failure of the instance is an `UpstreamError`; a request that the instance finds wrong is a `RefusedError`, whose
-body the client gets.
-"""
-
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from kvrs.errors import KvrsError, UpstreamError
+from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import FenceRequest, InstanceInfo, LoadReport
 from kvrs.protocol.openai import error_body, error_kind
+from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.peer import Chunks, Peer, body_of
-
-# These say something about the proxy or the moment, not about the client's request.
-_NOT_THE_CLIENTS_FAULT = frozenset({401, 403, 407, 408, 409, 425, 429})
-
-
-class RefusedError(KvrsError):
-    """The engine says that the client's request is wrong."""
-
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"refused with HTTP {status}")
-        self.status = status
-        self.body = body
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """What prefill hands to decode. `transfer` is forwarded as the bytes it came in."""
-
-    prompt_ids: list[int]
-    transfer: msgspec.Raw | None
+from kvrs.proxy.backends.peer import Chunks, Peer, UnusableError, body_of
 
 
 class _PrefillChoice(msgspec.Struct):
@@ -51,29 +27,25 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
-class PdBackend(Peer):
-    """Speaks to the instance at one URL."""
-
-    # The two calls of a stream.
+class OpenAiPeer(Peer):
+    """The two calls of a stream, as OpenAI requests with `kv_transfer_params`."""
 
     async def prefill(self, call: Call) -> Prefilled:
-        """Have the history's KV computed and retained for a hand-off."""
         async with self._completion(call) as response:
             raw = await body_of(response)
         try:
             answer = msgspec.json.decode(raw, type=_PrefillAnswer)
-        except msgspec.DecodeError as error:
-            raise UpstreamError(f"prefill answered what is no completion: {error}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UnusableError(f"prefill answered what is no completion: {error}") from None
         # In a completion each choice has them, in a chat the answer.
         prompt_ids = answer.prompt_token_ids or next((choice.prompt_token_ids for choice in answer.choices), None)
         if not prompt_ids:
-            raise UpstreamError("prefill answered without prompt_token_ids")
+            raise UnusableError("prefill answered without prompt_token_ids: its version does not know return_token_ids")
         transfer = answer.kv_transfer_params
         return Prefilled(prompt_ids, None if bytes(transfer) in (b"", b"null") else transfer)
 
     @asynccontextmanager
     async def decode(self, call: Call) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Open the stream of the tokens after the history, as chunks of bytes."""
         async with self._completion(call) as response:
             yield Chunks(response)
 
@@ -82,18 +54,23 @@ class PdBackend(Peer):
         async with self.call("POST", call.path, call.body) as response:
             if response.status != 200:
                 answer = await body_of(response)
-                if 400 <= response.status < 500 and response.status not in _NOT_THE_CLIENTS_FAULT:
+                if is_the_clients_fault(response.status):
                     raise RefusedError(response.status, _as_openai(answer))
                 raise UpstreamError(f"HTTP {response.status}{error_kind(_decoded(answer))}")
             yield response
 
-    # The instance protocol.
+
+class PdBackend(OpenAiPeer):
+    """An instance that has the instance protocol."""
 
     async def info(self) -> InstanceInfo:
         return await self.control("GET", "/kvrs/v1/instance", None, InstanceInfo)
 
-    async def fence(self, attempts: dict[StreamId, int]) -> InstanceInfo:
-        return await self.control("POST", "/kvrs/v1/fence", FenceRequest(attempts), InstanceInfo)
+    async def fence(self, attempts: Mapping[StreamId, int]) -> InstanceInfo:
+        return await self.control("POST", "/kvrs/v1/fence", FenceRequest(dict(attempts)), InstanceInfo)
+
+    def blames_prefill(self, said: Any) -> bool:
+        return False  # Where pages cannot be fetched, they are computed.
 
     def watch_load(self, interval_s: float) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
         return self.watch("/kvrs/v1/load", interval_s, LoadReport)

@@ -26,12 +26,16 @@ class ConnectionLostError(UpstreamError):
     """The connection is gone, or was never to be had: so may be the process."""
 
 
-def new_session(token: str) -> aiohttp.ClientSession:
-    """One connection pool for everything that goes to instances."""
+class UnusableError(UpstreamError):
+    """It answers, and what it says shows that it must not be used: another server, another version, another secret."""
+
+
+def new_session(token: str | None) -> aiohttp.ClientSession:
+    """One connection pool for everything that goes to processes that want this bearer token, or none."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=10, socket_factory=_make_socket),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-        headers={"Authorization": f"Bearer {token}"},
+        headers={} if token is None else {"Authorization": f"Bearer {token}"},
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         trust_env=False,
@@ -54,6 +58,8 @@ def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 class Peer:
     """The process at one URL."""
+
+    UNAUTHORISED = "it was started with another secret than this proxy"
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
@@ -79,13 +85,13 @@ class Peer:
         except TimeoutError:
             raise UpstreamError(f"no answer to {path} within {_CONTROL_TIMEOUT_S} s") from None
         if response.status == 401:
-            raise UpstreamError("HTTP 401: it was started with another secret than this proxy")
+            raise UnusableError(f"HTTP 401: {self.UNAUTHORISED}")
         if response.status != 200:
-            raise UpstreamError(f"HTTP {response.status} for {path}: {raw[:300].decode(errors='replace')}")
+            raise _unexpected(response.status, path, raw)
         try:
             return msgspec.json.decode(raw, type=kind)
-        except msgspec.DecodeError as error:
-            raise UpstreamError(f"unexpected answer to {path}: {error}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UnusableError(f"unexpected answer to {path}: {error}") from None
 
     @asynccontextmanager
     async def call(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -101,6 +107,12 @@ class Peer:
             response.close()
 
 
+def _unexpected(status: int, path: str, body: bytes) -> UpstreamError:
+    """A server of ours may be unwell, but knows its own paths."""
+    said = f"HTTP {status} for {path}: {body[:300].decode(errors='replace')}"
+    return UpstreamError(said) if status >= 500 else UnusableError(f"it is something else that speaks there: {said}")
+
+
 async def body_of(response: aiohttp.ClientResponse) -> bytes:
     try:
         return await response.read()
@@ -108,7 +120,9 @@ async def body_of(response: aiohttp.ClientResponse) -> bytes:
         raise _lost(error) from None
 
 
-def _lost(error: aiohttp.ClientError | OSError) -> ConnectionLostError:
+def _lost(error: aiohttp.ClientError | OSError) -> UpstreamError:
+    if isinstance(error, aiohttp.ClientResponseError):
+        return UnusableError(f"what it speaks is no HTTP: {error.message[:80]!r}")
     if isinstance(error, aiohttp.ClientPayloadError):
         return ConnectionLostError("connection lost: closed in the middle of a response")
     return ConnectionLostError(f"connection lost: {error or type(error).__name__}")

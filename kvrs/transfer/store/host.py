@@ -161,7 +161,7 @@ class HostStore:
         self._shelf = self._new_shelf()
         log.info("pages of a new kind", extra={"fingerprint": client.fingerprint, "page_bytes": client.page_bytes})
 
-    def pin(self, request: PullRequest) -> PinnedPages:
+    async def pin(self, request: PullRequest) -> PinnedPages:
         """Hard-pin the longest leading run of the asked pages that is held. Checkpoints have no partial pages."""
         shelf = self._shelf
         assert shelf is not None, "nobody is met before pages have a kind"

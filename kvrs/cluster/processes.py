@@ -1,0 +1,93 @@
+"""Which processes a cluster of some configuration consists of, beside the proxy: what Ray is to start and keep."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import NoReturn
+
+from kvrs.agent.config import BackupMode
+from kvrs.cluster.config import Backend
+from kvrs.config import Config
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId, NodeId
+
+HOME_ENV = "DISTSERVE_HOME"
+
+
+class Kind(StrEnum):
+    INSTANCE = "instance"  # Of the embedded engine.
+    AGENT = "agent"
+    SERVER = "server"  # Of DistServe: both instances of its node.
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    name: InstanceId
+    node: NodeId
+    kind: Kind
+
+    @property
+    def label(self) -> str:
+        match self.kind:
+            case Kind.INSTANCE:
+                return f"instance {self.name}"
+            case Kind.AGENT:
+                return str(self.name)
+            case Kind.SERVER:
+                return f"DistServe on node {self.node}"
+
+
+def processes_of(config: Config) -> list[Process]:
+    """Raises ConfigError: kvrs does not start engines of this backend."""
+    return list(_processes(config))
+
+
+def _processes(config: Config) -> Iterator[Process]:
+    cluster = config.cluster
+    match cluster.backend:
+        case Backend.EMBEDDED:
+            yield from (Process(instance.id, node.id, Kind.INSTANCE) for node, instance in cluster.instances())
+        case Backend.DISTSERVE:
+            yield from (Process(InstanceId(f"server-{node.id}"), node.id, Kind.SERVER) for node in cluster.nodes)
+        case Backend.VLLM:
+            raise ConfigError(["cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', 'distserve' (see docs/vllm.md)"])
+    if config.backup.mode is not BackupMode.OFF:
+        yield from (Process(node.agent_id, node.id, Kind.AGENT) for node in cluster.nodes)
+
+
+def check_home(config: Config, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError: DistServe is to be started, and is not where it is said to be."""
+    if config.cluster.backend is not Backend.DISTSERVE:
+        return
+    key, home = "cluster.distserve.home", config.cluster.distserve.home
+    if home is None:
+        key, home = f"environment variable {HOME_ENV}", environ.get(HOME_ENV)
+    if not home:
+        raise ConfigError([f"cluster.distserve.home: missing, and {HOME_ENV} is not set; allowed: a checkout of DistServe"])
+    if not (Path(home) / "distserve" / "llm.py").is_file():
+        raise ConfigError([f"{key}: {home} has no distserve/llm.py; allowed: a checkout of DistServe"])
+
+
+def gpus_of(config: Config) -> int | None:
+    """How many logical GPUs DistServe's workers need, where no real ones are used; None: Ray counts the real ones.
+
+    Raises:
+        ConfigError: a flag of DistServe has no number.
+    """
+    if config.cluster.backend is not Backend.DISTSERVE or config.cluster.engine.device != "cpu":
+        return None
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    for stage in ("context", "decoding"):
+        for kind in ("tensor", "pipeline"):
+            parser.add_argument(f"--{stage}-{kind}-parallel-size", type=int, default=1)
+    flags, _ = parser.parse_known_args(config.cluster.distserve.flags)
+    workers = flags.context_tensor_parallel_size * flags.context_pipeline_parallel_size
+    workers += flags.decoding_tensor_parallel_size * flags.decoding_pipeline_parallel_size
+    return int(workers) * len(config.cluster.nodes)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"cluster.distserve.flags: {message}"])

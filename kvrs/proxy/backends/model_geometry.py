@@ -1,0 +1,49 @@
+"""How large the KV of a Hugging Face model is, from its `config.json` alone: for engines that do not say so themselves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvrs.errors import ConfigError
+from kvrs.protocol.geometry import KvGeometry
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
+    """The shape of the model's KV, in pages of this size.
+
+    Raises:
+        ConfigError: there is no such file, or it does not say.
+    """
+    path = Path(model) / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"cluster.model: {path}: {error.strerror}; allowed: a Hugging Face directory"]) from None
+    except ValueError as error:
+        raise ConfigError([f"cluster.model: {path}: not JSON: {error}"]) from None
+    if not isinstance(fields, dict):
+        raise ConfigError([f"cluster.model: {path}: not an object"])
+    # Of a model that sees or hears, the part that writes.
+    fields = fields | fields.get("text_config", {})
+    heads = _count(path, fields, "num_attention_heads")
+    head_dim = fields.get("head_dim") or _count(path, fields, "hidden_size") // heads
+    dtype = fields.get("torch_dtype") or fields.get("dtype") or "float32"
+    if dtype not in _DTYPE_BYTES:
+        raise ConfigError([f"cluster.model: {path}: torch_dtype is {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}"])
+    return KvGeometry(
+        layers=_count(path, fields, "num_hidden_layers"),
+        kv_heads=_count(path, fields, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        dtype_bytes=_DTYPE_BYTES[dtype],
+        page_size_tokens=page_size_tokens,
+    )
+
+
+def _count(path: Path, fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = fields.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError([f"cluster.model: {path}: {name} is {value!r}; allowed: a number above 0"])
+    return value

@@ -1,0 +1,73 @@
+"""What vLLM says of itself in `/metrics`, which is text of Prometheus."""
+
+import re
+from collections.abc import Iterator
+
+from kvrs.proxy.backends.peer import UnusableError
+
+_LINE = re.compile(r"^(process_start_time_seconds|vllm:[a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+)(?: [0-9]+)?$", re.MULTILINE)
+_LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
+
+
+class VllmMetrics:
+    """One answer of `/metrics`. Where there are several engines (data parallel) their values are added."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    @property
+    def started_s(self) -> float:
+        """When the process began, on its own clock; the only thing by which two lives of it can be told apart."""
+        return self._needed("process_start_time_seconds")
+
+    @property
+    def running(self) -> int:
+        return int(self._needed("vllm:num_requests_running"))
+
+    @property
+    def waiting(self) -> int:
+        return int(self._needed("vllm:num_requests_waiting"))
+
+    @property
+    def free_pages(self) -> int:
+        engines = list(self._values("vllm:kv_cache_usage_perc"))
+        used = sum(engines) / len(engines) if engines else 0.0  # A share, in spite of its name.
+        return max(0, round(int(self.cache["num_gpu_blocks"]) * len(engines) * (1.0 - used)))
+
+    @property
+    def prefill_s(self) -> float:
+        """Mean time that a request's prefill has taken; 0 before the first one."""
+        count = sum(self._values("vllm:request_prefill_time_seconds_count"))
+        return sum(self._values("vllm:request_prefill_time_seconds_sum")) / count if count else 0.0
+
+    @property
+    def cache(self) -> dict[str, str]:
+        """How the KV cache was set up."""
+        for name, labels, _ in self._lines():
+            if name == "vllm:cache_config_info":
+                return dict(_LABEL.findall(labels))
+        raise UnusableError("it is no vLLM that this adapter knows: its /metrics lack vllm:cache_config_info")
+
+    @property
+    def page_size_tokens(self) -> int:
+        size = self.cache.get("block_size", "")
+        if not size.isdecimal() or int(size) < 1:
+            raise UnusableError(f"its /metrics name a block_size of {size!r}; allowed: a number of tokens")
+        return int(size)
+
+    @property
+    def has_connector(self) -> bool:
+        """Whether it was started with a NixlConnector: only then are the connector's counters there, from the start."""
+        return "\nvllm:nixl_" in self._text
+
+    def _needed(self, name: str) -> float:
+        values = list(self._values(name))
+        if not values:
+            raise UnusableError(f"it is no vLLM that this adapter knows: its /metrics lack {name}")
+        return sum(values)
+
+    def _values(self, name: str) -> Iterator[float]:
+        return (float(value) for found, _, value in self._lines() if found == name)
+
+    def _lines(self) -> Iterator[tuple[str, str, str]]:
+        return (match.groups(default="") for match in _LINE.finditer(self._text))  # type: ignore[misc]

@@ -1,0 +1,126 @@
+"""Real clusters of each engine, as far as the contract suite handles them: started, hit, back again.
+
+Each has p0 and d0 on node n0, and d1 on n1; more may be there.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import pytest
+
+from experiments.processes import Processes
+from kvrs.config import Config, parse_config
+from kvrs.ids import InstanceId
+
+_NODES = [
+    {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},
+    {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
+]
+_PAIRS = [{"id": f"n{n}", "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}]} for n in range(2)]
+_ENGINE = {"pages": 256, "max_model_len": 1024}
+_HOME = "DISTSERVE_HOME"
+_START_TIMEOUT_S = 300.0  # Of a DistServe server: Ray, its workers, their torch.
+
+
+class Cluster(Protocol):
+    """What the suite needs of a cluster beside its instances' own interface."""
+
+    config: Config
+    secret: bytes
+
+    def kill(self, name: str, worker_pids: list[int]) -> None:
+        """Let the instance die as by an accident. `worker_pids` are what it says of itself."""
+
+    def bring_back(self, name: str) -> None:
+        """Start what was killed again, unless it comes back by itself; return when it does, or a moment before."""
+
+
+class EmbeddedCluster(Processes):
+    def start(self, *names: str) -> None:
+        for name in names:
+            # Above every fence of the life before.
+            self._starts[name] += 100
+        super().start(*names)
+
+    def kill(self, name: str, worker_pids: list[int]) -> None:  # type: ignore[override]
+        super().kill(name)
+
+    def bring_back(self, name: str) -> None:
+        self.start(name)
+        self.wait_ready(name)
+
+
+class DistServeCluster(Processes):
+    """Two servers, each of which is two instances: what dies of one is a stage, and it comes back by itself."""
+
+    def start(self, *nodes: str) -> None:
+        for node in nodes:
+            self._starts[node] += 100
+            epoch = str(self._starts[node] + 1)
+            arguments = ["--kvrs-config", str(self._config_path), "--kvrs-node", node, "--epoch", epoch]
+            self._spawn(node, "distserve_patches.api_server", *arguments)
+
+    def wait_ready(self, *nodes: str) -> None:
+        for node in nodes:
+            self._wait(node, partial(self._is_ready, node), _START_TIMEOUT_S)
+
+    def _is_ready(self, node: str) -> bool:
+        return b"ready" in self._log(node).read_bytes().splitlines()
+
+    def kill(self, name: str, worker_pids: list[int]) -> None:  # type: ignore[override]
+        assert worker_pids, f"{name} names no worker"
+        for pid in worker_pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def bring_back(self, name: str) -> None:
+        """The server does."""
+
+
+class VllmCluster:
+    """The servers of `tests/conftest.py`."""
+
+    secret = b"none of vLLM's business"
+
+    def __init__(self, servers: Any) -> None:
+        self.config: Config = servers.config
+        self._servers = servers
+
+    def kill(self, name: str, worker_pids: list[int]) -> None:
+        self._servers.kill(name)
+
+    def bring_back(self, name: str) -> None:
+        self._servers.start(name)
+        self._servers.wait_ready(name)
+
+
+@contextmanager
+def embedded() -> Iterator[EmbeddedCluster]:
+    config = parse_config({"proxy": _proxy(), "cluster": {"nodes": _NODES, "engine": _ENGINE}})
+    with EmbeddedCluster(config) as cluster:
+        cluster.start("p0", "d0", "d1")
+        cluster.wait_ready("p0", "d0", "d1")
+        yield cluster
+
+
+@contextmanager
+def distserve() -> Iterator[DistServeCluster]:
+    if _HOME not in os.environ:
+        pytest.skip(f"{_HOME} is not set; it names a checkout of DistServe")
+    config = parse_config({"proxy": _proxy(), "cluster": {"backend": "distserve", "nodes": _PAIRS, "engine": _ENGINE}})
+    with DistServeCluster(config) as cluster:
+        for node in ("n0", "n1"):  # One after the other: both would measure themselves beside each other.
+            cluster.start(node)
+            cluster.wait_ready(node)
+        yield cluster
+
+
+def _proxy() -> dict[str, Any]:
+    return {"port": 0, "admin_port": 0}
+
+
+def instances_of(cluster: Cluster) -> list[InstanceId]:
+    return [instance.id for _, instance in cluster.config.cluster.instances()]

@@ -1,0 +1,41 @@
+"""What a file may not say with backend distserve."""
+
+from typing import Any
+
+import pytest
+
+from kvrs.config import parse_config
+from kvrs.errors import ConfigError
+
+
+def faults_of(cluster: dict[str, Any], **sections: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"cluster": {"backend": "distserve"} | cluster} | sections)
+    return caught.value.faults
+
+
+def test_a_node_is_one_server_with_both_stages() -> None:
+    """Two decode instances on a node would be one process with one port."""
+    p, d, b = {"id": "p", "role": "prefill"}, {"id": "d", "role": "decode"}, {"id": "b", "role": "both"}
+
+    faults = faults_of({"nodes": [{"id": "n0", "instances": [p, d, d | {"id": "e"}]}, {"id": "n1", "instances": [b]}]})
+
+    allowed = "allowed with backend 'distserve': one prefill and one decode, which are one server"
+    assert faults == [
+        f"cluster.nodes: node 'n0' has instances of roles decode, decode, prefill; {allowed}",
+        f"cluster.nodes: node 'n1' has instances of roles both; {allowed}",
+    ]
+
+
+def test_tables_of_other_engines_are_refused() -> None:
+    """A stage cannot keep another's clock, and one table cannot be that of a prompt and that of decoding steps."""
+    name = "opt-13b-a100-distserve-tp1"
+
+    faults = faults_of({"engine": {"pace": name}}, profiles={"prefill": name})
+
+    assert [fault.split(":")[0] for fault in faults] == ["cluster.engine.pace", "profiles.prefill"]
+
+
+def test_the_demos_nodes_will_do() -> None:
+    """So `kvrs up --backend distserve` needs no file."""
+    assert parse_config({"cluster": {"backend": "distserve"}}).cluster.backend == "distserve"

@@ -1,0 +1,236 @@
+"""A server that speaks as vLLM does, in what a proxy hears of it, and dies in the ways in which vLLM dies.
+
+It is as particular about `kv_transfer_params` as the real one is careless: where that one would go wrong in silence (the same
+hand-off pulled twice), or take its engine along (no blocks), this one notes a violation.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvrs.protocol.openai import DONE, CompletionRequest, parse_completion_request, sse
+from tests.proxy.scripted import Fault
+from tests.proxy.scripted_model import Step, Writer, choice_of, ids_of, token_after
+from tests.proxy.scripted_server import ScriptedServer, abort
+
+PAGE = 16
+_ENGINES = itertools.count(1)
+_STARTS = itertools.count(1_700_000_000)
+ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+@dataclass
+class VllmScript:
+    """What the servers of one cluster share."""
+
+    engines: set[str] = field(default_factory=set)  # That live, by id.
+    hand_offs: dict[str, list[int]] = field(default_factory=dict)  # Not pulled yet: histories by request id.
+    faults: dict[int, Fault] = field(default_factory=dict)  # By output position of the whole stream; each happens once.
+    prompt_tokens: int = 3
+    violations: list[str] = field(default_factory=list)
+    gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
+    gate_at: int = 0
+    tokens_per_event: int = 1
+
+
+@dataclass(eq=False)
+class ScriptedVllm(ScriptedServer):
+    role: str = "decode"
+    script: VllmScript = field(default_factory=VllmScript)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    engine: str = ""
+    started_s: int = 0
+    model: str = "tiny"
+    root: str = "/models/tiny"
+    version: str = "0.32.0"
+    connector: bool = True
+    lacks: set[str] = field(default_factory=set)  # Fields, metrics and paths that it does not know.
+    transfer: dict[str, Any] = field(default_factory=dict)  # Changes to what prefill hands over; ... removes a field.
+    api_key: str | None = None
+    running: int = 0
+    waiting: int = 0
+    pulled: int = 0
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/health", self._health)
+        router.add_get("/version", self._version)
+        router.add_get("/metrics", self._metrics)
+        router.add_get("/v1/models", self._models)
+        router.add_post("/v1/completions", self._completions)
+
+    async def start(self) -> None:
+        self.engine, self.started_s = f"engine-{next(_ENGINES)}", next(_STARTS)
+        self.script.engines.add(self.engine)
+        await super().start()
+
+    async def kill(self) -> None:
+        self.script.engines.discard(self.engine)
+        await super().kill()
+
+    def kill_engine(self) -> None:
+        """Only the process that computes; the server lives on for a moment."""
+        self.script.engines.discard(self.engine)
+
+    @property
+    def is_dead(self) -> bool:
+        return self.engine not in self.script.engines
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self.is_dead else 200)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return _json({"version": self.version})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return _json({"error": "Unauthorized"}, 401)
+        adapter = {"id": "adapter", "root": "/adapters/a", "parent": self.model, "max_model_len": None}
+        return _json({"data": [adapter, {"id": self.model, "root": self.root, "parent": None, "max_model_len": 4096}]})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        labels = f'engine="0",model_name="{self.model}"'
+        lines = [
+            "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.",
+            f"process_start_time_seconds {float(self.started_s)!r}",
+            f"vllm:num_requests_running{{{labels}}} {float(self.running)}",
+            f"vllm:num_requests_waiting{{{labels}}} {float(self.waiting)}",
+            f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
+            f'vllm:cache_config_info{{block_size="{PAGE}",num_gpu_blocks="100",enable_prefix_caching="True",x="a\\"b"}} 1.0',
+            f"vllm:request_prefill_time_seconds_sum{{{labels}}} 1.0",
+            f"vllm:request_prefill_time_seconds_count{{{labels}}} 4.0",
+        ]
+        if self.connector:
+            lines.append(f"vllm:nixl_num_failed_transfers_total{{{labels}}} 0.0")
+        kept = [line for line in lines if not any(name in line for name in self.lacks)]
+        return web.Response(text="\n".join(kept) + "\n", content_type="text/plain")
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.bodies.append(msgspec.json.decode(body))
+        fields = {name: value for name, value in self.bodies[-1].items() if name != "kv_transfer_params"}
+        asked = parse_completion_request(msgspec.json.encode(fields))
+        transfer = self.bodies[-1].get("kv_transfer_params")
+        if "kvrs" in self.bodies[-1]:
+            self.script.violations.append("the object kvrs was sent")
+        if self.is_dead:
+            return _json({"error": {"message": ENGINE_DEAD, "type": "InternalServerError", "param": None, "code": 500}}, 500)
+        if transfer is not None and transfer["do_remote_decode"]:
+            return self._prefill(asked)
+        self.running += 1
+        try:
+            return await self._decode(request, asked, transfer)
+        finally:
+            self.running -= 1
+
+    def _prefill(self, asked: CompletionRequest) -> web.Response:
+        history = ids_of(asked.prompt)
+        name = f"cmpl-{len(self.bodies)}-{self.engine}"
+        self.script.hand_offs[name] = history
+        transfer: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(range(1, 1 - (-len(history) // PAGE)))],
+            "remote_engine_id": self.engine,
+            "remote_request_id": name,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5801,
+            "tp_size": 1,
+            "remote_num_tokens": len(history),
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+        } | self.transfer
+        choice = {"index": 0, "text": "x", "finish_reason": "length", "token_ids": [1], "prompt_token_ids": history}
+        whole = {
+            "choices": [{key: value for key, value in choice.items() if key not in self.lacks}],
+            "kv_transfer_params": {key: value for key, value in transfer.items() if value is not ...},
+        }
+        return _json({key: value for key, value in whole.items() if key not in self.lacks})
+
+    async def _decode(self, request: web.Request, asked: CompletionRequest, transfer: Any) -> web.StreamResponse:
+        history = ids_of(asked.prompt)
+        script, position = self.script, len(history) - self.script.prompt_tokens
+        if script.faults.get(position) is Fault.EMPTY:
+            del script.faults[position]
+            return web.Response(body=b"")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        if transfer is not None and not self._pull(history, transfer):
+            await response.write(_error("Internal server error") + DONE)
+            return response
+        async for event in self._events(asked, history, position):
+            if self.is_dead:
+                await response.write(_error(ENGINE_DEAD) + DONE)
+                return response
+            if isinstance(event, Fault):
+                return await _break(request, response, event)
+            await response.write(event)
+        return response
+
+    def _pull(self, history: list[int], transfer: dict[str, Any]) -> bool:
+        if not transfer["remote_block_ids"] or not transfer["remote_block_ids"][0]:
+            self.script.violations.append("no blocks")
+        if transfer["remote_engine_id"] not in self.script.engines:
+            return False
+        if self.script.hand_offs.pop(transfer["remote_request_id"], None) != history:
+            self.script.violations.append("a hand-off of another history, or pulled twice")
+        self.pulled += 1
+        return True
+
+    async def _events(self, asked: CompletionRequest, history: list[int], position: int) -> AsyncIterator[bytes | Fault]:
+        script, writer, prompt = self.script, Writer(asked, history, False), list(history)
+        made: list[Step] = []
+        while not made or made[-1].finish_reason is None:
+            if script.gate is not None and position >= script.gate_at:
+                await script.gate.wait()
+            if (fault := script.faults.pop(position, None)) is not None:
+                yield fault
+                return
+            made = []
+            while len(made) < script.tokens_per_event and (not made or made[-1].finish_reason is None):
+                history.append(token_after(history))
+                made.append(writer.write(history[-1]))
+                position += 1
+                if position in script.faults:
+                    break
+            choice = msgspec.to_builtins(choice_of(asked, made, finished=True))
+            token_ids = choice.pop("token_ids")
+            choice |= {"prompt_token_ids": prompt or None, "token_ids": token_ids}
+            prompt = []
+            yield _event([{key: value for key, value in choice.items() if key not in self.lacks}])
+        if asked.stream_options is not None and asked.stream_options.include_usage:
+            yield _event([], {"prompt_tokens": 1, "total_tokens": 2, "completion_tokens": 1})
+        yield DONE
+
+
+def _event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+    event: dict[str, Any] = {"id": "cmpl-x", "object": "text_completion", "created": 7, "model": "tiny", "choices": choices}
+    return sse(msgspec.json.encode(event if usage is None else event | {"usage": usage}))
+
+
+def _error(message: str, code: int = 500, kind: str = "InternalServerError") -> bytes:
+    return sse(msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}}))
+
+
+async def _break(request: web.Request, response: web.StreamResponse, fault: Fault) -> web.StreamResponse:
+    assert request.transport is not None
+    match fault:
+        case Fault.RESET:
+            abort(request.transport)
+        case Fault.ERROR:
+            await response.write(_error(ENGINE_DEAD) + DONE)
+        case Fault.GARBAGE:
+            await response.write(_error("Token id 600 is out of vocabulary", 400, "BadRequestError") + DONE)
+        case Fault.HANG:
+            await asyncio.sleep(60)
+        case _:
+            pass
+    return response
+
+
+def _json(said: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(said), status=status, content_type="application/json")
