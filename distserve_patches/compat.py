@@ -1,0 +1,26 @@
+"""What DistServe needs to run under today's Python and Ray, and to tell of its failures. The README gives each patch's reason."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+
+def apply() -> None:
+    """Once per process, workers included."""
+    import distserve.single_stage_engine as engines
+
+    engines.asyncio = Asyncio()
+
+
+class Asyncio:
+    """`asyncio` as the stage engines see it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def wait(calls: Iterable[Any]) -> None:
+        """Wait for all of them, references of Ray among them; then raise the first failure."""
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result

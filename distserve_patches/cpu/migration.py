@@ -1,0 +1,65 @@
+"""Block migration: a decoding worker copies what it needs of a request's blocks out of the context workers' caches."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distserve_patches.cpu.memory import Handle, is_gone, open_handle
+from distserve_patches.cpu.shards import Part
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    part: Part
+    handle: Handle
+    keys: Tensor
+    values: Tensor
+
+
+_sources: dict[tuple[int, int], _Source] = {}  # By pipeline and tensor rank in the context stage.
+
+
+def register(
+    key_handle: Handle,
+    value_handle: Handle,
+    layers: int,
+    heads: int,
+    context: list[int],
+    decoding: list[int],
+) -> None:
+    """Take note of one context worker's caches. Upstream's `ParallelConfig.to_list` says who it and this worker are."""
+    part = Part.of(context, layers, heads)
+    if part.shared(Part.of(decoding, layers, heads)) is None:
+        return
+    _, tensor_rank, _, pipeline_rank = context
+    _sources[pipeline_rank, tensor_rank] = _Source(part, key_handle, open_handle(key_handle), open_handle(value_handle))
+
+
+def migrate_blocks(
+    context_pipeline_size: int,
+    context_tensor_size: int,
+    context_blocks: list[int],
+    pipeline_size: int,
+    tensor_size: int,
+    pipeline_rank: int,
+    tensor_rank: int,
+    blocks: list[int],
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    """Copy `context_blocks` into `blocks` of this worker's caches.
+
+    Raises:
+        RuntimeError: a context worker that has part of them is gone.
+    """
+    own = Part.of_rank(tensor_size, tensor_rank, pipeline_size, pipeline_rank, k_cache.shape[1], k_cache.shape[2])
+    sources = torch.tensor(context_blocks, dtype=torch.int64)
+    targets = torch.tensor(blocks, dtype=torch.int64)
+    for source in _sources.values():
+        shared = source.part.shared(own)
+        assert shared is not None, "only sources that share something are kept"
+        if is_gone(source.handle):
+            raise RuntimeError("the context worker whose blocks are wanted is gone")
+        for theirs, ours in ((source.keys, k_cache), (source.values, v_cache)):
+            ours[(targets, *own.local(shared))] = theirs[(sources, *source.part.local(shared))]

@@ -1,0 +1,22 @@
+"""Puts the logical GPU below upstream's modules."""
+
+from functools import partial
+from typing import Any
+
+from distserve_patches.cpu.cuda import Torch
+
+
+def apply(logical_gpu_bytes: int) -> None:
+    import distserve.llm as llm
+    import distserve.worker as worker
+
+    worker.torch = Torch()
+    worker.get_gpu_memory = lambda: logical_gpu_bytes
+    worker.download_and_convert_weights = _directory_of
+    # Upstream's command line has no flag for it, and its default is half precision.
+    llm.ModelConfig = partial(llm.ModelConfig, dtype="fp32")
+
+
+def _directory_of(model_config: Any) -> str:
+    """No conversion: a Hugging Face directory is read as it is."""
+    return str(model_config.model)

@@ -1,0 +1,102 @@
+"""Which part of a model's KV a rank holds, and the KV of a whole stage as one pool for kvrs' decoder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrs.engine.layers.step import pages_per_block
+from kvrs.protocol.geometry import KvGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of layers and of KV heads: what one rank holds, or what two have in common."""
+
+    layers: range
+    heads: range
+
+    @classmethod
+    def of(cls, parallel: list[int], layers: int, heads: int) -> "Part":
+        """Of the rank that upstream's `ParallelConfig.to_list` describes, in a model of that many layers and heads."""
+        tensor_size, tensor_rank, pipeline_size, pipeline_rank = parallel
+        return cls.of_rank(tensor_size, tensor_rank, pipeline_size, pipeline_rank, layers // pipeline_size, heads // tensor_size)
+
+    @classmethod
+    def of_rank(
+        cls, tensor_size: int, tensor_rank: int, pipeline_size: int, pipeline_rank: int, own_layers: int, own_heads: int
+    ) -> "Part":
+        assert tensor_rank < tensor_size, "a rank lies in its group"
+        assert pipeline_rank < pipeline_size, "a rank lies in its group"
+        return cls(
+            range(pipeline_rank * own_layers, (pipeline_rank + 1) * own_layers),
+            range(tensor_rank * own_heads, (tensor_rank + 1) * own_heads),
+        )
+
+    def shared(self, other: "Part") -> "Part | None":
+        layers, heads = _overlap(self.layers, other.layers), _overlap(self.heads, other.heads)
+        return Part(layers, heads) if layers and heads else None
+
+    def local(self, part: "Part") -> tuple[slice, slice]:
+        """Where a part of this one lies in its rank's caches `[blocks, layers, heads, ...]`."""
+        return (
+            slice(part.layers.start - self.layers.start, part.layers.stop - self.layers.start),
+            slice(part.heads.start - self.heads.start, part.heads.stop - self.heads.start),
+        )
+
+
+def _overlap(left: range, right: range) -> range:
+    return range(max(left.start, right.start), min(left.stop, right.stop))
+
+
+class ShardedPool:
+    """A `KvStore` for kvrs' decoder over the caches of all ranks of a stage."""
+
+    def __init__(self, geometry: KvGeometry, shards: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
+        """`shards[pipeline rank][tensor rank]`: keys and values `[blocks + 1, layers, heads, block size, head_dim]` of that rank,
+        the last block zero.
+        """
+        self.geometry = geometry
+        first = shards[0][0][0]
+        self.device = first.device
+        self.zero_page = first.shape[0] - 1
+        self._shards = shards
+        self._own_layers, self._own_heads = first.shape[1], first.shape[2]
+        run = geometry.page_size_tokens * geometry.head_dim
+        self._runs = [[(keys.view(-1, run), values.view(-1, run)) for keys, values in stage] for stage in shards]
+        self._pages_per_block = pages_per_block(geometry.page_size_tokens)
+
+    def begin(self, pages: Tensor) -> None:
+        for stage in self._shards:
+            for keys, values in stage:
+                keys.index_fill_(0, pages, 0.0)
+                values.index_fill_(0, pages, 0.0)
+
+    def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        stage, own_layer = divmod(layer, self._own_layers)
+        for rank, caches in enumerate(self._shards[stage]):
+            heads = slice(rank * self._own_heads, (rank + 1) * self._own_heads)
+            for cache, new in zip(caches, (keys, values), strict=True):
+                cache[:, own_layer].transpose(1, 2)[pages, slots] = new[:, heads]
+
+    def first_runs(self, pages: Tensor) -> Tensor:
+        heads = torch.arange(self.geometry.kv_heads) % self._own_heads
+        return pages.unsqueeze(-1) * (self._own_layers * self._own_heads) + heads
+
+    def gather(self, layer: int, runs: Tensor) -> tuple[Tensor, Tensor]:
+        stage, own_layer = divmod(layer, self._own_layers)
+        first = own_layer * self._own_heads
+        if len(self._runs[stage]) == 1:
+            ((keys, values),) = self._runs[stage]
+            return keys[first:].index_select(0, runs), values[first:].index_select(0, runs)
+        # `step` lays runs out as (tile and block, head, page); each rank has its own heads of them.
+        by_head = runs.view(-1, self.geometry.kv_heads, self._pages_per_block)
+        gathered = []
+        for kind in (0, 1):
+            parts = [
+                rank[kind][first:].index_select(0, own.reshape(-1)).view(*own.shape, -1)
+                for rank, own in zip(self._runs[stage], torch.split(by_head, self._own_heads, 1), strict=True)
+            ]
+            gathered.append(torch.cat(parts, 1).view(runs.shape[0], -1))
+        return gathered[0], gathered[1]

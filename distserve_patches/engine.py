@@ -1,0 +1,333 @@
+"""DistServe's engine whose stages die one at a time and come back. Import after `upstream.load`."""
+
+import asyncio
+import contextlib
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import distserve.engine
+import distserve.llm
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from distserve_patches.jobs import Job, JobEnded, Stage, StageState
+from distserve_patches.pool import StagePool, geometry_of
+from distserve_patches.requests import JobRequest
+from distserve_patches.stages import ContextStage, DecodingStage
+from distserve_patches.watch import cause_of
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.scheduling.pages import PageManager
+
+log = logging.getLogger(__name__)
+
+# Between two tries to bring a stage up; it doubles with every try that fails.
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+
+Configs = tuple[Any, Any, Any, Any, Any]  # What upstream's LLMEngine takes, in its order.
+
+
+class RecoverableEngine:
+    """Everything happens on one event loop, and no method may be called from another thread."""
+
+    def __init__(self, *configs: Any) -> None:
+        """Takes what upstream's LLMEngine takes, in the same order. Ray runs and `upstream.use_worker` was called."""
+        self.on_stage: Callable[[Stage, StageState], None] | None = None  # Hears of every death and return, not of the start.
+        self._requests: dict[int, JobRequest] = {}
+        self._upstream = _Upstream(self._on_output, *configs)
+        self._context: ContextStage = self._upstream.context_engine
+        self._decoding: DecodingStage = self._upstream.decoding_engine
+        self._stages: dict[Stage, ContextStage | DecodingStage] = {stage.name: stage for stage in (self._context, self._decoding)}
+        self._decoding.on_failed = lambda request, cause: self._fail(request, Stage.DECODING, cause)
+        nothing = PageManager(0, self._upstream.cache_config.block_size)
+        self._states = {stage: StageState(stage, nothing) for stage in Stage}
+        self._together = (0, 0)  # The lives of both stages in which decoding could last read the blocks of context.
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> "RecoverableEngine":
+        """By DistServe's own flags. Not on a running event loop: upstream starts one of its own."""
+
+        class Configured:
+            def __init__(self, *configs: Any) -> None:
+                self.configs = configs
+
+            async def initialize(self) -> None:
+                pass
+
+        with _exchanged(distserve.llm, LLMEngine=Configured):
+            return cls(*distserve.llm.AsyncLLM.from_engine_args(args).engine.configs)
+
+    # Lives.
+
+    async def start(self) -> None:
+        """Bring both stages up.
+
+        Raises:
+            RayError: a worker could not be started; nothing is left running then.
+        """
+        try:
+            await asyncio.gather(self._live(self._context), self._live(self._decoding))
+        except BaseException:
+            self.close()
+            raise
+
+    async def run(self) -> None:
+        """Serve, and bring back what dies. Ends by cancellation, or by raising what is a bug."""
+        async with asyncio.TaskGroup() as lives:
+            lives.create_task(self._keep(self._context))
+            lives.create_task(self._keep(self._decoding))
+
+    def close(self) -> None:
+        """End all workers. `run` is not running any more."""
+        for stage in (self._context, self._decoding):
+            stage.end_workers()
+            self._states[stage.name].alive = False
+        for group in self._context.placement_groups:
+            ray.util.remove_placement_group(group)
+
+    async def _keep(self, stage: ContextStage | DecodingStage) -> None:
+        while True:
+            await self._serve(stage)
+            self._bury(stage)
+            await self._revive(stage)
+
+    async def _serve(self, stage: ContextStage | DecodingStage) -> None:
+        loops = asyncio.create_task(stage.start_event_loop())
+        try:
+            await asyncio.wait({loops, stage.death}, return_when=asyncio.FIRST_COMPLETED)
+            if loops.done():
+                loops.result()
+            # From here on nothing is begun that would need it.
+            self._states[stage.name].alive = False
+        finally:
+            loops.cancel()
+            await asyncio.gather(loops, return_exceptions=True)
+
+    def _bury(self, stage: ContextStage | DecodingStage) -> None:
+        """Nothing of this life is left: no worker, no request, and no block of the other stage that a request of it holds."""
+        cause = stage.death.result()
+        log.error("the %s stage is dead: %s", stage.name, cause)
+        stage.end_workers()
+        victims = [request for request in self._requests.values() if _needs(request, stage.name)]
+        for request in victims:
+            self._end(request)
+        if self.on_stage is not None:
+            self.on_stage(stage.name, self.stage(stage.name))
+        for request in victims:
+            request.job.sink.failed(stage.name, cause)
+
+    async def _revive(self, stage: ContextStage | DecodingStage) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                await self._live(stage)
+            except RayError as error:
+                stage.end_workers()
+                log.warning("the %s stage did not come up, next try in %s s: %s", stage.name, pause_s, cause_of(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                break
+        log.info("the %s stage is up again", stage.name)
+        if self.on_stage is not None:
+            self.on_stage(stage.name, self.stage(stage.name))
+
+    async def _live(self, stage: ContextStage | DecodingStage) -> None:
+        """Raises RayError: it did not come up."""
+        await stage.live()
+        context, decoding = self._states[Stage.CONTEXT], self._states[Stage.DECODING]
+        state, other = (context, decoding) if stage is self._context else (decoding, context)
+        state.generation += 1
+        # Whichever comes up later brings them together; while it does so, the other may die and return.
+        while other.alive and self._together != (lives := (context.generation, decoding.generation)):
+            death = self._decoding.death
+            try:
+                await self._decoding.register_kvcache_mem_handles(
+                    self._context.parallel_config, self._context.kv_cache_mem_handles
+                )
+            except RayActorError as error:
+                if stage is self._decoding:
+                    raise
+                if not death.done():
+                    death.set_result(cause_of(error))
+            else:
+                self._together = lives
+        state.pages = stage.block_manager.pages
+        state.worker_pids = tuple(worker.pid for worker in stage.located)
+        state.workers_here = all(worker.here for worker in stage.located)
+        state.alive = True
+
+    def stage(self, which: Stage) -> StageState:
+        state = self._states[which]
+        if state.alive:
+            stage = self._stages[which]
+            state.queued, state.running = stage.queued, stage.running
+            state.step_s = stage.scheduler.step_time.average_s
+        return state
+
+    @property
+    def geometry(self) -> KvGeometry:
+        return geometry_of(self._upstream.model_config, self._upstream.cache_config)
+
+    def pool(self, which: Stage) -> StagePool:
+        """A new one over the pages of the stage's present life; whoever asked for it closes it."""
+        return StagePool.of(self._stages[which].block_manager)
+
+    # Jobs.
+
+    def refusal(self, job: Job) -> str | None:
+        """Why this job could never be served, however idle the stages are; None if it could. Needs stages that are up.
+
+        Upstream would let it stand at the head of a line for ever, and everything behind it.
+        """
+        page_size = self._upstream.cache_config.block_size
+        history, tokens = len(job.history), len(job.history) + (0 if job.prefill_only else job.max_new_tokens - 1)
+        batch, per_request = self._context.sched_config.max_tokens_per_batch, self._upstream.cache_config.max_num_blocks_per_req
+        if history > batch:
+            return f"{history} tokens are more than --context-max-tokens-per-batch, {batch}"
+        limits = [(tokens, per_request, "--max-num-blocks-per-req"), (history, self._context.num_gpu_blocks, "the context stage")]
+        if not job.prefill_only:
+            limits.append((tokens, self._decoding.num_gpu_blocks, "the decoding stage"))
+        for needed, blocks, limit in limits:
+            if -(-needed // page_size) > blocks:
+                return f"{needed} tokens do not fit into the {blocks} blocks of {page_size} tokens of {limit}"
+        return None
+
+    def begin(self, job: Job) -> None:
+        """Let the context stage compute the history, and unless it is `prefill_only` the decoding stage go on from there.
+
+        A job that needs a dead stage fails at once, as all do that are there when a stage dies.
+        """
+        request = self._enter(job, Stage.CONTEXT)
+        if request is not None:
+            self._context.add_request(request)
+
+    async def reserve(self, job: Job) -> list[int]:
+        """Blocks of the decoding stage for the whole history, when it is the job's turn and there is room.
+
+        They are the job's until `take_up` or `abort`. Whoever writes into them stops before he calls `abort`.
+
+        Raises:
+            JobEnded: the job was aborted, or the stage died; then its sink has heard `failed`.
+        """
+        request = self._enter(job, Stage.DECODING)
+        if request is None:
+            raise JobEnded(f"job {job.id}: the decoding stage is down")
+        try:
+            await self._decoding.reserve(request)
+        except RayError as error:
+            # Whether the blocks are still being read nobody knows.
+            self._decoding.die(cause_of(error))
+            raise JobEnded(f"job {job.id}: {cause_of(error)}") from error
+        except asyncio.CancelledError:
+            self.abort(job)
+            raise
+        if request.reserved is None:
+            raise JobEnded(f"job {job.id} ended while its blocks were made ready")
+        return list(request.reserved)
+
+    def take_up(self, job: Job, kv_tokens: int) -> None:
+        """Let a job that has reserved go on: its blocks hold the KV of the first `kv_tokens` tokens of its history.
+
+        The others are decoded again, one a step; with none at all the context stage computes the history. A job that has
+        ended meanwhile stays ended.
+        """
+        request = self._requests.get(job.id)
+        if request is None:
+            return
+        # The last token is computed in any case: from it comes the next one.
+        usable = min(kv_tokens, len(job.history) - 1)
+        if usable > 0:
+            self._decoding.take_up(request, usable)
+        else:
+            self.abort(job)
+            self.begin(job)
+
+    def blocks(self, job: Job, stage: Stage) -> list[int]:
+        """Its blocks at that stage, in order; none where it has none, or while it is swapped out."""
+        request = self._requests.get(job.id)
+        if request is None:
+            return []
+        return list(request.reserved or self._stages[stage].block_manager.gpu_blocks(job.id))
+
+    def abort(self, job: Job) -> None:
+        """Its sink hears nothing more, and its blocks are free as soon as no step or copy uses them.
+
+        At any moment, any number of times.
+        """
+        request = self._requests.get(job.id)
+        if request is not None:
+            self._end(request)
+
+    def _enter(self, job: Job, stage: Stage) -> JobRequest | None:
+        assert job.id not in self._requests, f"job {job.id} is there already"
+        request = self._requests[job.id] = JobRequest(job, stage)
+        for needed in Stage:
+            if _needs(request, needed) and not self._states[needed].alive:
+                # Not from within the call that began it.
+                asyncio.get_running_loop().call_soon(self._fail, request, needed, "it is down")
+                return None
+        return request
+
+    def _end(self, request: JobRequest) -> None:
+        self._forget(request)
+        if request.stage is Stage.CONTEXT:
+            self._decoding.scheduler.forget(request)
+            self._context.discard(request)
+        else:
+            self._decoding.discard(request)
+
+    def _fail(self, request: JobRequest, stage: Stage, cause: str) -> None:
+        """The request holds nothing any more, at either stage."""
+        if not request.ended:
+            self._forget(request)
+            request.job.sink.failed(stage, cause)
+
+    def _forget(self, request: JobRequest) -> None:
+        request.ended = True
+        del self._requests[request.request_id]
+
+    def _on_output(self, _: int, output: Any) -> None:
+        """One request's part of a step, while upstream goes through its batch."""
+        request: JobRequest = output.request
+        if request.ended or request.replayed:
+            return
+        sink = request.job.sink
+        at_context = request.stage is Stage.CONTEXT
+        if at_context:
+            sink.prefilled()
+            if request.ended:
+                return
+        if not sink.token(output.new_token_id):
+            request.is_finished = True
+            if at_context:
+                self._context.scheduler.forget_unaccepted(request)
+        if request.is_finished and not request.ended:
+            self._forget(request)
+
+
+def _needs(request: JobRequest, stage: Stage) -> bool:
+    return request.stage is stage or (stage is Stage.DECODING and not request.job.prefill_only)
+
+
+class _Upstream(distserve.engine.LLMEngine):  # type: ignore[misc]  # Upstream has no types.
+    def __init__(self, on_output: Callable[[int, Any], None], *configs: Any) -> None:
+        # Not a method, so that a token costs one call less.
+        self._on_new_step_output_callback = on_output
+        with _exchanged(distserve.engine, ContextStageLLMEngine=ContextStage, DecodingStageLLMEngine=DecodingStage):
+            super().__init__(*configs)
+
+    def _on_new_lifetime_event_callback(self, *_: Any) -> None:
+        """Upstream keeps them for ever."""
+
+
+@contextlib.contextmanager
+def _exchanged(module: Any, **replacements: Any) -> Iterator[None]:
+    originals = {name: getattr(module, name) for name in replacements}
+    vars(module).update(replacements)
+    try:
+        yield
+    finally:
+        vars(module).update(originals)

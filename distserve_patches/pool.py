@@ -1,0 +1,119 @@
+"""The pages of a stage as one pool, whichever ranks hold them: what `kvrs.engine.kv_pool.KvPool` is to the embedded engine."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from ray.exceptions import RayActorError
+
+from distserve_patches.staging import SEGMENT_BYTES, StagingSlots
+from kvrs.errors import TransferError
+from kvrs.protocol.geometry import KvGeometry
+
+if TYPE_CHECKING:
+    from distserve_patches.blocks import PagedBlockManager
+
+# Calls a method of every worker of the stage.
+CallWorkers = Callable[..., Sequence[Awaitable[object]]]
+
+
+def geometry_of(model_config: Any, cache_config: Any) -> KvGeometry:
+    """Of the whole model, by upstream's configuration."""
+    return KvGeometry(
+        layers=model_config.get_num_layers(),
+        kv_heads=model_config.get_num_heads(),
+        head_dim=model_config.get_head_size(),
+        dtype_bytes=model_config.get_dtype_size(),
+        page_size_tokens=cache_config.block_size,
+    )
+
+
+class StagePool:
+    """For one life of a stage. All calls come on the event loop."""
+
+    def __init__(
+        self, geometry: KvGeometry, call_workers: CallWorkers, swapped_out: Callable[[], Awaitable[None]], most_pages: int
+    ) -> None:
+        """`most_pages` may be staged at a time: they take host memory, which is kept for the next ones."""
+        self.geometry = geometry
+        self.slots = StagingSlots(geometry.page_bytes, most_pages)
+        self._call_workers = call_workers
+        self._swapped_out = swapped_out
+        # In pieces, so that one that has much to move does not hold up another one that has little.
+        self._pages_per_call = max(1, SEGMENT_BYTES // geometry.page_bytes)
+
+    @classmethod
+    def of(cls, blocks: "PagedBlockManager") -> Self:
+        """As many pages as the stage has blocks: more than are ever staged, unless many peers ask for the same ones."""
+        geometry = geometry_of(blocks.model_config, blocks.cache_config)
+        return cls(geometry, blocks.engine_remote_call_all_workers_async, blocks.swapped_out, blocks.pages.pages)
+
+    def stage(self, pages: Sequence[int]) -> "StagedShards":
+        """As of any pool: room for those pages, to be sent after `save` or received before `restore`.
+
+        Raises:
+            TransferError: there is not so much room.
+        """
+        return StagedShards(self, pages)
+
+    def close(self) -> None:
+        """The stage is dead, or the server ends."""
+        self.slots.close()
+
+    async def export_pages(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        await self._in_pieces("export_pages", slots, pages)
+
+    async def import_pages(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        await self._in_pieces("import_pages", slots, pages)
+
+    async def _in_pieces(self, method: str, slots: Sequence[int], pages: Sequence[int]) -> None:
+        try:
+            if method == "import_pages":
+                await self._swapped_out()
+            for first in range(0, len(pages), self._pages_per_call):
+                piece = slice(first, first + self._pages_per_call)
+                calls = self._call_workers(method, self.slots.file, slots[piece], pages[piece])
+                # All of them, also when one fails: what still works writes into memory that is about to be given back.
+                results = await asyncio.gather(*calls, return_exceptions=True)
+                for result in results:
+                    if isinstance(result, BaseException):
+                        raise result
+        except RayActorError as error:
+            raise TransferError(f"a worker died that has part of the pages: {error}") from error
+
+
+class StagedShards:
+    """A `kvrs.engine.staging.StagedPages`."""
+
+    def __init__(self, pool: StagePool, pages: Sequence[int]) -> None:
+        self._pool = pool
+        self._pages = list(pages)
+        self._slots = pool.slots.take(len(self._pages))
+        self.views = [pool.slots.view(slot) for slot in self._slots]
+
+    async def save(self) -> None:
+        await _to_the_end(self._pool.export_pages(self._slots, self._pages))
+
+    async def restore(self, count: int) -> None:
+        await _to_the_end(self._pool.import_pages(self._slots[:count], self._pages[:count]))
+
+    def free(self) -> None:
+        self.views = []
+        self._pool.slots.give_back(self._slots)
+        self._slots = []
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Who is cancelled waits all the same: as long as workers copy, neither slots nor pages may get another owner."""
+    working = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not working.done():
+        try:
+            await asyncio.wait({working})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not working.cancelled():
+            working.exception()  # Whatever it was, nobody waits for it any more.
+        raise cancelled
+    await working

@@ -1,0 +1,148 @@
+"""A job as DistServe's requests and lines see it. Import after `upstream.load`."""
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from distserve.context_stage_scheduler import ContextStageFCFSScheduler
+from distserve.decoding_stage_scheduler import DecodingStageFCFSScheduler
+from distserve.request import Request, SamplingParams
+
+from distserve_patches.jobs import Job, Stage
+
+# Weight of the newest step in the average time of a step.
+_NEWEST = 0.1
+
+
+class JobRequest(Request):  # type: ignore[misc]  # Upstream has no types.
+    """Upstream's request that knows its job, and where it is in its life."""
+
+    def __init__(self, job: Job, stage: Stage) -> None:
+        tokens = 1 if job.prefill_only else job.max_new_tokens
+        super().__init__(
+            time.time(), job.id, "", job.history, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+        )
+        self.job = job
+        self.stage = stage  # Whose blocks it uses. It goes over to decoding when its blocks have been copied.
+        self.ended = False  # Nobody wants its tokens any more; its blocks are free, or will be after the step that uses them.
+        self.replayed = False  # The newest token was known before.
+        self.reserved: list[int] | None = None  # Blocks at the decoding stage that no step uses yet.
+        self.granted: asyncio.Future[None] | None = None  # Somebody waits for them.
+        self._forced: deque[int] = deque()
+
+    def resume(self, kv_tokens: int) -> None:
+        """The KV of so many tokens of the history is there. What lies behind them is decoded again, and each result replaced by
+        the token that is known.
+        """
+        history = self.job.history
+        self.prompt_token_ids = history[:kv_tokens]
+        self.generated_token_ids = [history[kv_tokens]]
+        self.generated_tokens = [""]
+        self._forced.extend(history[kv_tokens + 1 :])
+        self.sampling_params.max_tokens = len(history) - kv_tokens + self.job.max_new_tokens
+
+    def add_generated_token(self, token: str, token_id: int) -> None:
+        self.replayed = bool(self._forced)
+        super().add_generated_token(token, self._forced.popleft() if self._forced else token_id)
+
+
+class Reservation:
+    """Stands in the decoding stage's line like a request that comes over from the context stage, but brings no blocks."""
+
+    def __init__(self, request: JobRequest) -> None:
+        self.req = request
+
+
+@dataclass
+class StepTime:
+    average_s: float = 0.0
+
+    def note(self, step_s: float) -> None:
+        self.average_s += _NEWEST * (step_s - self.average_s) if self.average_s else step_s
+
+
+class ContextLine(ContextStageFCFSScheduler):  # type: ignore[misc]  # Upstream has no types.
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.step_time = StepTime()
+        self._begun_s: deque[float] = deque()
+
+    def get_next_batch_and_pop(self) -> Any:
+        batch = super().get_next_batch_and_pop()
+        if len(batch):
+            self._begun_s.append(time.perf_counter())
+        return batch
+
+    def on_finish_requests(self, batch: Any) -> None:
+        self.step_time.note(time.perf_counter() - self._begun_s.popleft())
+        super().on_finish_requests(batch)
+
+    def forget_unaccepted(self, request: JobRequest) -> None:
+        if request in self.unaccepted_queue:
+            self.unaccepted_queue.remove(request)
+
+
+class DecodingLine(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Upstream has no types.
+    """Upstream's queues, of which requests can be taken out.
+
+    Upstream puts everything that it accepted into its waiting queue, also what ended meanwhile or only reserves blocks:
+    `stale` says that the queues must be swept before the next batch is chosen.
+    """
+
+    unaccepted_queue: list[Any]
+    waiting_queue: list[JobRequest]
+    swapped_queue: list[JobRequest]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.stale = False
+        self.step_time = StepTime()
+        self._begun_s = [0.0] * len(self.batch_queues)
+
+    async def add_request(self, migrating_req: Any) -> None:
+        if not migrating_req.req.ended:
+            await super().add_request(migrating_req)
+
+    def get_next_batch(self) -> Any:
+        if self.stale:
+            self.waiting_queue = [request for request in self.waiting_queue if not request.ended and request.reserved is None]
+            self.swapped_queue = [request for request in self.swapped_queue if not request.ended]
+            self.stale = False
+        batch = super().get_next_batch()
+        if self.swapped_queue and self.waiting_queue and not self.get_processing_num_requests():
+            batch = self._let_waiting_pass()
+        self._begun_s[self.cur_index] = time.perf_counter()
+        return batch
+
+    def _let_waiting_pass(self) -> Any:
+        """Upstream lets nobody pass a request that was swapped out, which may not fit beside the blocks of those who wait."""
+        swapped, self.swapped_queue = self.swapped_queue, []
+        self.cur_index -= 1
+        batch = super().get_next_batch()
+        self.swapped_queue = swapped + self.swapped_queue
+        return batch
+
+    def pop_finished_requests(self) -> Any:
+        begun_s = self._begun_s[(self.cur_index + 1) % len(self._begun_s)]
+        self.step_time.note(time.perf_counter() - begun_s)
+        return super().pop_finished_requests()
+
+    def _check_add_to_cur_batch(self, request: JobRequest) -> bool:
+        if request.ended:  # There was no swap space for it, a moment ago.
+            return False
+        if not self.waiting_queue or self.waiting_queue[0] is not request:
+            return bool(super()._check_add_to_cur_batch(request))
+        # Upstream would count it twice, as waiting and as added: a prompt above half of all blocks would wait for ever.
+        del self.waiting_queue[0]
+        fits = bool(super()._check_add_to_cur_batch(request))
+        self.waiting_queue.insert(0, request)
+        return fits
+
+    def forget(self, request: JobRequest) -> None:
+        """Out of every queue. Not for a request in a batch that is being computed."""
+        self.unaccepted_queue = [entry for entry in self.unaccepted_queue if entry.req is not request]
+        for queue in (self.waiting_queue, self.swapped_queue, *(batch.requests for batch in self.batch_queues)):
+            if request in queue:
+                queue.remove(request)

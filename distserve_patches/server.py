@@ -1,0 +1,264 @@
+"""A DistServe server as two instances of the cluster: its context stage is the node's prefill instance, its decoding stage the
+node's decode instance. Import after `upstream.load`.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from aiohttp import web
+from ray.exceptions import RayError, RayTaskError
+
+from distserve_patches.core import ContextLine, DecodeCore, PrefillCore, RunCore
+from distserve_patches.engine import RecoverableEngine
+from distserve_patches.instances import Place, ServedModel, StageInstance
+from distserve_patches.jobs import Job, Stage, StageState
+from distserve_patches.watch import cause_of
+from kvrs.config import Config, InstanceSettings, NodeSettings
+from kvrs.engine.chat import load_chat_template
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.requests import Model
+from kvrs.engine.server import face_of
+from kvrs.errors import ConfigError, KvrsError
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol import frames
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import Role
+from kvrs.text.output import load_tokenizer
+from kvrs.text.pieces import TokenPieces
+from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.http import cut_watches
+from kvrs.transfer.links import SendingLinks
+
+log = logging.getLogger(__name__)
+
+_WARM_UP_REPEATS = 3
+_WARM_UP_LONGEST_TOKENS = 1024
+_WARM_UP_STEPS = 16
+_TABLE_STEP_TOKENS = 64
+# Of ids of their own, which no stream has.
+_WARM_UP_IDS = itertools.count(-1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the command line said."""
+
+    config: Config
+    node: NodeSettings
+    flags: Namespace  # DistServe's own.
+    epoch: int
+    secret: bytes
+    off_gpu: bool
+
+    def settings(self, role: Role) -> InstanceSettings:
+        return next(instance for instance in self.node.instances if instance.role is role)
+
+
+class Server:
+    """Both instances of one node. Made on the event loop on which it serves."""
+
+    def __init__(self, launch: Launch, engine: RecoverableEngine, model: ServedModel) -> None:
+        self._launch = launch
+        self._engine = engine
+        config = launch.config
+        links = SendingLinks(config.transfer, SendingFaults(), launch.node.id)
+        line = ContextLine()
+
+        def core_of(kind: type[RunCore]) -> RunCore:
+            return kind(engine, line, clock=time.monotonic, lease_s=config.transfer.lease_s)
+
+        def instance_of(stage: Stage, core: RunCore, role: Role) -> StageInstance:
+            settings = launch.settings(role)
+            place = Place(config, launch.node, settings, launch.secret, launch.epoch, links)
+            own_prefill = launch.settings(Role.PREFILL).id if role is Role.DECODE else None
+            return StageInstance(place, model, core, stage, lambda: engine.pool(stage), own_prefill)
+
+        self._line = line
+        self._decode_core = DecodeCore(engine, line, clock=time.monotonic, lease_s=config.transfer.lease_s)
+        self.instances = {
+            Stage.CONTEXT: instance_of(Stage.CONTEXT, core_of(PrefillCore), Role.PREFILL),
+            Stage.DECODING: instance_of(Stage.DECODING, self._decode_core, Role.DECODE),
+        }
+
+    async def serve(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
+        """Serve until `stop` is set; `ready` is called once both instances take requests.
+
+        Raises:
+            KvrsError: DistServe did not start, or a port is in use.
+        """
+        engine = self._engine
+        try:
+            await engine.start()
+        except RayError as error:
+            # What a worker has to say to the user is said as the worker said it.
+            cause = error.cause if isinstance(error, RayTaskError) else None
+            raise cause if isinstance(cause, KvrsError) else KvrsError(f"DistServe did not start: {cause_of(error)}") from error
+        running = asyncio.ensure_future(engine.run())
+        try:
+            self._limit_lengths()
+            await self._measure(running)
+            engine.on_stage = self._stage_changed
+            for instance in self.instances.values():
+                instance.stage_changed()
+            async with self._face(Stage.CONTEXT), self._face(Stage.DECODING):
+                ready()
+                await self._until_over(stop, running)
+        finally:
+            engine.on_stage = None
+            running.cancel()
+            # The workers end with our connection to Ray: to ask for it would wait for a Ray that a signal has ended before us.
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _until_over(self, stop: asyncio.Event, running: asyncio.Future[None]) -> None:
+        stopping = asyncio.ensure_future(stop.wait())
+        tasks = [task for instance in self.instances.values() for task in instance.tasks]
+        works: list[asyncio.Future[Any]] = [running, self._decode_core.bug, *tasks]
+        await asyncio.wait([stopping, *works], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        for over in works:
+            if over.done():
+                over.result()
+
+    @asynccontextmanager
+    async def _face(self, stage: Stage) -> AsyncIterator[web.Application]:
+        instance = self.instances[stage]
+        async with face_of(instance, allow_faults=self._launch.config.cluster.allow_faults) as app:
+            instance.on_down = partial(cut_watches, app)
+            yield app
+
+    def _stage_changed(self, stage: Stage, state: StageState) -> None:
+        self.instances[stage].stage_changed()
+        self._decode_core.stage_changed(stage, alive=state.alive)
+
+    def _limit_lengths(self) -> None:
+        """What has no place in either stage could never be served."""
+        stages = [self._engine.stage(stage).pages for stage in Stage]
+        longest = min(pages.pages * pages.page_size_tokens for pages in stages)
+        for instance in self.instances.values():
+            instance.max_model_len = min(instance.max_model_len, longest)
+
+    async def _measure(self, running: asyncio.Future[None]) -> None:
+        """Time prompts and steps before anybody is served: each instance's own table."""
+        measuring = asyncio.ensure_future(_tables(self._engine, self.instances[Stage.CONTEXT].max_model_len))
+        both: list[asyncio.Future[Any]] = [measuring, running]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not measuring.done():
+            measuring.cancel()
+            running.result()
+        context, decoding = measuring.result()
+        self._line.prefill = self.instances[Stage.CONTEXT].prefill = context
+        self.instances[Stage.DECODING].prefill = decoding
+
+
+def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
+    """What the model's directory says.
+
+    Raises:
+        ConfigError: the directory is missing or incomplete.
+    """
+    directory, flags = Path(launch.flags.model), launch.flags
+    config = ModelConfig.from_directory(directory)
+    tokenizer = load_tokenizer(directory)
+    # A history that is computed again goes through the context stage in one batch.
+    longest = min(
+        config.max_positions,
+        flags.context_max_tokens_per_batch,
+        min(flags.max_num_blocks_per_req, frames.MAX_TAGS) * flags.block_size,
+    )
+    eos_token_ids = frozenset(token_id for token_id in config.eos_token_ids if token_id < config.vocab)
+    return ServedModel(
+        name=directory.name,
+        served=Model(tokenizer, config.vocab, eos_token_ids),
+        pieces=TokenPieces(tokenizer),
+        chat_template=load_chat_template(directory),
+        fingerprint=_fingerprint(directory, config, geometry, off_gpu=launch.off_gpu),
+        geometry=geometry,
+        max_model_len=longest,
+    )
+
+
+def _fingerprint(directory: Path, config: ModelConfig, geometry: KvGeometry, *, off_gpu: bool) -> str:
+    """Equal for two servers exactly when their pages mean the same: pages of any parallel degrees, of one way to compute."""
+    total = hashlib.blake2b(digest_size=16, person=b"kvrs-distserve")
+    fields = {name: value for name, value in msgspec.to_builtins(config).items() if name != "eos_token_ids"}
+    arithmetic = [torch.backends.cpu.get_cpu_capability(), str(torch.__version__)] if off_gpu else ["SwiftTransformer"]
+    total.update(msgspec.json.encode([fields, geometry, arithmetic], order="sorted"))
+    weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+    if not weights:
+        raise ConfigError([f"{directory}: no weights; allowed: a directory with *.safetensors or *.bin"])
+    for path in weights:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, hashlib.blake2b).digest())
+    return total.hexdigest()
+
+
+@dataclass(eq=False)
+class _Trial:
+    """A job that nobody but us waits for."""
+
+    tokens_left: int
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    at_s: list[float] = field(default_factory=list)  # When each token came.
+
+    def prefilled(self) -> None:
+        """The first token says so too."""
+
+    def token(self, token_id: int) -> bool:
+        self.at_s.append(time.perf_counter())
+        self.tokens_left -= 1
+        if not self.tokens_left and not self.done.done():
+            self.done.set_result(None)
+        return self.tokens_left > 0
+
+    def failed(self, stage: Stage, cause: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(KvrsError(f"the {stage} stage died while it was measured: {cause}"))
+
+
+async def _tables(engine: RecoverableEngine, max_model_len: int) -> tuple[PrefillTable, PrefillTable]:
+    longest = min(max_model_len - _WARM_UP_STEPS, _WARM_UP_LONGEST_TOKENS)
+    longest = min(longest, engine.stage(Stage.CONTEXT).pages.pages * engine.stage(Stage.CONTEXT).pages.page_size_tokens)
+    step = max(1, longest // 8)
+    lengths = {0: 1, step: step, 2 * step: 2 * step, 4 * step: 4 * step, 8 * step: 8 * step}
+    times: dict[int, float] = {}
+    for at, tokens in lengths.items():
+        times[at] = statistics.median([await _prefill_s(engine, tokens) for _ in range(_WARM_UP_REPEATS)])
+    trial = await _try(engine, tokens=1, produced=_WARM_UP_STEPS)
+    # The first of them waited for its blocks to be handed over.
+    gaps = [after - before for before, after in itertools.pairwise(trial.at_s[1:])]
+    step_s = statistics.median(gaps)
+    log.info("measured", extra={"prefill_s": times, "step_s": step_s})
+    context = PrefillTable.from_points("measured at start through the context stage", "this instance", times)
+    # Known tokens without KV are read one a step.
+    steps = [step_s, _TABLE_STEP_TOKENS * step_s]
+    return context, PrefillTable("measured at start, one decoding step a token", "this instance", _TABLE_STEP_TOKENS, steps)
+
+
+async def _prefill_s(engine: RecoverableEngine, tokens: int) -> float:
+    started_s = time.perf_counter()
+    trial = await _try(engine, tokens=tokens, produced=1)
+    return trial.at_s[0] - started_s
+
+
+async def _try(engine: RecoverableEngine, *, tokens: int, produced: int) -> _Trial:
+    trial = _Trial(produced)
+    job = Job(next(_WARM_UP_IDS), [1 + index % 8 for index in range(tokens)], produced, produced == 1, trial)
+    engine.begin(job)
+    try:
+        await trial.done
+    finally:
+        engine.abort(job)
+    return trial

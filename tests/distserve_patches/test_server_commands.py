@@ -1,0 +1,105 @@
+"""What a user may do wrong when he starts a DistServe server: one line says what, and what is allowed."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from distserve_patches import upstream
+from distserve_patches.api_server import main
+from kvrs.config import Config, dump_config
+from tests.distserve_patches.server_process import config_for
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
+@pytest.fixture
+def config(tiny_model: Path) -> Config:
+    return config_for(tiny_model)
+
+
+@pytest.fixture
+def path(config: Config, tmp_path: Path) -> str:
+    written = tmp_path / "config.yaml"
+    written.write_text(dump_config(config))
+    return str(written)
+
+
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not with the forty flags of DistServe, which are not at fault."""
+    assert "--kvrs-config, --kvrs-node" in said(capsys)
+
+
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As every command says it."""
+    missing = str(tmp_path / "none.yaml")
+
+    assert said(capsys, "--kvrs-config", missing, "--kvrs-node", "n0") == f"{missing}: No such file or directory\n"
+
+
+def test_a_node_that_is_not_in_the_file(capsys: pytest.CaptureFixture[str], path: str) -> None:
+    """And which ones are."""
+    assert "'n7' is not in cluster.nodes; allowed: n0" in said(capsys, "--kvrs-config", path, "--kvrs-node", "n7")
+
+
+def test_a_file_of_another_backend(capsys: pytest.CaptureFixture[str], config: Config, tmp_path: Path) -> None:
+    """Its instances would not be found where the proxy looks for them."""
+    written = tmp_path / "config.yaml"
+    written.write_text(dump_config(config).replace("backend: distserve", "backend: embedded"))
+
+    assert "allowed here: 'distserve'" in said(capsys, "--kvrs-config", str(written), "--kvrs-node", "n0")
+
+
+def test_no_checkout(capsys: pytest.CaptureFixture[str], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by the variable that is to be set."""
+    monkeypatch.delenv(upstream.HOME_ENV, raising=False)
+
+    assert upstream.HOME_ENV in said(capsys, "--kvrs-config", path, "--kvrs-node", "n0")
+
+
+@pytest.fixture
+def loaded(distserve: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process loads DistServe once, and this one has."""
+    monkeypatch.setattr(upstream, "load", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--wrong", "3"], "unrecognized arguments: --wrong 3"),
+        (["--block-size", "many"], "--block-size: invalid int value: 'many'"),
+        (["--port", "8000"], "--port: got 8000; allowed: none"),
+        (["--model", "elsewhere"], "--model: got elsewhere; allowed: cluster.model"),
+        (["--decoding-tensor-parallel-size", "3"], "a divisor of the model's 2 KV heads"),
+        (["--context-pipeline-parallel-size", "3"], "a divisor of the model's 4 layers"),
+    ],
+)
+def test_a_wrong_flag_is_named(loaded: None, capsys: pytest.CaptureFixture[str], path: str, flags: list[str], words: str) -> None:
+    """DistServe's own flags are its own parser's; what upstream would trip over later is said now."""
+    assert words in said(capsys, "--kvrs-config", path, "--kvrs-node", "n0", *flags)
+
+
+@pytest.mark.parametrize("key", ["port", "page_port"])
+def test_a_port_in_use_is_named(loaded: None, capsys: pytest.CaptureFixture[str], path: str, config: Config, key: str) -> None:
+    """Before the model is loaded, which may take minutes."""
+    instance = config.cluster.nodes[0].instances[1]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", getattr(instance, key)))
+        taken.listen()
+
+        error = said(capsys, "--kvrs-config", path, "--kvrs-node", "n0")
+
+    assert error == f"instance d0: {key}: 127.0.0.1:{getattr(instance, key)} is in use; allowed: a free port\n"
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], config: Config, tmp_path: Path) -> None:
+    """The file is named that was looked for."""
+    written = tmp_path / "config.yaml"
+    written.write_text(dump_config(config).replace(str(config.cluster.model), str(tmp_path / "none")))
+
+    assert f"{tmp_path}/none/config.json" in said(capsys, "--kvrs-config", str(written), "--kvrs-node", "n0")
