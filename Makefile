@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: install demo test check format clean
+.PHONY: install demo test test-vllm check format clean
 
 install: .venv/.installed
 
@@ -18,6 +18,15 @@ demo: install
 test: install
 	$(BIN)/python -m pytest
 
+# Real vLLM on this machine's CPU, in an environment of its own (3 GB): about a quarter of an hour on two cores, with the installation.
+test-vllm: install .venv-vllm/.installed
+	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -k vllm tests/backends tests/vllm
+
+.venv-vllm/.installed: tests/vllm/install.sh tests/vllm/requirements.txt
+	@echo "Setting up .venv-vllm (a few minutes, 3 GB) ..."
+	PYTHON=$(PYTHON) tests/vllm/install.sh .venv-vllm
+	@touch $@
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -29,4 +38,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv .venv-vllm out

@@ -111,18 +111,18 @@ class Processes:
     def kill(self, name: str) -> None:
         self._running[name].send_signal(signal.SIGKILL)
 
-    def _spawn(self, name: str, *arguments: str) -> None:
+    def _spawn(self, name: str, *arguments: str, python: str = sys.executable, **environment: str) -> None:
         self._starts[name] += 1
         with self._log(name).open("wb") as log:
-            command = [sys.executable, "-m", *arguments]
-            self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment)
+            command = [python, "-m", *arguments]
+            self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment | environment)
 
-    def _wait(self, name: str, ready: Callable[[], bool]) -> None:
-        give_up_s = time.monotonic() + START_TIMEOUT_S
+    def _wait(self, name: str, ready: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+        give_up_s = time.monotonic() + timeout_s
         while not ready():
             status = self._running[name].poll()
             if status is not None or time.monotonic() > give_up_s:
-                how = f"was not ready after {START_TIMEOUT_S:.0f} s" if status is None else f"ended with status {status}"
+                how = f"was not ready after {timeout_s:.0f} s" if status is None else f"ended with status {status}"
                 last = self._log(name).read_text(errors="replace").splitlines()[-20:]
                 raise ProcessFailedError("\n".join([f"{name} {how}", *last]))
             time.sleep(_LOOK_AGAIN_S)

@@ -1,0 +1,215 @@
+"""Real vLLM on this machine's CPU, prefill and decode apart: started, killed in parts, stopped and started again.
+
+Unmodified but for its environment's pause in NIXL's progress thread (`tests/vllm/install.sh`). A server is three processes: the
+API server, below it the engine, below that its worker. An instance's `page_port` is NIXL's side channel here.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import Iterator
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.processes import Processes
+from kvrs.cluster.ports import resolve_ports
+from kvrs.config import Config, parse_config
+from kvrs.engine.tiny import write_tiny_model
+from kvrs.errors import KvrsError
+from kvrs.protocol.instance import Role
+
+PYTHON_ENV = "KVRS_VLLM_PYTHON"  # The interpreter of an environment with vLLM, as `make test-vllm` makes one.
+MODEL_SEED = 1
+# Float32 and no compiler: small differences must come from nothing but the engine's own batches. 64 MB hold 32,768 tokens of KV.
+FLAGS = [
+    *("--dtype", "float32", "--block-size", "32", "--enforce-eager", "--kv-cache-memory-bytes", "67108864"),
+    *("--max-model-len", "2048", "--max-num-seqs", "48"),
+]
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "UCX_NET_DEVICES": "lo",
+    "UCX_TLS": "all",
+}
+# Three interpreters import torch one after the other, and everybody else's do so beside them.
+START_TIMEOUT_S = 600.0
+# The first use of a path may compile it.
+REQUEST_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 30.0
+
+_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+_SAMPLE = re.compile(r"^vllm:(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+
+
+class Part(StrEnum):
+    """What of a server is hit."""
+
+    SERVER = "server"  # All three processes, as when its machine dies.
+    ENGINE = "engine"
+    WORKER = "worker"
+
+
+_TITLES = {Part.ENGINE: "VLLM::EngineCor", Part.WORKER: "VLLM::Worker"}  # What the kernel keeps of them.
+
+
+class ServerError(KvrsError):
+    """A server did not answer as vLLM does."""
+
+
+def vllm_config(directory: Path) -> Config:
+    """One prefill and two decode instances on free ports; their model, tiny and random, is written into the directory."""
+    nodes = [
+        {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},
+        {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
+    ]
+    model = directory / "tiny-llama"
+    write_tiny_model(model, MODEL_SEED)
+    document: dict[str, Any] = {
+        "proxy": {"port": 0, "admin_port": 0},
+        "cluster": {"nodes": nodes},
+        # Of another machine: it decides nothing where the policy names its option.
+        "profiles": {"prefill": "llama-3.1-8b-a100-vllm-tp1"},
+    }
+    document = resolve_ports(parse_config(document)).model_dump(mode="json")
+    document["cluster"] |= {"backend": "vllm", "model": str(model)}
+    return parse_config(document)
+
+
+class VllmServers(Processes):
+    """The instances of a configuration whose backend is vllm, and at most one proxy at a time."""
+
+    def __init__(self, config: Config, python: str) -> None:
+        super().__init__(config)
+        self._python = python
+        self._instances = {str(instance.id): instance for _, instance in self.config.cluster.instances()}
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            if (former := self._running.get(name)) is not None:
+                # A server whose engine is dead ends by itself, when its last connection has closed.
+                self.kill(name)
+                former.wait(_END_TIMEOUT_S)
+            instance = self._instances[name]
+            connector = {"kv_connector": "NixlConnector", "kv_role": _ROLES[instance.role], "kv_buffer_device": "cpu"}
+            self._spawn(
+                name,
+                "vllm.entrypoints.openai.api_server",
+                *("--model", self.model, "--host", instance.host, "--port", str(instance.port), *FLAGS),
+                *("--kv-transfer-config", json.dumps(connector)),
+                python=self._python,
+                **ENVIRONMENT,
+                VLLM_NIXL_SIDE_CHANNEL_PORT=str(instance.page_port),
+                # Beside the environment: the next start finds it, and it goes when that goes.
+                VLLM_CACHE_ROOT=str(Path(self._python).parent.parent / "cache"),
+            )
+
+    def wait_ready(self, *names: str) -> None:
+        """Wait until these take requests and have taken some: every path once, because the first time takes seconds."""
+        for name in names:
+            self._wait(name, partial(_is_healthy, self.url(name)), START_TIMEOUT_S)
+        prefills = [name for name in self._instances if self._instances[name].role is not Role.DECODE]
+        for name in names:
+            if self._instances[name].role is not Role.PREFILL:
+                for prefill in prefills:
+                    self._warm_up(prefill, name)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._instances)
+
+    @property
+    def model(self) -> str:
+        assert self.config.cluster.model is not None
+        return self.config.cluster.model
+
+    def url(self, name: str) -> str:
+        return self._instances[name].url
+
+    def kill(self, name: str, part: Part = Part.SERVER) -> None:
+        self.signal(name, signal.SIGKILL, part)
+
+    def signal(self, name: str, number: signal.Signals, part: Part = Part.SERVER) -> None:
+        """Send a signal to a server's processes, the API server first, so that nobody tells it of the others."""
+        server = self._running[name]
+        below = list(_below(server.pid))
+        if part is Part.SERVER:
+            server.send_signal(number)
+        for pid in below:
+            if part is Part.SERVER or _title(pid) == _TITLES[part]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def stop_proxy(self, name: str = "proxy") -> None:
+        if (running := self._running.pop(name, None)) is not None:
+            running.terminate()
+            running.wait(_END_TIMEOUT_S)
+
+    def counters(self, name: str) -> dict[str, float]:
+        """What its `/metrics` say that one test or another wants to see rise or fall."""
+        samples = {(metric, labels): float(value) for metric, labels, value in _SAMPLE.findall(_get(self.url(name) + "/metrics"))}
+
+        def total(wanted: str, label: str = "") -> float:
+            return sum(value for (metric, labels), value in samples.items() if metric == wanted and label in labels)
+
+        return {
+            "pulled_tokens": total("prompt_tokens_by_source_total", 'source="external_kv_transfer"'),
+            "pulled_bytes": total("nixl_bytes_transferred_sum"),
+            "running": total("num_requests_running"),
+        }
+
+    def complete(self, name: str, **fields: Any) -> Any:
+        """A completion of one server, not streamed."""
+        body = {"model": self.model, "temperature": 0, "return_token_ids": True, "ignore_eos": True} | fields
+        request = urllib.request.Request(  # noqa: S310 - our own URL
+            self.url(name) + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:  # noqa: S310 - our own URL
+                return json.load(answer)
+        except OSError as error:
+            raise ServerError(f"{name}: {error}") from None
+
+    def _warm_up(self, prefill: str, decode: str) -> None:
+        """Hand two prompts over; the second shares a beginning with the first, at both."""
+        for rest in range(2):
+            prompt = [*range(2, 82), *[rest + 2] * 40]
+            asked = {"do_remote_decode": True, "do_remote_prefill": False}
+            answer = self.complete(prefill, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
+            self.complete(decode, prompt=prompt, max_tokens=8, kv_transfer_params=answer["kv_transfer_params"])
+            self.complete(decode, prompt=prompt[::-1], max_tokens=4, logprobs=1)
+
+
+def _below(pid: int) -> Iterator[int]:
+    # Threads, and processes below it, may end while we look.
+    with contextlib.suppress(OSError):
+        for children in list(Path(f"/proc/{pid}/task").glob("*/children")):
+            for child in map(int, children.read_text().split()):
+                yield child
+                yield from _below(child)
+
+
+def _title(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=1):  # noqa: S310 - our own URL
+            return True
+    except OSError:
+        return False
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - our own URL
+        return str(answer.read().decode())
