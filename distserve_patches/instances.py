@@ -22,7 +22,7 @@ from kvrs.errors import RequestError, TransferError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import Capability, InstanceInfo, LinkReport, LoadReport, MeasuredPrefill
+from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, MeasuredPrefill
 from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling.pages import PageManager
@@ -197,7 +197,7 @@ class StageInstance:
             running=stage.running,
             free_pages=pages.free_pages,
             queue_delay_s=self._queue_delay_s(),
-            links=[LinkReport(source=node, bytes_per_s=rate) for node, rate in self.puller.links().items()],
+            links=self.puller.link_reports(),
             checkpoint_lag_pages=0 if self._checkpointer is None else self._checkpointer.lag_pages,
             damaged_pages=self.puller.damaged_pages,
         )

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from kvrs.agent.config import BackupMode
 from kvrs.cluster.config import Backend
-from kvrs.config import ENV_NAME, Config, SecuritySettings, demo_nodes, load_config, parse_config, read_secret
+from kvrs.config import ENV_NAME, Config, SecuritySettings, demo_nodes, load_config, parse_config, read_secret, read_secrets
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import NodeId
 from kvrs.policy.config import PolicyName
@@ -145,9 +144,9 @@ def proxy(config: ConfigFile) -> None:
         for key in needed
         if not getattr(instance, key)
     ]
-    if settings.backup.mode is not BackupMode.OFF:
+    if settings.agents_run:
         faults += [
-            f"agent of node {node.id}: {key} is 0; allowed: the port it listens on, or backup.mode: off"
+            f"agent of node {node.id}: {key} is 0; allowed: the port it listens on, or backup.mode: off and no gossip"
             for node in settings.cluster.nodes
             for key in ("port", "page_port")
             if not getattr(node.agent, key)
@@ -155,7 +154,8 @@ def proxy(config: ConfigFile) -> None:
     if faults:
         raise ConfigError(faults)
     log_to_stderr()
-    uvloop.run(serve(settings, read_secret(settings.security, os.environ)))
+    secret, *older = read_secrets(settings.security, os.environ)
+    uvloop.run(serve(settings, secret, older))
 
 
 @app.command()

@@ -4,6 +4,7 @@ Every section is defined beside the code that reads it; this module composes the
 and turns every fault into one line that names path, value and what is allowed.
 """
 
+import ipaddress
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from kvrs.agent.config import AgentSettings, BackupMode, BackupSettings
 from kvrs.cluster.config import Backend, DistServeSettings
 from kvrs.engine.config import EngineSettings
 from kvrs.errors import ConfigError
+from kvrs.gossip.config import GossipSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.config import PolicySettings, SloSettings
 from kvrs.profiles.catalog import decode_table, prefill_table
@@ -44,7 +46,7 @@ class InstanceSettings(Settings):
 class NodeSettings(Settings):
     id: NodeId = Field(min_length=1, max_length=64)
     instances: list[InstanceSettings] = Field(min_length=1)
-    agent: AgentSettings = AgentSettings()  # Runs when `backup.mode` is not off.
+    agent: AgentSettings = AgentSettings()  # Runs where `Config.agents_run`.
 
     @property
     def agent_id(self) -> InstanceId:
@@ -93,8 +95,14 @@ class Config(Settings):
     slo: SloSettings = SloSettings()
     transfer: TransferSettings = TransferSettings()
     backup: BackupSettings = BackupSettings()
+    gossip: GossipSettings = GossipSettings()
     profiles: ProfileSettings = ProfileSettings()
     security: SecuritySettings = SecuritySettings()
+
+    @property
+    def agents_run(self) -> bool:
+        """An agent holds checkpoints, and it is its node's member in gossip: either is reason enough to have one."""
+        return self.backup.mode is not BackupMode.OFF or self.gossip.enabled
 
 
 def parse_config(document: Any) -> Config:
@@ -220,9 +228,34 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     listeners: list[InstanceSettings | AgentSettings] = [*instances, *(node.agent for node in nodes)]
     ports = [f"{listener.host}:{port}" for listener in listeners for port in (listener.port, listener.page_port) if port]
     ports += [f"{config.proxy.host}:{port}" for port in (config.proxy.port, config.proxy.admin_port) if port]
+    if config.gossip.enabled:
+        ports += [f"{host}:{port}" for _, host, port in gossip_members(config) if port]
+        yield from _faults_of_gossip(config)
     for address, count in Counter(ports).items():
         if count > 1:
             yield f"port {address} is used {count} times; allowed: once"
+
+
+def gossip_members(config: Config) -> Iterator[tuple[NodeId, str, int]]:
+    """Everybody of the file: the agents, each under its node's name, and the proxy. With host and gossip port."""
+    yield from ((node.id, node.agent.host, node.agent.gossip_port) for node in config.cluster.nodes)
+    yield NodeId(config.proxy.id), config.proxy.host, config.proxy.gossip_port
+
+
+def gossip_seeds(config: Config, me: NodeId) -> dict[NodeId, str]:
+    """Where to find the others; whose port is not known finds us."""
+    return {member: f"{host}:{port}" for member, host, port in gossip_members(config) if port and member != me}
+
+
+def _faults_of_gossip(config: Config) -> Iterator[str]:
+    if any(node.id == config.proxy.id for node in config.cluster.nodes):
+        yield f"proxy.id: {config.proxy.id!r} is the id of a node too; allowed with gossip: a name of its own"
+    for member, host, _ in gossip_members(config):
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            # Packets are sent from the event loop, which must not wait for names to be looked up.
+            yield f"gossip: the host of {member!r} is {host!r}; allowed: a numeric address"
 
 
 def _faults_of_vllm(config: Config) -> Iterator[str]:

@@ -46,7 +46,9 @@ PURE_MODULES = {
     *(f"kvrs/gossip/{name}.py" for name in ("config", "detector", "events", "exchange", "facts", "members", "node", "probes")),
     *(f"kvrs/gossip/{name}.py" for name in ("rates", "records", "rumours", "seal", "suspicion", "wire")),
     "kvrs/agent/gpu_health.py",
+    "kvrs/agent/news.py",
     "kvrs/agent/slots.py",
+    "kvrs/proxy/links.py",
     *(f"kvrs/replay/{name}.py" for name in ("metrics", "oracle", "impact", "student")),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "time", "random", "logging", "torch", "aiohttp", "threading", "ray", "subprocess"}

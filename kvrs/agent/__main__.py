@@ -5,12 +5,13 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 
 from kvrs.agent.server import serve
-from kvrs.config import Config, load_config, read_secret
+from kvrs.config import Config, load_config, read_secrets
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
 from kvrs.logs import log_to_stderr
@@ -23,14 +24,15 @@ def run_agent(config: Config, node: NodeId) -> None:
         ConfigError: see `serve`; or there is no secret.
     """
     log_to_stderr()
-    uvloop.run(_serve(config, node, read_secret(config.security, os.environ)))
+    uvloop.run(_serve(config, node, read_secrets(config.security, os.environ)))
 
 
-async def _serve(config: Config, node: NodeId, secret: bytes) -> None:
+async def _serve(config: Config, node: NodeId, secrets: Sequence[bytes]) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(config, node, secret, stop, lambda: print("ready", flush=True))
+    secret, *older = secrets
+    await serve(config, node, secret, stop, lambda: print("ready", flush=True), older)
 
 
 def main() -> int:

@@ -25,6 +25,7 @@ class AgentSettings(Settings):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)  # HTTP. 0: any free port, chosen once by `kvrs up`.
     page_port: int = Field(default=0, ge=0, le=65535)  # Where checkpoints are stored and fetched.
+    gossip_port: int = Field(default=0, ge=0, le=65535)  # UDP and TCP.
 
     @property
     def url(self) -> str:

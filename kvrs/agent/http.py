@@ -4,13 +4,14 @@ from aiohttp import web
 
 from kvrs.agent.node import NodeAgent
 from kvrs.errors import RequestError
+from kvrs.gossip.membership import Membership
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate, SlotUpdate
 from kvrs.transfer import http
 
 
-def make_app(agent: NodeAgent, secret: bytes) -> web.Application:
+def make_app(agent: NodeAgent, secret: bytes, membership: Membership | None = None) -> web.Application:
     """All routes of an agent. Everything but `/healthz` wants the cluster's bearer token."""
-    face = _Face(agent)
+    face = _Face(agent, membership)
     app = http.new_app(secret)
     app.add_routes(
         [
@@ -19,6 +20,7 @@ def make_app(agent: NodeAgent, secret: bytes) -> web.Application:
             web.get("/kvrs/v1/holdings", face.holdings),
             web.post("/kvrs/v1/leases", face.leases),
             web.post("/kvrs/v1/slots", face.slots),
+            web.get("/kvrs/v1/members", face.members),
         ]
     )
     return app
@@ -27,8 +29,9 @@ def make_app(agent: NodeAgent, secret: bytes) -> web.Application:
 class _Face:
     """Handlers; each translates and does nothing else."""
 
-    def __init__(self, agent: NodeAgent) -> None:
+    def __init__(self, agent: NodeAgent, membership: Membership | None) -> None:
         self._agent = agent
+        self._membership = membership
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -48,6 +51,10 @@ class _Face:
         store = self._agent.store
         store.release(update.release, update.lease_s)
         return http.answer(LeaseAnswer(unknown=store.renew(update.renew, update.lease_s)))
+
+    async def members(self, request: web.Request) -> web.Response:
+        """What this member knows by gossip."""
+        return http.answer({"members": []} if self._membership is None else self._membership.describe())
 
     async def slots(self, request: web.Request) -> web.Response:
         update = http.decode(await request.read(), SlotUpdate)

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 
+from kvrs.agent.config import BackupMode
 from kvrs.agent.fences import Fences
 from kvrs.agent.slots import SlotTable
 from kvrs.config import Config, NodeSettings
@@ -31,7 +32,8 @@ class NodeAgent:
         """Raises ConfigError when the directory has no room for what is to be kept there, or cannot be used."""
         self.node = node_of(config, node)
         self._backup = config.backup
-        if (room := directory.free_bytes() + directory.used_bytes()) < config.backup.capacity_bytes:
+        self._keeps = config.backup.mode is not BackupMode.OFF
+        if self._keeps and (room := directory.free_bytes() + directory.used_bytes()) < config.backup.capacity_bytes:
             capacity = config.backup.capacity_bytes
             raise ConfigError(
                 [f"backup.capacity_bytes: got {capacity}; allowed: at most {room}, which {directory.path} has left"]
@@ -52,6 +54,11 @@ class NodeAgent:
         """Whose slots these are."""
         return self.fences.targets
 
+    @property
+    def capacity_bytes(self) -> int:
+        """For checkpoints; none are sent while `backup.mode` is off."""
+        return self._backup.capacity_bytes if self._keeps else 0
+
     def identity(self) -> Identity:
         return Identity(
             instance=self.node.agent_id,
@@ -68,7 +75,7 @@ class NodeAgent:
             epoch=self.store.epoch,
             pid=os.getpid(),
             page_port=self._page_port,
-            capacity_bytes=self._backup.capacity_bytes,
+            capacity_bytes=self.capacity_bytes,
             host_to_device_bytes_per_s=self._backup.host_to_device_bytes_per_s,
         )
 

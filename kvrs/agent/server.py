@@ -1,10 +1,11 @@
 """Runs the agent of one node until it is told to stop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
+from kvrs.agent.gossip import NodeGossip
 from kvrs.agent.http import make_app
 from kvrs.agent.node import NodeAgent, open_directory
 from kvrs.config import Config
@@ -13,8 +14,16 @@ from kvrs.transfer.fault_route import add_fault_route
 from kvrs.transfer.http import naming_port
 
 
-async def serve(config: Config, node: NodeId, secret: bytes, stop: asyncio.Event, ready: Callable[[], None]) -> None:
+async def serve(
+    config: Config,
+    node: NodeId,
+    secret: bytes,
+    stop: asyncio.Event,
+    ready: Callable[[], None],
+    older: Sequence[bytes] = (),
+) -> None:
     """Serve until `stop` is set, then leave nothing behind; `ready` is called once pages and requests are taken.
+    `older`: secrets that gossip accepts beside the one in use.
 
     Whatever else ends this leaves the pages to the next agent of this node.
 
@@ -23,15 +32,18 @@ async def serve(config: Config, node: NodeId, secret: bytes, stop: asyncio.Event
     """
     with open_directory(config, node, secret) as directory:
         agent = NodeAgent(config, node, secret, directory)
+        gossip = NodeGossip(config, agent, [secret, *older]) if config.gossip.enabled else None
         try:
-            await _serve(config, agent, secret, stop, ready)
+            await _serve(config, agent, gossip, secret, stop, ready)
         finally:
             if stop.is_set() or not agent.store.held_bytes:
                 agent.store.clear()
 
 
-async def _serve(config: Config, agent: NodeAgent, secret: bytes, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-    app = make_app(agent, secret)
+async def _serve(
+    config: Config, agent: NodeAgent, gossip: NodeGossip | None, secret: bytes, stop: asyncio.Event, ready: Callable[[], None]
+) -> None:
+    app = make_app(agent, secret, None if gossip is None else gossip.membership)
     if config.cluster.allow_faults:
         add_fault_route(app, agent.page_server.faults, {node.id for node in config.cluster.nodes})
     # A watcher that leaves cancels its handler.
@@ -45,6 +57,9 @@ async def _serve(config: Config, agent: NodeAgent, secret: bytes, stop: asyncio.
             await agent.start()
         with naming_port(who, "port", settings.host, settings.port):
             await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
+        if gossip is not None:
+            await gossip.start()
+            tasks.append(asyncio.create_task(gossip.run()))
         ready()
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -53,6 +68,8 @@ async def _serve(config: Config, agent: NodeAgent, secret: bytes, stop: asyncio.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if gossip is not None:
+            await gossip.close()
         await runner.cleanup()
         await agent.page_server.close()
 

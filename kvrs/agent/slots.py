@@ -150,6 +150,14 @@ class SlotTable:
             for name, each in self._targets.items()
         }
 
+    def outlook(self, target: InstanceId, now_s: float) -> tuple[int, float]:
+        """How many slots are free, and how long one who comes now waits for one."""
+        found = self._targets.get(target)
+        if found is None:
+            return self._slots_max, 0.0
+        free = max(0, self._slots_max - len(found.held) - len(found.line))
+        return free, 0.0 if free else self._expected_wait_s(found, len(found.line), now_s)
+
     def check(self) -> None:
         """Assert that the books agree. O(leases)."""
         assert self._leased == {stream: name for name, each in self._targets.items() for stream in each.held}

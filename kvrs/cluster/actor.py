@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvrs.cluster.processes import processes_of
 from kvrs.cluster.starts import next_start, report_fault
-from kvrs.config import ENV_NAME, Config, load_config, read_secret
+from kvrs.config import ENV_NAME, Config, load_config, read_secrets
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId
 from kvrs.logs import log_to
@@ -48,7 +48,7 @@ class _Actor:
     def _run(self) -> None:
         try:
             config = load_config(self._config_path)
-            secret = read_secret(config.security, os.environ)
+            secret, *self._older = read_secrets(config.security, os.environ)
             self._serve(config, secret)
         except KvrsError as error:
             print(error, file=self._log)
@@ -109,4 +109,4 @@ class AgentActor(_Actor):
         from kvrs.agent.server import serve
 
         (node,) = (node.id for node in config.cluster.nodes if node.agent_id == self._name)
-        uvloop.run(serve(config, node, secret, asyncio.Event(), self._ready.set))
+        uvloop.run(serve(config, node, secret, asyncio.Event(), self._ready.set, self._older))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, assert_never
 from urllib.parse import urlsplit
 
-from kvrs.agent.config import BackupMode
 from kvrs.config import Config
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -83,7 +82,7 @@ def members_of(config: Config) -> dict[InstanceId, InstanceView]:
     everybody = {
         instance.id: InstanceView(VictimRole(instance.role.value), node.id) for node, instance in config.cluster.instances()
     }
-    if config.backup.mode is not BackupMode.OFF:
+    if config.agents_run:
         everybody |= {node.agent_id: InstanceView(VictimRole.AGENT, node.id) for node in config.cluster.nodes}
     return everybody
 

@@ -6,7 +6,6 @@ import random
 import socket
 from collections.abc import Set
 
-from kvrs.agent.config import BackupMode
 from kvrs.config import Config, parse_config
 from kvrs.errors import ConfigError
 
@@ -22,12 +21,13 @@ def resolve_ports(config: Config) -> Config:
         ConfigError: a port that was asked for is in use; says which.
     """
     document = config.model_dump(mode="json")
-    wanted = [(document["proxy"], key, f"proxy.{key}") for key in ("port", "admin_port")]
+    with_gossip = ("gossip_port",) if config.gossip.enabled else ()
+    wanted = [(document["proxy"], key, f"proxy.{key}") for key in ("port", "admin_port", *with_gossip)]
     for node in document["cluster"]["nodes"]:
         for instance in node["instances"]:
             wanted += [(instance, key, f"instance {instance['id']}: {key}") for key in ("port", "page_port")]
-        if config.backup.mode is not BackupMode.OFF:
-            wanted += [(node["agent"], key, f"agent of node {node['id']}: {key}") for key in ("port", "page_port")]
+        if config.agents_run:
+            wanted += [(node["agent"], key, f"agent of node {node['id']}: {key}") for key in ("port", "page_port", *with_gossip)]
     faults: list[str] = []
     taken = {section[key] for section, key, _ in wanted if section[key]}
     with contextlib.ExitStack() as held:

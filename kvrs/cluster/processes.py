@@ -7,7 +7,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn
 
-from kvrs.agent.config import BackupMode
 from kvrs.cluster.config import Backend
 from kvrs.config import Config
 from kvrs.errors import ConfigError
@@ -53,7 +52,7 @@ def _processes(config: Config) -> Iterator[Process]:
             yield from (Process(InstanceId(f"server-{node.id}"), node.id, Kind.SERVER) for node in cluster.nodes)
         case Backend.VLLM:
             raise ConfigError(["cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', 'distserve' (see docs/vllm.md)"])
-    if config.backup.mode is not BackupMode.OFF:
+    if config.agents_run:
         yield from (Process(node.agent_id, node.id, Kind.AGENT) for node in cluster.nodes)
 
 

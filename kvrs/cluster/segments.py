@@ -6,7 +6,6 @@ over may remove them.
 
 from pathlib import Path
 
-from kvrs.agent.config import BackupMode
 from kvrs.config import Config
 from kvrs.errors import ConfigError
 
@@ -16,7 +15,7 @@ def own_segments(config: Config, run_directory: Path) -> tuple[Config, list[Path
 
     Without agents there is none.
     """
-    if config.backup.mode is BackupMode.OFF:
+    if not config.agents_run:
         return config, []
     own = Path(config.backup.directory) / run_directory.name
     return config.model_copy(update={"backup": config.backup.model_copy(update={"directory": str(own)})}), [own]

@@ -20,7 +20,7 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
-from kvrs.protocol.instance import Capability, InstanceInfo, LinkReport, LoadReport, MeasuredPrefill
+from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, MeasuredPrefill
 from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling.batches import BatchScheduler
@@ -167,7 +167,7 @@ class EngineInstance:
             running=scheduler.running,
             free_pages=self.pages.free_pages,
             queue_delay_s=self.core.queue_delay_s(),
-            links=[LinkReport(source=node, bytes_per_s=rate) for node, rate in self.puller.links().items()],
+            links=self.puller.link_reports(),
             queued_reuse=waiting[Queue.REUSE],
             queued_recompute=waiting[Queue.RECOMPUTE],
             queued_new=waiting[Queue.NEW],
@@ -197,11 +197,14 @@ class EngineInstance:
 
 async def probe_links(puller: PagePuller, peers: Iterable[Peer], own: InstanceId, interval_s: float) -> None:
     """Keep an estimate of every link into an instance; links with traffic of their own are left alone."""
+    nodes = {peer.instance: peer.node for peer in peers}
+    # Its neighbours on its node probe the same links.
+    probers = list(nodes.values()).count(nodes[own])
     while True:
         for peer in peers:
             # Where one answered, its neighbours on that node are not asked.
             if peer.instance != own:
-                await puller.probe(peer)
+                await puller.probe(peer, probers)
         await asyncio.sleep(interval_s)
 
 

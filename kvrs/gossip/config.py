@@ -33,6 +33,7 @@ _DIFFERENCES: dict[str, dict[str, Any]] = {
 class GossipSettings(Settings):
     """Seconds are of the node's own time: what it slept through does not count."""
 
+    enabled: bool = False  # Agents and proxies are members; each node has an agent, whatever `backup.mode` is.
     profile: Profile = Field(default=Profile.LAN, strict=False)
     # One member is probed per interval, by up to three pings a third of it apart; who is still silent at its end is suspected.
     probe_interval_s: float = Field(default=0.5, ge=0.05, le=60)

@@ -3,6 +3,7 @@
 A node's record is a set of entries, each with a kind and a name. The kind says how the value is read.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Generic, TypeVar
@@ -12,6 +13,7 @@ import msgspec
 from kvrs.errors import GossipError
 from kvrs.gossip.wire import MAX_VALUE_BYTES, Natural
 from kvrs.ids import NodeId
+from kvrs.protocol.gpus import GpuHealth
 from kvrs.protocol.instance import Role, Seconds
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
@@ -23,7 +25,8 @@ class Kind(IntEnum):
     LINK = 2  # Into this node; named by the node at the other end.
     SLOTS = 3  # Named by the instance that they lead into.
     HOLDER = 4  # Named by the agent.
-    FAILURE = 5  # Named by who failed: an instance, a node, a GPU.
+    FAILURE = 5  # Named by who failed: an instance, or an agent.
+    GPU = 6  # Named by the board's uuid.
 
 
 class InstanceFact(msgspec.Struct, frozen=True, array_like=True):
@@ -59,7 +62,7 @@ class FailureFact(msgspec.Struct, frozen=True, array_like=True):
     age_s: Seconds  # Since it failed, when this was written.
 
 
-Fact = InstanceFact | LinkFact | SlotsFact | HolderFact | FailureFact
+Fact = InstanceFact | LinkFact | SlotsFact | HolderFact | FailureFact | GpuHealth
 
 _TYPES: dict[int, type[Fact]] = {
     Kind.INSTANCE: InstanceFact,
@@ -67,6 +70,7 @@ _TYPES: dict[int, type[Fact]] = {
     Kind.SLOTS: SlotsFact,
     Kind.HOLDER: HolderFact,
     Kind.FAILURE: FailureFact,
+    Kind.GPU: GpuHealth,
 }
 _KINDS = {cls: Kind(kind) for kind, cls in _TYPES.items()}
 _decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in _TYPES.items()}
@@ -120,6 +124,7 @@ class Facts:
         self.slots: Table[SlotsFact] = {}
         self.holders: Table[HolderFact] = {}
         self.failures: Table[FailureFact] = {}
+        self.gpus: Table[GpuHealth] = {}
         self.unread = 0  # Values that could not be read: malformed, or of a newer release.
         self._tables: dict[int, Table[Fact]] = {
             Kind.INSTANCE: self.instances,  # type: ignore[dict-item] # Which table holds which type is what _TYPES says.
@@ -127,6 +132,7 @@ class Facts:
             Kind.SLOTS: self.slots,  # type: ignore[dict-item]
             Kind.HOLDER: self.holders,  # type: ignore[dict-item]
             Kind.FAILURE: self.failures,  # type: ignore[dict-item]
+            Kind.GPU: self.gpus,  # type: ignore[dict-item]
         }
 
     def put(self, node: NodeId, kind: int, name: str, value: bytes | None, written_s: float) -> None:
@@ -141,6 +147,11 @@ class Facts:
             table[node, name] = Report(decode_fact(kind, value), written_s)
         except GossipError:
             self.unread += 1
+
+    def all(self) -> Iterator[tuple[Kind, NodeId, str, Report[Fact]]]:
+        """For people: kind, whose word, what about, and the report."""
+        for kind, table in self._tables.items():
+            yield from ((Kind(kind), node, name, report) for (node, name), report in table.items())
 
     def forget(self, node: NodeId) -> None:
         for table in self._tables.values():

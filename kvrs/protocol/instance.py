@@ -71,6 +71,8 @@ class LinkReport(msgspec.Struct, frozen=True):
 
     source: NodeId
     bytes_per_s: float
+    spread: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # Mean deviation of the samples, in bytes per second.
+    age_s: Seconds = 0.0  # Of the last sample.
 
 
 class LoadReport(msgspec.Struct, frozen=True):

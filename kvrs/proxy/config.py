@@ -15,9 +15,11 @@ class Inexact(StrEnum):
 
 
 class ProxySettings(Settings):
+    id: str = Field(default="proxy-0", min_length=1, max_length=64)  # Its name among proxies, nodes and agents.
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)  # 0: any free port.
     admin_port: int = Field(default=8001, ge=0, le=65535)  # State and metrics; never the clients' port.
+    gossip_port: int = Field(default=0, ge=0, le=65535)  # UDP and TCP. 0: any free port; the agents tell where it is.
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     body_timeout_s: float = Field(default=10.0, gt=0)  # A client that drips its request is cut off.
     write_timeout_s: float = Field(default=30.0, gt=0)  # A client that does not read is cut off.

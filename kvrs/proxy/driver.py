@@ -16,7 +16,6 @@ from kvrs.policy.events import (
     Event,
     InstanceLost,
     InstanceUp,
-    LinkMeasured,
     LoadReported,
     PrefillDone,
     RetentionLost,
@@ -39,12 +38,14 @@ from kvrs.proxy.event_log import EventLog
 from kvrs.proxy.instances import Health, Instances, Known
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.leases import Leases
+from kvrs.proxy.links import Links
 from kvrs.proxy.metrics import Metrics
 from kvrs.proxy.recoveries import RecoveryLog
 from kvrs.proxy.slots import SlotDeniedError, Slots
 from kvrs.proxy.streams import Complete, Failed, LiveStream, Outcome, Stage
 from kvrs.proxy.texts import Texts
 from kvrs.proxy.watchdog import silent_after_s
+from kvrs.transfer.meter import Measurement
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Driver:
     ) -> None:
         self.policy = RecoveryPolicy(config.policy, config.slo, config.backup)
         self.instances = instances
+        self.links = Links()
         self.streams: dict[StreamId, LiveStream] = {}
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recovery_settled)
         self.leases = Leases(config.transfer.lease_s, self._send_leases, self._retention_lost)
@@ -352,9 +354,9 @@ class Driver:
         known.reported_s = self._clock()
         self.tell(LoadReported(known.id, report.queue_delay_s))
         for link in report.links:
-            if known.links.get(link.source) != link.bytes_per_s:
-                known.links[link.source] = link.bytes_per_s
-                self.tell(LinkMeasured(link.source, known.node, link.bytes_per_s))
+            measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
+            if (event := self.links.measured(link.source, known.node, measured, known.reported_s)) is not None:
+                self.tell(event)
 
     def instance_lost(self, known: Known, cause: str) -> None:
         """All its victims in one event, so that the policy can spread them."""

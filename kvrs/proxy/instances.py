@@ -1,7 +1,7 @@
 """The instances of the configuration, and what this proxy knows of each. Only one model is served at a time."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrs.config import Config
@@ -39,7 +39,6 @@ class Known:
     info: InstanceInfo | None = None
     load: LoadReport | None = None
     reported_s: float = 0.0  # When it came.
-    links: dict[NodeId, float] = field(default_factory=dict)  # Bytes per second from other nodes, as last reported.
     end_watch: Callable[[], None] | None = None  # Take its silence for its end.
 
 

@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvrs.proxy.gossip_metrics import GossipMetrics
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.recoveries import Recovery
 
@@ -70,6 +71,8 @@ class Metrics:
         self.unprotected = Gauge(
             "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none.", registry=self.registry
         )
+
+        self.gossip = GossipMetrics(self.registry)
 
     def slot_asked(self, outcome: str) -> None:
         self.slots.labels(outcome).inc()

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from kvrs.agent.config import BackupMode
-from kvrs.config import Config
+from kvrs.config import Config, gossip_seeds
 from kvrs.errors import ConfigError
+from kvrs.gossip.membership import Membership
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.event_log import header_line
 from kvrs.protocol.secrets import http_token
@@ -28,9 +29,11 @@ from kvrs.proxy.backends.cluster import new_engine_session, open_backends
 from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.driver import Driver
 from kvrs.proxy.event_log import EventLog
+from kvrs.proxy.hearsay import Hearsay
 from kvrs.proxy.instances import Instances
 from kvrs.proxy.metrics import Metrics
 from kvrs.proxy.watcher import AgentWatcher, InstanceWatcher, Watcher
+from kvrs.transfer.http import naming_port
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +60,11 @@ _LAST_WORDS_S = 2.0  # For clients to read how their streams ended when the prox
 class Proxy:
     """Start and close it on one event loop. `port` and `admin_port` are the bound ones."""
 
-    def __init__(self, config: Config, secret: bytes) -> None:
+    def __init__(self, config: Config, secret: bytes, older: Sequence[bytes] = ()) -> None:
+        """`older`: secrets that gossip accepts beside the one in use."""
         self._config = config
+        self._ring = [secret, *older]
+        self._membership: Membership | None = None
         self._token = http_token(secret)
         self._sessions: list[aiohttp.ClientSession] = []
         self._driver: Driver | None = None
@@ -91,24 +97,35 @@ class Proxy:
         self._event_log = self._open_event_log()
         self._driver = driver = Driver(config, instances, agents, metrics, clock, time.time, self._event_log)
         api = Api(config.proxy, driver, metrics, clock)
-        admin = Admin(driver, metrics, self._describe, clock)
+        hearsay = Hearsay(driver.links, driver.tell, clock)
+        admin = Admin(driver, metrics, hearsay, self._describe, clock)
         self.port = await self._listen(api.application(), "proxy.port", config.proxy.port)
         self.admin_port = await self._listen(admin.application(), "proxy.admin_port", config.proxy.admin_port)
         loop = asyncio.get_running_loop()
-        watchers: list[Watcher] = [InstanceWatcher(known, driver, config.proxy) for known in instances.known.values()]
-        watchers += [AgentWatcher(known, driver.checkpoints, config.proxy) for known in agents.known.values()]
+        watchers: list[Watcher] = [InstanceWatcher(known, driver, config.proxy, hearsay) for known in instances.known.values()]
+        watchers += [AgentWatcher(known, driver.checkpoints, config.proxy, hearsay) for known in agents.known.values()]
         work = [
             *(watcher.run() for watcher in watchers),
             driver.leases.run(),
             driver.checkpoints.leases.run(),
             driver.slots.run(),
         ]
+        if config.gossip.enabled:
+            hearsay.join(await self._join(hearsay), watchers)
+            work.append(hearsay.run())
         if self._event_log is not None:
             work.append(self._event_log.run())
         self._background = [loop.create_task(each) for each in work]
 
+    async def _join(self, hearsay: Hearsay) -> Membership:
+        config, host, port = self._config, self._config.proxy.host, self._config.proxy.gossip_port
+        self._membership = membership = Membership(NodeId(config.proxy.id), config.gossip, self._ring, hearsay.heard)
+        with naming_port("proxy", "gossip_port", host, port):
+            await membership.start(host, port, gossip_seeds(config, membership.id))
+        return membership
+
     def _agent_backends(self) -> dict[InstanceId, tuple[NodeId, AgentBackend]]:
-        if self._config.backup.mode is BackupMode.OFF:
+        if not self._config.agents_run:
             return {}
         self._sessions.append(to_agents := new_session(self._token))
         nodes = self._config.cluster.nodes
@@ -141,10 +158,13 @@ class Proxy:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        if self._membership is not None:
+            await self._membership.close()
         if self._event_log is not None:
             await self._event_log.close()
         for session in self._sessions:
             await session.close()
+        self._membership = None
         self._sites, self._runners, self._background, self._sessions = [], [], [], []
 
     def _describe(self) -> dict[str, Any]:
@@ -178,18 +198,20 @@ class Proxy:
 
 def _check_addresses(config: Config) -> None:
     missing = [f"instance {instance.id!r}" for _, instance in config.cluster.instances() if instance.port == 0]
-    if config.backup.mode is not BackupMode.OFF:
+    if config.agents_run:
         missing += [f"the agent of node {node.id!r}" for node in config.cluster.nodes if node.agent.port == 0]
+    if config.gossip.enabled:
+        missing += [f"the gossip of node {node.id!r}" for node in config.cluster.nodes if node.agent.gossip_port == 0]
     if missing:
         raise ConfigError([f"cluster.nodes: {name} has no port; allowed: the port it listens on" for name in missing])
 
 
-async def serve(config: Config, secret: bytes) -> None:
+async def serve(config: Config, secret: bytes, older: Sequence[bytes] = ()) -> None:
     """Run a proxy until the process is told to end."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    proxy = Proxy(config, secret)
+    proxy = Proxy(config, secret, older)
     await proxy.start()
     log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
     running, stopping = asyncio.ensure_future(proxy.run()), asyncio.ensure_future(stop.wait())

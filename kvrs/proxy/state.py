@@ -7,17 +7,20 @@ import msgspec
 
 from kvrs.ids import StreamId
 from kvrs.proxy.driver import Driver
+from kvrs.proxy.hearsay import Hearsay
 from kvrs.proxy.instances import Health, Known
 from kvrs.proxy.metrics import Metrics
 from kvrs.proxy.recoveries import Recovery
 from kvrs.proxy.streams import LiveStream
 
 
-def describe(driver: Driver, proxy: dict[str, Any], now_s: float) -> dict[str, Any]:
-    policy = driver.policy.snapshot()
+def describe(driver: Driver, hearsay: Hearsay, proxy: dict[str, Any], now_s: float) -> dict[str, Any]:
+    policy, gossip = driver.policy.snapshot(), hearsay.describe()
     return {
         "instances": [_instance(known) for known in driver.instances.known.values()],
         "proxies": [proxy],
+        "members": [] if gossip is None else gossip.pop("members"),
+        "gossip": gossip,
         "agents": driver.checkpoints.describe(),
         "links": policy["links"],
         "slots": policy["slots"],
@@ -27,7 +30,7 @@ def describe(driver: Driver, proxy: dict[str, Any], now_s: float) -> dict[str, A
     }
 
 
-def measure(driver: Driver, metrics: Metrics) -> None:
+def measure(driver: Driver, hearsay: Hearsay, metrics: Metrics) -> None:
     """Set the gauges that nobody needs to set at every change."""
     metrics.unprotected.set(driver.checkpoints.count_unprotected(driver.instances.sends_checkpoints))
     for known in driver.instances.known.values():
@@ -40,6 +43,8 @@ def measure(driver: Driver, metrics: Metrics) -> None:
     for agent in driver.checkpoints.agents.known.values():
         metrics.agent_up.labels(agent.id).set(agent.health is Health.UP)
         metrics.agent_reserved.labels(agent.id).set(0 if agent.report is None else agent.report.reserved_bytes)
+    if (membership := hearsay.membership) is not None:
+        metrics.gossip.measure(membership)
     for option, factor in driver.policy.snapshot()["corrections"].items():
         metrics.correction.labels(option).set(factor)
 

@@ -51,6 +51,7 @@ class Watchdog:
                 return
             self.heard()
         self._next_s = min(self._heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
+        self.stop()
         self._timer = self._loop.call_at(self._next_s, self.look)
 
     def expire(self) -> None:

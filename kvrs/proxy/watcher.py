@@ -3,6 +3,8 @@
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, LoadReport
@@ -11,8 +13,9 @@ from kvrs.proxy.backends.peer import UnusableError
 from kvrs.proxy.checkpoints import Checkpoints
 from kvrs.proxy.config import ProxySettings
 from kvrs.proxy.driver import Driver
+from kvrs.proxy.hearsay import Hearsay
 from kvrs.proxy.instances import Health, Known, overdue_after_s
-from kvrs.proxy.watchdog import silence_limit, silent_after_s
+from kvrs.proxy.watchdog import Watchdog, silence_limit, silent_after_s
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +26,16 @@ _LONGEST_PAUSE_S = 1.0
 class Watcher(ABC):
     """Says when its process is up, what it reports, and when it is lost."""
 
-    def __init__(self, subject: Known | KnownAgent, settings: ProxySettings) -> None:
+    def __init__(self, subject: Known | KnownAgent, settings: ProxySettings, hearsay: Hearsay) -> None:
+        self.id = subject.id
+        self.node = subject.node
         self._subject = subject
+        self._hearsay = hearsay
         self._interval_s = settings.load_interval_s
-        longest_s = max(settings.token_gap_s, overdue_after_s(self._interval_s))
-        self._silence_s = silent_after_s(self._interval_s, longest_s)
+        self._overdue_s = overdue_after_s(self._interval_s)
+        longest_s = max(settings.token_gap_s, self._overdue_s)
+        self._usual_silence_s = silent_after_s(self._interval_s, longest_s)
+        self._watchdog: Watchdog | None = None
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -42,13 +50,34 @@ class Watcher(ABC):
             except UpstreamError as error:
                 cause = str(error)
             if subject.health is Health.UP:
+                assert subject.info is not None
                 self._lose(cause)
+                self._hearsay.lost(self.id, self.node, subject.info.epoch, cause)
                 pause_s = _FIRST_PAUSE_S
             elif subject.health is not Health.REFUSED and subject.reason != cause:
                 subject.reason = cause
                 log.warning("not reached", extra={"instance": subject.id, "cause": cause})
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+
+    def look(self) -> None:
+        """Others say that the process may be gone: if its word is overdue here as well, it is."""
+        if self._watchdog is not None:
+            self._watchdog.look()
+
+    def _silence_s(self) -> float:
+        info = self._subject.info
+        epoch = None if info is None else info.epoch
+        return self._overdue_s if self._hearsay.is_dead(self.node, self.id, epoch) else self._usual_silence_s
+
+    @asynccontextmanager
+    async def _limit(self) -> AsyncIterator[Watchdog]:
+        async with silence_limit(self._silence_s) as watchdog:
+            self._watchdog = watchdog
+            try:
+                yield watchdog
+            finally:
+                self._watchdog = None
 
     @abstractmethod
     async def _watch(self) -> None:
@@ -72,8 +101,8 @@ class Watcher(ABC):
 
 
 class InstanceWatcher(Watcher):
-    def __init__(self, known: Known, driver: Driver, settings: ProxySettings) -> None:
-        super().__init__(known, settings)
+    def __init__(self, known: Known, driver: Driver, settings: ProxySettings, hearsay: Hearsay) -> None:
+        super().__init__(known, settings, hearsay)
         self._known = known
         self._driver = driver
         self._lost: InstanceInfo | None = None  # The life of it that we last saw go.
@@ -81,7 +110,7 @@ class InstanceWatcher(Watcher):
     async def _watch(self) -> None:
         known, info = self._known, await self._meet()
         async with (
-            silence_limit(lambda: self._silence_s) as watchdog,
+            self._limit() as watchdog,
             known.backend.watch_load(self._interval_s) as reports,
         ):
             known.end_watch = watchdog.expire
@@ -108,6 +137,7 @@ class InstanceWatcher(Watcher):
             self._lost = None
             self._driver.fenced(known.id)
             self._driver.instance_up(known, info)
+            self._hearsay.up(known.id)
         self._driver.load_reported(known, report)
         return info
 
@@ -137,15 +167,15 @@ class InstanceWatcher(Watcher):
 
 
 class AgentWatcher(Watcher):
-    def __init__(self, known: KnownAgent, checkpoints: Checkpoints, settings: ProxySettings) -> None:
-        super().__init__(known, settings)
+    def __init__(self, known: KnownAgent, checkpoints: Checkpoints, settings: ProxySettings, hearsay: Hearsay) -> None:
+        super().__init__(known, settings, hearsay)
         self._known = known
         self._checkpoints = checkpoints
 
     async def _watch(self) -> None:
         known, info = self._known, await self._meet()
         async with (
-            silence_limit(lambda: self._silence_s) as watchdog,
+            self._limit() as watchdog,
             known.backend.watch_holdings(self._interval_s) as reports,
         ):
             async for report in reports:
@@ -154,6 +184,7 @@ class AgentWatcher(Watcher):
                     raise UpstreamError(f"reports epoch {report.epoch}, but was in {info.epoch}")
                 if known.health is not Health.UP:
                     self._checkpoints.up(known, info)
+                    self._hearsay.up(known.id)
                 self._checkpoints.reported(known, report)
 
     def _lose(self, cause: str) -> None:

@@ -10,10 +10,14 @@ time, by all transfers together, so the estimate is what the link can do and not
 A transfer begins with the first byte of its answer: connecting, the hand-shake and the peer's thinking time are latency, not
 bandwidth, and the cost model counts them apart. A period ends with the last byte that arrived, so a peer that dies
 silently does not make its link look slow.
+
+An estimate is believed less the older it is: `lower_bound` is what a decision may count on. Probes are for links without traffic
+of their own, and all that are sent over a link together take no more than a hundredth of what it carries.
 """
 
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp, inf, sqrt
+from typing import NamedTuple
 
 from kvrs.ids import NodeId
 
@@ -27,6 +31,28 @@ _MAX_SAMPLE_S = 0.25
 _SMALL_SAMPLE_WEIGHT = 0.25
 _LARGE_SAMPLE_BYTES = 8 << 20
 
+_FIRST_SPREAD = 0.25  # One sample says little of how much they differ.
+# Links change as a random walk does: by a hundredth in a second, a tenth in a hundred, and never to less than a tenth.
+_DRIFT_PER_ROOT_S = 0.01
+_LEAST_SHARE = 0.1
+
+_PROBE_SHARE = 0.01  # Of what a link carries.
+_PROBE_OVERHEAD = 1.05  # Frames and packets around the bytes.
+_BLIND_PAUSE_S = 10.0  # After a probe that was cut off before anything could be seen in it.
+
+
+class Measurement(NamedTuple):
+    bytes_per_s: float
+    spread: float  # Mean deviation of the samples from the estimate, in bytes per second.
+    age_s: float  # Of the last sample.
+
+
+def lower_bound(measured: Measurement) -> float:
+    """Bytes per second that the link carries at least, as far as a measurement of that age can say; more than 0."""
+    rate, spread, age_s = measured
+    doubt = spread + rate * _DRIFT_PER_ROOT_S * sqrt(max(0.0, age_s))
+    return max(rate * _LEAST_SHARE, rate - doubt)
+
 
 @dataclass(slots=True)
 class _Link:
@@ -35,7 +61,10 @@ class _Link:
     last_s: float = 0.0  # When its last byte came.
     bytes: int = 0
     bytes_per_s: float | None = None
+    spread: float = 0.0
+    latest_bytes_per_s: float = 0.0  # Of the last sample alone.
     measured_s: float = -inf
+    probed_s: float = -inf
 
 
 class LinkMeter:
@@ -79,11 +108,41 @@ class LinkMeter:
         """Bytes per second of every link that has been measured."""
         return {source: link.bytes_per_s for source, link in self._links.items() if link.bytes_per_s is not None}
 
+    def measurements(self, now_s: float) -> dict[NodeId, Measurement]:
+        """Of every link that has been measured."""
+        return {
+            source: Measurement(link.bytes_per_s, link.spread, max(0.0, now_s - link.measured_s))
+            for source, link in self._links.items()
+            if link.bytes_per_s is not None
+        }
+
+    def may_probe(self, source: NodeId, size_bytes: int, interval_s: float, probers: int, now_s: float) -> bool:
+        """Whether a probe is due: nothing has measured the link for so long, and `probers` that all do this leave it free."""
+        if self.unmeasured_s(source, now_s) < interval_s:
+            return False
+        link = self._links.get(source)
+        if link is None:
+            return True
+        if link.bytes_per_s is None:
+            return now_s - link.probed_s >= max(interval_s, _BLIND_PAUSE_S)
+        # A link that has become slow is spared at once, not when the estimate has followed.
+        slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
+        return now_s - link.probed_s >= size_bytes * _PROBE_OVERHEAD * probers / (_PROBE_SHARE * slowest)
+
+    def probe_begins(self, source: NodeId, now_s: float) -> None:
+        """The first byte of its answer is here."""
+        self.begin(source, now_s)
+        self._links[source].probed_s = now_s
+
     def _take_sample(self, link: _Link) -> None:
         elapsed_s = link.last_s - link.since_s
         if elapsed_s >= _MIN_SAMPLE_S:
             rate = link.bytes / elapsed_s
             weight = 1 - (1 - _SMALL_SAMPLE_WEIGHT) * exp(-link.bytes / _LARGE_SAMPLE_BYTES)
-            link.bytes_per_s = rate if link.bytes_per_s is None else link.bytes_per_s + weight * (rate - link.bytes_per_s)
-            link.measured_s = link.last_s
+            if link.bytes_per_s is None:
+                link.bytes_per_s, link.spread = rate, rate * _FIRST_SPREAD
+            else:
+                link.spread += weight * (abs(rate - link.bytes_per_s) - link.spread)
+                link.bytes_per_s += weight * (rate - link.bytes_per_s)
+            link.latest_bytes_per_s, link.measured_s = rate, link.last_s
         link.since_s, link.bytes = link.last_s, 0

@@ -9,10 +9,11 @@ from kvrs.errors import DamagedPageError, TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import ANSWER_BYTES, Answer, FrameType, Probe, Pull
+from kvrs.protocol.instance import LinkReport
 from kvrs.transfer.config import TransferSettings
 from kvrs.transfer.connections import Connection, ConnectionPool
 from kvrs.transfer.handshake import page_key
-from kvrs.transfer.meter import LinkMeter
+from kvrs.transfer.meter import LinkMeter, Measurement
 from kvrs.transfer.peers import Identity, Peer, PullRequest, PullResult
 from kvrs.transfer.stream import Filling
 
@@ -80,19 +81,25 @@ class PagePuller:
             error=error,
         )
 
-    async def probe(self, peer: Peer) -> None:
-        """Measure the link from the peer's node with a small transfer, unless its traffic was measured lately."""
-        if self._meter.unmeasured_s(peer.node, self._clock()) < self._settings.probe_interval_s:
+    async def probe(self, peer: Peer, probers: int = 1) -> None:
+        """Measure the link from the peer's node with a small transfer, unless its traffic was measured lately, or so many
+        probers would take more of it than they may.
+        """
+        size_bytes, interval_s = self._settings.probe_bytes, self._settings.probe_interval_s
+        if not self._meter.may_probe(peer.node, size_bytes, interval_s, probers, self._clock()):
             return
         try:
-            await self._probe(peer, self._settings.probe_bytes)
+            await self._probe(peer, size_bytes)
         except TransferError:
             # A peer that cannot be reached leaves its link unmeasured. That it is gone is for others to notice.
             return
 
-    def links(self) -> dict[NodeId, float]:
-        """Estimated bytes per second from every node that pages or probes came from."""
-        return self._meter.estimates()
+    def links(self) -> dict[NodeId, Measurement]:
+        """From every node that pages or probes came from."""
+        return self._meter.measurements(self._clock())
+
+    def link_reports(self) -> list[LinkReport]:
+        return [LinkReport(node, *measured) for node, measured in self.links().items()]
 
     async def close(self) -> None:
         """End all connections. Pulls that are still going on return early, with an error."""
@@ -129,7 +136,7 @@ class PagePuller:
             await connection.stream.send(frames.encode_probe(Probe(connection.request_id, size_bytes)))
 
         connection, answer = await self._pool.ask(peer, None, question, FrameType.PROBE_DATA)
-        with self._pool.using(connection), self._metered(peer.node):
+        with self._pool.using(connection), self._metered(peer.node, is_probe=True):
             _check(answer, FrameType.PROBE_DATA, connection.request_id, 0, size_bytes)
             scratch = memoryview(bytearray(min(size_bytes, _PROBE_PIECE_BYTES)))
             for start in range(0, size_bytes, len(scratch)):
@@ -138,8 +145,9 @@ class PagePuller:
                 self._meter.add(peer.node, len(piece), self._clock())
 
     @contextmanager
-    def _metered(self, source: NodeId) -> Iterator[None]:
-        self._meter.begin(source, self._clock())
+    def _metered(self, source: NodeId, *, is_probe: bool = False) -> Iterator[None]:
+        begin = self._meter.probe_begins if is_probe else self._meter.begin
+        begin(source, self._clock())
         try:
             yield
         finally:

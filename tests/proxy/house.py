@@ -82,12 +82,14 @@ async def open_house(
     wait: bool = True,
     model: str | None = None,
     agent_ports: Mapping[str, int] | None = None,
+    gossip_ports: Mapping[str, int] | None = None,
     prepare: Callable[[dict[str, Scripted]], None] = lambda _: None,
     **sections: dict[str, Any],
 ) -> AsyncIterator[House]:
     """Nodes n0, n1, ... with p0 and d0, p1 and d1, ..., all up; `sections` are those of the configuration.
 
-    Agents, where section `backup` wants them, are scripted, unless `agent_ports` says where those of each node listen.
+    Agents, where section `backup` or `gossip_ports` wants them, are scripted, unless `agent_ports` says where those of each node
+    listen. Who gossips for them at `gossip_ports` is the test's business.
     """
     async with AsyncExitStack() as stack:
         script = Script()
@@ -101,7 +103,8 @@ async def open_house(
             await instance.start()
             stack.push_async_callback(instance.close)
         agents: dict[str, ScriptedAgent] = {}
-        if agent_ports is None and sections.get("backup", {}).get("mode", "off") != "off":
+        wants_agents = sections.get("backup", {}).get("mode", "off") != "off" or gossip_ports is not None
+        if agent_ports is None and wants_agents:
             agents = {f"agent-n{n}": ScriptedAgent(f"agent-n{n}", f"n{n}") for n in range(pairs)}
         for agent in agents.values():
             await agent.start()
@@ -110,7 +113,7 @@ async def open_house(
         nodes = [
             {
                 "id": f"n{n}",
-                "agent": {"port": agent_ports.get(f"n{n}", 0)},
+                "agent": {"port": agent_ports.get(f"n{n}", 0), "gossip_port": (gossip_ports or {}).get(f"n{n}", 0)},
                 "instances": [
                     {"id": f"{letter}{n}", "role": role.value, "port": instances[f"{letter}{n}"].port} for letter, role in roles
                 ],

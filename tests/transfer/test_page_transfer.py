@@ -542,9 +542,9 @@ async def test_a_limited_link_is_measured_as_what_it_is() -> None:
     settings = TransferSettings(link_bytes_per_s=1_000_000.0, probe_interval_s=0.01, probe_bytes=1 << 16)
     async with world(holding(30), settings) as w:
         await w.puller.probe(w.peer)
-        by_probe = w.puller.links()[SERVER.node]
+        by_probe = w.puller.links()[SERVER.node].bytes_per_s
         await w.pull(30)
-        by_pull = w.puller.links()[SERVER.node]
+        by_pull = w.puller.links()[SERVER.node].bytes_per_s
 
     # Wide enough for a machine that stalls; a meter blind to the limit would find a thousand times as much.
     assert 0.2 < by_probe / 1_000_000 < 2
@@ -559,7 +559,7 @@ async def test_a_link_with_traffic_is_not_probed() -> None:
         first = len(w.relay.asked)
         await w.puller.probe(w.peer)
         assert len(w.relay.asked) == first
-        assert w.puller.links()[SERVER.node] > 0
+        assert w.puller.links()[SERVER.node].bytes_per_s > 0
 
     async with world(holding(20), settings) as w:
         await w.pull(20)
