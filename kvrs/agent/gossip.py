@@ -43,9 +43,11 @@ class NodeGossip:
     async def start(self) -> None:
         """Raises ConfigError: its port is in use."""
         settings, me = self._agent.node.agent, self.membership.id
+        # NVML may take its time, in which this process would not answer the others.
+        sensor = open_sensor()
         with naming_port(f"agent of node {me}", "gossip_port", settings.host, settings.gossip_port):
             await self.membership.start(settings.host, settings.gossip_port, gossip_seeds(self._config, me))
-        if (sensor := open_sensor()) is not None:
+        if sensor is not None:
             # The judgements are read at every look.
             self._monitor = GpuMonitor(sensor, lambda _: None, time.monotonic)
 

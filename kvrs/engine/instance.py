@@ -156,6 +156,7 @@ class EngineInstance:
             prefill=MeasuredPrefill(
                 label=self.prefill.label, step_tokens=self.prefill.step_tokens, seconds=list(self.prefill.seconds)
             ),
+            gpus=self.worker.gpus,
         )
 
     def load(self) -> LoadReport:

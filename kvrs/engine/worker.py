@@ -54,6 +54,7 @@ class Worker:
         # Some checkpoints name end tokens that their weights do not have.
         self.eos_token_ids = frozenset(token_id for token_id in config.eos_token_ids if token_id < config.vocab)
         self.max_positions = min(settings.max_model_len, config.max_positions)
+        self.gpus = _gpus(device)
         self.fingerprint = _fingerprint(config, weights, self.geometry, device)
         # Outside of inference mode: `store` writes into the pool from other threads too.
         self.pool = KvPool(self.geometry, settings.pages, device)
@@ -81,6 +82,14 @@ def _device(name: str) -> torch.device:
             ["cluster.engine.device: got 'cuda'; allowed: 'cpu' (this machine has no CUDA device that torch can use)"]
         )
     return torch.device(name)
+
+
+def _gpus(device: torch.device) -> list[str] | None:
+    """Which boards, as NVML names them; None where this torch cannot say."""
+    if device.type != "cuda":
+        return []
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else [f"GPU-{uuid}"]
 
 
 def check_attention(config: ModelConfig, page_size_tokens: int, device: torch.device) -> None:

@@ -72,6 +72,14 @@ class Redirect:
 
 
 @dataclass(frozen=True, slots=True)
+class Halt:
+    """End this attempt, which still runs: its instance is left before it fails. The next one starts in a moment."""
+
+    stream: StreamId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """For the record: a recovery has brought a token to the client. What it was predicted to cost, and what it did cost."""
 
@@ -107,4 +115,4 @@ class WakeAt:
     at_s: float
 
 
-Action = Start | Redirect | Recovered | Settled | GiveUp | WakeAt
+Action = Start | Redirect | Halt | Recovered | Settled | GiveUp | WakeAt

@@ -25,6 +25,8 @@ class Member:
     streams: int = 0  # Streams that decode there or will after their prefill.
     running: set[StreamId] = field(default_factory=set)  # Streams whose current stage, or whose only call, runs there.
     held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
+    is_ailing: bool = False  # Its GPU is, and the settings say that it is to be left.
+    is_drained: bool = False  # So it gets nothing new: there are others.
     # What it can do, looked up once: every decision asks.
     prefills: bool = field(init=False)
     decodes: bool = field(init=False)
@@ -120,20 +122,42 @@ class ClusterView:
         self._by_node.setdefault(instance.node, []).append(member)
         if member.decodes:
             insort(self._decoders, member, key=_rank)
+        self._drain()
         return member
 
     def remove(self, member: Member) -> None:
         del self.members[member.instance.id]
         self._by_node[member.instance.node].remove(member)
-        if member.decodes:
+        if member.decodes and not member.is_drained:
             del self._decoders[self._place(member)]
+        self._drain()
+
+    def set_ailing(self, member: Member, is_ailing: bool) -> None:
+        member.is_ailing = is_ailing
+        self._drain()
+
+    def _drain(self) -> None:
+        """Nobody is left who cannot be replaced: where all ail, all serve."""
+        ailing = [member for member in self.members.values() if member.is_ailing or member.is_drained]
+        if not ailing:
+            return
+        well = [member for member in self.members.values() if not member.is_ailing]
+        prefill, decode = any(member.prefills for member in well), any(member.decodes for member in well)
+        for member in ailing:
+            is_drained = member.is_ailing and (prefill or not member.prefills) and (decode or not member.decodes)
+            if is_drained != member.is_drained and member.decodes:
+                if is_drained:
+                    del self._decoders[self._place(member)]
+                else:
+                    insort(self._decoders, member, key=_rank)
+            member.is_drained = is_drained
 
     def is_up(self, member: Member) -> bool:
         return self.members.get(member.instance.id) is member
 
     def count_stream(self, member: Member, change: int) -> None:
         """Keep the order of the decode instances while one gains or loses a stream."""
-        if not (member.decodes and self.is_up(member)):
+        if not member.decodes or member.is_drained or not self.is_up(member):
             member.streams += change
             return
         del self._decoders[self._place(member)]
@@ -141,11 +165,11 @@ class ClusterView:
         insort(self._decoders, member, key=_rank)
 
     def decoders(self) -> list[Member]:
-        """Least loaded first. To be read, not kept."""
+        """Those that are not drained, least loaded first. To be read, not kept."""
         return self._decoders
 
     def prefillers(self) -> Iterator[Member]:
-        return (member for member in self.members.values() if member.prefills)
+        return (member for member in self.members.values() if member.prefills and not member.is_drained)
 
     def on_node(self, node: NodeId) -> list[Member]:
         return self._by_node.get(node, [])
@@ -182,6 +206,7 @@ class ClusterView:
                     "running": len(member.running),
                     "decode_streams": member.streams,
                     "retained_streams": len(member.held),
+                    "drained": member.is_drained,
                 }
                 for member in self.members.values()
             ],

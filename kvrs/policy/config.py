@@ -31,6 +31,25 @@ class Dispatch(StrEnum):
     LEAST_LOADED = "least_loaded"  # Wherever the fewest streams are.
 
 
+class Degraded(StrEnum):
+    """What becomes of an instance whose GPU is slower than it should be, or has a repair due."""
+
+    IGNORE = "ignore"
+    DRAIN = "drain"  # It gets no new streams, as long as there is another one.
+
+
+class Failing(StrEnum):
+    """What becomes of an instance whose GPU is likely to take along what runs on it."""
+
+    DRAIN = "drain"
+    MOVE = "move"  # Its streams are recovered elsewhere while it still runs.
+
+
+class GpuSettings(Settings):
+    degraded: Degraded = Field(default=Degraded.IGNORE, strict=False)
+    failing: Failing = Field(default=Failing.MOVE, strict=False)
+
+
 class RecoverySettings(Settings):
     wait_s: float = Field(default=30.0, ge=0, le=3600)  # How long a stream waits for an instance to come up.
     gather_s: float = Field(default=0.01, ge=0, le=10)  # Losses this near to each other are one event.
@@ -50,6 +69,7 @@ class PolicySettings(Settings):
     assumed_link_bytes_per_s: float = Field(default=1.25e9, gt=0)  # Until a link is measured: 10 Gbit/s.
     handshake_s: float = Field(default=0.002, ge=0, le=10)  # Connect, authenticate, ask: before the first page moves.
     recovery: RecoverySettings = RecoverySettings()
+    gpu: GpuSettings = GpuSettings()
 
 
 class SloSettings(Settings):

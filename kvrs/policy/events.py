@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.costs import Instance
+from kvrs.protocol.gpus import GpuState
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,19 @@ class InstanceLost:
     instance: InstanceId
     epoch: int
     cause: str
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuJudged:
+    """The worst of the GPUs that the instance runs on, as its node's agent says; told when it has changed.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    state: GpuState
+    reason: str
     produced_tokens: Mapping[StreamId, int]
 
 
@@ -159,6 +173,7 @@ class TimerFired:
 Event = (
     InstanceUp
     | InstanceLost
+    | GpuJudged
     | LoadReported
     | LinkMeasured
     | HolderUp

@@ -9,7 +9,7 @@ Pure: no clock, no socket, no randomness. A proxy drives it in real time, a simu
 
 Laws: a stream has one current attempt and its number only rises; what an older attempt reports is ignored; no `Start`
 names an instance that is not up, nor a holder that is lost; a stream that is neither started nor given up on has an alarm
-set; a stream is moved only because what it ran on was lost or failed it.
+set; a stream is moved only because what it ran on was lost or failed it, or runs on a GPU that is about to.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,11 +18,11 @@ from typing import Any, assert_never
 
 from kvrs.agent.config import BackupMode, BackupSettings
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.actions import Action, GiveUp, Plan, Reason, Recovered, Redirect, Start
+from kvrs.policy.actions import Action, GiveUp, Halt, Plan, Reason, Recovered, Redirect, Start
 from kvrs.policy.attempts import Attempts
 from kvrs.policy.checkpoints import Checkpoints, protection
 from kvrs.policy.cluster_view import Agent, ClusterView, Member
-from kvrs.policy.config import PolicySettings, SloSettings
+from kvrs.policy.config import Failing, PolicySettings, SloSettings
 from kvrs.policy.costs import Estimate, Instance, Option
 from kvrs.policy.deadlines import deadlines_of, due_s, promise
 from kvrs.policy.decisions import Decisions
@@ -31,6 +31,7 @@ from kvrs.policy.events import (
     AttemptFailed,
     CheckpointsReported,
     Event,
+    GpuJudged,
     HolderLost,
     HolderUp,
     InstanceLost,
@@ -45,6 +46,7 @@ from kvrs.policy.events import (
     StreamResumed,
     TimerFired,
 )
+from kvrs.policy.gpus import treatment_of
 from kvrs.policy.routing import hand_off_to, victim_of
 from kvrs.policy.slots import SHORTEST_WAIT_S, SlotBook
 from kvrs.policy.streams import Decision, Holder, Stage, Stream
@@ -70,6 +72,7 @@ class RecoveryPolicy:
         self._streams: dict[StreamId, Stream] = {}
         self._idle: dict[StreamId, Stream] = {}  # Those waiting or queued.
         self._gathered: dict[StreamId, Stream] = {}  # Of these, the victims of losses that are decided together in a moment.
+        self._ailing: set[InstanceId] = set()  # Instances that are to be left; a new process is on the same GPU.
         self._arrivals = 0
         self._actions: list[Action] = []
 
@@ -114,6 +117,8 @@ class RecoveryPolicy:
                 member = self._view.members.get(event.instance)
                 if member is not None and event.epoch >= member.instance.epoch:
                     self._gather(self._lose_instance(member, event.cause, event.produced_tokens, now_s), now_s)
+            case GpuJudged():
+                self._gpu_judged(event, now_s)
             case LoadReported():
                 if (reporter := self._view.members.get(event.instance)) is not None:
                     reporter.reported_queue_s = event.queue_delay_s
@@ -164,23 +169,40 @@ class RecoveryPolicy:
             return
         # What ran in its former life is gone, also when nobody has told us.
         lost = [] if member is None else self._lose_instance(member, "replaced by a new epoch", {}, now_s)
-        self._view.add(instance)
+        self._view.set_ailing(self._view.add(instance), instance.id in self._ailing)
         self._gather(lost, now_s)
         self._place_all([stream for stream in self._idle.values() if stream.id not in self._gathered], now_s)
+
+    def _gpu_judged(self, event: GpuJudged, now_s: float) -> None:
+        treatment = treatment_of(self._settings.gpu, event.state)
+        (self._ailing.discard if treatment is None else self._ailing.add)(event.instance)
+        member = self._view.members.get(event.instance)
+        if member is None:
+            return
+        self._view.set_ailing(member, event.instance in self._ailing)
+        if treatment is Failing.MOVE and member.is_drained:
+            self._actions += [Halt(stream, self._streams[stream].attempt) for stream in sorted(member.running)]
+            cause = f"moved: its GPU is {event.state.value}: {event.reason}"
+            self._gather(self._fail_all(member, cause, event.produced_tokens, now_s), now_s)
 
     def _lose_instance(self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float) -> list[Stream]:
         """Take it and its streams out of the books; return those that are to be placed again."""
         self._view.remove(member)
         for stream_id in list(member.held):
             self._forget_holder(stream_id, member.instance.id)
+        victims = self._fail_all(member, cause, produced_tokens, now_s)
+        for stream in self._gathered.values():
+            if stream.blames == member.instance.id:  # It did not fail alone, and is a victim like the others.
+                stream.blames, stream.cause = None, cause
+        return victims
+
+    def _fail_all(self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float) -> list[Stream]:
+        """Whatever runs there, and whoever queues for it, is to be placed again."""
         victims = [self._streams[stream_id] for stream_id in member.running]
         stranded = [self._streams[stream_id] for stream_id in self._slots.waiting_for(member.instance.id)]
         for stream in victims:
             stream.produced_tokens = max(stream.produced_tokens, produced_tokens.get(stream.id, 0))
             self._fail(stream, cause, member.instance.id, now_s)
-        for stream in self._gathered.values():
-            if stream.blames == member.instance.id:  # It did not fail alone, and is a victim like the others.
-                stream.blames, stream.cause = None, cause
         for stream in stranded:
             self._wait(stream, now_s)
         return [*victims, *stranded]

@@ -48,7 +48,9 @@ def own_decode(view: ClusterView, prefill: Member, stream: Stream, *, barred_too
     """The least loaded decode instance on the node of `prefill` that can have its hand-off."""
     on_node = view.on_node(prefill.instance.node)
     allowed = (
-        member for member in on_node if member.decodes and member.takes_from(prefill) and (barred_too or not stream.bars(member))
+        member
+        for member in on_node
+        if member.decodes and not member.is_drained and member.takes_from(prefill) and (barred_too or not stream.bars(member))
     )
     return min(allowed, key=lambda member: member.rank, default=None)
 
@@ -65,7 +67,8 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
     holders += [(kept.pages, kept.member.instance.node) for kept in stream.holders.values() if kept.pages]
     holders.sort(key=lambda holder: holder[0], reverse=True)
     for pages, node in holders:
-        homes = tuple(m.instance.id for m in view.on_node(node) if m.decodes and m.instance.id not in barred)
+        open_ = (member for member in view.on_node(node) if member.decodes and not member.is_drained)
+        homes = tuple(member.instance.id for member in open_ if member.instance.id not in barred)
         if homes:
             return Victim(stream.id, homes, pages, barred)
     return Victim(stream.id, barred=barred)
@@ -128,7 +131,9 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
             return target
     best: Member | None = None
     for member in view.on_node(target.instance.node):
-        if member.prefills and not (stream.barred and stream.bars(member)) and (best is None or member.queue_s < best.queue_s):
+        if not member.prefills or member.is_drained or (stream.barred and stream.bars(member)):
+            continue
+        if best is None or member.queue_s < best.queue_s:
             best = member
     return best or least_work(view, stream, barred_too=False) or target
 

@@ -64,6 +64,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # there, so prefill and decode are one call.
     own_prefill: InstanceId | None = None
     worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
+    gpus: list[str] | None = None  # The boards it runs on, by NVML's uuid; None: not known, so it may be any of its node.
 
 
 class LinkReport(msgspec.Struct, frozen=True):

@@ -10,10 +10,11 @@ from typing import Any, assert_never
 from kvrs.config import Config
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.actions import Action, GiveUp, Place, Plan, Reason, Recovered, Redirect, Settled, Start, WakeAt
+from kvrs.policy.actions import Action, GiveUp, Halt, Place, Plan, Reason, Recovered, Redirect, Settled, Start, WakeAt
 from kvrs.policy.events import (
     AttemptFailed,
     Event,
+    GpuJudged,
     InstanceLost,
     InstanceUp,
     LoadReported,
@@ -26,6 +27,7 @@ from kvrs.policy.events import (
     TimerFired,
 )
 from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.protocol.gpus import GpuState
 from kvrs.protocol.instance import InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
 from kvrs.protocol.openai import error_body
 from kvrs.proxy.agents import Agents
@@ -155,6 +157,8 @@ class Driver:
                     self.recoveries.decided(action, live)
             case Redirect():
                 self._redirect(action)
+            case Halt():
+                self._halt(action)
             case Settled():
                 self.recoveries.predicted(action)
             case GiveUp():
@@ -191,6 +195,12 @@ class Driver:
         live.plan = action.plan
         self.recoveries.redirected(live)
         self.checkpoints.planned(live)
+
+    def _halt(self, action: Halt) -> None:
+        live = self.streams.get(action.stream)
+        if live is not None and live.journal.attempt == action.attempt:
+            live.halt()
+            self._goes_on(live)
 
     def _attempt(self, live: LiveStream, plan: Plan) -> Attempt:
         return Attempt(live, live.journal.attempt, plan, world=self, clock=self._clock, reports=self)
@@ -357,6 +367,11 @@ class Driver:
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
             if (event := self.links.measured(link.source, known.node, measured, known.reported_s)) is not None:
                 self.tell(event)
+
+    def gpu_judged(self, instance: InstanceId, state: GpuState, reason: str) -> None:
+        log.warning("gpu judged", extra={"instance": instance, "state": state, "reason": reason})
+        running = [live for live in self.streams.values() if self._runs_on(live, instance)]
+        self.tell(GpuJudged(instance, state, reason, {live.id: len(live.journal.output_ids) for live in running}))
 
     def instance_lost(self, known: Known, cause: str) -> None:
         """All its victims in one event, so that the policy can spread them."""

@@ -17,6 +17,8 @@ from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.events import LinkMeasured
+from kvrs.protocol.gpus import GpuHealth
+from kvrs.proxy.gpus import Gpus
 from kvrs.proxy.links import Links
 from kvrs.transfer.meter import Measurement
 
@@ -37,8 +39,9 @@ class Watching(Protocol):
 
 
 class Hearsay:
-    def __init__(self, links: Links, tell: Callable[[LinkMeasured], None], clock: Callable[[], float]) -> None:
+    def __init__(self, links: Links, gpus: Gpus, tell: Callable[[LinkMeasured], None], clock: Callable[[], float]) -> None:
         self._links = links
+        self._gpus = gpus
         self._tell = tell
         self._clock = clock
         self._membership: Membership | None = None
@@ -59,6 +62,8 @@ class Hearsay:
                 self._look(node)
             case RecordChanged(kind=Kind.FAILURE, name=name):
                 self._look(self._nodes.get(name))
+            case RecordChanged(kind=Kind.GPU):
+                self.look_at_gpus()
 
     def _look(self, node: NodeId | None) -> None:
         if node is not None:
@@ -94,9 +99,10 @@ class Hearsay:
             log.warning("not published", extra={"about": name, "cause": str(error)})
 
     async def run(self) -> None:
-        """Keep the policy's links as the member table has them, until cancelled."""
+        """Keep the policy's links and GPUs as the member table has them, until cancelled."""
         while True:
             self.look_at_links()
+            self.look_at_gpus()  # An instance that has just come up runs on one that was judged before.
             await asyncio.sleep(_LOOK_S)
 
     def look_at_links(self) -> None:
@@ -109,6 +115,15 @@ class Hearsay:
             event = self._links.measured(NodeId(source), target, Measurement(fact.bytes_per_s, fact.spread, age_s), now_s)
             if event is not None:
                 self._tell(event)
+
+    def look_at_gpus(self) -> None:
+        if self._membership is None:
+            return
+        by_node: defaultdict[NodeId, list[GpuHealth]] = defaultdict(list)
+        for (node, _), report in self._membership.facts.gpus.items():
+            by_node[node].append(report.fact)
+        for node, gpus in by_node.items():
+            self._gpus.seen(node, gpus)
 
     def describe(self) -> dict[str, Any] | None:
         return None if self._membership is None else self._membership.describe()

@@ -29,6 +29,7 @@ from kvrs.proxy.backends.cluster import new_engine_session, open_backends
 from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.driver import Driver
 from kvrs.proxy.event_log import EventLog
+from kvrs.proxy.gpus import Gpus
 from kvrs.proxy.hearsay import Hearsay
 from kvrs.proxy.instances import Instances
 from kvrs.proxy.metrics import Metrics
@@ -97,7 +98,7 @@ class Proxy:
         self._event_log = self._open_event_log()
         self._driver = driver = Driver(config, instances, agents, metrics, clock, time.time, self._event_log)
         api = Api(config.proxy, driver, metrics, clock)
-        hearsay = Hearsay(driver.links, driver.tell, clock)
+        hearsay = Hearsay(driver.links, Gpus(instances.known, driver.gpu_judged), driver.tell, clock)
         admin = Admin(driver, metrics, hearsay, self._describe, clock)
         self.port = await self._listen(api.application(), "proxy.port", config.proxy.port)
         self.admin_port = await self._listen(admin.application(), "proxy.admin_port", config.proxy.admin_port)

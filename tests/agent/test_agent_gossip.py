@@ -55,6 +55,7 @@ async def test_an_agent_says_what_runs_beside_it_and_what_died(tmp_path: Path) -
     assert (holder, info.capacity_bytes) == (HolderFact(0, 0), 0)
     assert isinstance(died, FailureFact)
     assert (died.epoch, left) == (1, False)
+    assert "connection" in died.cause
 
 
 async def test_an_agent_shows_its_members_to_who_has_the_secret(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from random import Random
 
 from kvrs.agent.config import BackupMode, BackupSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.actions import Action, GiveUp, Place, Plan, Recovered, Redirect, Run, Settled, Start, WakeAt
+from kvrs.policy.actions import Action, GiveUp, Halt, Place, Plan, Recovered, Redirect, Run, Settled, Start, WakeAt
 from kvrs.policy.config import PolicySettings, SloSettings
 from kvrs.policy.events import (
     AttemptFailed,
     CheckpointsReported,
     Deadlines,
     Event,
+    GpuJudged,
     HolderLost,
     HolderUp,
     InstanceLost,
@@ -36,6 +37,7 @@ from kvrs.policy.events import (
 )
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.policy.timers import SLACK_S
+from kvrs.protocol.gpus import GpuState
 from kvrs.protocol.instance import Capability
 from tests.policy.policy_stories import GEOMETRY, instance
 
@@ -144,6 +146,10 @@ class World:
             name = self.random.choice(sorted(self.epochs))
             kill = ("kill_node", self.nodes[name]) if self.random.random() < 0.2 else ("kill", name)
             self.at(self.random.uniform(0.5, 6.0), kill)
+        for _ in range(kills):
+            name = self.random.choice(sorted(self.epochs))
+            if not name.startswith("agent"):
+                self.at(self.random.uniform(0.5, 6.0), ("judge", (name, self.random.choice(list(GpuState)))))
         steps = 0
         while self._agenda:
             steps += 1
@@ -175,6 +181,12 @@ class World:
                     assert not client.one_call, "what is one call decodes already"
                     self._check_plan(client, action.plan)
                     client.plan = action.plan
+                case Halt():
+                    client = self.clients[action.stream]
+                    assert isinstance(event, GpuJudged)
+                    assert client.attempt == action.attempt
+                    assert client.is_lost_with(event.instance), "it runs elsewhere"
+                    client.broken, client.fetching_since_s = True, None
                 case Recovered() | Settled():
                     assert self.clients[action.stream].attempt == action.attempt
                 case GiveUp():
@@ -324,6 +336,12 @@ class World:
             assert client.plan is not None
             whose = client.plan.decode if client.one_call else client.runs_on
             self.tell(AttemptFailed(stream, attempt, whose, "broke", client.produced_tokens, abrupt))
+
+    def _judge(self, what: object) -> None:
+        assert isinstance(what, tuple)
+        name, state = what
+        running = {stream: client for stream, client in self.clients.items() if client.is_lost_with(name) and not client.broken}
+        self.tell(GpuJudged(name, state, "xid 79", {stream: client.produced_tokens for stream, client in running.items()}))
 
     def _kill_node(self, node: object) -> None:
         for name in sorted(self.epochs):

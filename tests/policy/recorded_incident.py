@@ -14,6 +14,7 @@ from kvrs.policy.events import (
     CheckpointsReported,
     Deadlines,
     Event,
+    GpuJudged,
     HolderLost,
     HolderUp,
     InstanceLost,
@@ -30,6 +31,7 @@ from kvrs.policy.events import (
 )
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.profiles import catalog
+from kvrs.protocol.gpus import GpuState
 from tests.policy.policy_stories import instance
 
 POLICY, SLO, BACKUP = PolicySettings(), SloSettings(), BackupSettings(mode=BackupMode.REMOTE)
@@ -133,6 +135,8 @@ class Rough:
             self.tell(
                 CheckpointsReported(name, self.epochs[name], 1 << 20, 3, {s: self.random.randint(0, 60) for s in self.started})
             )
+        elif drawn < 0.92 and not name.startswith("agent"):
+            self.tell(GpuJudged(name, self.random.choice(list(GpuState)), "xid 79", {stream: 3}))
         elif drawn < 0.95:
             self.tell(TimerFired())
         elif name in self.up:

@@ -23,6 +23,7 @@ from kvrs.policy.event_log import Entry, Header, event_line, header_line, read, 
 from kvrs.policy.events import (
     CheckpointsReported,
     Event,
+    GpuJudged,
     InstanceLost,
     InstanceUp,
     StreamArrived,
@@ -67,7 +68,8 @@ instances = st.builds(
     max_model_len=st.none() | st.integers(0, 1 << 24),
 )
 counts = st.dictionaries(st.text(), st.integers())
-mappings = {InstanceLost: {"produced_tokens": counts}, CheckpointsReported: {"pages": counts}}
+produced = {"produced_tokens": counts}
+mappings = {InstanceLost: produced, GpuJudged: produced, CheckpointsReported: {"pages": counts}}
 EVENTS = [kind for kind in get_args(Event) if kind is not InstanceUp]
 
 

@@ -113,7 +113,7 @@ def test_the_worlds_are_rough_enough() -> None:
 
     assert set(options) == set(Option) - {Option.ABORT}
     assert set(outcomes) == {"complete", "no_instance", "slo", "retries"}
-    assert set(actions) == {"Start", "Redirect", "Recovered", "Settled", "GiveUp", "WakeAt"}
+    assert set(actions) == {"Start", "Redirect", "Halt", "Recovered", "Settled", "GiveUp", "WakeAt"}
     assert min(*options.values(), *outcomes.values(), *actions.values(), combined, protected, cached, one_call, denials) > 5, (
         options,
         outcomes,

@@ -157,4 +157,5 @@ def test_the_snapshot_is_plain_data() -> None:
         "running": 1,
         "decode_streams": 0,
         "retained_streams": 0,
+        "drained": False,
     }

@@ -11,6 +11,7 @@ from kvrs.gossip.facts import FailureFact, LinkFact
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
+from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.proxy import watcher
 from kvrs.transfer.meter import Measurement, lower_bound
 from tests.gossip.gatherings import QUICK, Gathering, gathering, until
@@ -25,7 +26,7 @@ async def cluster(**sections: Any) -> AsyncIterator[tuple[House, Gathering, Memb
     """Two nodes of scripted instances and agents, a member for each node, and a proxy that is one as well."""
     async with gathering() as members:
         n0, n1 = [await members.add(name, ring=(SECRET,)) for name in ("n0", "n1")]
-        ports = {member.id: members.port_of(member) for member in (n0, n1)}
+        ports = {str(member.id): members.port_of(member) for member in (n0, n1)}
         async with open_house(gossip_ports=ports, gossip=GOSSIP, **sections) as house:
             everybody = {"n0", "n1", "proxy-0"}
             await until(lambda: all(set(each.members) == everybody for each in (n0, n1)))
@@ -98,7 +99,7 @@ async def test_an_instance_that_reports_lives_whatever_is_said_of_its_agent() ->
 
         async def is_dead_here() -> bool:
             rows = {row["id"]: row["status"] for row in (await house.state())["members"]}
-            return rows["n1"] == "dead"
+            return bool(rows["n1"] == "dead")
 
         await house.until(is_dead_here)
         await asyncio.sleep(1.5)  # Longer than a report may be late.
@@ -126,3 +127,34 @@ async def test_a_proxy_that_ends_says_goodbye() -> None:
         await house.proxy.close()
 
         await until(lambda: n0.members[NodeId("proxy-0")].status is Status.LEFT)
+
+
+async def test_a_stream_leaves_a_failing_gpu_before_it_dies() -> None:
+    """The answer goes on elsewhere while the instance still runs, and its client cannot tell. The old attempt ends at once: what
+    the policy decides by must not change while it gathers.
+    """
+    async with cluster(policy={"recovery": {"gather_s": 1.0}}) as (house, _, n0, n1):
+        gate = house.script.gate = asyncio.Event()
+        house.script.gate_at = 5
+        asking = asyncio.create_task(house.complete(prompt=[1, 2, 3], max_tokens=20, temperature=0))
+        await house.until_streams_hold(3)
+        (stream,) = (await house.state())["streams"]
+        node = "n" + stream["decode"][1:]
+        member = {"n0": n0, "n1": n1}[node]
+        member.publish("GPU-1", GpuHealth("GPU-1", 0, GpuState.FAILING, "xid 79", 0.0))
+
+        await until(lambda: house.instances[stream["decode"]].aborted == 1)
+        (halted,) = (await house.state())["streams"]
+
+        async def has_moved() -> bool:
+            (row,) = (await house.state())["streams"]
+            return bool(row["attempt"] == 2)
+
+        await house.until(has_moved)
+        gate.set()
+        status, _ = await asking
+        health, (moved,) = await house.health(), (await house.state())["recoveries"]
+
+    assert (status, halted["attempt"]) == (200, 1)
+    assert (moved["cause"], moved["from"]) == ("moved: its GPU is failing: xid 79", stream["decode"])
+    assert set(health.values()) == {"up"}
