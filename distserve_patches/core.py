@@ -328,7 +328,8 @@ class DecodeCore(RunCore):
             self.engine.abort(work.job)
             self.compute(work)
             return
-        full_pages = arrived // pages.page_size_tokens
+        # Of a page that came whole the last token is written again: it can be found when it was.
+        full_pages = kv_tokens // pages.page_size_tokens
         _register(pages, sequence, sequence.pages, range(full_pages))
         sequence.computed_tokens = full_pages * pages.page_size_tokens
         run.told_pages = full_pages

@@ -218,8 +218,9 @@ class RecoverableEngine:
         try:
             await self._decoding.reserve(request)
         except RayError as error:
-            # Whether the blocks are still being read nobody knows.
-            self._decoding.die(cause_of(error))
+            # Whether the blocks are still being read nobody knows. The job of a life that is over has ended with it.
+            if not request.ended:
+                self._decoding.die(cause_of(error))
             raise JobEnded(f"job {job.id}: {cause_of(error)}") from error
         except asyncio.CancelledError:
             self.abort(job)

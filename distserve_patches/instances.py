@@ -17,6 +17,7 @@ from kvrs.engine.fetching import PageFetcher
 from kvrs.engine.instance import agents_of, peers_of, probe_links
 from kvrs.engine.pages import EnginePages
 from kvrs.engine.requests import Model
+from kvrs.engine.served import EPOCHS_PER_START
 from kvrs.engine.staging import PagePool
 from kvrs.errors import RequestError, TransferError
 from kvrs.ids import InstanceId, StreamId
@@ -40,8 +41,6 @@ class StagePool(PagePool, Protocol):
     def close(self) -> None: ...
 
 
-# Within one start of the process an instance's epoch rises with every life of its stage and with every fence.
-EPOCHS_PER_START = 1 << 20
 _EXPIRE_INTERVAL_S = 1.0
 
 

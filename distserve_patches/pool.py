@@ -71,6 +71,9 @@ class StagePool:
             if method == "import_pages":
                 await self._swapped_out()
             for first in range(0, len(pages), self._pages_per_call):
+                if self.slots.closed:
+                    # Whoever answers now is the stage's next life, with pages of other owners.
+                    raise TransferError("the stage that had the pages is gone")
                 piece = slice(first, first + self._pages_per_call)
                 calls = self._call_workers(method, self.slots.file, slots[piece], pages[piece])
                 # All of them, also when one fails: what still works writes into memory that is about to be given back.

@@ -113,6 +113,8 @@ class DecodingLine(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Upstrea
         batch = super().get_next_batch()
         if self.swapped_queue and self.waiting_queue and not self.get_processing_num_requests():
             batch = self._let_waiting_pass()
+        while len(self.waiting_queue) > 1 and not self.get_processing_num_requests():
+            batch = self._let_one_less_wait()
         self._begun_s[self.cur_index] = time.perf_counter()
         return batch
 
@@ -123,6 +125,13 @@ class DecodingLine(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Upstrea
         batch = super().get_next_batch()
         self.swapped_queue = swapped + self.swapped_queue
         return batch
+
+    def _let_one_less_wait(self) -> Any:
+        """Those who wait may own all blocks while the first of them needs one more, and upstream swaps out only what computes."""
+        request = self.waiting_queue.pop()
+        self.swapped_queue.append(request)
+        self.block_manager.swap_out_requests([request])
+        return self._let_waiting_pass()
 
     def pop_finished_requests(self) -> Any:
         begun_s = self._begun_s[(self.cur_index + 1) % len(self._begun_s)]

@@ -144,11 +144,22 @@ class Server:
         self._decode_core.stage_changed(stage, alive=state.alive)
 
     def _limit_lengths(self) -> None:
-        """What has no place in either stage could never be served."""
+        """What has no place in either stage could never be served.
+
+        Raises:
+            ConfigError: not even what measures the stages has one.
+        """
         stages = [self._engine.stage(stage).pages for stage in Stage]
         longest = min(pages.pages * pages.page_size_tokens for pages in stages)
         for instance in self.instances.values():
             instance.max_model_len = min(instance.max_model_len, longest)
+            if instance.max_model_len < _WARM_UP_STEPS:
+                raise ConfigError(
+                    [
+                        f"the stages hold requests of {instance.max_model_len} tokens; allowed: at least {_WARM_UP_STEPS} "
+                        "(--gpu-memory-utilization, --max-num-blocks-per-req and --context-max-tokens-per-batch limit them)"
+                    ]
+                )
 
     async def _measure(self, running: asyncio.Future[None]) -> None:
         """Time prompts and steps before anybody is served: each instance's own table."""

@@ -87,6 +87,10 @@ class StagingSlots:
         number, index = divmod(slot, self.file.slots_per_segment)
         return self._segments[number][index * self.file.page_bytes : (index + 1) * self.file.page_bytes]
 
+    @property
+    def closed(self) -> bool:
+        return self._descriptor < 0
+
     def close(self) -> None:
         """No new worker can open it. The memory goes when nobody has a view any more."""
         if self._descriptor >= 0:

@@ -106,9 +106,24 @@ def checkout(home: Path | str | None) -> Path:
 
 
 def import_plain(home: Path, *, off_gpu: bool) -> None:
-    """Import the checkout unchecked and without our patches."""
+    """Import the checkout unchecked and without our patches.
+
+    Raises:
+        ConfigError: something is missing that it imports.
+    """
     # Before an installed DistServe; a checkout has no module at its top that others could mean.
     sys.path.insert(0, str(home))
+    try:
+        _import(off_gpu=off_gpu)
+    except ImportError as error:
+        raise ConfigError([f"DistServe at {home}: {error}; `pip install 'kvrs[distserve]'` brings what it imports"]) from error
+    except (OSError, RuntimeError) as error:
+        # SwiftTransformer is not there, or was built for another torch.
+        reason = " ".join(str(error).split())
+        raise ConfigError([f"DistServe at {home}: {reason} (SWIFT_TRANSFORMER_LIB_PATH says where the library is)"]) from error
+
+
+def _import(*, off_gpu: bool) -> None:
     if not off_gpu:
         importlib.import_module("distserve")
         return

@@ -6,10 +6,20 @@ import torch
 
 from distserve_patches.shard import PageShard
 from distserve_patches.upstream import para_worker
+from kvrs.errors import ConfigError
 
 
 class PageWorker(PageShard, para_worker()):  # type: ignore[misc]  # A class that exists at run time only.
     """Pages go out and in, and an answer means that the device is done."""
+
+    def init_kvcache_and_swap(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Any:
+        """Upstream would make a cache without blocks, of which there is no handle to give out."""
+        if num_gpu_blocks < 1:
+            given = self.cache_config.gpu_memory_utilization
+            raise ConfigError(
+                [f"--gpu-memory-utilization: got {given}; allowed: more (the model leaves no room for one block of KV)"]
+            )
+        return super().init_kvcache_and_swap(num_gpu_blocks, num_cpu_blocks)
 
     def migrate_blocks(self, *args: Any) -> None:
         """Upstream answers when the copies are launched; the context stage then gives away blocks that are still being read."""

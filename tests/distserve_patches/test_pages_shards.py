@@ -109,6 +109,23 @@ async def test_a_dead_worker_is_a_failed_transfer() -> None:
     assert stage.pool.slots.in_use == 0
 
 
+async def test_what_arrives_for_a_life_that_is_over_is_not_written_into_the_next_one() -> None:
+    """A stage calls whichever workers it has now: a pull may take longer than it takes to bring new ones up."""
+    stage = filled()
+    staged = stage.pool.stage([1, 2])
+    stage.pool.close()
+    StagingSlots(GEOMETRY.page_bytes, 4)  # The next life's, in all likelihood at the same path.
+
+    with pytest.raises(TransferError, match="gone"):
+        await staged.restore(2)
+    with pytest.raises(TransferError, match="gone"):
+        await staged.save()
+    staged.free()
+
+    assert "import_pages" not in stage.calls
+    assert "export_pages" not in stage.calls
+
+
 async def test_whoever_is_cancelled_waits_until_nothing_is_written_any_more() -> None:
     """Else slots and pages would get another owner while workers still copy into them."""
     stage, embedded = filled(2), embedded_pool()

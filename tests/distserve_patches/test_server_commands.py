@@ -1,6 +1,8 @@
 """What a user may do wrong when he starts a DistServe server: one line says what, and what is allowed."""
 
+import importlib
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from distserve_patches import upstream
 from distserve_patches.api_server import main
 from kvrs.config import Config, dump_config
+from kvrs.errors import ConfigError
 from tests.distserve_patches.server_process import config_for
 
 
@@ -60,6 +63,30 @@ def test_no_checkout(capsys: pytest.CaptureFixture[str], path: str, monkeypatch:
     monkeypatch.delenv(upstream.HOME_ENV, raising=False)
 
     assert upstream.HOME_ENV in said(capsys, "--kvrs-config", path, "--kvrs-node", "n0")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ImportError("No module named 'transformers'"), "No module named 'transformers'; `pip install 'kvrs[distserve]'`"),
+        (RuntimeError("Could not find the library\nat /x."), "Could not find the library at /x. (SWIFT_TRANSFORMER_LIB_PATH"),
+        (OSError("undefined symbol: c10"), "undefined symbol: c10 (SWIFT_TRANSFORMER_LIB_PATH"),
+    ],
+)
+def test_what_distserve_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, words: str) -> None:
+    """A library that was not built, or for another torch, is what goes wrong first on a machine with GPUs."""
+
+    def fail(_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    with pytest.raises(ConfigError) as raised:
+        upstream.import_plain(tmp_path, off_gpu=False)
+
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.fixture

@@ -14,11 +14,12 @@ from aiohttp import ClientPayloadError
 from aiohttp.test_utils import TestClient, TestServer
 
 from distserve_patches.core import ContextLine, DecodeCore, PrefillCore
-from distserve_patches.instances import EPOCHS_PER_START, Place, ServedModel, StageInstance
+from distserve_patches.instances import Place, ServedModel, StageInstance
 from distserve_patches.jobs import Job, Stage
 from kvrs.config import parse_config
 from kvrs.engine.http import make_app
 from kvrs.engine.requests import Model
+from kvrs.engine.served import EPOCHS_PER_START
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.secrets import http_token
@@ -204,6 +205,29 @@ async def test_prefill_at_one_call_decode_at_another(house: House) -> None:
     assert token_ids_of(events) == continued(PROMPT, 6)
     # The caller has been told by the prefill call.
     assert "prompt_token_ids" not in events[0]["choices"][0]
+
+
+async def test_a_page_that_the_next_step_writes_is_found_only_behind_it(house: House) -> None:
+    """The last known token is computed again, into a page that came whole: no peer may be sent it meanwhile."""
+    prompt = PROMPT[:8]
+    prefill: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    prefill["kvrs"] = {"stream": "s", "attempt": 1, "prompt_tokens": len(prompt)}
+    asking = asyncio.create_task(ask(house.p, prefill))
+    house.engine.prefill(await house.job())
+    params = json.loads(await asking)["kv_transfer_params"]
+    asking = asyncio.create_task(ask(house.d, body(prompt, kvrs=prefill["kvrs"], kv_transfer_params=params)))
+    job = await house.job()
+    await until(lambda: job.id in house.engine.taken_up)
+    assert house.engine.taken_up[job.id] == len(prompt) - 1
+    tags = next(iter(house.decode.core.works)).tags[:2]
+
+    before = house.decode.pages.match(tags)
+    await house.produce(job, 1)
+    behind = house.decode.pages.match(tags)
+
+    assert before == house.engine.blocks(job, Stage.DECODING)[:1]
+    assert behind == house.engine.blocks(job, Stage.DECODING)[:2]
+    asking.cancel()
 
 
 async def resumed(house: House, generation: int | None = None) -> tuple[Job, list[int], asyncio.Task[str]]:

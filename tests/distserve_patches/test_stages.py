@@ -216,6 +216,28 @@ async def test_a_stream_that_was_swapped_out_does_not_wait_for_those_that_wait_f
         assert world.calls["decoding", "swap_blocks"]
 
 
+@pytest.mark.parametrize("swap_blocks", [40, 0])
+async def test_streams_that_wait_do_not_hold_each_other_up(running: Running, swap_blocks: int) -> None:
+    """They own all blocks, the first one needs one more, and nothing is computed that could give one back."""
+    async with running(decoding_blocks=6, swap_blocks=swap_blocks) as (engine, world):
+        history = PROMPT * 2
+        first, second = Recorder(), Recorder()
+        resumed = new_job(1, history, 4, second)
+        blocks = await engine.reserve(resumed)
+        engine.begin(new_job(2, PROMPT[:4], 4, first))
+        await until(lambda: [request.job.id for request in engine._decoding.scheduler.waiting_queue] == [2])
+        [worker] = world.living("decoding")
+        for position, token in enumerate(history[:-1]):
+            worker.blocks[blocks[position // 4]][position % 4] = token
+
+        engine.take_up(resumed, len(history) - 1)
+
+        assert (await finished(first)).tokens == continuation(PROMPT[:4], 4)
+        await finished(second)
+        assert second.tokens == (continuation(history, 4) if swap_blocks else [])
+        assert (second.failure is None) == bool(swap_blocks)
+
+
 async def test_a_job_that_ends_on_the_bridge_is_not_copied(running: Running) -> None:
     """Between the two stages it stands in a queue out of which nobody can take it."""
     async with running() as (engine, world):

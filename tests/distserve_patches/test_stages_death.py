@@ -212,6 +212,34 @@ async def test_a_reservation_whose_blocks_may_still_be_read_ends_with_the_stage(
         world.fails.clear()
 
 
+async def test_what_is_heard_late_of_a_death_does_not_end_the_next_life(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray says that a worker is gone later than the system does; by then others may have been started."""
+    from ray.exceptions import RayActorError
+
+    async with running() as (engine, world):
+        heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def swapped_out() -> None:
+            await heard
+
+        monkeypatch.setattr(engine._decoding.block_manager, "swapped_out", swapped_out)
+        job = new_job(1, PROMPT, 8, Recorder())
+        waiting = asyncio.ensure_future(engine.reserve(job))
+        await until(lambda: engine.blocks(job, Stage.DECODING))
+        world.kill("decoding")
+        await until(lambda: engine.stage(Stage.DECODING).generation == 2)
+
+        heard.set_exception(RayActorError())
+        with pytest.raises(JobEnded):
+            await waiting
+
+        await asyncio.sleep(0.05)
+        assert engine.stage(Stage.DECODING).alive
+        assert engine.stage(Stage.DECODING).generation == 2
+
+
 async def test_a_swap_that_fails_ends_the_stage(running: Running) -> None:
     """Upstream does not wait for it, and would compute with blocks that hold something else."""
     async with running(decoding_blocks=12, swap_blocks=40) as (engine, world):
