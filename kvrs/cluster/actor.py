@@ -62,7 +62,7 @@ class _Actor:
 
 
 class InstanceActor(_Actor):
-    """An instance; its epoch is the number of its start."""
+    """An instance; its epochs begin with the number of its start."""
 
     def _serve(self, config: Config, secret: bytes) -> None:
         from kvrs.engine.server import serve  # Loads torch, which only this process needs.

@@ -6,7 +6,7 @@ from kvrs.ids import InstanceId
 
 
 def next_start(run_directory: Path, instance: InstanceId) -> int:
-    """The epoch: one more than the last start's, whatever the clock says; kept in a file because the process is not."""
+    """Its number: one more than the last start's, whatever the clock says; kept in a file because the process is not."""
     epoch = starts(run_directory, instance) + 1
     _write(run_directory / f"{instance}.epoch", str(epoch))
     return epoch

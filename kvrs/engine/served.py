@@ -16,6 +16,9 @@ from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.peers import Peer
 
+# Within one start of the process an instance's epoch rises with every fence, and where a stage can come back with its lives.
+EPOCHS_PER_START = 1 << 20
+
 
 class Runs(Protocol):
     """Who works on runs. All calls come from the event loop."""

@@ -9,21 +9,21 @@ from aiohttp import web
 from kvrs.config import Config
 from kvrs.engine.http import make_app
 from kvrs.engine.instance import EngineInstance
-from kvrs.engine.served import ServedInstance
+from kvrs.engine.served import EPOCHS_PER_START, ServedInstance
 from kvrs.ids import InstanceId
 from kvrs.transfer.fault_route import add_fault_route
 from kvrs.transfer.http import naming_port
 
 
 async def serve(
-    config: Config, instance_id: InstanceId, epoch: int, secret: bytes, stop: asyncio.Event, ready: Callable[[], None]
+    config: Config, instance_id: InstanceId, start: int, secret: bytes, stop: asyncio.Event, ready: Callable[[], None]
 ) -> None:
-    """Serve until `stop` is set; `ready` is called once requests are taken.
+    """Serve until `stop` is set; `ready` is called once requests are taken. `start` must rise with every start of the instance.
 
     Raises:
         ConfigError: a port is in use.
     """
-    instance = EngineInstance(config, instance_id, epoch, secret)
+    instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret)
     async with face_of(instance, allow_faults=config.cluster.allow_faults):
         ready()
         await asyncio.wait({asyncio.ensure_future(stop.wait()), *instance.tasks}, return_when=asyncio.FIRST_COMPLETED)

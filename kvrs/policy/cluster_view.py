@@ -168,6 +168,14 @@ class ClusterView:
         """Those that are not drained, least loaded first. To be read, not kept."""
         return self._decoders
 
+    def is_whole(self, decode: Member) -> bool:
+        """Whether anybody can compute a history for it. What has only the prefill of its own server has nobody without that."""
+        return decode.own_prefill is None or decode.pulls or decode.own_prefill in self.members
+
+    def targets(self) -> list[Member]:
+        """Where a stream can go on: the decode instances that are whole, least loaded first."""
+        return [member for member in self._decoders if member.own_prefill is None or self.is_whole(member)]
+
     def prefillers(self) -> Iterator[Member]:
         return (member for member in self.members.values() if member.prefills and not member.is_drained)
 

@@ -381,7 +381,7 @@ class RecoveryPolicy:
                 self._blame(stream, stream.blames, now_s)
         recovering = [stream for stream in ordered if not stream.is_fresh]
         victims = [victim_of(self._view, stream, barred_too=is_past(stream.retry_at_s, now_s)) for stream in recovering]
-        loads = {member.instance.id: member.streams for member in self._view.decoders()} if victims else {}
+        loads = {member.instance.id: member.streams for member in self._view.targets()} if victims else {}
         assigned, limit = assign(self._settings.dispatch, victims, loads), ceiling(len(victims), loads)
         for stream in ordered:
             self._gathered.pop(stream.id, None)

@@ -59,15 +59,16 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
     """What the dispatcher has to know of a stream. Where it has just failed it goes only when there is nothing else."""
     barred: frozenset[InstanceId] = frozenset()
     if stream.barred:
-        barred = frozenset(member.instance.id for member in view.decoders() if stream.bars(member))
-        if barred_too and len(barred) == len(view.decoders()):
+        targets = view.targets()
+        barred = frozenset(member.instance.id for member in targets if stream.bars(member))
+        if barred_too and len(barred) == len(targets):
             barred = frozenset()
     # With equal pages an agent comes first: what it has survives the instances beside it.
     holders = [(kept.pages, kept.agent.node) for kept in stream.checkpoints.values() if kept.pages]
     holders += [(kept.pages, kept.member.instance.node) for kept in stream.holders.values() if kept.pages]
     holders.sort(key=lambda holder: holder[0], reverse=True)
     for pages, node in holders:
-        open_ = (member for member in view.on_node(node) if member.decodes and not member.is_drained)
+        open_ = (member for member in view.on_node(node) if member.decodes and not member.is_drained and view.is_whole(member))
         homes = tuple(member.instance.id for member in open_ if member.instance.id not in barred)
         if homes:
             return Victim(stream.id, homes, pages, barred)
@@ -85,7 +86,7 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int,
     for member in view.decoders():
         if len(targets) == TARGETS_MAX or member.streams >= limit:
             break
-        if member is not assigned and not (stream.barred and stream.bars(member)):
+        if member is not assigned and view.is_whole(member) and not (stream.barred and stream.bars(member)):
             targets.append(member)
     return targets or [assigned]
 

@@ -22,6 +22,8 @@ from kvrs.text.output import TextDelta
 
 # Only a proxy says these; a client's own go nowhere.
 _OURS = ("kvrs", "kv_transfer_params")
+# vLLM's. In the first two it finds what only a proxy may say, such as `kv_transfer_params`; the others count its own output.
+_REFUSED = ("vllm_xargs", "ec_transfer_params", "thinking_token_budget", "repetition_detection")
 # A text prompt's length in tokens until prefill has counted it.
 _BYTES_PER_TOKEN = 4
 
@@ -113,4 +115,7 @@ def read(form: Form, body: bytes) -> Asked:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     # A null says nothing, yet not every engine takes it.
     fields = {name: value for name, value in fields.items() if name not in _OURS and bytes(value) != b"null"}
+    for name in _REFUSED:
+        if name in fields:
+            raise RequestError(f"{name} is not supported; allowed: null", param=name)
     return Asked(form, request, fields, len(body))

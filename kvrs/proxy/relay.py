@@ -11,6 +11,7 @@ import msgspec
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai import Choice, Usage, error_body, error_kind
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
+from kvrs.proxy.backends.peer import UNREADABLE
 from kvrs.proxy.clients import Client
 from kvrs.proxy.continuation import Continuation, Piece
 from kvrs.proxy.journal import Journal
@@ -187,7 +188,7 @@ class Relay:
         """As `_take`, for the first, the last and the unusual: decoded whole."""
         try:
             event = _EVENT.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             raise UpstreamError("sent an event that is not a completion chunk") from None
         if event.error is not None:
             _raise_error_event(event.error)
@@ -278,7 +279,7 @@ def _continued(raw: msgspec.Raw, piece: Piece) -> Any:
     """A completion's log probabilities, of the ids that count, at their places in the whole output."""
     try:
         found = _LOGPROBS.decode(raw)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         raise UpstreamError("sent log probabilities that are none") from None
     kept = {name: values and values[: len(piece.token_ids)] for name, values in found.items()}
     return kept | {"text_offset": list(piece.offsets)}

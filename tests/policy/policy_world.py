@@ -229,6 +229,7 @@ class World:
         own = self._own_prefill(plan.decode)
         if self.engines is Engines.SHARDED and own is not None:
             assert plan.prefill in (None, own), "nobody takes another server's hand-off"
+            assert own in self.up, "nobody computes at half a server"
         for before, after in pairwise(plan.runs):
             assert before.first_page + before.pages == after.first_page, "runs follow each other"
         for run in plan.runs:

@@ -16,6 +16,7 @@ from kvrs.policy.events import (
     PrefillDone,
     StreamArrived,
     StreamResumed,
+    TimerFired,
 )
 from kvrs.protocol.instance import Capability
 from tests.policy.policy_stories import GEOMETRY, Story, instance, of, only
@@ -284,3 +285,40 @@ def test_without_a_server_that_is_whole_a_stream_waits() -> None:
 
     assert of(story.tell(StreamArrived(A, 100)), Start) == []
     assert only(story.tell(InstanceUp(instance("p0", 2, capabilities=NONE))), Start).plan == Plan(D0, P0)
+
+
+def test_a_server_that_pulls_nothing_and_has_no_prefill_gets_no_victims() -> None:
+    """Its decode instance computes nothing itself, so that they would wait there while another server could go on with them."""
+    story = Story()
+    for n in (0, 1, 2):
+        server(story, n)
+    story.decoding("A")
+    story.tell(InstanceLost(P1, 1, "killed", {}))
+
+    actions = story.lose("d0", A=1)
+
+    assert only(actions, Start).plan == Plan(InstanceId("d2"), InstanceId("p2"))
+    assert {each.target for each in only(actions, Recovered).estimates} == {InstanceId("d2")}
+
+
+def test_without_a_server_that_is_whole_a_victim_waits() -> None:
+    story = Story()
+    for n in (0, 1):
+        server(story, n)
+    story.decoding("A")
+    story.tell(InstanceLost(P1, 1, "killed", {}))
+
+    assert of(story.lose("d0", A=1), Start) == []
+    up = story.tell(InstanceUp(instance("p1", 2, capabilities=NONE)))
+    assert only(up, Start).plan == Plan(D1, P1)
+
+
+def test_a_whole_server_that_failed_is_tried_again_before_one_that_is_not() -> None:
+    story = Story()
+    for n in (0, 1):
+        server(story, n)
+    story.decoding("A")
+    story.tell(InstanceLost(P1, 1, "killed", {}))
+
+    assert of(story.tell(AttemptFailed(A, 1, D0, "reset", 1)), Start) == []
+    assert only(story.tell(TimerFired(), at_s=story.now_s + 0.06), Start).plan == Plan(D0, P0)

@@ -10,6 +10,7 @@ from kvrs.ids import StreamId
 from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.proxy.answers import WholeClient
 from kvrs.proxy.continuation import Continuation
+from kvrs.proxy.exactness import inexact_features
 from kvrs.proxy.forms import CHAT as CHAT_FORM
 from kvrs.proxy.forms import COMPLETIONS, read
 from kvrs.proxy.journal import Journal
@@ -357,3 +358,19 @@ def test_requests_of_both_kinds_are_told_apart() -> None:
 
     assert isinstance(asked.request, CompletionRequest)
     assert {name: bytes(value) for name, value in asked.fields.items()} == {"prompt": b'"a"', "x": b"1"}
+
+
+@pytest.mark.parametrize(
+    ("content", "inexact"),
+    [
+        ("hello", ()),
+        (None, ()),
+        (["hello", {"text": "x"}, {"type": "text", "text": "hello"}], ()),
+        ([{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "data:,"}}], ("messages",)),
+    ],
+)
+def test_a_picture_cannot_be_continued_from_ids(content: Any, inexact: tuple[str, ...]) -> None:
+    """After a cut a plain engine gets the chat as ids, in which only the picture's place is left."""
+    asked = read(CHAT_FORM, msgspec.json.encode({"messages": [{"role": "user", "content": content}], "temperature": 0}))
+
+    assert inexact_features(asked, has_tokenizer=True) == inexact

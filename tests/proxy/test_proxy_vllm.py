@@ -14,6 +14,12 @@ from aiohttp import web
 
 from kvrs.config import parse_config
 from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.instance import Role
+from kvrs.proxy.backends.bodies import decode_call
+from kvrs.proxy.backends.vllm import Named, VllmBackend
+from kvrs.proxy.forms import CHAT, read
+from kvrs.proxy.journal import Journal
 from kvrs.proxy.server import Proxy
 from tests.proxy.house import House
 from tests.proxy.scripted import SECRET, Fault, Script
@@ -407,3 +413,20 @@ async def test_prefill_and_decode_of_different_models_are_named(vllms: Builder, 
 def test_what_vllm_cannot_say_itself_must_be_configured(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_config(document("/model", {"p0": 1, "d0": 2, "d1": 3}) | change)
+
+
+async def test_a_chat_without_a_limit_has_none_after_a_cut_either(vllms: Builder, vllm_model: str) -> None:
+    """It goes on as a completion, of which vLLM makes 16 tokens unless it is told otherwise, and none at all of a null."""
+    house = await vllms()
+    asked = read(CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 0, "stream": true}')
+    journal = Journal(StreamId("A"), asked, 0.0, prompt_ids=PROMPT, output_ids=[8])
+    server = house.servers["d1"]
+    async with aiohttp.ClientSession() as session:
+        named = Named(InstanceId("d1"), NodeId("n1"), Role.DECODE, vllm_model)
+        backend = VllmBackend(session, f"http://127.0.0.1:{server.port}", named)
+        await backend.info()
+        async with backend.decode(decode_call(journal, 2, (), (), None, exact=False)) as chunks:
+            assert await anext(chunks)
+
+    assert server.bodies[-1]["prompt"] == [*PROMPT, 8]
+    assert server.bodies[-1]["max_tokens"] == 4096 - len(PROMPT) - 1

@@ -1,16 +1,23 @@
 """What is read of vLLM: its hand-off parameters, its metrics, and the shape of its model."""
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_geometry import read_geometry
+from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.peer import UnusableError
+from kvrs.proxy.backends.vllm import _Choice, _seen
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_transfer import checked
 
@@ -117,6 +124,24 @@ def test_metrics_that_are_missing_are_named(name: str) -> None:
         _ = (metrics.started_s, metrics.waiting, metrics.page_size_tokens)
 
 
+@pytest.mark.parametrize(
+    ("line", "changed", "said"),
+    [
+        ('num_gpu_blocks="1024"', 'num_gpu_blocks="None"', "num_gpu_blocks of 'None'"),
+        ('num_gpu_blocks="1024",', "", "num_gpu_blocks of ''"),
+        ("process_start_time_seconds 1.79516782213e+09", "process_start_time_seconds 1e999", "lack process_start_time_seconds"),
+        ("process_start_time_seconds 1.79516782213e+09", "process_start_time_seconds 1-1", "lack process_start_time_seconds"),
+    ],
+)
+def test_metrics_that_make_no_sense_are_named(line: str, changed: str, said: str) -> None:
+    """Not a bug of ours, which would end the proxy."""
+    assert line in METRICS
+    metrics = VllmMetrics(METRICS.replace(line, changed))
+
+    with pytest.raises(UnusableError, match=said):
+        _ = (metrics.started_s, metrics.free_pages)
+
+
 def test_a_prefill_time_is_zero_before_the_first_request() -> None:
     assert VllmMetrics("").prefill_s == 0.0
 
@@ -137,6 +162,7 @@ LLAMA = {
         (LLAMA | {"head_dim": 64}, KvGeometry(80, 8, 64, 2, 16)),
         ({name: value for name, value in LLAMA.items() if "key" not in name}, KvGeometry(80, 64, 128, 2, 16)),
         ({"text_config": LLAMA, "num_hidden_layers": 3}, KvGeometry(80, 8, 128, 2, 16)),
+        (LLAMA | {"text_config": None, "head_dim": None}, KvGeometry(80, 8, 128, 2, 16)),
         (LLAMA | {"torch_dtype": None, "dtype": "float32"}, KvGeometry(80, 8, 128, 4, 16)),
     ],
 )
@@ -151,6 +177,9 @@ def test_the_shape_of_a_models_kv_is_in_its_config(config: dict[str, Any], geome
     [
         (json.dumps(LLAMA | {"num_hidden_layers": 0}), "num_hidden_layers is 0"),
         (json.dumps(LLAMA | {"torch_dtype": "int3"}), "torch_dtype is 'int3'"),
+        (json.dumps(LLAMA | {"torch_dtype": ["int3"]}), "torch_dtype is"),
+        (json.dumps(LLAMA | {"head_dim": "64"}), "head_dim is '64'"),
+        (json.dumps({"text_config": [1]}), "text_config is"),
         ("[]", "not an object"),
         ("{", "not JSON"),
         (None, "No such file"),
@@ -162,3 +191,37 @@ def test_a_config_that_does_not_say_is_named(text: str | None, said: str, tmp_pa
 
     with pytest.raises(ConfigError, match=said):
         read_geometry(str(tmp_path), 16)
+
+
+DEEP = b'{"data": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+async def _answer(answer: bytes) -> AsyncIterator[OpenAiPeer]:
+    async def said(_: web.Request) -> web.Response:
+        return web.Response(body=answer)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", said)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        yield OpenAiPeer(session, str(server.make_url("")).rstrip("/"))
+
+
+@pytest.mark.parametrize("answer", [DEEP, b'{"said": "\xff", "choices": "\xff", "x\xff": 1}'], ids=["deep", "no text"])
+async def test_an_answer_that_cannot_be_read_is_named(answer: bytes) -> None:
+    """Whatever it is: a bug of ours would end the proxy."""
+    async for peer in _answer(answer + b"\n"):
+        with pytest.raises(UpstreamError, match="unexpected answer"):
+            await peer.control("GET", "/x", None, _Anything)
+        with pytest.raises(UpstreamError, match="unexpected report"):
+            async with peer.watch("/x", 1.0, _Anything) as reports:
+                await anext(reports)
+        with pytest.raises(UpstreamError, match="no completion"):
+            await peer.prefill(Call("/x", {}))
+    with pytest.raises(UpstreamError, match="cannot be used"):
+        checked(answer, 3, 16)
+    with pytest.raises(UpstreamError, match="no completion"):
+        _seen(_Choice(), answer)
+
+
+class _Anything(msgspec.Struct):
+    said: str = ""

@@ -114,7 +114,7 @@ def _call(
 def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:
     """An engine that takes the history for a prompt counts from its end, and the proxy cuts the text at stop strings."""
     produced = len(journal.output_ids)
-    if journal.remaining_tokens is not None:
-        fields["max_tokens"] = journal.remaining_tokens
+    # Null where a chat has no limit; without the field a completion would have one.
+    fields["max_tokens"] = journal.remaining_tokens
     fields["min_tokens"] = max(0, journal.asked.request.min_tokens - produced)
     fields.pop("stop", None)

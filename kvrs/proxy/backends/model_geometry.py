@@ -26,11 +26,14 @@ def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
     if not isinstance(fields, dict):
         raise ConfigError([f"cluster.model: {path}: not an object"])
     # Of a model that sees or hears, the part that writes.
-    fields = fields | fields.get("text_config", {})
+    inner = fields.get("text_config") or {}
+    if not isinstance(inner, dict):
+        raise ConfigError([f"cluster.model: {path}: text_config is {inner!r:.80}; allowed: an object"])
+    fields = fields | inner
     heads = _count(path, fields, "num_attention_heads")
-    head_dim = fields.get("head_dim") or _count(path, fields, "hidden_size") // heads
+    head_dim = _count(path, fields, "head_dim") if fields.get("head_dim") else _count(path, fields, "hidden_size") // heads
     dtype = fields.get("torch_dtype") or fields.get("dtype") or "float32"
-    if dtype not in _DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
         raise ConfigError([f"cluster.model: {path}: torch_dtype is {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}"])
     return KvGeometry(
         layers=_count(path, fields, "num_hidden_layers"),

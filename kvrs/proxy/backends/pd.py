@@ -13,7 +13,7 @@ from kvrs.protocol.instance import FenceRequest, InstanceInfo, LoadReport
 from kvrs.protocol.openai import error_body, error_kind
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.peer import Chunks, Peer, UnusableError, body_of
+from kvrs.proxy.backends.peer import UNREADABLE, Chunks, Peer, UnusableError, body_of
 
 
 class _PrefillChoice(msgspec.Struct):
@@ -35,7 +35,7 @@ class OpenAiPeer(Peer):
             raw = await body_of(response)
         try:
             answer = msgspec.json.decode(raw, type=_PrefillAnswer)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise UnusableError(f"prefill answered what is no completion: {error}") from None
         # In a completion each choice has them, in a chat the answer.
         prompt_ids = answer.prompt_token_ids or next((choice.prompt_token_ids for choice in answer.choices), None)
@@ -80,7 +80,7 @@ def _decoded(body: bytes) -> Any:
     """None for what is no JSON."""
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 

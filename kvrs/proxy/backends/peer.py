@@ -17,6 +17,9 @@ from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
 
 Answer = TypeVar("Answer")
 
+# What msgspec raises at bytes that are not what they should be, whatever they are.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 _CONNECT_TIMEOUT_S = 1.0
 _CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
 _MAX_LINE_BYTES = 8 << 20
@@ -90,7 +93,7 @@ class Peer:
             raise _unexpected(response.status, path, raw)
         try:
             return msgspec.json.decode(raw, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise UnusableError(f"unexpected answer to {path}: {error}") from None
 
     @asynccontextmanager
@@ -153,6 +156,6 @@ async def _reports(response: aiohttp.ClientResponse, kind: type[Answer]) -> Asyn
         for line in lines:
             try:
                 yield msgspec.json.decode(line, type=kind)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise UpstreamError(f"unexpected report: {error}") from None
     raise UpstreamError("connection closed")

@@ -31,7 +31,7 @@ from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
-from kvrs.proxy.backends.peer import ConnectionLostError, UnusableError, body_of
+from kvrs.proxy.backends.peer import UNREADABLE, ConnectionLostError, UnusableError, body_of
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_transfer import checked
 from kvrs.proxy.sse import EventSplitter
@@ -44,8 +44,10 @@ _PROBE_IDS = [1]
 _COMPLETIONS = "/v1/completions"
 # Of the error event with which vLLM ends a request whose KV it could not load. When its own engine is dead it says more.
 _LOAD_FAILED = "Internal server error"
-# Of `kv_lease_duration` (30 s): until decode has asked. Later prefill's blocks may be another stream's, and nobody would notice.
-_HAND_OFF_S = 20.0
+# Of `kv_lease_duration` (30 s, 10 s at least): until decode has asked. Later prefill's blocks may be another stream's, and nobody
+# would notice.
+_HAND_OFF_S = 6.0
+_TICK_S = 0.5
 _NO_MEASURED_TABLE = MeasuredPrefill("profiles.prefill", 1, [])
 
 
@@ -203,15 +205,19 @@ class VllmBackend(OpenAiPeer):
         return await self._prefilled(_plain(call), info.geometry.page_size_tokens)
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:
-        answer = await super().prefill(call)
+        with _Pulse() as pulse:
+            answer = await super().prefill(call)
+            heard_s = pulse.awake_since_s()
         if answer.transfer is None:
             raise UnusableError("prefill answered without kv_transfer_params: it has no connector, or one of another kind")
         transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
-        return replace(answer, transfer=transfer, good_until_s=time.monotonic() + _HAND_OFF_S)
+        return replace(answer, transfer=transfer, good_until_s=heard_s + _HAND_OFF_S)
 
     @asynccontextmanager
     async def decode(self, call: Call) -> AsyncIterator[AsyncIterator[bytes]]:
-        async with super().decode(_plain(call)) as chunks:
+        info = self._info
+        assert info is not None
+        async with super().decode(_limited(_plain(call), info.max_model_len)) as chunks:
             yield chunks
 
     def blames_prefill(self, said: Any) -> bool:
@@ -235,16 +241,55 @@ def _plain(call: Call) -> Call:
     return Call(call.path, {name: value for name, value in call.fields.items() if name != "kvrs"})
 
 
+def _limited(call: Call, max_model_len: int) -> Call:
+    """A completion without a limit, as a chat goes on: vLLM fails at a null, and takes no word for 16 tokens."""
+    fields, history = call.fields, call.fields.get("prompt")
+    if not isinstance(history, list) or fields.get("max_tokens", 0) is not None:
+        return call
+    return Call(call.path, fields | {"max_tokens": max(1, max_model_len - len(history))})
+
+
 def _seen(before: _Choice, payload: bytes) -> _Choice:
     if payload == b"[DONE]":
         return before
     try:
         event = msgspec.json.decode(payload, type=_Event)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise UnusableError(f"it streams what is no completion: {error}") from None
     for choice in event.choices:
         before = _Choice(before.prompt_token_ids or choice.prompt_token_ids, before.token_ids or choice.token_ids)
     return before
+
+
+class _Pulse:
+    """Since when this process has been running: what it reads right after a stop may have come at the stop's beginning."""
+
+    def __init__(self) -> None:
+        self._beat_s = time.monotonic()
+        self._stop: tuple[float, float] | None = None  # The last one: from, to.
+
+    def __enter__(self) -> "_Pulse":
+        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._beat)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _beat(self) -> None:
+        self._note()
+        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._beat)
+
+    def _note(self) -> None:
+        before_s, self._beat_s = self._beat_s, time.monotonic()
+        if self._beat_s - before_s > 2 * _TICK_S:
+            self._stop = before_s, self._beat_s
+
+    def awake_since_s(self) -> float:
+        """Now; or when the stop began that has only just ended."""
+        self._note()
+        if self._stop is not None and self._beat_s - self._stop[1] < 2 * _TICK_S:
+            return self._stop[0]
+        return self._beat_s
 
 
 class _Tether:
@@ -262,8 +307,8 @@ class _Tether:
     async def __aexit__(self, *_: object) -> None:
         if self._gone is not None:
             self._gone.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._gone
+            # How it ended must not take the place of why this block ends.
+            await asyncio.gather(self._gone, return_exceptions=True)
 
     async def wait(self, seconds: float) -> None:
         """That long, or until the connection ends. Then the process may be gone, or may only have had enough of the silence."""

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 from kvrs.proxy.backends.peer import UnusableError
 
-_LINE = re.compile(r"^(process_start_time_seconds|vllm:[a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+)(?: [0-9]+)?$", re.MULTILINE)
+# What is no finite number is as good as not said.
+_NUMBER = r"[-+]?[0-9]{1,30}(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?"
+_LINE = re.compile(rf"^(process_start_time_seconds|vllm:[a-z_]+)(?:\{{(.*)\}})? ({_NUMBER})(?: [0-9]+)?$", re.MULTILINE)
 _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -32,7 +34,7 @@ class VllmMetrics:
     def free_pages(self) -> int:
         engines = list(self._values("vllm:kv_cache_usage_perc"))
         used = sum(engines) / len(engines) if engines else 0.0  # A share, in spite of its name.
-        return max(0, round(int(self.cache["num_gpu_blocks"]) * len(engines) * (1.0 - used)))
+        return max(0, round(self._cache_number("num_gpu_blocks", 0) * len(engines) * (1.0 - used)))
 
     @property
     def prefill_s(self) -> float:
@@ -50,15 +52,18 @@ class VllmMetrics:
 
     @property
     def page_size_tokens(self) -> int:
-        size = self.cache.get("block_size", "")
-        if not size.isdecimal() or int(size) < 1:
-            raise UnusableError(f"its /metrics name a block_size of {size!r}; allowed: a number of tokens")
-        return int(size)
+        return self._cache_number("block_size", 1)
 
     @property
     def has_connector(self) -> bool:
         """Whether it was started with a NixlConnector: only then are the connector's counters there, from the start."""
         return "\nvllm:nixl_" in self._text
+
+    def _cache_number(self, name: str, least: int) -> int:
+        value = self.cache.get(name, "")
+        if not re.fullmatch("[0-9]{1,12}", value) or int(value) < least:
+            raise UnusableError(f"its /metrics name a {name} of {value[:80]!r}; allowed: a number, at least {least}")
+        return int(value)
 
     def _needed(self, name: str) -> float:
         values = list(self._values(name))

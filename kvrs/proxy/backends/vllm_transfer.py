@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvrs.protocol.instance import Natural
-from kvrs.proxy.backends.peer import UnusableError
+from kvrs.proxy.backends.peer import UNREADABLE, UnusableError
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Host = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:-]{1,255}$")]
@@ -50,7 +50,7 @@ def checked(raw: bytes, history_tokens: int, page_size_tokens: int) -> msgspec.R
     """
     try:
         fields, transfer = _FIELDS.decode(raw), _TRANSFER.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise UnusableError(f"prefill answered with kv_transfer_params that cannot be used: {error}") from None
     if not transfer.do_remote_prefill or transfer.do_remote_decode:
         raise _wrong("do_remote_prefill", transfer.do_remote_prefill, "true, with do_remote_decode false")

@@ -1,0 +1,24 @@
+"""The watch of a vLLM instance, at its end."""
+
+import asyncio
+
+import pytest
+
+from kvrs.proxy.backends.vllm import _Tether
+
+
+async def test_a_watch_that_is_cancelled_as_its_process_dies_is_cancelled() -> None:
+    """Else the watcher would go on for ever, and the proxy with it."""
+    tether = _Tether("http://127.0.0.1:1")
+
+    async def watch() -> None:
+        async with tether:
+            await tether.wait(0.0)
+            await asyncio.sleep(60)
+
+    watching = asyncio.create_task(watch())
+    while tether._gone is None or not tether._gone.done():
+        await asyncio.sleep(0.01)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
