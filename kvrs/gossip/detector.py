@@ -14,7 +14,21 @@ from kvrs.gossip.members import Member, Members, Random
 from kvrs.gossip.probes import WAVES, Probe, Probes, Relayed
 from kvrs.gossip.rumours import Rumours
 from kvrs.gossip.suspicion import Health, Suspicion
-from kvrs.gossip.wire import HEADER_BYTES, MAX_ACCUSERS, Ack, Ask, Nack, Packet, Ping, Push, Statement, Status, Vouch, text_bytes
+from kvrs.gossip.wire import (
+    HEADER_BYTES,
+    MAX_ACCUSERS,
+    MAX_NUMBER,
+    Ack,
+    Ask,
+    Nack,
+    Packet,
+    Ping,
+    Push,
+    Statement,
+    Status,
+    Vouch,
+    text_bytes,
+)
 from kvrs.ids import NodeId
 
 _NACK_SHARE = 0.8  # Of the time that the asker waits: the answer is to be there before he gives up (Lifeguard).
@@ -325,6 +339,12 @@ class Detector:
         self._set_me(epoch, incarnation, Status.ALIVE, now_s)
 
     def _set_me(self, epoch: int, incarnation: int, status: Status, now_s: float) -> None:
+        if incarnation > MAX_NUMBER:
+            epoch, incarnation = epoch + 1, 0
+        if epoch > MAX_NUMBER:  # Whoever said so leaves no number that others would take.
+            self.over = True
+            self.events.append(Superseded(MAX_NUMBER))
+            return
         self.me.set(Statement(self.me.id, epoch, incarnation, status, self.me.address), now_s)
         self._spread(self.me, now_s)
 

@@ -26,13 +26,13 @@ MAX_ENTRIES = 256  # Of one node's record.
 MAX_VALUE_BYTES = 512
 MAX_PACKET_BYTES = 65536  # Over a stream; datagrams are bounded by `gossip.packet_bytes`.
 
-_MOST = (1 << 63) - 1  # What msgspec can compare.
+MAX_NUMBER = (1 << 63) - 1  # What msgspec can compare.
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Node = Annotated[NodeId, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Address = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
-Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
-Epoch = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]  # Of a process run.
+Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+Epoch = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER)]  # Of a process run.
 Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
 
 
