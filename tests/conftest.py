@@ -1,4 +1,7 @@
-"""Real vLLM, for the tests that can have it: servers take most of a minute to start, so there is one set for a whole run."""
+"""Ray's environment; and real vLLM, for the tests that can have it.
+
+Its servers take most of a minute to start, so there is one set for a whole run.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,8 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvrs.cluster.launcher import ENVIRONMENT, ray_token
+
 if TYPE_CHECKING:
     from experiments.vllm_servers import VllmServers
+
+# Ray reads these when it is imported, which a test module may do when it is collected; and one token serves a whole process.
+os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")}, RAY_AUTH_TOKEN=ray_token())
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,10 @@ from kvrs.ids import NodeId
 from kvrs.sim.gossip import SimNode
 
 NODES = 64
+SIMULATED = (
+    *("config", "detector", "events", "exchange", "facts", "members"),
+    *("node", "probes", "records", "rumours", "suspicion", "wire"),
+)
 
 
 @dataclass(slots=True)
@@ -83,8 +87,7 @@ def run_chunk(seed: int, hours: float, loss: float) -> Chunk:
 def code_version() -> str:
     """Changes when what is simulated does."""
     folder = Path(kvrs.gossip.__file__).parent
-    pure = [path for path in sorted(folder.glob("*.py")) if path.stem not in ("transport", "seal", "rates")]
-    files = [*pure, Path(kvrs.sim.gossip.__file__)]
+    files = [*(folder / f"{name}.py" for name in SIMULATED), Path(kvrs.sim.gossip.__file__)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 

@@ -169,7 +169,7 @@ class Cluster:
         raise LaunchError(f"after {timeout_s:.0f} s these are not up: {down}")
 
     def _start(self) -> None:
-        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=_ray_token(), RAY_TMPDIR=str(self.run_directory))
+        os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=ray_token(), RAY_TMPDIR=str(self.run_directory))
         self.secret = self._shared_secret()
         self._write_config()
         self._progress("starting Ray on loopback")
@@ -307,7 +307,7 @@ class Cluster:
 
 
 @cache
-def _ray_token() -> str:
+def ray_token() -> str:
     """One for all clusters of this process: Ray reads it once and remembers it."""
     return secrets.token_hex(32)
 

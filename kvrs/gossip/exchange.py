@@ -25,7 +25,10 @@ from kvrs.gossip.wire import (
 from kvrs.ids import NodeId
 
 _WANTS_SHARE = 0.5  # Of an answer may be questions.
-_BUSY_SHARE = 0.2  # Of an interval is waited after an exchange that brought something: there may be more where that came from.
+# For two intervals after an exchange that brought something this share of one is waited: there may be more where that came from.
+# Two, because an exchange that brings nothing may just have been lost.
+_BUSY_SHARE = 0.2
+_BUSY_INTERVALS = 2.0
 
 
 class Exchange:
@@ -45,7 +48,7 @@ class Exchange:
         self._seeds = seeds
         self._random = random
         self._after = ""  # Where the last digest ended.
-        self._sync_at_s = self._synced_s = now_s
+        self._sync_at_s = self._synced_s = self._busy_until_s = now_s
         self._reconnect_at_s = now_s + settings.reconnect_interval_s
         self._first = True
 
@@ -57,7 +60,8 @@ class Exchange:
         """`now_s` is the node's own time, as everywhere but where ages are told."""
         if now_s >= self._sync_at_s:
             self._synced_s = now_s
-            self._sync_at_s = now_s + self._settings.sync_interval_s * (0.9 + 0.2 * self._random())
+            share = _BUSY_SHARE if now_s < self._busy_until_s else 1.0
+            self._sync_at_s = now_s + share * self._settings.sync_interval_s * (0.9 + 0.2 * self._random())
             self._sync(now_s)
         if now_s >= self._reconnect_at_s:
             self._reconnect_at_s = now_s + self._settings.reconnect_interval_s
@@ -141,7 +145,9 @@ class Exchange:
         for record in delta.records:
             self._take(record, clock_s)
         if delta.records:
-            self._sync_at_s = min(self._sync_at_s, self._synced_s + self._settings.sync_interval_s * _BUSY_SHARE)
+            interval_s = self._settings.sync_interval_s
+            self._busy_until_s = now_s + _BUSY_INTERVALS * interval_s
+            self._sync_at_s = min(self._sync_at_s, self._synced_s + _BUSY_SHARE * interval_s)
         if delta.wants:
             lacking, _, _ = self._compare(delta.wants, now_s)
             self._answer(sender, delta.room_bytes, lacking, [], clock_s)
