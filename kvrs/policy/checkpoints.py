@@ -62,6 +62,13 @@ class Checkpoints:
         if checkpoint is not None:
             checkpoint.pages = pages
 
+    def adopt(self, stream: Stream, agent: Agent, pages: int) -> None:
+        """The agent was told to keep pages of it by another proxy: a source, whose room that proxy has booked."""
+        geometries = [member.instance.geometry for member in self._view.members.values()]
+        if pages and geometries:
+            stream.checkpoints[agent.id] = Checkpoint(agent, geometries[0], pages=pages)
+            agent.streams.add(stream.id)
+
     def lose(self, stream: Stream, holder: InstanceId, why: str) -> None:
         """What this agent had of the stream is gone."""
         checkpoint = stream.checkpoints.pop(holder, None)

@@ -105,6 +105,31 @@ class StreamArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """KV of a stream's history: its first `pages` full pages, at an instance or an agent in this epoch."""
+
+    holder: InstanceId
+    epoch: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAdopted:
+    """A stream that another proxy had goes on here, with the history that its client knows. It has no attempt here yet.
+
+    `kept` is what that proxy knew of its KV; what is not up in the epoch named is left out of account.
+    """
+
+    stream: StreamId
+    prompt_tokens: int
+    produced_tokens: int
+    most_tokens: int | None = None
+    deadlines: Deadlines = Deadlines()
+    age_s: float = 0.0  # Since the client first asked.
+    kept: tuple[Kept, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillDone:
     """Prefill answered: it holds the KV of all `history_tokens`, and retains their pages under a lease or has them cached.
 
@@ -180,6 +205,7 @@ Event = (
     | HolderLost
     | CheckpointsReported
     | StreamArrived
+    | StreamAdopted
     | PrefillDone
     | RetentionLost
     | StreamResumed

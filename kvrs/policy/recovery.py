@@ -36,11 +36,13 @@ from kvrs.policy.events import (
     HolderUp,
     InstanceLost,
     InstanceUp,
+    Kept,
     LinkMeasured,
     LoadReported,
     PrefillDone,
     RetentionLost,
     SlotDenied,
+    StreamAdopted,
     StreamArrived,
     StreamEnded,
     StreamResumed,
@@ -136,6 +138,8 @@ class RecoveryPolicy:
                 self._checkpoints_reported(event)
             case StreamArrived():
                 self._arrived(event, now_s)
+            case StreamAdopted():
+                self._adopted(event, now_s)
             case PrefillDone():
                 self._prefill_done(event, now_s)
             case RetentionLost():
@@ -263,6 +267,33 @@ class RecoveryPolicy:
         self._arrivals += 1
         self._streams[stream.id] = self._idle[stream.id] = stream
         self._place_all([stream], now_s)
+
+    def _adopted(self, event: StreamAdopted, now_s: float) -> None:
+        """As a victim of the loss of its proxy: what is to be done is weighed as for any other."""
+        if event.stream in self._streams:
+            return
+        stream = Stream(event.stream, self._arrivals, event.prompt_tokens, now_s, event.most_tokens, prefilled=True)
+        stream.arrived_s, stream.deadlines = now_s - event.age_s, deadlines_of(event.deadlines, self._slo)
+        stream.produced_tokens, stream.flowed = event.produced_tokens, event.produced_tokens > 0
+        stream.adopted, stream.failed_at_s, stream.cause = True, now_s, "it came from another proxy"
+        self._arrivals += 1
+        self._streams[stream.id] = self._idle[stream.id] = stream
+        for kept in event.kept:
+            member, agent = self._view.members.get(kept.holder), self._view.agents.get(kept.holder)
+            if member is not None and member.instance.epoch == kept.epoch:
+                stream.holders[kept.holder] = Holder(member, kept.pages)
+                member.held.add(stream.id)
+            elif agent is not None and agent.epoch == kept.epoch:
+                self._checkpoints.adopt(stream, agent, kept.pages)
+        self._place_all([stream], now_s)
+
+    def kept(self, stream_id: StreamId) -> tuple[Kept, ...]:
+        """Who keeps KV of a stream, for the proxy that may have to go on with it."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return ()
+        held = [Kept(holder, found.member.instance.epoch, found.pages) for holder, found in stream.holders.items()]
+        return (*held, *(Kept(name, found.agent.epoch, found.pages) for name, found in stream.checkpoints.items()))
 
     def _prefill_done(self, event: PrefillDone, now_s: float) -> None:
         stream = self._current(event.stream, event.attempt)
@@ -430,7 +461,7 @@ class RecoveryPolicy:
         self._attempts.begin(stream, plan, chosen.compute_s)
         stream.option, stream.slot_expired = chosen.option, False
         self._actions.append(Start(stream.id, stream.attempt, plan))
-        if stream.attempt > 1:
+        if stream.attempt > 1 or stream.adopted:
             stream.decision, stream.decided_s = decision, now_s
             record = Recovered(
                 stream.id, stream.attempt, chosen.option, chosen.total_s, decision.estimates, stream.cause, stream.failed

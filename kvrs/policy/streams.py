@@ -59,6 +59,7 @@ class Stream:
     denials: int = 0  # Attempts that were not begun, because others had the slots.
     produced_tokens: int = 0  # As told at the last failure.
     prefilled: bool = False  # Prefill has answered once: the prompt's length is known, its KV was made.
+    adopted: bool = False  # Another proxy had it: already its first attempt here is a recovery.
     flowed: bool = False  # The client has had a token.
     holders: dict[InstanceId, Holder] = field(default_factory=dict)
     checkpoints: dict[InstanceId, Checkpoint] = field(default_factory=dict)

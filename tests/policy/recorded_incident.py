@@ -19,11 +19,13 @@ from kvrs.policy.events import (
     HolderUp,
     InstanceLost,
     InstanceUp,
+    Kept,
     LinkMeasured,
     LoadReported,
     PrefillDone,
     RetentionLost,
     SlotDenied,
+    StreamAdopted,
     StreamArrived,
     StreamEnded,
     StreamResumed,
@@ -114,7 +116,10 @@ class Rough:
         attempt = self.started[stream].attempt if self.started else 1
         name, node = self.random.choice(self.names), NodeId(f"n{self.random.randrange(4)}")
         drawn = self.random.random()
-        if drawn < 0.3:
+        if drawn < 0.02:
+            kept = (Kept(name, self.epochs[name], self.random.randint(0, 40)),)
+            self.tell(StreamAdopted(fresh, self.random.randint(50, 900), self.random.randint(0, 90), age_s=1.5, kept=kept))
+        elif drawn < 0.3:
             self.tell(StreamArrived(fresh, self.random.randint(50, 900), deadlines=Deadlines(self.random.choice([None, 0.5]))))
         elif drawn < 0.5:
             self.tell(PrefillDone(stream, attempt, self.random.randint(50, 900)))
