@@ -208,6 +208,9 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
                 yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
     if config.backup.mode in (BackupMode.REMOTE, BackupMode.BOTH) and len(nodes) < 2:
         yield f"backup.mode: got {config.backup.mode.value!r} with 1 node; allowed: 'off' or 'local', or a second node"
+    for name, count in Counter([config.proxy.id, *(peer.id for peer in config.proxy.peers)]).items():
+        if count > 1:
+            yield f"proxy.peers: id {name!r} is used {count} times; allowed: once, proxy.id included"
     if config.cluster.backend is Backend.VLLM:
         yield from _faults_of_vllm(config)
     roles = {instance.role for instance in instances}
@@ -231,6 +234,7 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     if config.gossip.enabled:
         ports += [f"{host}:{port}" for _, host, port in gossip_members(config) if port]
         yield from _faults_of_gossip(config)
+    ports += [f"{config.proxy.host}:{config.proxy.peer_port}"] if config.proxy.peer_port else []
     for address, count in Counter(ports).items():
         if count > 1:
             yield f"port {address} is used {count} times; allowed: once"

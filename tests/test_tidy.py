@@ -49,6 +49,7 @@ PURE_MODULES = {
     "kvrs/agent/news.py",
     "kvrs/agent/slots.py",
     "kvrs/proxy/links.py",
+    "kvrs/proxy/mirror/records.py",
     *(f"kvrs/replay/{name}.py" for name in ("metrics", "oracle", "impact", "student")),
 }
 IMPURE_IMPORTS = {"asyncio", "socket", "time", "random", "logging", "torch", "aiohttp", "threading", "ray", "subprocess"}

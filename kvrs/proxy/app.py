@@ -28,17 +28,27 @@ from kvrs.proxy.forms import CHAT, COMPLETIONS, Asked, read
 from kvrs.proxy.generate import GenerateClient, WholeGenerateClient, read_generate
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.metrics import Metrics
+from kvrs.proxy.mirror.keyed import KeyedStream
+from kvrs.proxy.mirror.keys import Asking, asking_of, reopened
+from kvrs.proxy.mirror.mirroring import SUPERSEDED, Mirror
+from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.streams import Complete, Failed, Outcome
 
 log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0  # For the mirror to hear all that the client of a failed stream has.
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Api:
-    def __init__(self, settings: ProxySettings, driver: Driver, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: ProxySettings, driver: Driver, mirror: Mirror, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
+        self.draining = False  # No new streams are taken.
         self._settings = settings
         self._driver = driver
+        self._mirror = mirror
         self._metrics = metrics
         self._clock = clock
         self._created = int(time.time())
@@ -65,19 +75,29 @@ class Api:
 
     async def _answer(self, request: web.Request, read_body: Callable[[bytes], Asked]) -> web.StreamResponse:
         try:
-            asked = read_body(await self._body(request))
+            body = await self._body(request)
+            asked = read_body(body)
+            asking = asking_of(request.headers, request.path, body, asked)
             self._check_model(asked.request.model)
             inexact = self._inexact(asked)
             deadlines = deadlines_of(request.headers)
             echo = await self._echo(asked)
             if len(self._driver.streams) + asked.request.n > self._settings.max_streams:
                 raise RequestError(f"{len(self._driver.streams)} of {self._settings.max_streams} streams are open", status=503)
+            if self.draining:
+                raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
+            found = None if asking is None else await self._mirror.find(asking)
         except (RequestError, web.HTTPException):
             self._metrics.requests.labels("rejected").inc()
             raise
-        journals = self._open_journals(asked, inexact, deadlines)
+        if found is not None:
+            journals = [reopened(found, asked, self._clock())]
+        else:
+            journals = self._open_journals(asked, inexact, deadlines)
         headers = {"X-Kvrs-Exact": "no"} if inexact else {}
         try:
+            if asking is not None:
+                return await self._resumable(request, asked, asking, journals[0], found, echo, headers)
             if asked.request.stream:
                 return await self._stream(request, asked, journals, echo, headers)
             if request.path == generate.PATH:
@@ -172,6 +192,53 @@ class Api:
             self._metrics.requests.labels("client_gone").inc()
             return client.response or web.Response(status=499)
 
+    async def _resumable(
+        self,
+        request: web.Request,
+        asked: Asked,
+        asking: Asking,
+        journal: Journal,
+        found: Record | None,
+        echo: str | None,
+        headers: Mapping[str, str],
+    ) -> web.StreamResponse:
+        """A request with a key: new, or found and taken over."""
+        streams = asked.request.stream
+        client = SseClient(request, self._settings.write_timeout_s, self._clock, headers) if streams else WholeClient()
+        journal.marks = []
+        keyed = self._mirror.open(asking, journal, found, client)
+        try:
+            outcome = await self._see_through(keyed, journal, echo if streams and not keyed.record.events else None)
+            if isinstance(outcome, Failed) and outcome.status < 500 and not keyed.failure and not keyed.record.events:
+                self._mirror.forget(keyed)
+            elif isinstance(outcome, Failed) and outcome is not SUPERSEDED:
+                keyed.release()
+                await keyed.flushed(_LAST_WORDS_S)
+            if isinstance(client, WholeClient):
+                return self._ended(outcome, lambda: answer(asked, [journal], [client], echo), headers)
+            self._metrics.requests.labels("complete" if outcome == Complete() else "failed").inc()
+            if isinstance(outcome, Failed):
+                return _refusal(outcome) if client.response is None else await client.fail(outcome.body)
+            return await client.end([])
+        except ClientGoneError:
+            self._metrics.requests.labels("client_gone").inc()
+            gone = None if isinstance(client, WholeClient) else client.response
+            return gone or web.Response(status=499)
+        finally:
+            self._mirror.close(keyed)
+
+    async def _see_through(self, keyed: KeyedStream, journal: Journal, echo: str | None) -> Outcome:
+        """Until the client has all of it."""
+        outcome: Outcome = Complete()
+        if not journal.finished:
+            client = keyed if echo is None else ChoiceClient(keyed, Merger(), 0, journal, echo)
+            outcome = await self._driver.run(journal, client)
+        if outcome == Complete():
+            await keyed.finish([] if keyed.record.standing.complete else journal.missing_end())
+            if keyed.after > keyed.record.seq:
+                return Failed(400, error_body("Last-Event-ID lies behind the end of the stream", code="beyond_end"))
+        return keyed.failure or outcome
+
     def _missing_end(self, asked: Asked, journals: list[Journal], merger: Merger) -> list[bytes]:
         """Events that a complete response still owes its client."""
         if len(journals) == 1:
@@ -216,6 +283,8 @@ class Api:
         return web.Response(text="ok\n")
 
     async def _readyz(self, _: web.Request) -> web.Response:
+        if self.draining:
+            return web.Response(text="shutting down\n", status=503)
         ready = self._driver.instances.ready()
         return web.Response(text="ready\n" if ready else "no instance is up\n", status=200 if ready else 503)
 

@@ -108,7 +108,7 @@ class Attempt:
         try:
             await self._report(self._produce())
         finally:
-            self._world.slots.release(self._live.id, self._attempt)
+            self._release_slot()
 
     async def end_alone(self) -> None:
         """Give the client what is missing of a stream that has all its ids: no engine is needed for it."""
@@ -200,7 +200,7 @@ class Attempt:
         waits_at = [plan.decode, *filter(None, [self._prefilling])]
         places, exact = world.places(plan.decode, plan), world.resumes_exactly(plan.decode)
         # What fetches no history needs none: the hand-off of a prefill is not counted.
-        slot = await world.slots.acquire(plan.decode, live.id, 0, self._attempt) if plan.runs else 0
+        slot = await world.slots.acquire(plan.decode, live.id, live.journal.owner_epoch, self._attempt) if plan.runs else 0
         call = decode_call(live.journal, self._attempt, plan.runs, places, transfer, exact=exact, slot_token=slot)
         relay = self._relay(continuation)
         patience_s = max(map(world.patience_s, waits_at))
@@ -225,9 +225,12 @@ class Attempt:
                 self._instance = plan.prefill
             raise
 
+    def _release_slot(self) -> None:
+        self._world.slots.release(self._live.id, self._live.journal.owner_epoch, self._attempt)
+
     def _resumed(self) -> None:
         self._has_resumed = True
-        self._world.slots.release(self._live.id, self._attempt)
+        self._release_slot()
         if self._prefilling is not None:
             history_tokens = self._live.journal.prompt_tokens + self._produced_before
             self._reports.prefilled(self._live, self._attempt, self._prefilling, history_tokens)

@@ -61,9 +61,18 @@ class Checkpoints:
             let_go(agent, live.id)
             self._tell(RetentionLost(agent, (live.id,)))
 
+    def adopt(self, live: LiveStream) -> None:
+        """Another proxy had it: hold what it had reserved."""
+        for kept in live.journal.kept:
+            known = self.agents.known.get(kept.holder)
+            if known is not None and known.info is not None and known.info.epoch == kept.epoch:
+                live.copies[kept.holder] = Copy(kept.pages)
+                self.leases.hold(kept.holder, live.id)
+
     def ended(self, live: LiveStream) -> None:
+        let_go = self.leases.drop if live.resumable else self.leases.release
         for agent in live.copies:
-            self.leases.release(agent, live.id)
+            let_go(agent, live.id)
 
     # What becomes of agents.
 

@@ -7,6 +7,8 @@ from typing import Protocol
 from aiohttp import web
 
 from kvrs.errors import KvrsError
+from kvrs.ids import StreamId
+from kvrs.protocol.mirror import Said
 from kvrs.protocol.openai import DONE, sse
 
 # More than this unsent: wait for the client to read before asking the engine's stream for more.
@@ -53,6 +55,10 @@ class SseClient:
 
     async def send(self, events: Sequence[bytes]) -> None:
         await self._write(b"".join(map(sse, events)))
+
+    async def send_numbered(self, stream: StreamId, events: Sequence[Said]) -> None:
+        """The same with ids, by which the client says later what it has."""
+        await self._write(b"".join(b"id: %s:%d\n" % (stream.encode(), event.seq) + sse(event.data) for event in events))
 
     async def end(self, missing: Sequence[bytes]) -> web.StreamResponse:
         """The regular end of a complete stream, after the events that it still lacks."""

@@ -14,6 +14,19 @@ class Inexact(StrEnum):
     MARK = "mark"
 
 
+class MirrorMode(StrEnum):
+    """When a token of a stream that can be resumed elsewhere goes to its client."""
+
+    ASYNC = "async"
+    SYNC = "sync"
+
+
+class PeerSettings(Settings):
+    id: str = Field(min_length=1, max_length=64)
+    host: str = "127.0.0.1"
+    peer_port: int = Field(ge=1, le=65535)
+
+
 class ProxySettings(Settings):
     id: str = Field(default="proxy-0", min_length=1, max_length=64)  # Its name among proxies, nodes and agents.
     host: str = "127.0.0.1"
@@ -28,4 +41,8 @@ class ProxySettings(Settings):
     load_interval_s: float = Field(default=0.25, gt=0, le=60)  # How often instances report their load, and agents what they hold.
     event_log: str | None = None  # A file for what the policy was told and what it asked for, as JSON lines.
     event_log_bytes: int = Field(default=64 << 20, ge=4096)  # A larger file is put aside as FILE.1, in place of the one there.
+    peer_port: int = Field(default=0, ge=0, le=65535)  # What the other proxies talk to. 0: they do not.
+    peers: list[PeerSettings] = Field(default=[], max_length=32)  # The other proxies.
+    mirror: MirrorMode = Field(default=MirrorMode.ASYNC, strict=False)  # Sync: no token before a peer has it.
+    drain_s: float = Field(default=0.0, ge=0, le=3600)  # On SIGTERM: how long streams without a key may run to their end.
     inexact: Inexact = Field(default=Inexact.MARK, strict=False)  # Of requests that plain engines cannot continue exactly.

@@ -21,6 +21,7 @@ from kvrs.policy.events import (
     PrefillDone,
     RetentionLost,
     SlotDenied,
+    StreamAdopted,
     StreamArrived,
     StreamEnded,
     StreamResumed,
@@ -74,8 +75,8 @@ class Driver:
         self.recoveries = RecoveryLog(clock, wall_clock, metrics.recovery_settled)
         self.leases = Leases(config.transfer.lease_s, self._send_leases, self._retention_lost)
         self.checkpoints = Checkpoints(config, agents, self.streams, self.tell)
-        owner = secrets.token_hex(8)  # Whoever is started in our place is another one.
-        self.slots = Slots(owner, agents, instances, config.transfer.lease_s, metrics.slot_asked)
+        self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"  # Whoever is started in our place is another one.
+        self.slots = Slots(self.run_id, agents, instances, config.transfer.lease_s, metrics.slot_asked)
         self.texts = Texts(config.cluster.model)
         self._token_gap_s = config.proxy.token_gap_s
         self._inexact = config.proxy.inexact
@@ -88,7 +89,7 @@ class Driver:
         self._wakes: set[asyncio.TimerHandle] = set()
         self._progress_s: dict[InstanceId, float] = {}  # When an instance last delivered anything.
         # Attempts that may still run at an instance, for the day on which it has to be fenced.
-        self._writers: defaultdict[InstanceId, dict[StreamId, int]] = defaultdict(dict)
+        self._writers: defaultdict[InstanceId, dict[StreamId, tuple[int, int]]] = defaultdict(dict)
 
     # Streams.
 
@@ -99,26 +100,47 @@ class Driver:
         self.streams[live.id] = live
         self._metrics.streams.inc()
         try:
+            self._adopt(live)
             self.tell(self._arrival(journal))
             return await live.outcome
         finally:
             self._forget(live)
 
-    def _arrival(self, journal: Journal) -> StreamArrived:
+    def _arrival(self, journal: Journal) -> StreamArrived | StreamAdopted:
         prompt_tokens = journal.prompt_tokens or journal.asked.tokens_guess
         most_tokens = None if journal.max_tokens is None else prompt_tokens + journal.max_tokens
-        return StreamArrived(journal.stream, prompt_tokens, most_tokens, journal.deadlines)
+        if not journal.owner_epoch or journal.prompt_ids is None:
+            return StreamArrived(journal.stream, prompt_tokens, most_tokens, journal.deadlines)
+        produced, age_s = len(journal.output_ids), self._clock() - journal.arrived_s
+        return StreamAdopted(journal.stream, prompt_tokens, produced, most_tokens, journal.deadlines, age_s, journal.kept)
+
+    def _adopt(self, live: LiveStream) -> None:
+        """Hold from now on what the proxy before us held of the stream."""
+        for kept in live.journal.kept:
+            known = self.instances.known.get(kept.holder)
+            if known is not None and known.info is not None and known.info.epoch == kept.epoch:
+                live.prefilled_at.add(kept.holder)
+                self.leases.hold(kept.holder, live.id)
+        self.checkpoints.adopt(live)
+
+    def end_early(self, stream: StreamId, failure: Failed) -> None:
+        """For a reason that is neither the engines' nor the policy's; nothing happens if it has ended."""
+        if (live := self.streams.get(stream)) is not None:
+            self._end(live, failure)
 
     def _forget(self, live: LiveStream) -> None:
         """The stream has ended, however; safe to call again."""
         live.halt()
-        if self.streams.pop(live.id, None) is None:
-            return
+        if self.streams.get(live.id) is not live:
+            return  # Or its client has resumed it, and it is another one by now.
+        del self.streams[live.id]
         self._metrics.streams.dec()
         self._metrics.stream_ended(live.journal)
         self.recoveries.ended(live.id)
+        # Who resumes it needs what is kept of it; what nobody renews runs out.
+        let_go = self.leases.drop if live.resumable else self.leases.release
         for instance in live.prefilled_at:
-            self.leases.release(instance, live.id)
+            let_go(instance, live.id)
         self.checkpoints.ended(live)
         for instance, writers in self._writers.items():
             # One that is up drops the attempt because its connection is closed; one that is cut off cannot know.
@@ -178,7 +200,7 @@ class Driver:
         if live.outcome.done():
             return  # Its client has just left: `run` is about to say that the stream has ended, in this attempt.
         for instance in filter(None, (action.plan.prefill, action.plan.decode)):
-            self._writers[instance][live.id] = action.attempt
+            self._writers[instance][live.id] = live.journal.owner_epoch, action.attempt
         # Before the task's first step, because an instance can be lost before it.
         live.enter(Stage.PREFILL if action.plan.prefill else Stage.DECODE, action.plan.prefill or action.plan.decode)
         self.checkpoints.planned(live)
@@ -191,7 +213,7 @@ class Driver:
             return
         assert live.plan is not None
         self._writers[live.plan.decode].pop(live.id, None)
-        self._writers[action.plan.decode][live.id] = action.attempt
+        self._writers[action.plan.decode][live.id] = live.journal.owner_epoch, action.attempt
         live.plan = action.plan
         self.recoveries.redirected(live)
         self.checkpoints.planned(live)
@@ -395,9 +417,9 @@ class Driver:
             return live.instance == instance
         return live.plan is not None and live.plan.decode == instance and self.is_one_call(live.plan)
 
-    def former_attempts(self, instance: InstanceId) -> dict[StreamId, int]:
+    def former_attempts(self, instance: InstanceId) -> dict[StreamId, tuple[int, int]]:
         """What a fence must name: one above every attempt that may still run at the instance."""
-        return {stream: attempt + 1 for stream, attempt in self._writers[instance].items()}
+        return {stream: (owner_epoch, attempt + 1) for stream, (owner_epoch, attempt) in self._writers[instance].items()}
 
     def fenced(self, instance: InstanceId) -> None:
         self._writers.pop(instance, None)

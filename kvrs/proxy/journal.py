@@ -7,14 +7,14 @@ their bytes are given to the client's socket, so the two never disagree.
 from dataclasses import dataclass, field
 
 from kvrs.ids import StreamId
-from kvrs.policy.events import Deadlines
+from kvrs.policy.events import Deadlines, Kept
 from kvrs.protocol.openai import Usage
 from kvrs.proxy.forms import Asked
 
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """One stream: one choice of one request. `attempt` is the only writer; 0 while there is none."""
+    """One stream: one choice of one request. (`owner_epoch`, `attempt`) is the only writer; attempt 0 while there is none."""
 
     stream: StreamId
     asked: Asked
@@ -23,6 +23,7 @@ class Journal:
     wants_usage: bool = False  # Of several choices none does: theirs is counted together.
     prompt_ids: list[int] | None = None  # None until an engine has tokenised the prompt.
     output_ids: list[int] = field(default_factory=list)
+    owner_epoch: int = 0  # How often the stream has gone from one proxy, or one request of its client, to another.
     attempt: int = 0
     head: bytes | None = None  # `{"id":..,"created":..,"model":..` of the first event; every later one begins alike.
     finish_reason: str | None = None
@@ -32,6 +33,9 @@ class Journal:
     # None: exactly what `kvrs.text` gives for the output ids.
     text_sent: int | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
+    # Of a stream that can be resumed elsewhere: where the client stands after each event that it has not been given yet.
+    marks: list[int] | None = None
+    kept: tuple[Kept, ...] = ()  # By whom, as far as the proxy knew that had the stream before.
     inexact: tuple[str, ...] = ()  # What cannot be continued exactly, should the stream be cut.
     first_write_s: float | None = None
     last_write_s: float | None = None
@@ -70,6 +74,11 @@ class Journal:
         if self.first_write_s is None or self.last_write_s is None or len(self.output_ids) < 2:
             return None
         return (self.last_write_s - self.first_write_s) / (len(self.output_ids) - 1)
+
+    @property
+    def seq(self) -> int:
+        """Where the stream stands: its output tokens, and behind them its finish and its usage, as one step each."""
+        return len(self.output_ids) + self.finished + self.usage_sent
 
     @property
     def finished(self) -> bool:

@@ -68,6 +68,12 @@ class Metrics:
         self.agent_reserved = Gauge(
             "kvrs_agent_reserved_bytes", "Of an agent's memory, for streams of all proxies.", ["agent"], registry=self.registry
         )
+        self.resumes = Counter(
+            "kvrs_resumes",
+            "Streams that clients asked for again: granted, or why not; superseded: what went on here was resumed elsewhere.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.unprotected = Gauge(
             "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none.", registry=self.registry
         )
@@ -79,7 +85,8 @@ class Metrics:
 
     def stream_ended(self, journal: Journal) -> None:
         if journal.first_write_s is not None:
-            self.ttft.observe(journal.first_write_s - journal.arrived_s)
+            if not journal.owner_epoch:  # Else its client had its first token elsewhere.
+                self.ttft.observe(journal.first_write_s - journal.arrived_s)
             self.gap.observe(journal.longest_gap_s)
 
     def recovery_settled(self, recovery: Recovery) -> None:

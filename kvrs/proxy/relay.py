@@ -127,6 +127,8 @@ class Relay:
         assert self._continuation is not None
         event = self._own_event(self._continuation.end())
         self._note_resumed()
+        if self._journal.marks is not None:
+            self._journal.marks.append(self._journal.seq)
         await self._client.send([event])
 
     async def _pass_on(self, payloads: list[bytes]) -> bool:
@@ -142,6 +144,8 @@ class Relay:
                     break
                 if (event := self._take(payload)) is not None:
                     events.append(event)
+                    if self._journal.marks is not None:
+                        self._journal.marks.append(self._journal.seq)
                 # Where the proxy finds the end itself, the engine need not be listened to any longer.
                 if self._continuation is not None and self._journal.finished:
                     done = True

@@ -33,6 +33,9 @@ from kvrs.proxy.gpus import Gpus
 from kvrs.proxy.hearsay import Hearsay
 from kvrs.proxy.instances import Instances
 from kvrs.proxy.metrics import Metrics
+from kvrs.proxy.mirror.face import make_app
+from kvrs.proxy.mirror.mirroring import Mirror
+from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.watcher import AgentWatcher, InstanceWatcher, Watcher
 from kvrs.transfer.http import naming_port
 
@@ -55,6 +58,7 @@ _http_log = logging.getLogger(f"{__name__}.http")
 _http_log.addFilter(_BrokenHttp())
 
 _BACKLOG = 1024
+_LOOK_AGAIN_S = 0.02
 _LAST_WORDS_S = 2.0  # For clients to read how their streams ended when the proxy stops.
 
 
@@ -67,6 +71,8 @@ class Proxy:
         self._ring = [secret, *older]
         self._membership: Membership | None = None
         self._token = http_token(secret)
+        self._mirror: Mirror | None = None
+        self._api: Api | None = None
         self._sessions: list[aiohttp.ClientSession] = []
         self._driver: Driver | None = None
         self._event_log: EventLog | None = None
@@ -97,9 +103,22 @@ class Proxy:
         instances, agents = Instances(config, backends), Agents(self._agent_backends())
         self._event_log = self._open_event_log()
         self._driver = driver = Driver(config, instances, agents, metrics, clock, time.time, self._event_log)
-        api = Api(config.proxy, driver, metrics, clock)
+        self._mirror = mirror = Mirror(
+            config.proxy,
+            driver.run_id,
+            self._peers(),
+            clock,
+            kept=driver.policy.kept,
+            stop=driver.end_early,
+            count=lambda outcome: metrics.resumes.labels(outcome).inc(),
+        )
+        self._api = api = Api(config.proxy, driver, mirror, metrics, clock)
         hearsay = Hearsay(driver.links, Gpus(instances.known, driver.gpu_judged), driver.tell, clock)
         admin = Admin(driver, metrics, hearsay, self._describe, clock)
+        if config.proxy.peer_port:
+            face = make_app(mirror, config.proxy.id, self._ring[0])
+            await self._listen(face, "proxy.peer_port", config.proxy.peer_port)
+        await mirror.peers.meet()
         self.port = await self._listen(api.application(), "proxy.port", config.proxy.port)
         self.admin_port = await self._listen(admin.application(), "proxy.admin_port", config.proxy.admin_port)
         loop = asyncio.get_running_loop()
@@ -110,6 +129,7 @@ class Proxy:
             driver.leases.run(),
             driver.checkpoints.leases.run(),
             driver.slots.run(),
+            mirror.run(),
         ]
         if config.gossip.enabled:
             hearsay.join(await self._join(hearsay), watchers)
@@ -124,6 +144,11 @@ class Proxy:
         with naming_port("proxy", "gossip_port", host, port):
             await membership.start(host, port, gossip_seeds(config, membership.id))
         return membership
+
+    def _peers(self) -> dict[str, ProxyPeer]:
+        self._sessions.append(to_peers := new_session(self._token))
+        peers = self._config.proxy.peers
+        return {peer.id: ProxyPeer(to_peers, peer.id, f"http://{peer.host}:{peer.peer_port}") for peer in peers}
 
     def _agent_backends(self) -> dict[InstanceId, tuple[NodeId, AgentBackend]]:
         if not self._config.agents_run:
@@ -148,6 +173,16 @@ class Proxy:
         """Serve until cancelled; ends with an exception only for a bug of ours."""
         await asyncio.gather(*self._background)
 
+    async def drain(self) -> None:
+        """Take no new streams, hand over those that have a key, and give the others time to end."""
+        if self._api is None or self._mirror is None or self._driver is None:
+            return
+        self._api.draining = True
+        self._mirror.hand_over()
+        until_s = time.monotonic() + self._config.proxy.drain_s
+        while self._driver.streams and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
     async def close(self) -> None:
         """Tell every stream that it is over, then leave nothing behind."""
         for site in self._sites:
@@ -169,7 +204,10 @@ class Proxy:
         self._sites, self._runners, self._background, self._sessions = [], [], [], []
 
     def _describe(self) -> dict[str, Any]:
-        return {"node": socket.gethostname(), "url": f"http://{self._config.proxy.host}:{self.port}", "pid": os.getpid()}
+        assert self._mirror is not None
+        url = f"http://{self._config.proxy.host}:{self.port}"
+        who = {"id": self._config.proxy.id, "node": socket.gethostname(), "url": url, "pid": os.getpid()}
+        return who | self._mirror.describe()
 
     async def _listen(self, app: web.Application, key: str, port: int) -> int:
         host = self._config.proxy.host
@@ -209,9 +247,14 @@ def _check_addresses(config: Config) -> None:
 
 async def serve(config: Config, secret: bytes, older: Sequence[bytes] = ()) -> None:
     """Run a proxy until the process is told to end."""
-    stop = asyncio.Event()
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def told() -> None:
+        # The second time it is meant more seriously.
+        (at_once if stop.is_set() else stop).set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, told)
     proxy = Proxy(config, secret, older)
     await proxy.start()
     log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
@@ -220,6 +263,10 @@ async def serve(config: Config, secret: bytes, older: Sequence[bytes] = ()) -> N
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             await running
+        draining, hurried = asyncio.ensure_future(proxy.drain()), asyncio.ensure_future(at_once.wait())
+        await asyncio.wait({draining, hurried, running}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, hurried):
+            task.cancel()
     finally:
         running.cancel()
         stopping.cancel()

@@ -91,10 +91,12 @@ class Slots:
         self._count("granted")
         return slot.token
 
-    def release(self, stream: StreamId, attempt: int) -> None:
+    def release(self, stream: StreamId, owner_epoch: int, attempt: int) -> None:
         """The attempt fetches nothing any more, if it ever did."""
-        if stream in self._held and self._held[stream][1].attempt == attempt:
-            self._let_go(stream)
+        if stream in self._held:
+            asked = self._held[stream][1]
+            if (asked.owner_epoch, asked.attempt) == (owner_epoch, attempt):
+                self._let_go(stream)
 
     async def run(self) -> None:
         """Renew until cancelled."""

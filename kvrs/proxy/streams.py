@@ -57,6 +57,11 @@ class LiveStream:
     def id(self) -> StreamId:
         return self.journal.stream
 
+    @property
+    def resumable(self) -> bool:
+        """Whether its client may go on with it at another proxy."""
+        return self.journal.marks is not None and not self.journal.finished
+
     def enter(self, stage: Stage, instance: InstanceId | None) -> None:
         self.stage = stage
         self.instance = instance

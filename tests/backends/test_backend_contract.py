@@ -177,13 +177,13 @@ async def test_a_fence_ends_lower_attempts(house: House) -> None:
     backend = house.backends[D0]
     if not house.can(D0, Capability.FENCE):
         with pytest.raises(UpstreamError):
-            await backend.fence({StreamId("any"): 2})
+            await backend.fence({StreamId("any"): (0, 2)})
         return
     talk, other = house.talk(PROMPT, LONG), house.talk(PROMPT, TOKENS)
     async with talk.decode(D0) as reader:
         await reader.read(2)
 
-        info = await backend.fence({talk.journal.stream: 2})
+        info = await backend.fence({talk.journal.stream: (0, 2)})
 
         with pytest.raises(UpstreamError):
             await reader.read()

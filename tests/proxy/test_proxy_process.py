@@ -30,6 +30,12 @@ async def process(house: House, directory: Path) -> AsyncIterator[tuple[asyncio.
     cluster = {"nodes": [{"id": node, "instances": instances} for node, instances in nodes.items()]}
     config = directory / "kvrs.yaml"
     config.write_bytes(msgspec.json.encode({"proxy": {"port": 0, "admin_port": 0}, "cluster": cluster}))
+    async with process_of(config) as started:
+        yield started
+
+
+@asynccontextmanager
+async def process_of(config: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     started = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvrs", "proxy", "--config", str(config)),
         env=os.environ | {"KVRS_SECRET": SECRET.decode()},

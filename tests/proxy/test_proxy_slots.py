@@ -222,7 +222,7 @@ async def test_the_last_words_of_a_proxy_are_waited_for() -> None:
     asking = Slots("me", cast("Any", agents), cast("Any", nodes), 30.0, lambda _: None)
     await asking.acquire(InstanceId("d1"), StreamId("s"), 0, 2)
 
-    asking.release(StreamId("s"), 2)
+    asking.release(StreamId("s"), 0, 2)
     await asking.close()
 
     assert told[-1].release == told[0].acquire == [SlotAsked(InstanceId("d1"), StreamId("s"), 2)]

@@ -74,5 +74,5 @@ class Backend(Protocol):
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
         """Of retained pages. With RETAIN."""
 
-    async def fence(self, attempts: Mapping[StreamId, int]) -> InstanceInfo:
-        """Drop every attempt below the ones named, and rise in epoch. With FENCE."""
+    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
+        """Drop every (owner epoch, attempt) below the ones named, and rise in epoch. With FENCE."""

@@ -96,7 +96,13 @@ def _call(
     fields["return_token_ids"] = True
     checkpoints = [Checkpoint(place.holder, place.reserved_bytes) for place in places]
     params = KvrsParams(
-        journal.stream, attempt, journal.prompt_tokens, sources=sources, checkpoints=checkpoints, slot_token=slot_token
+        journal.stream,
+        attempt,
+        journal.prompt_tokens,
+        owner_epoch=journal.owner_epoch,
+        sources=sources,
+        checkpoints=checkpoints,
+        slot_token=slot_token,
     )
     fields["kvrs"] = params
     # A plain engine would render a chat's messages again, and knows no other way to take ids than as a completion.

@@ -66,8 +66,12 @@ class PdBackend(OpenAiPeer):
     async def info(self) -> InstanceInfo:
         return await self.control("GET", "/kvrs/v1/instance", None, InstanceInfo)
 
-    async def fence(self, attempts: Mapping[StreamId, int]) -> InstanceInfo:
-        return await self.control("POST", "/kvrs/v1/fence", FenceRequest(dict(attempts)), InstanceInfo)
+    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
+        request = FenceRequest(
+            {stream: attempt for stream, (_, attempt) in attempts.items()},
+            {stream: owner_epoch for stream, (owner_epoch, _) in attempts.items() if owner_epoch},
+        )
+        return await self.control("POST", "/kvrs/v1/fence", request, InstanceInfo)
 
     def blames_prefill(self, said: Any) -> bool:
         return False  # Where pages cannot be fetched, they are computed.

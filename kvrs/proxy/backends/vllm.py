@@ -232,7 +232,7 @@ class VllmBackend(OpenAiPeer):
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
         raise UpstreamError("vLLM knows no leases of a proxy")
 
-    async def fence(self, attempts: Mapping[StreamId, int]) -> InstanceInfo:
+    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
         raise UpstreamError("vLLM cannot be fenced")
 
 

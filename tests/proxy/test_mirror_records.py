@@ -1,0 +1,274 @@
+"""The record book alone: grants, order, bounds, whatever is repeated, lost or late."""
+
+from random import Random
+
+import msgspec
+import pytest
+
+from kvrs.ids import StreamId
+from kvrs.protocol.mirror import Ack, Claim, Opening, Refusal, Said, Seen, Standing, Update
+from kvrs.proxy.mirror.records import (
+    CLAIM_S,
+    Fate,
+    Outbox,
+    Record,
+    RecordBook,
+    best_of,
+    fate_of,
+    merged,
+    mirror_for,
+    record_of,
+)
+
+OPENING = Opening(b"digest", 7, (None, None, 9.0), 0.0, 0.0)
+S = StreamId("ab")
+
+
+def record(key: str = "k", owner: str = "a-1", stream: StreamId = S) -> Record:
+    return Record(key, stream, OPENING, 0.0, owner, 0)
+
+
+def said(seq: int) -> Said:
+    return Said(seq, [seq], b"event %d" % seq)
+
+
+def claim_for(book: RecordBook, claimant: str, **changes: object) -> Claim:
+    seen = book.look("k")
+    assert seen is not None
+    return msgspec.structs.replace(Claim("k", claimant, seen, b"digest"), **changes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_mirror_holds_a_prefix_of_the_stream_whatever_becomes_of_messages(seed: int) -> None:
+    """Lost, said twice, mirror restarted: every event once and in order, and what is acknowledged is there."""
+    random, sent = Random(seed), record()
+    outbox, books = Outbox(sent), {"m": RecordBook("m-1"), "n": RecordBook("n-1")}
+    outbox.assign("m")
+    for step in range(200):
+        drawn = random.random()
+        if drawn < 0.5:
+            sent.add(said(len(sent.events) + 1))
+            outbox.dirty = True
+        elif drawn < 0.53:
+            outbox.assign(random.choice(["m", "n"]))
+        elif drawn < 0.56 and outbox.mirror is not None:
+            books[outbox.mirror] = RecordBook(f"{outbox.mirror}-{step}")
+        elif outbox.mirror is not None:
+            book, update = books[outbox.mirror], outbox.next(float(step))
+            for _ in range(random.choice([0, 1, 1, 1, 2])):
+                ack, ousts = book.apply(update, float(step))
+                assert not ousts
+                outbox.take(ack)
+        for book in books.values():
+            if (held := book.records.get("k")) is not None:
+                assert held.events == sent.events[: len(held.events)]
+    while not outbox.settled:
+        assert outbox.mirror is not None
+        outbox.take(books[outbox.mirror].apply(outbox.next(200.0), 200.0)[0])
+    assert outbox.mirror is None or books[outbox.mirror].records["k"].events == sent.events
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_owner_epoch_is_granted_once_and_only_rises(seed: int) -> None:
+    """Of any number of claims that saw the same, one is granted."""
+    random, book, now_s = Random(seed), RecordBook("m-1"), 0.0
+    sent = record()
+    sent.mirror_no = 1
+    book.apply(sent.update(0.0), 0.0)
+    granted: list[int] = []
+    waiting: list[Claim] = []
+    for number in range(100):
+        now_s += random.choice([0.0, CLAIM_S / 2, CLAIM_S * 2])
+        waiting.append(claim_for(book, f"c{number}-1"))
+        if random.random() < 0.6:
+            answer = book.claim(waiting.pop(random.randrange(len(waiting))), now_s)
+            if answer.granted is not None:
+                granted.append(answer.granted.owner_epoch)
+            else:
+                assert answer.refusal is Refusal.BUSY
+
+    assert granted == list(range(1, len(granted) + 1))
+    assert granted
+
+
+def test_who_asks_right_after_another_has_resumed_is_refused() -> None:
+    """Though it has seen how the stream stands; one whose owner has let go of it may be had."""
+    book, sent = RecordBook("m-1"), record()
+    sent.mirror_no = 1
+    book.apply(sent.update(0.0), 0.0)
+    assert book.claim(claim_for(book, "c-1"), 0.0).granted is not None
+
+    assert book.claim(claim_for(book, "d-1"), CLAIM_S / 2).refusal is Refusal.BUSY
+    book.records["k"].standing = Standing(released=True)
+    assert book.claim(claim_for(book, "d-1"), CLAIM_S / 2).granted is not None
+    assert book.claim(claim_for(book, "e-1"), CLAIM_S * 2).granted is not None
+
+
+def test_nothing_goes_to_a_client_before_a_mirror_knows_of_the_stream() -> None:
+    """Or a client could have a place in a stream that nobody knows. Without a mirror there is nobody to wait for."""
+    outbox = Outbox(record())
+    outbox.record.events = [said(1), said(2), said(3)]
+    assert [outbox.sendable(sync=sync) for sync in (False, True)] == [3, 3]
+
+    outbox.assign("m")
+    assert [outbox.sendable(sync=sync) for sync in (False, True)] == [0, 0]
+    outbox.take(Ack(1))
+    assert [outbox.sendable(sync=sync) for sync in (False, True)] == [3, 1]
+    outbox.take(Ack(-1, full=True))
+    assert [outbox.sendable(sync=sync) for sync in (False, True)] == [3, 3]
+
+
+def test_an_owner_that_lost_its_stream_is_told_and_changes_nothing() -> None:
+    """Whatever it says late."""
+    book, sent = RecordBook("m-1"), record()
+    sent.mirror_no = 1
+    book.apply(sent.update(0.0), 0.0)
+    book.claim(claim_for(book, "c-1"), 1.0)
+
+    sent.add(said(1))
+    ack, _ = book.apply(sent.update(1.0, from_event=0, opening=False), 1.0)
+    again, _ = book.apply(sent.update(1.0), 1.0)
+
+    assert (ack.superseded, again.superseded) == (True, True)
+    assert book.records["k"].events == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"digest": b"other"}, Refusal.OTHER_BODY),
+        ({"stream": StreamId("cd")}, Refusal.OTHER_STREAM),
+        ({"after": 9}, Refusal.INEXACT),
+        ({"key": "unknown"}, Refusal.UNKNOWN),
+        ({"seen": Seen(S, 3, 1, True)}, Refusal.BUSY),
+        ({"after": 2}, None),
+    ],
+)
+def test_a_claim_is_refused_for_its_reason(changes: dict[str, object], refusal: Refusal | None) -> None:
+    """And a refused claim leaves the stream to its owner."""
+    book, sent = RecordBook("m-1"), record()
+    sent.mirror_no, sent.standing = 1, Standing(inexact=("temperature",))
+    sent.add(said(1))
+    sent.add(said(2))
+    book.apply(sent.update(0.0), 0.0)
+
+    answer = book.claim(claim_for(book, "c-1", **changes), 1.0)
+
+    assert answer.refusal is refusal
+    assert book.records["k"].owner_epoch == (1 if refusal is None else 0)
+
+
+def test_what_is_complete_is_for_everybody() -> None:
+    """It has no writer any more; but nobody has more of it than there is."""
+    book, sent = RecordBook("m-1"), record()
+    sent.add(said(1))
+    sent.standing = Standing(complete=True)
+    book.apply(sent.update(0.0), 0.0)
+
+    answers = [book.claim(claim_for(book, f"c{n}-1"), 0.0) for n in range(3)]
+
+    assert all(answer.granted is not None and answer.granted.owner_epoch == 0 for answer in answers)
+    assert book.claim(claim_for(book, "c-1", after=2), 0.0).refusal is Refusal.BEYOND
+
+
+def test_an_owner_with_a_mirror_does_not_grant() -> None:
+    """Or two would."""
+    book, own = RecordBook("a-1"), record()
+    book.own(own, 0.0)
+    outbox = Outbox(own)
+    seen = book.look("k")
+    assert seen is not None
+    assert seen.grants
+
+    outbox.assign("m")
+    assert book.claim(claim_for(book, "c-1"), 1.0).refusal is Refusal.BUSY
+    book.lose_mirror("m")
+
+    assert book.claim(claim_for(book, "c-1"), 1.0).granted is not None
+    assert book.held == set()
+
+
+def test_two_that_begin_under_one_key_prefer_the_same() -> None:
+    """Everybody keeps the stream with the smaller name; the other one's owner learns that it lost."""
+    first, second = record(owner="a-1", stream=StreamId("1")), record(owner="b-1", stream=StreamId("2"))
+    for own, other in ((first, second), (second, first)):
+        book = RecordBook(own.owner)
+        book.own(own, 0.0)
+
+        ack, ousts = book.apply(other.update(0.0), 0.0)
+
+        assert (ack.superseded, ousts) == (own is first, own is second)
+
+
+def test_a_book_is_bounded_and_keeps_what_lives_here() -> None:
+    """By number, bytes and time; what is full says so."""
+    book = RecordBook("m-1", most_records=3, most_bytes=4000, keep_s=10.0)
+    assert book.own(record("mine"), 0.0)
+    for n in range(5):
+        done = record(f"k{n}")
+        done.standing = Standing(complete=True)
+        book.apply(done.update(0.0), float(n))
+    assert set(book.records) == {"mine", "k3", "k4"}
+    live = record("big")
+    live.add(Said(1, [1], b"x" * 5000))
+    assert book.apply(live.update(0.0), 5.0) == (Ack(-1, full=True), False)
+
+    book.expire(100.0)
+
+    assert set(book.records) == {"mine"}
+    assert book.size_bytes == sum(each.size_bytes for each in book.records.values())
+
+
+def test_a_client_gets_what_it_lacks_and_nothing_twice() -> None:
+    """From any place at which an event ends; within an event nothing can be cut."""
+    seqs = [0, 1, 2, 5, 6]
+    for after in [-1, *seqs]:
+        fates = [fate_of(before, said(seq), after) for before, seq in zip([-1, *seqs], seqs, strict=False)]
+        assert fates == [Fate.SKIP if seq <= after else Fate.SEND for seq in seqs]
+    assert fate_of(2, said(5), 4) is Fate.TORN
+    assert fate_of(-1, said(1), 0) is Fate.SEND
+
+
+def test_an_owner_adds_what_only_it_knows() -> None:
+    """Its client came back to it: nothing has to be made again."""
+    own = record()
+    own.events = [said(1), said(2), said(3)]
+    granted = record_of(msgspec.structs.replace(own.update(0.0), owner_epoch=1, events=own.events[:1]), 0.0)
+
+    assert [event.seq for event in merged(granted, own).events] == [1, 2, 3]
+    assert merged(record_of(msgspec.structs.replace(own.update(0.0), owner_epoch=2), 0.0), own).seq == 3
+
+
+def test_the_best_of_several_is_the_latest() -> None:
+    """A mirror that was cut off knows an older owner, or an older mirror."""
+    found = [("m", Seen(S, 0, 3, True)), ("n", Seen(S, 1, 1, True)), ("o", Seen(S, 1, 2, False)), ("p", Seen(S, 1, 2, True))]
+
+    best = best_of(found)
+
+    assert best is not None
+    assert best[0] == "p"
+    assert best_of([]) is None
+
+
+def test_everybody_finds_the_same_mirror_and_few_move() -> None:
+    """Rendezvous hashing."""
+    keys = [f"key{n}" for n in range(300)]
+    before = {key: mirror_for(key, ["a", "b", "c"]) for key in keys}
+
+    after = {key: mirror_for(key, ["c", "a"]) for key in keys}
+
+    assert all(after[key] == before[key] for key in keys if before[key] != "b")
+    assert min(list(before.values()).count(peer) for peer in "abc") > 60
+    assert mirror_for("k", []) is None
+
+
+def test_an_update_survives_the_wire() -> None:
+    """MessagePack and back."""
+    sent = record()
+    sent.add(said(1))
+
+    update = sent.update(2.5)
+
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=Update) == update
+    assert update.opening is not None
+    assert update.opening.age_s == 2.5

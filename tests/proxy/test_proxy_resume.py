@@ -1,0 +1,361 @@
+"""A client whose proxy is gone, or whose connection broke, asks another one for the rest of its stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrs.protocol.instance import Capability
+from tests.proxy.scripted import Scripted
+from tests.proxy.scripted_model import expected_ids, text_of
+from tests.proxy.street import Reader, Street, open_street
+
+TOKENS = 8
+WANTED = "".join(map(text_of, expected_ids([1, 2, 3], TOKENS)))
+
+StreetBuilder = Callable[..., Awaitable[Street]]
+
+
+@pytest.fixture
+async def street() -> AsyncIterator[StreetBuilder]:
+    async with AsyncExitStack() as stack:
+
+        async def make(**settings: Any) -> Street:
+            return await stack.enter_async_context(open_street(**settings))
+
+        yield make
+
+
+def text_in(reader: Reader) -> str:
+    choices = [msgspec.json.decode(event)["choices"] for event in reader.events]
+    return "".join(each[0].get("text") or each[0].get("delta", {}).get("content") or "" for each in choices if each)
+
+
+def gate_at(street: Street, position: int) -> asyncio.Event:
+    gate = street.house.script.gate = asyncio.Event()
+    street.house.script.gate_at = position
+    return gate
+
+
+async def test_a_client_whose_proxy_was_killed_goes_on_at_another(street: StreetBuilder) -> None:
+    """Nothing is lost, repeated or different, the head included; the engines are told of the next owner."""
+    here = await street()
+    gate, reader = gate_at(here, 4), here.reader(stream_options={"include_usage": True})
+    await reader.read(0, tokens=4)
+
+    await here.kill(0)
+    gate.set()
+    assert await reader.read(1) == 200
+
+    assert (text_in(reader), reader.done) == (WANTED, True)
+    assert len({event[: event.index(b',"choices"')] for event in reader.events}) == 1
+    assert msgspec.json.decode(reader.events[-1])["usage"]["completion_tokens"] == TOKENS
+    bodies = [body["kvrs"] for one in here.house.instances.values() for body in one.bodies]
+    assert {(body["owner_epoch"], body["attempt"]) for body in bodies} == {(0, 1), (1, 1)}
+
+
+async def test_without_a_place_all_of_it_is_replayed(street: StreetBuilder) -> None:
+    """The client may have thrown away what it had; also a whole answer is had again, and no engine is asked for it."""
+    here = await street()
+    reader = here.reader()
+    await reader.read(0)
+    await here.kill(0)
+    asked = sum(len(one.bodies) for one in here.house.instances.values())
+
+    again = here.reader()
+    assert await again.read(1) == 200
+
+    assert (again.events, again.done) == (reader.events, True)
+    assert sum(len(one.bodies) for one in here.house.instances.values()) == asked
+
+
+async def test_an_answer_in_one_piece_is_resumed_as_well(street: StreetBuilder) -> None:
+    """stream: false streams behind the proxy."""
+    here = await street()
+    gate = gate_at(here, 4)
+    fields, headers = {"prompt": [1, 2, 3], "max_tokens": TOKENS, "temperature": 0}, {"Idempotency-Key": "k"}
+    asking = asyncio.create_task(here.http.post(f"{here.url(0)}/v1/completions", json=fields, headers=headers))
+    while sum(one.running for one in here.house.instances.values()) < 1:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.3)
+
+    await here.kill(0)
+    gate.set()
+    await asyncio.gather(asking, return_exceptions=True)
+    async with here.http.post(f"{here.url(1)}/v1/completions", json=fields, headers=headers) as response:
+        answer = msgspec.json.decode(await response.read())
+
+    assert answer["choices"][0]["text"] == WANTED
+
+
+@pytest.mark.parametrize("mirror", ["async", "sync"])
+async def test_a_chat_goes_on_after_its_role(street: StreetBuilder, mirror: str) -> None:
+    """The first event brings no token, and comes once."""
+    here = await street(proxy={"mirror": mirror})
+    whole = here.reader("whole", prompt=None, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=TOKENS)
+    await whole.read(0)
+    gate = gate_at(here, 0)
+    reader = here.reader("cut", prompt=None, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=TOKENS)
+    await reader.read(0, tokens=1)
+    assert reader.last is not None
+    assert reader.last.endswith(":0")
+
+    await here.kill(0)
+    gate.set()
+    await reader.read_all(1)
+
+    assert text_in(reader) == text_in(whole)
+    assert sum(b'"role"' in event for event in reader.events) == 1
+
+
+async def test_another_body_is_refused_and_the_stream_goes_on(street: StreetBuilder) -> None:
+    """A key names one request; who does not know it gets nothing of its answer."""
+    here = await street()
+    reader = here.reader()
+    await reader.read(0)
+    other = here.reader(max_tokens=TOKENS + 1)
+
+    assert await other.read(1) == 422
+
+    assert other.errors == ["idempotency_mismatch"]
+
+
+async def test_two_who_resume_at_once_do_not_both_get_it(street: StreetBuilder) -> None:
+    """One wins, the others get 409."""
+    here = await street(count=3)
+    gate, reader = gate_at(here, 4), here.reader()
+    await reader.read(0, tokens=4)
+    await here.kill(0)
+
+    twins = [here.reader() for _ in range(4)]
+    for twin in twins:
+        twin.last, twin.events = reader.last, list(reader.events)
+    asking = [asyncio.create_task(twin.read(1 + n % 2)) for n, twin in enumerate(twins)]
+    while sum(task.done() for task in asking) < 3:
+        await asyncio.sleep(0.005)
+    gate.set()
+    statuses = await asyncio.gather(*asking)
+
+    assert sorted(statuses) == [200, 409, 409, 409]
+    assert text_in(twins[statuses.index(200)]) == WANTED
+
+
+async def test_what_nobody_knows_is_never_guessed(street: StreetBuilder) -> None:
+    """404 where all were asked, 503 where one could not be; a request without a place is a new one."""
+    here = await street()
+    reader = here.reader()
+    reader.last = "ab12:3"
+
+    assert await reader.read(0) == 404
+    await here.kill(1)
+    assert await reader.read(0) == 503
+    reader.last = None
+    assert await reader.read(0) == 200
+
+    assert (reader.errors, text_in(reader)) == (["unknown_stream", "mirror_unreachable"], WANTED)
+
+
+async def test_a_client_that_is_back_at_its_own_proxy_goes_on_there(street: StreetBuilder) -> None:
+    """Its connection broke, and nothing else; with a peer and without one."""
+    for count in (1, 2):
+        here = await street(count=count)
+        gate, reader = gate_at(here, 4), here.reader(f"k{count}")
+        await reader.read(0, tokens=4)
+
+        gate.set()
+        await reader.read_all(0)
+
+        assert text_in(reader) == WANTED
+
+
+async def test_who_holds_on_to_a_stream_that_was_resumed_elsewhere_is_told(street: StreetBuilder) -> None:
+    """A superseded owner ends its stream at once, with an error of its own code."""
+    here = await street()
+    gate, first = gate_at(here, 4), here.reader()
+    reading = asyncio.create_task(first.read(0))
+    while len(first.events) < 4:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.3)
+    second = here.reader()
+    second.last, second.events = first.last, list(first.events)
+    going_on = asyncio.create_task(second.read(1))
+
+    async with asyncio.timeout(5):
+        await reading
+    gate.set()
+    await going_on
+
+    assert (first.errors, first.done) == (["superseded"], False)
+    assert text_in(second) == WANTED
+
+
+async def test_a_connection_that_only_looks_alive_is_taken_over_at_the_same_proxy(street: StreetBuilder) -> None:
+    """The stream before it ends, and takes nothing of its successor along."""
+    here = await street()
+    gate, first = gate_at(here, 4), here.reader()
+    reading = asyncio.create_task(first.read(0))
+    while len(first.events) < 4:
+        await asyncio.sleep(0.005)
+    second = here.reader()
+    second.last, second.events = first.last, list(first.events)
+    going_on = asyncio.create_task(second.read(0))
+    async with asyncio.timeout(5):
+        await reading
+        while not (await _state(here, 0))["streams"]:
+            await asyncio.sleep(0.005)
+    gate.set()
+    async with asyncio.timeout(10):
+        await going_on
+
+    assert (first.errors, second.done, text_in(second)) == (["superseded"], True, WANTED)
+
+
+async def test_what_is_kept_of_a_stream_outlives_its_client(street: StreetBuilder) -> None:
+    """Who resumes it needs that: nothing is given back, and what nobody renews runs out."""
+    here = await street(count=1, transfer={"lease_s": 0.3})
+    gate_at(here, 4)
+    reader = here.reader()
+    await reader.read(0, tokens=4)
+    while (await _state(here, 0))["streams"]:
+        await asyncio.sleep(0.005)
+
+    await asyncio.sleep(0.4)
+
+    updates = [update for one in here.house.instances.values() for update in one.lease_updates]
+    assert [name for update in updates for name in update.release] == []
+
+
+async def _state(street: Street, proxy: int) -> Any:
+    async with street.http.get(f"http://127.0.0.1:{street.proxy(proxy).admin_port}/kvrs/v1/state") as response:
+        return msgspec.json.decode(await response.read())
+
+
+async def test_tokens_beyond_the_mirror_are_made_again_and_dropped(street: StreetBuilder) -> None:
+    """The client had more than the mirror has heard of: exact engines make the same again."""
+    here = await street()
+    gate, reader = gate_at(here, 6), here.reader()
+    await reader.read(0, tokens=6)
+    mirror = here.proxy(1)._mirror
+    assert mirror is not None
+
+    await here.kill(0)
+    del mirror.book.records["k"].events[2:]
+    gate.set()
+    await reader.read_all(1)
+
+    assert text_in(reader) == WANTED
+
+
+async def test_what_cannot_be_made_again_exactly_is_an_error(street: StreetBuilder, model: str) -> None:
+    """A plain engine draws other numbers."""
+
+    def plain(instances: dict[str, Scripted]) -> None:
+        for one in instances.values():
+            one.capabilities = [each for each in Capability if each is not Capability.EXACT_RESUME]
+
+    here = await street(prepare=plain, model=model)
+    gate_at(here, 6)
+    reader = here.reader(temperature=1, seed=3)
+    await reader.read(0, tokens=6)
+    mirror = here.proxy(1)._mirror
+    assert mirror is not None
+
+    await here.kill(0)
+    del mirror.book.records["k"].events[2:]
+
+    assert await reader.read(1) == 409
+    assert reader.errors == ["inexact"]
+
+
+async def test_with_sync_the_client_never_has_more_than_the_mirror(street: StreetBuilder) -> None:
+    """No token goes out before a peer has it."""
+    here = await street(proxy={"mirror": "sync"})
+    gate_at(here, 6)
+    reader = here.reader()
+    mirror = here.proxy(1)._mirror
+    assert mirror is not None
+    reading = asyncio.create_task(reader.read(0))
+
+    while len(reader.events) < 6:
+        record = mirror.book.records.get("k")
+        assert len(reader.events) <= (0 if record is None else len(record.events))
+        await asyncio.sleep(0)
+    reading.cancel()
+
+
+async def test_a_dead_mirror_is_replaced_with_the_whole_journal(street: StreetBuilder) -> None:
+    """Whoever is killed, one after the other, as long as one that knows the stream is left."""
+    here = await street(count=3)
+    gate, reader = gate_at(here, 4), here.reader()
+    reading = asyncio.create_task(reader.read(0))
+    while len(reader.events) < 4:
+        await asyncio.sleep(0.005)
+    owner = here.proxy(0)._mirror
+    assert owner is not None
+    first = owner.book.records["k"].mirrored_at
+    assert first is not None
+
+    await here.kill(int(first[-1]))
+    other = 3 - int(first[-1])
+    mirror = here.proxy(other)._mirror
+    assert mirror is not None
+    async with asyncio.timeout(5):
+        while "k" not in mirror.book.records or len(mirror.book.records["k"].events) < 4:
+            await asyncio.sleep(0.005)
+    await here.kill(0)
+    await reading
+    gate.set()
+    await reader.read(other)
+
+    assert (text_in(reader), reader.done) == (WANTED, True)
+
+
+async def test_a_proxy_that_is_going_hands_its_streams_over(street: StreetBuilder) -> None:
+    """SIGTERM: keyed streams end with a code that says so and go on elsewhere, the others run to their end."""
+    here = await street(proxy={"drain_s": 10.0})
+    gate, reader = gate_at(here, 4), here.reader()
+    reading = asyncio.create_task(reader.read(0))
+    plain = asyncio.create_task(here.http.post(f"{here.url(0)}/v1/completions", json=reader.fields))
+    while len(reader.events) < 4 or sum(one.running for one in here.house.instances.values()) < 2:
+        await asyncio.sleep(0.005)
+
+    draining = asyncio.create_task(here.proxy(0).drain())
+    async with asyncio.timeout(5):
+        await reading
+    ready = await here.http.get(f"{here.url(0)}/readyz")
+    refused = await here.reader("other").read(0)
+    gate.set()
+    status = await reader.read(1)
+    response = await plain
+    await draining
+
+    assert (reader.errors, status, text_in(reader)) == (["handed_over"], 200, WANTED)
+    assert (ready.status, refused, response.status) == (503, 503, 200)
+    assert msgspec.json.decode(await response.read())["choices"][0]["text"] == WANTED
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "param"),
+    [
+        ({"Idempotency-Key": ""}, {}, "Idempotency-Key"),
+        ({"Idempotency-Key": "x" * 256}, {}, "Idempotency-Key"),
+        ({"Last-Event-ID": "ab:1"}, {}, "Last-Event-ID"),
+        ({"Idempotency-Key": "k", "Last-Event-ID": "ab"}, {"stream": True}, "Last-Event-ID"),
+        ({"Idempotency-Key": "k", "Last-Event-ID": "ab:1"}, {}, "Last-Event-ID"),
+        ({"Idempotency-Key": "k"}, {"n": 2}, "n"),
+    ],
+)
+async def test_a_key_that_cannot_be_honoured_is_refused(
+    street: StreetBuilder, headers: dict[str, str], fields: dict[str, Any], param: str
+) -> None:
+    """Nothing is silently ignored."""
+    here = await street(count=1)
+    asked = {"prompt": [1], "max_tokens": 2, "temperature": 0} | fields
+
+    async with here.http.post(f"{here.url(0)}/v1/completions", json=asked, headers=headers) as response:
+        error = msgspec.json.decode(await response.read())["error"]
+
+    assert (response.status, error["param"]) == (400, param)
