@@ -21,7 +21,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.actions import Action, GiveUp, Halt, Plan, Reason, Recovered, Redirect, Start
 from kvrs.policy.attempts import Attempts
 from kvrs.policy.checkpoints import Checkpoints, protection
-from kvrs.policy.cluster_view import Agent, ClusterView, Member
+from kvrs.policy.cluster_view import ClusterView, Member
 from kvrs.policy.config import Failing, PolicySettings, SloSettings
 from kvrs.policy.costs import Estimate, Instance, Option
 from kvrs.policy.deadlines import deadlines_of, due_s, promise
@@ -49,9 +49,10 @@ from kvrs.policy.events import (
     TimerFired,
 )
 from kvrs.policy.gpus import treatment_of
+from kvrs.policy.keepers import Keepers
 from kvrs.policy.routing import hand_off_to, victim_of
 from kvrs.policy.slots import SHORTEST_WAIT_S, SlotBook
-from kvrs.policy.streams import Decision, Holder, Stage, Stream
+from kvrs.policy.streams import Decision, Stage, Stream
 from kvrs.policy.timers import SLACK_S, Timers, is_past
 
 NO_BACKUP = BackupSettings()
@@ -72,6 +73,7 @@ class RecoveryPolicy:
         self._attempts = Attempts(self._view, self._slots, self._timers)
         self._checkpoints = Checkpoints(self._view, backup)
         self._streams: dict[StreamId, Stream] = {}
+        self._keepers = Keepers(self._view, self._checkpoints, self._streams)
         self._idle: dict[StreamId, Stream] = {}  # Those waiting or queued.
         self._gathered: dict[StreamId, Stream] = {}  # Of these, the victims of losses that are decided together in a moment.
         self._ailing: set[InstanceId] = set()  # Instances that are to be left; a new process is on the same GPU.
@@ -129,13 +131,11 @@ class RecoveryPolicy:
                     link = self._view.link(event.source, event.target)
                     link.bytes_per_s, link.measured = event.bytes_per_s, True
             case HolderUp():
-                self._holder_up(event)
+                self._keepers.agent_up(event)
             case HolderLost():
-                agent = self._view.agents.get(event.holder)
-                if agent is not None and event.epoch >= agent.epoch:
-                    self._lose_agent(agent, event.cause)
+                self._keepers.agent_lost(event)
             case CheckpointsReported():
-                self._checkpoints_reported(event)
+                self._keepers.reported(event)
             case StreamArrived():
                 self._arrived(event, now_s)
             case StreamAdopted():
@@ -144,7 +144,7 @@ class RecoveryPolicy:
                 self._prefill_done(event, now_s)
             case RetentionLost():
                 for stream in event.streams:
-                    self._forget_holder(stream, event.instance)
+                    self._keepers.forget(stream, event.instance)
             case StreamResumed():
                 self._resumed(event, now_s)
             case AttemptFailed():
@@ -193,7 +193,7 @@ class RecoveryPolicy:
         """Take it and its streams out of the books; return those that are to be placed again."""
         self._view.remove(member)
         for stream_id in list(member.held):
-            self._forget_holder(stream_id, member.instance.id)
+            self._keepers.forget(stream_id, member.instance.id)
         victims = self._fail_all(member, cause, produced_tokens, now_s)
         for stream in self._gathered.values():
             if stream.blames == member.instance.id:  # It did not fail alone, and is a victim like the others.
@@ -225,38 +225,6 @@ class RecoveryPolicy:
             self._gathered[stream.id] = stream
             self._timers.set(stream.id, now_s + gather_s)  # The first of them rings for all.
 
-    def _holder_up(self, event: HolderUp) -> None:
-        agent = self._view.agents.get(event.holder)
-        if agent is not None and event.epoch <= agent.epoch:
-            return
-        if agent is not None:
-            self._lose_agent(agent, "replaced by a new epoch")
-        self._view.agents[event.holder] = Agent(
-            event.holder, event.node, event.epoch, event.capacity_bytes, event.host_to_device_bytes_per_s
-        )
-
-    def _lose_agent(self, agent: Agent, cause: str) -> None:
-        del self._view.agents[agent.id]
-        for stream_id in list(agent.streams):
-            self._checkpoints.lose(self._streams[stream_id], agent.id, f"{agent.id} was lost: {cause}")
-
-    def _checkpoints_reported(self, event: CheckpointsReported) -> None:
-        agent = self._view.agents.get(event.holder)
-        if agent is None or event.epoch != agent.epoch:
-            return
-        agent.reported_bytes, agent.reported_checkpoints = event.reserved_bytes, event.checkpoints
-        for stream_id, pages in event.pages.items():
-            if (stream := self._streams.get(stream_id)) is not None:
-                self._checkpoints.reported(stream, agent, pages)
-
-    def _forget_holder(self, stream_id: StreamId, holder: InstanceId) -> None:
-        stream = self._streams.get(stream_id)
-        if stream is None:
-            return
-        self._checkpoints.lose(stream, holder, f"{holder} keeps nothing of it any more")
-        if (found := stream.holders.pop(holder, None)) is not None:
-            found.member.held.discard(stream_id)
-
     # --- streams
 
     def _arrived(self, event: StreamArrived, now_s: float) -> None:
@@ -278,22 +246,12 @@ class RecoveryPolicy:
         stream.adopted, stream.failed_at_s, stream.cause = True, now_s, "it came from another proxy"
         self._arrivals += 1
         self._streams[stream.id] = self._idle[stream.id] = stream
-        for kept in event.kept:
-            member, agent = self._view.members.get(kept.holder), self._view.agents.get(kept.holder)
-            if member is not None and member.instance.epoch == kept.epoch:
-                stream.holders[kept.holder] = Holder(member, kept.pages)
-                member.held.add(stream.id)
-            elif agent is not None and agent.epoch == kept.epoch:
-                self._checkpoints.adopt(stream, agent, kept.pages)
+        self._keepers.inherit(stream, event.kept)
         self._place_all([stream], now_s)
 
     def kept(self, stream_id: StreamId) -> tuple[Kept, ...]:
         """Who keeps KV of a stream, for the proxy that may have to go on with it."""
-        stream = self._streams.get(stream_id)
-        if stream is None:
-            return ()
-        held = [Kept(holder, found.member.instance.epoch, found.pages) for holder, found in stream.holders.items()]
-        return (*held, *(Kept(name, found.agent.epoch, found.pages) for name, found in stream.checkpoints.items()))
+        return self._keepers.of(stream_id)
 
     def _prefill_done(self, event: PrefillDone, now_s: float) -> None:
         stream = self._current(event.stream, event.attempt)
@@ -311,8 +269,7 @@ class RecoveryPolicy:
             if stream.most_tokens is not None:
                 stream.most_tokens += max(0, stream.prompt_tokens - guess)
         if prefill.retains or prefill.caches:
-            stream.holders[prefill.instance.id] = Holder(prefill, history_tokens // prefill.page_size_tokens)
-            prefill.held.add(stream.id)
+            self._keepers.retain(stream, prefill, history_tokens // prefill.page_size_tokens)
 
     def _hand_off(self, stream: Stream, plan: Plan, prefill: Member, now_s: float) -> None:
         """To the decode instance of the plan, which may be in a new life by now, or to another one where that is sooner."""
@@ -396,7 +353,7 @@ class RecoveryPolicy:
         self._attempts.leave(stream)
         self._checkpoints.forget(stream)
         for instance in list(stream.holders):
-            self._forget_holder(stream.id, instance)
+            self._keepers.forget(stream.id, instance)
         self._idle.pop(stream.id, None)
         self._gathered.pop(stream.id, None)
         del self._streams[stream.id]
