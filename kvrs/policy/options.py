@@ -244,19 +244,22 @@ class Options:
         factor, queue_s = self.factors.get(_RECOMPUTE, 1.0) if self.factors else 1.0, target.queue_s
         prefill = prefill_for(self.view, target, stream)
         if prefill is not target and (target.pulls or not _has_cached(stream, prefill)):
-            there = estimate_recompute(
-                prefill.instance,
-                instance,
-                history,
-                bytes_per_s=self.view.bytes_per_s(prefill.instance.node, instance.node),
-                queue_s=prefill.queue_s,
-                target_queue_s=queue_s,
-                handshake_s=self.settings.handshake_s,
-                factor=factor,
-            )
+            table, here_s, there_s = prefill.instance.prefill, queue_s + history_s, prefill.queue_s + self.settings.handshake_s
+            there_s += history_s if table is instance.prefill else table.seconds_for(history)
             # A server with a prefill instance of its own computes nowhere else.
-            if there.raw_s <= queue_s + history_s or target.own_prefill is not None:
-                return there
+            if there_s <= here_s or target.own_prefill is not None:  # Else it is later there even before a byte is sent.
+                there = estimate_recompute(
+                    prefill.instance,
+                    instance,
+                    history,
+                    bytes_per_s=self.view.bytes_per_s(prefill.instance.node, instance.node),
+                    queue_s=prefill.queue_s,
+                    target_queue_s=queue_s,
+                    handshake_s=self.settings.handshake_s,
+                    factor=factor,
+                )
+                if there.raw_s <= here_s or target.own_prefill is not None:
+                    return there
         return estimate_recompute(instance, instance, history, queue_s=queue_s, factor=factor)
 
     def _weigh_rom(self, stream: Stream, target: Member) -> list[Estimate]:
