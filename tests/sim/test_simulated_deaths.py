@@ -11,6 +11,7 @@ from kvrs.policy.attempts import Attempts
 from kvrs.policy.checkpoints import Checkpoints
 from kvrs.policy.costs import Option
 from kvrs.policy.event_log import rerun
+from kvrs.policy.keepers import Keepers
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.policy.slots import SlotBook
 from kvrs.protocol.instance import Slot
@@ -101,7 +102,7 @@ BREAKS = {
         "",
     ),
     "a lost agent still holds": (Checkpoints, "lose", lambda self, stream, holder, why: None, ""),
-    "a lost instance still holds": (RecoveryPolicy, "_forget_holder", lambda self, stream_id, holder: None, ""),
+    "a lost instance still holds": (Keepers, "forget", lambda self, stream_id, holder: None, ""),
     "bytes stay on links": (Attempts, "done_waiting", lambda self, stream: None, "books"),
     "reservations never end": (CheckpointBook, "_end", lambda self, stream: None, "reserves"),
     "pages are not given back": (BatchScheduler, "_give_back", lambda self, sequence: None, ""),
