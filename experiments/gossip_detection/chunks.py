@@ -7,13 +7,15 @@ import gc
 import hashlib
 import json
 import os
+import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import kvrs.gossip
-import kvrs.sim.gossip
+import kvrs.gossip.detector
+import kvrs.sim
 from experiments.gossip_detection.clusters import joined
 from kvrs.gossip.config import GossipSettings
 from kvrs.gossip.events import Event, MemberChanged
@@ -40,6 +42,7 @@ class Chunk:
     nearest: float = 0.0  # Longest time that anybody held a suspicion, as a share of what an unconfirmed one is given.
     packets: int = 0
     cpu_s: float = 0.0
+    compiled: bool = False  # It changes nothing but `cpu_s`.
 
 
 class _Watch:
@@ -70,7 +73,7 @@ class _Watch:
 
 def run_chunk(seed: int, hours: float, loss: float) -> Chunk:
     os.nice(19 - os.nice(0))
-    chunk, settings = Chunk(seed, hours, loss), GossipSettings()
+    chunk, settings = Chunk(seed, hours, loss, compiled=is_compiled()), GossipSettings()
     watch = _Watch(chunk, settings)
     net = joined(NODES, seed, settings, observer=watch)
     net.loss = loss
@@ -84,10 +87,14 @@ def run_chunk(seed: int, hours: float, loss: float) -> Chunk:
     return chunk
 
 
+def is_compiled() -> bool:
+    return not kvrs.gossip.detector.__file__.endswith(".py")
+
+
 def code_version() -> str:
     """Changes when what is simulated does."""
     folder = Path(kvrs.gossip.__file__).parent
-    files = [*(folder / f"{name}.py" for name in SIMULATED), Path(kvrs.sim.gossip.__file__)]
+    files = [*(folder / f"{name}.py" for name in SIMULATED), Path(kvrs.sim.__file__).parent / "gossip.py"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
@@ -101,24 +108,42 @@ def kept(path: Path, loss: float) -> list[Chunk]:
     return [chunk for chunk in (Chunk(**fields) for fields in saved["chunks"]) if chunk.loss == loss]
 
 
-def run_chunks(path: Path, loss: float, want_h: float, budget_s: float, workers: int, chunk_h: float = 1.0) -> list[Chunk]:
-    """Until there are `want_h` hours or the time is over; every finished chunk is kept at once."""
-    chunks, begun_s = kept(path, loss), time.monotonic()
+def keep(path: Path, chunks: list[Chunk]) -> None:
+    saved = {"code": code_version(), "chunks": [asdict(chunk) for chunk in chunks]}
+    # Whoever is killed in the middle of it has lost nothing.
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(saved, indent=1) + "\n")
+    part.replace(path)
+
+
+def run_chunks(
+    path: Path,
+    loss: float,
+    want_h: float,
+    budget_s: float,
+    workers: int,
+    tell: Callable[[list[Chunk]], None],
+    chunk_h: float = 1.0,
+) -> list[Chunk]:
+    """Until there are `want_h` hours, the time is over, or SIGTERM; `tell` gets all that there are whenever one is finished."""
+    chunks, begun_s, stop = kept(path, loss), time.monotonic(), list[int]()
     seed = max((chunk.seed for chunk in chunks), default=-1) + 1
+    # Workers have this handler too: they end with the pool, and not in the middle of an hour.
+    before = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
     with ProcessPoolExecutor(workers) as pool:
         running = set[Future[Chunk]]()
         while True:
             hours = sum(chunk.hours for chunk in chunks) + chunk_h * len(running)
-            if len(running) < workers and hours < want_h and time.monotonic() - begun_s < budget_s:
+            in_time = not stop and time.monotonic() - begun_s < budget_s
+            if len(running) < workers and hours < want_h and in_time:
                 running.add(pool.submit(run_chunk, seed, chunk_h, loss))
                 seed += 1
                 continue
             if not running:
-                return sorted(chunks, key=lambda chunk: chunk.seed)
+                break
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            chunks += [future.result() for future in done]
-            saved = {"code": code_version(), "chunks": [asdict(chunk) for chunk in sorted(chunks, key=lambda chunk: chunk.seed)]}
-            path.write_text(json.dumps(saved, indent=1) + "\n")
-            print(
-                f"{sum(chunk.hours for chunk in chunks):.0f} h, {sum(chunk.deaths for chunk in chunks)} false deaths", flush=True
-            )
+            chunks = sorted(chunks + [future.result() for future in done], key=lambda chunk: chunk.seed)
+            keep(path, chunks)
+            tell(chunks)
+    signal.signal(signal.SIGTERM, before)
+    return chunks

@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+import msgspec
+
 from kvrs.gossip.wire import Packet, Status
 from kvrs.ids import NodeId
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, frozen=True, gc=False):
     to: NodeId  # `Gossip.address_of` says where that is.
     packet: Packet
     stream: bool = False  # Over TCP: too large for a datagram, or a last try where datagrams may be what fails.

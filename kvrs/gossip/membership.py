@@ -169,11 +169,11 @@ class Membership:
         self._go_on(self._live.tick(self._clock()))
 
     def _go_on(self, sends: list[Send]) -> None:
-        for to, packet, stream in sends:
-            payload = encode(packet)
+        for send in sends:
+            payload = encode(send.packet)
             self.sent["packets"] += 1
             self.sent["bytes"] += len(payload)
-            self._transport.send(to, payload, stream=stream)
+            self._transport.send(send.to, payload, stream=send.stream)
         for event in self._live.take_events():
             _note(event)
             self._heard(event)

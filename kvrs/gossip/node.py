@@ -208,7 +208,7 @@ class Gossip:
         if detector.over:
             self._due_s = inf
         else:
-            self._due_s = max(min(detector.due_s, self._exchange.due_s, self._collect_at_s), self._own_s)
+            self._due_s = max(min(detector.due_s, min(self._exchange.due_s, self._collect_at_s)), self._own_s)
         if len(detector.events) > self._read:
             self._show(detector.events[self._read :])
             self._read = len(detector.events)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 from kvrs.gossip.config import GossipSettings
@@ -27,7 +28,7 @@ class SimNode:
     waiting: list[tuple[Packet | bytes, NodeId]] = field(default_factory=list)  # What came while it was stopped.
     offset_s: float = 0.0  # Its clock shows offset + rate * true time.
     rate: float = 1.0
-    tick_at_s: float = 0.0
+    tick_at_s: float = inf  # The next that is scheduled.
     sent_packets: int = 0
     sent_bytes: int = 0
 
@@ -86,22 +87,24 @@ class GossipNet:
         node.offset_s += by_s
 
     def run(self, until_s: float) -> None:
-        heap, deliver = self._heap, self._deliver
+        heap = self._heap
         while heap and heap[0][0] <= until_s:
             now_s, _, node, packet, sender = heappop(heap)
             self.now_s = now_s
             if not node.up:
                 continue
             if now_s < node.stopped_until_s:
-                if sender is not None and len(node.waiting) < self.buffered_packets:
+                if sender is None:
+                    node.tick_at_s = inf  # The end of the stop is a tick.
+                elif len(node.waiting) < self.buffered_packets:
                     node.waiting.append((packet, sender))
                 continue
             if node.waiting:
                 self._catch_up(node)
             if sender is not None:
-                deliver(node, packet, sender)
+                self._deliver(node, packet, sender)
             elif now_s == node.tick_at_s or node.stopped_until_s == now_s:
-                node.tick_at_s = 0.0
+                node.tick_at_s = inf
                 self._finish(node, node.gossip.tick(node.clock_s(now_s)))
         self.now_s = until_s
 
@@ -124,21 +127,21 @@ class GossipNet:
         self._finish(node, node.gossip.handle(packet, sender, node.offset_s + node.rate * self.now_s))
 
     def _finish(self, node: SimNode, sends: list[Send]) -> None:
-        for to, packet, stream in sends:
-            self._send(node, to, packet, stream)
+        for send in sends:
+            self._send(node, send.to, send.packet, send.stream)
         gossip = node.gossip
         if (events := gossip.take_events()) and self._observer is not None:
             for event in events:
                 self._observer(self.now_s, node, event)
-        # A tick that comes early does no harm, so only one that would come too late is scheduled anew.
-        due_s = (gossip.next_tick_s - node.offset_s) / node.rate
-        if not node.tick_at_s or due_s < node.tick_at_s:
-            self._tick_at(node, due_s)
+        self._tick_at(node, (gossip.next_tick_s - node.offset_s) / node.rate)
 
     def _tick_at(self, node: SimNode, due_s: float) -> None:
         # A node's clock is a rounded sum: a tick at the very instant might come before its time, for ever.
-        node.tick_at_s = max(due_s, self.now_s) + 1e-6
-        self._push(node.tick_at_s, node, None, None)
+        at_s = max(due_s, self.now_s) + 1e-6
+        # A tick that comes early does no harm, so only one that would come too late is scheduled anew.
+        if at_s < node.tick_at_s:
+            node.tick_at_s = at_s
+            self._push(at_s, node, None, None)
 
     def _send(self, node: SimNode, to: NodeId, packet: Packet, stream: bool) -> None:
         node.sent_packets += 1

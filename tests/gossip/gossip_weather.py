@@ -4,20 +4,20 @@ that run wrong and jump, edits. What has to hold at every moment is checked as i
 """
 
 import random
-from collections import defaultdict
+from collections import Counter
 
 from kvrs.gossip.config import GossipSettings
 from kvrs.gossip.events import Event, MemberChanged
 from kvrs.gossip.facts import FailureFact, Kind, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
-from kvrs.sim.gossip import GossipNet, SimNode
+from kvrs.sim.gossip import GossipNet, Observer, SimNode
 
 Word = tuple[int, int, Status]
 
 
 class Weather:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, observer: Observer | None = None) -> None:
         self.draw = random.Random(seed)
         settings = GossipSettings(reconnect_interval_s=2.0, tombstone_s=self.draw.choice((1.0, 20.0)))
         self.net = GossipNet(settings, seed, on_wire=True, observer=self._observe)
@@ -25,7 +25,8 @@ class Weather:
         self.seeds = {NodeId(name): f"{name}:7" for name in self.names}
         self.epochs = dict.fromkeys(self.names, 1)
         self.words: dict[tuple[SimNode, NodeId], Word] = {}
-        self.said: dict[NodeId, set[tuple[int, int]]] = defaultdict(set)
+        self._also = observer
+        self.did: Counter[str] = Counter()
         for name in self.names:
             self.net.add(name, self.seeds, rate=self.draw.uniform(0.98, 1.02))
 
@@ -68,6 +69,8 @@ class Weather:
                 assert held is None or (held.epoch, held.incarnation) <= (own.epoch, own.incarnation)
 
     def _observe(self, now_s: float, node: SimNode, event: Event) -> None:
+        if self._also is not None:
+            self._also(now_s, node, event)
         if isinstance(event, MemberChanged):
             word = event.epoch, event.incarnation, event.status
             last = self.words.get((node, event.id))
@@ -78,25 +81,32 @@ class Weather:
 
     def _die(self) -> None:
         if len(self.up()) > 1:
+            self.did["deaths"] += 1
             self.net.kill(self.draw.choice(self.up()))
 
     def _restart(self) -> None:
         name = self.draw.choice(self.names)
         self.epochs[name] += 1
+        self.did["restarts"] += 1
         self.net.restart(name, self.seeds, self.epochs[name])
 
     def _stop(self) -> None:
-        self.net.stop(self.draw.choice(self.up()), self.draw.uniform(0.1, 12), noticed=self.draw.random() < 0.5)
+        node, for_s, noticed = self.draw.choice(self.up()), self.draw.uniform(0.1, 12), self.draw.random() < 0.5
+        self.did["stops"] += 1
+        self.net.stop(node, for_s, noticed=noticed)
 
     def _split(self) -> None:
         side = {NodeId(name) for name in self.names if self.draw.random() < 0.4}
         one_way = self.draw.random() < 0.5
+        if 0 < len(side) < len(self.names):
+            self.did["one-way partitions" if one_way else "partitions"] += 1
         self.net.cut = lambda a, b: (a in side) != (b in side) and (not one_way or a in side)
 
     def _heal(self) -> None:
         self.net.cut = None
 
     def _jump(self) -> None:
+        self.did["clock jumps"] += 1
         self.net.jump(self.draw.choice(self.up()), self.draw.choice((-3600.0, -1.0, 1.0, 3600.0)))
 
     def _edit(self) -> None:
