@@ -138,10 +138,11 @@ class Detector:
             alive = Statement(member.id, member.epoch, vouch.target_incarnation, Status.ALIVE, member.address)
             self.believe(alive, now_s)
 
-    def on_nack(self, nack: Nack) -> None:
+    def on_nack(self, sender: NodeId, nack: Nack) -> None:
         probe = self._probes.get(nack.seq)
-        if probe is not None:
-            probe.nacks += 1
+        # Once each: an Ask that arrives twice is answered twice, and trust beyond "whole" would make time run backwards.
+        if probe is not None and sender in probe.asked:
+            probe.nacks.add(sender)
 
     def believe(self, said: Statement, now_s: float) -> None:
         """Take a word over, if it is newer than what is held."""
@@ -254,7 +255,7 @@ class Detector:
 
     def _failed(self, probe: Probe, target: Member, now_s: float) -> None:
         self._probes.end(probe)
-        self.health.worsen(len(probe.asked) - probe.nacks if probe.asked else 1)
+        self.health.worsen(len(probe.asked) - len(probe.nacks) if probe.asked else 1)
         if target.status is Status.ALIVE:
             accused = Statement(target.id, target.epoch, target.incarnation, Status.SUSPECT, target.address, (self.me.id,))
             self._change(target, accused, now_s)

@@ -100,7 +100,7 @@ class Gossip:
             case Vouch():
                 detector.on_vouch(packet, own_s)
             case Nack():
-                detector.on_nack(packet)
+                detector.on_nack(sender, packet)
             case Digest():
                 self._exchange.on_digest(sender, packet, own_s, now_s)
             case Delta():

@@ -26,7 +26,7 @@ class Probe:
         self.due_s = 0.0
         self.waves = 0
         self.asked: tuple[NodeId, ...] = ()
-        self.nacks = 0
+        self.nacks: set[NodeId] = set()  # Who of them answered that it heard nothing.
 
 
 class Probes:

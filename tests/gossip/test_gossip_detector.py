@@ -224,6 +224,21 @@ def test_relays_that_answer_keep_a_prober_s_trust_in_itself() -> None:
     assert house.node.health == before
 
 
+def test_trust_in_itself_is_never_more_than_whole() -> None:
+    """A Nack counts once, and only from whom was asked: packets arrive twice, and any holder of the secret can send many."""
+    house = House(B, C, D, E)
+    house.hear(B, suspect(A, B))
+    ping = house.probe(B)
+    house.pass_time(INTERVAL_S)
+    for relay in (C, C, NodeId("nobody")):
+        house.handle(relay, Nack(1, 0, ping.seq))
+
+    house.pass_time(INTERVAL_S * 1.1)
+
+    assert house.status(B) is Status.SUSPECT
+    assert house.node.health == 1 + 2
+
+
 def test_answers_restore_trust() -> None:
     """One by one."""
     house = House(B, C)
