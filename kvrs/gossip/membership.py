@@ -2,8 +2,8 @@
 
 The epoch of a process run is the wall clock at its start, in nanoseconds: it rises without a file that would have to outlive the
 process, and an agent's directory lies in memory, so a machine that was restarted finds nothing there. Nothing else depends on
-that clock. Should it be set back between two runs of one name, the younger run is not believed until it is started again later;
-so who acts upon a death asks his own eyes as well (`kvrs/proxy/hearsay.py`).
+that clock. Should it be set back between two runs of one name, the younger run is told by whoever it speaks to, and takes an
+epoch above that of the older. Of two that run at once the older hears of the younger, and falls silent.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from kvrs.gossip.node import Gossip
 from kvrs.gossip.rates import Address
 from kvrs.gossip.seal import RUN_BYTES, Keyring, Seal
 from kvrs.gossip.transport import Limits, Transport
-from kvrs.gossip.wire import Status, decode, encode
+from kvrs.gossip.wire import Push, Statement, Status, decode, encode
 from kvrs.ids import NodeId
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Membership:
         self._epoch = time.time_ns() if epoch is None else epoch
         self._seal = Seal(_CLUSTER, me, self._epoch, _run_number(), Keyring(ring))
         limits = Limits(datagram_payload_bytes=settings.packet_bytes)
-        self._transport = Transport(self._seal, self._where, self._receive, clock, limits)
+        self._transport = Transport(self._seal, self._where, self._receive, clock, limits, self._news_for)
         self._timer: asyncio.TimerHandle | None = None
         self._gossip: Gossip | None = None
 
@@ -164,11 +164,17 @@ class Membership:
             return
         self._go_on(self._gossip.handle(packet, sender, self._clock()))
 
+    def _news_for(self, node: NodeId, epoch: int) -> bytes:
+        """What an older process of that name hears; or a younger one, which began with too low an epoch."""
+        me = self._live.members[self.id]
+        return encode(Push(me.epoch, me.incarnation, (Statement(node, epoch, 0, Status.ALIVE, ""),)))
+
     def _tick(self) -> None:
         self._timer = None
         self._go_on(self._live.tick(self._clock()))
 
     def _go_on(self, sends: list[Send]) -> None:
+        self._seal.rise(self._live.epoch)
         for send in sends:
             payload = encode(send.packet)
             self.sent["packets"] += 1

@@ -7,7 +7,8 @@ process, is refused before any of it is parsed.
 The mac is an HMAC-SHA-256 over all before it. Three things keep a recorded packet from being played back:
 
 - `counter` rises with every packet of a process run; per sender the last 4,096 are remembered one by one, older ones are refused.
-- `epoch` rises with every run of the sender; once a packet of a newer one was authenticated, older ones are refused.
+- `epoch` rises with every run of the sender; once a packet of a newer one was authenticated, older ones are refused. They are
+  answered though (`Outdated`): a run that began with too low a number, or that was replaced, would not find out otherwise.
 - `run` is a number that a process draws at its start, `echo` the receiver's `run` as the sender last heard it. So a process that
   has just started, and remembers nothing, still takes nothing that was sealed before its start, or for somebody else.
 
@@ -78,6 +79,15 @@ class Unproven:
     sender: NodeId
 
 
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """Comes from a run of `sender` that another with a higher `epoch` has replaced, or from long ago."""
+
+    sender: NodeId
+    run: bytes
+    epoch: int
+
+
 class Keyring:
     """One key for each of the cluster's secrets: packets are sealed with the first, and opened with any.
 
@@ -100,6 +110,8 @@ class _Sender:
     run: bytes
     newest: int
     seen: int  # Bit i: packet `newest - i` was taken.
+    older_run: bytes = b""  # The last older run that was heard, and its newest packet.
+    older_counter: int = 0
 
 
 class Seal:
@@ -128,7 +140,13 @@ class Seal:
         """Whether it is known what to echo to the node: it was heard."""
         return node in self._senders
 
-    def seal(self, to: NodeId, payload: bytes) -> bytes:
+    def rise(self, epoch: int) -> None:
+        """From now on this run has that epoch, which is not lower than before."""
+        assert epoch >= self._epoch, f"epoch {epoch} after {self._epoch}"
+        self._epoch = epoch
+
+    def seal(self, to: NodeId, payload: bytes, run: bytes | None = None) -> bytes:
+        """`run`: for that run of the receiver, and not for the one that is in use."""
         assert len(payload) <= MAX_PAYLOAD_BYTES, f"a payload of {len(payload)} bytes"
         self._counter += 1
         known = self._senders.get(to)
@@ -139,14 +157,16 @@ class Seal:
             self._keys.sending_id,
             self._epoch,
             self._run,
-            known.run if known else _NO_ECHO,
+            run or (known.run if known else _NO_ECHO),
             self._counter,
             len(self._own_name),
         )
         sealed = b"".join((header, self._own_name, payload))
         return sealed + hmac.digest(self._keys.sending_key, sealed, sha256)
 
-    def open(self, packet: bytes | memoryview, most_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Opened | Unproven | Refusal:
+    def open(
+        self, packet: bytes | memoryview, most_payload_bytes: int = MAX_PAYLOAD_BYTES
+    ) -> Opened | Unproven | Outdated | Refusal:
         """The payload and who sent it; or why the packet is dropped, which is counted."""
         result = self._open(memoryview(packet), most_payload_bytes)
         match result:
@@ -154,9 +174,11 @@ class Seal:
                 self.refused[result] += 1
             case Unproven():
                 self.refused[Refusal.UNPROVEN] += 1
+            case Outdated():
+                self.refused[Refusal.OLD_EPOCH] += 1
         return result
 
-    def _open(self, packet: memoryview, most_payload_bytes: int) -> Opened | Unproven | Refusal:
+    def _open(self, packet: memoryview, most_payload_bytes: int) -> Opened | Unproven | Outdated | Refusal:
         # Until the mac is found right, nothing of the packet is kept, copied or believed.
         if len(packet) > most_payload_bytes + MAX_OVERHEAD_BYTES:
             return Refusal.OVERSIZED
@@ -183,8 +205,16 @@ class Seal:
         if name == self._own:
             return Refusal.OWN
         if (refusal := self._take(name, epoch, run, counter)) is not None:
-            return refusal
+            return self._outdated(name, run, counter) if refusal is Refusal.OLD_EPOCH else refusal
         return Opened(name, bytes(packet[payload_start:payload_end])) if echo == self._run else Unproven(name)
+
+    def _outdated(self, name: NodeId, run: bytes, counter: int) -> Outdated | Refusal:
+        """Each packet of an older run is answered once at most: whoever recorded it could have us send for ever."""
+        sender = self._senders[name]
+        if sender.older_run == run and counter <= sender.older_counter:
+            return Refusal.OLD_EPOCH
+        sender.older_run, sender.older_counter = run, counter
+        return Outdated(name, run, sender.epoch)
 
     def _take(self, name: NodeId, epoch: int, run: bytes, counter: int) -> Refusal | None:
         """Remember an authentic packet; why it is refused if it was seen, or may have been.

@@ -6,7 +6,7 @@ at once is dropped and counted, because gossip says everything more than once. A
 the number of connections.
 
 A first contact costs one round trip: the receiver cannot tell yet whether the packet is new (see `seal`), says so, and the packet
-is sealed and sent again.
+is sealed and sent again. A run that another has replaced is told so by whatever `outdated` says.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvrs.gossip.rates import Address, Rates, ReceiveRates
-from kvrs.gossip.seal import MAX_OVERHEAD_BYTES, MAX_PAYLOAD_BYTES, Opened, Seal, Unproven
+from kvrs.gossip.seal import MAX_OVERHEAD_BYTES, MAX_PAYLOAD_BYTES, Opened, Outdated, Seal, Unproven
 from kvrs.ids import NodeId
 
 _LENGTH = struct.Struct("!I")
@@ -56,7 +56,10 @@ class Limits:
 
 
 class Transport:
-    """Hands what others sent to `receive(sender, payload)`; `address_of` says where a node is, if that is known."""
+    """Hands what others sent to `receive(sender, payload)`; `address_of` says where a node is, if that is known.
+
+    `outdated(sender, epoch)` is what a run of the sender hears that was replaced by that epoch.
+    """
 
     def __init__(
         self,
@@ -65,8 +68,10 @@ class Transport:
         receive: Callable[[NodeId, bytes], None],
         clock: Callable[[], float],
         limits: Limits = Limits(),
+        outdated: Callable[[NodeId, int], bytes] = lambda sender, epoch: b"",
     ) -> None:
         self._seal, self._address_of, self._receive, self._clock, self._limits = seal, address_of, receive, clock, limits
+        self._outdated = outdated
         self._rates = ReceiveRates(limits.rates, clock())
         # One byte more than allowed, so that a datagram that is too long is seen to be.
         self._buffer = bytearray(limits.datagram_payload_bytes + MAX_OVERHEAD_BYTES + 1)
@@ -144,6 +149,11 @@ class Transport:
                 # To where it came from, because a newcomer's address is not known yet. A packet that was recorded and is sent
                 # with another's address has this effect once, and the answer is not longer than the packet.
                 self._send_datagram(source, self._seal.seal(sender, b""))
+            case Outdated() as old:
+                self._send_datagram(source, self._news_for(old))
+
+    def _news_for(self, old: Outdated) -> bytes:
+        return self._seal.seal(old.sender, self._outdated(old.sender, old.epoch), old.run)
 
     def _hand_on(self, sender: NodeId, payload: bytes) -> None:
         waiting = self._unheard.pop(sender, None)
@@ -176,11 +186,14 @@ class Transport:
             # The second time knows what to echo, if that was what the first time lacked.
             for _ in range(2):
                 packet = self._seal.seal(to, payload)
-                writer.write(_LENGTH.pack(len(packet)) + packet)
-                await writer.drain()
-                answer = await self._read_packet(reader, 0)
-                if answer is None or self._seal.open(answer) != Opened(to, b""):
-                    return
+                await _write_packet(writer, packet)
+                answer = await self._read_packet(reader, self._limits.datagram_payload_bytes)
+                match None if answer is None else self._seal.open(answer):
+                    case Opened(sender, b"") if sender == to:
+                        continue
+                    case Opened(sender, news) if sender == to:
+                        self._receive(sender, news)
+                return
         finally:
             # Whatever is still to be sent would be waited for.
             writer.transport.abort()
@@ -218,9 +231,10 @@ class Transport:
                     self._hand_on(sender, payload)
                     return
                 case Unproven(sender):
-                    answer = self._seal.seal(sender, b"")
-                    writer.write(_LENGTH.pack(len(answer)) + answer)
-                    await writer.drain()
+                    await _write_packet(writer, self._seal.seal(sender, b""))
+                case Outdated() as old:
+                    await _write_packet(writer, self._news_for(old))
+                    return
                 case _:
                     return
 
@@ -241,6 +255,11 @@ class Transport:
             self.dropped[Drop.LONG] += 1
             return None
         return await reader.readexactly(size)
+
+
+async def _write_packet(writer: asyncio.StreamWriter, packet: bytes) -> None:
+    writer.write(_LENGTH.pack(len(packet)) + packet)
+    await writer.drain()
 
 
 def _tcp_source(host: str) -> Address:

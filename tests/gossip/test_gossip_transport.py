@@ -146,6 +146,23 @@ async def test_a_restarted_node_is_heard_and_hears() -> None:
         assert (again.heard, a.heard) == ([(A, b"2")], [(B, b"3")])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_run_that_was_replaced_hears_so_the_way_it_came(stream: bool) -> None:
+    """Its packets are refused, so nobody would tell it otherwise."""
+    async with open_net() as net:
+        a, b = await net.add(A), await net.add(B, seal=seal_of(B, epoch=2))
+        b.transport.send(A, b"1")
+        await until(lambda: a.heard)
+        older = await net.add(B, seal=seal_of(B, epoch=1))
+        a.transport._outdated = lambda sender, epoch: f"{sender} lives in epoch {epoch}".encode()
+
+        older.transport.send(A, b"2", stream=stream)
+        await until(lambda: older.heard)
+
+        assert set(older.heard) == {(A, b"n1 lives in epoch 2")}
+        assert a.heard == [(B, b"1")]
+
+
 async def test_bad_datagrams_are_counted_and_the_socket_lives_on() -> None:
     async with open_net() as net:
         a, b = await net.add(A), await net.add(B)

@@ -2,6 +2,8 @@ from typing import Any
 
 import pytest
 
+from kvrs.gossip import detector
+from kvrs.gossip.events import Superseded
 from kvrs.gossip.facts import HolderFact, Kind, LinkFact
 from kvrs.gossip.membership import Membership, parse_address
 from kvrs.gossip.wire import Status
@@ -49,11 +51,44 @@ async def test_who_dies_is_dead_who_leaves_has_left_and_who_comes_back_lives() -
         await three.close()
         await until(lambda: statuses(one)[C] is Status.LEFT)
         again = await house.add(B, port=port)
-        await until(lambda: statuses(one)[B] is Status.ALIVE and statuses(again)[A] is Status.ALIVE)
+        await until(lambda: statuses(one)[B] is Status.ALIVE and statuses(again).get(A) is Status.ALIVE)
 
         assert (of_the_dead, one.is_dead(C), one.is_dead(NodeId("nobody"))) == ({}, False, False)
         assert one.members[B].epoch == again.describe()["epoch"]
         house._members.remove(three)
+
+
+async def test_a_clock_that_was_set_back_keeps_nobody_out() -> None:
+    """The epoch of a process is the wall clock at its start: who began with too low a number hears so, and takes a higher."""
+    async with gathering() as house:
+        one, two = await house.add(A), await house.add(B)
+        await until(lambda: B in statuses(one) and A in statuses(two))
+        port, epoch = house.port_of(two), one.members[B].epoch
+        await house.kill(two)
+        await until(lambda: one.is_dead(B))
+
+        again = await house.add(B, epoch=epoch - 3600 * 10**9, port=port)
+        await until(lambda: statuses(one)[B] is Status.ALIVE and statuses(again).get(A) is Status.ALIVE)
+        again.publish("agent-n1", HolderFact(1, 1))
+        await until(lambda: (B, "agent-n1") in one.facts.holders)
+
+        assert one.members[B].epoch == again.describe()["epoch"] == epoch + 1
+
+
+async def test_the_older_of_two_processes_with_one_name_falls_silent_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not go on by itself, holding all others dead because nobody hears it."""
+    monkeypatch.setattr(detector, "_SETTLING_INTERVALS", 0.0)
+    async with gathering() as house:
+        one, older = await house.add(A), await house.add(B)
+        await until(lambda: B in statuses(one) and A in statuses(older))
+
+        heard = house.heard[B]
+        younger = await house.add(B)
+        await until(lambda: Superseded(younger.describe()["epoch"]) in heard)
+
+        assert older.describe()["over"]
+        assert not one.is_dead(B)
+        assert not older.is_dead(A)
 
 
 async def test_a_stranger_is_not_heard_and_counted() -> None:

@@ -15,6 +15,7 @@ from kvrs.gossip.seal import (
     WINDOW_PACKETS,
     Keyring,
     Opened,
+    Outdated,
     Refusal,
     Seal,
     Unproven,
@@ -131,7 +132,36 @@ def test_an_old_epoch_is_refused_once_a_newer_one_was_heard() -> None:
     restarted = seal_of(A, epoch=2)
 
     assert b.open(restarted.seal(B, b"")) == Unproven(A)  # Enough: it is authentic.
+    assert b.open(recorded) == Outdated(A, a._run, epoch=2)  # For which there is an answer, once.
     assert b.open(recorded) is Refusal.OLD_EPOCH
+    assert b.refused[Refusal.OLD_EPOCH] == 2
+
+
+def test_a_run_that_was_replaced_is_told_so_and_nobody_else_believes_it() -> None:
+    """What it is told is sealed for that run: the one in use, and any other, finds nothing proven in it."""
+    a, b = pair()
+    late = a.seal(B, b"alive")
+    restarted = seal_of(A, epoch=2)
+    acquaint(restarted, A, b, B)
+    old = b.open(late)
+    assert isinstance(old, Outdated)
+
+    told = b.seal(A, b"epoch 2", old.run)
+
+    assert a.open(told) == Opened(B, b"epoch 2")
+    assert restarted.open(told) == Unproven(B)
+
+
+def test_a_run_that_rises_above_the_others_is_heard() -> None:
+    """It began with too low an epoch, and was told."""
+    a, b = pair()
+    slow = seal_of(A, epoch=0, run=77)
+    assert isinstance(b.open(slow.seal(B, b"")), Outdated)
+
+    slow.rise(2)
+
+    assert b.open(slow.seal(B, b"")) == Unproven(A)
+    assert isinstance(b.open(a.seal(B, b"")), Outdated)
 
 
 def test_a_restarted_receiver_takes_nothing_that_was_recorded_before() -> None:
