@@ -1,7 +1,8 @@
 """What proxies say to each other of streams that a client can resume elsewhere. MessagePack, because events are bytes.
 
 A stream is named by the client's key. Who writes it is said by its owner epoch, which rises whenever it goes to another owner;
-which of several mirrors is the present one, by the mirror number, which rises whenever the owner takes another.
+which of several mirrors is the present one, by the mirror number, which rises whenever the owner takes another. Whoever is left
+alone with a record sends a copy of it to another proxy, which grants nothing as long as it sees the sender live.
 """
 
 from enum import StrEnum
@@ -70,11 +71,14 @@ class Update(msgspec.Struct):
     # From the first event on, and until that is acknowledged.
     prompt_ids: list[Natural] | None = None
     head: bytes | None = None
+    copied: Natural = 0  # Through how many hands the record has gone, if it is not its owner or its mirror that says this.
+    idle_s: float = 0.0  # Of a copy: since its stream was last heard of.
 
 
 class Batch(msgspec.Struct):
     """Body of `POST /kvrs/v1/mirror`."""
 
+    sender: Name  # The proxy's id.
     updates: list[Update]
 
 
@@ -92,7 +96,7 @@ class BatchAnswer(msgspec.Struct):
 
 
 class Hello(msgspec.Struct):
-    """Answer of `GET /kvrs/v1/mirror`."""
+    """Body and answer of `POST /kvrs/v1/mirror/hello`, and what `GET /kvrs/v1/mirror?watch=S` says again and again, in JSON."""
 
     id: Name
     run: Name
@@ -108,7 +112,8 @@ class Seen(msgspec.Struct, frozen=True):
     stream: StreamId
     owner_epoch: Natural
     mirror_no: Natural
-    grants: bool  # Whoever asks here may get the stream: it is its mirror, or an owner without one.
+    grants: bool  # Whoever asks here may get the stream: it is its mirror, or whoever is left of those that had it.
+    copied: Natural = 0
 
 
 class LookAnswer(msgspec.Struct):
@@ -119,7 +124,7 @@ class Claim(msgspec.Struct):
     """Body of `POST /kvrs/v1/mirror/claim`: the stream, as it was seen, is to go to the claimant."""
 
     key: Key
-    claimant: Name
+    claimant: Name  # One run of one proxy.
     seen: Seen
     digest: bytes
     stream: StreamId | None = None  # As the client names it, with the place up to which it has it.

@@ -20,6 +20,7 @@ from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.event_log import header_line
+from kvrs.protocol.mirror import Hello
 from kvrs.protocol.secrets import http_token
 from kvrs.proxy.admin import Admin
 from kvrs.proxy.agents import Agents
@@ -106,8 +107,9 @@ class Proxy:
         self._mirror = mirror = Mirror(
             config.proxy,
             driver.run_id,
-            self._peers(),
+            self._peers(Hello(config.proxy.id, driver.run_id)),
             clock,
+            texts=driver.texts,
             kept=driver.policy.kept,
             stop=driver.end_early,
             count=lambda outcome: metrics.resumes.labels(outcome).inc(),
@@ -116,7 +118,7 @@ class Proxy:
         hearsay = Hearsay(driver.links, Gpus(instances.known, driver.gpu_judged), driver.tell, clock)
         admin = Admin(driver, metrics, hearsay, self._describe, clock)
         if config.proxy.peer_port:
-            face = make_app(mirror, config.proxy.id, self._ring[0])
+            face = make_app(mirror, self._ring[0])
             await self._listen(face, "proxy.peer_port", config.proxy.peer_port)
         await mirror.peers.meet()
         self.port = await self._listen(api.application(), "proxy.port", config.proxy.port)
@@ -145,10 +147,10 @@ class Proxy:
             await membership.start(host, port, gossip_seeds(config, membership.id))
         return membership
 
-    def _peers(self) -> dict[str, ProxyPeer]:
+    def _peers(self, me: Hello) -> dict[str, ProxyPeer]:
         self._sessions.append(to_peers := new_session(self._token))
         peers = self._config.proxy.peers
-        return {peer.id: ProxyPeer(to_peers, peer.id, f"http://{peer.host}:{peer.peer_port}") for peer in peers}
+        return {peer.id: ProxyPeer(to_peers, me, peer.id, f"http://{peer.host}:{peer.peer_port}") for peer in peers}
 
     def _agent_backends(self) -> dict[InstanceId, tuple[NodeId, AgentBackend]]:
         if not self._config.agents_run:
@@ -174,13 +176,18 @@ class Proxy:
         await asyncio.gather(*self._background)
 
     async def drain(self) -> None:
-        """Take no new streams, hand over those that have a key, and give the others time to end."""
+        """Take no new streams, hand over those that have a key, if anybody is there for them, and give the rest time to end."""
         if self._api is None or self._mirror is None or self._driver is None:
             return
         self._api.draining = True
-        self._mirror.hand_over()
+        if self._mirror.peers.live:
+            self._mirror.hand_over()
         until_s = time.monotonic() + self._config.proxy.drain_s
         while self._driver.streams and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        # What only we have goes with us.
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while self._mirror.peers.live and self._mirror.uncopied and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def close(self) -> None:

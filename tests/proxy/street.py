@@ -6,12 +6,15 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from kvrs.config import Config, parse_config
+from kvrs.proxy.mirror.mirroring import Mirror
+from kvrs.proxy.mirror.records import RecordBook
 from kvrs.proxy.server import Proxy
 from tests.proxy.house import House, open_house
 from tests.proxy.scripted import SECRET
@@ -91,6 +94,14 @@ class Street:
         assert proxy is not None
         return proxy
 
+    def mirror(self, number: int) -> Mirror:
+        mirror = self.proxy(number)._mirror
+        assert mirror is not None
+        return mirror
+
+    def book(self, number: int) -> RecordBook:
+        return self.mirror(number).book
+
     def reader(self, key: str = "k", **fields: Any) -> Reader:
         return Reader(self, {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0} | fields, key)
 
@@ -117,6 +128,16 @@ class Street:
                 if connection.transport is not None:
                     connection.transport.abort()
         await proxy.close()
+
+    def config_file(self, number: int, directory: Path) -> Path:
+        """For a process in place of one of them."""
+        document = self.configs[number].model_dump(mode="json")
+        instances = [one for node in document["cluster"]["nodes"] for one in node["instances"]]
+        for page_port, one in enumerate(instances, 1):
+            one["page_port"] = page_port
+        path = directory / f"proxy-{number}.yaml"
+        path.write_bytes(msgspec.json.encode(document))
+        return path
 
     async def know_each_other(self) -> None:
         alive = [proxy for proxy in self.proxies if proxy is not None]

@@ -56,7 +56,7 @@ def test_a_mirror_holds_a_prefix_of_the_stream_whatever_becomes_of_messages(seed
         elif outbox.mirror is not None:
             book, update = books[outbox.mirror], outbox.next(float(step))
             for _ in range(random.choice([0, 1, 1, 1, 2])):
-                ack, ousts = book.apply(update, float(step))
+                ack, ousts = book.apply(update, "a", float(step))
                 assert not ousts
                 outbox.take(ack)
         for book in books.values():
@@ -64,7 +64,7 @@ def test_a_mirror_holds_a_prefix_of_the_stream_whatever_becomes_of_messages(seed
                 assert held.events == sent.events[: len(held.events)]
     while not outbox.settled:
         assert outbox.mirror is not None
-        outbox.take(books[outbox.mirror].apply(outbox.next(200.0), 200.0)[0])
+        outbox.take(books[outbox.mirror].apply(outbox.next(200.0), "a", 200.0)[0])
     assert outbox.mirror is None or books[outbox.mirror].records["k"].events == sent.events
 
 
@@ -74,7 +74,7 @@ def test_an_owner_epoch_is_granted_once_and_only_rises(seed: int) -> None:
     random, book, now_s = Random(seed), RecordBook("m-1"), 0.0
     sent = record()
     sent.mirror_no = 1
-    book.apply(sent.update(0.0), 0.0)
+    book.apply(sent.update(0.0), "a", 0.0)
     granted: list[int] = []
     waiting: list[Claim] = []
     for number in range(100):
@@ -95,7 +95,7 @@ def test_who_asks_right_after_another_has_resumed_is_refused() -> None:
     """Though it has seen how the stream stands; one whose owner has let go of it may be had."""
     book, sent = RecordBook("m-1"), record()
     sent.mirror_no = 1
-    book.apply(sent.update(0.0), 0.0)
+    book.apply(sent.update(0.0), "a", 0.0)
     assert book.claim(claim_for(book, "c-1"), 0.0).granted is not None
 
     assert book.claim(claim_for(book, "d-1"), CLAIM_S / 2).refusal is Refusal.BUSY
@@ -108,26 +108,29 @@ def test_nothing_goes_to_a_client_before_a_mirror_knows_of_the_stream() -> None:
     """Or a client could have a place in a stream that nobody knows. Without a mirror there is nobody to wait for."""
     outbox = Outbox(record())
     outbox.record.events = [said(1), said(2), said(3)]
-    assert [outbox.sendable(sync=sync) for sync in (False, True)] == [3, 3]
+    assert [outbox.sendable(0.0, sync=sync) for sync in (False, True)] == [3, 3]
 
     outbox.assign("m")
-    assert [outbox.sendable(sync=sync) for sync in (False, True)] == [0, 0]
+    assert [outbox.sendable(0.0, sync=sync) for sync in (False, True)] == [0, 0]
+    outbox.next(0.0)
     outbox.take(Ack(1))
-    assert [outbox.sendable(sync=sync) for sync in (False, True)] == [3, 1]
+    assert [outbox.sendable(0.0, sync=sync) for sync in (False, True)] == [3, 1]
+    # It may have been stopped for so long, and another one's by now.
+    assert [outbox.sendable(5.0, sync=sync) for sync in (False, True)] == [1, 1]
     outbox.take(Ack(-1, full=True))
-    assert [outbox.sendable(sync=sync) for sync in (False, True)] == [3, 3]
+    assert [outbox.sendable(0.0, sync=sync) for sync in (False, True)] == [3, 3]
 
 
 def test_an_owner_that_lost_its_stream_is_told_and_changes_nothing() -> None:
     """Whatever it says late."""
     book, sent = RecordBook("m-1"), record()
     sent.mirror_no = 1
-    book.apply(sent.update(0.0), 0.0)
+    book.apply(sent.update(0.0), "a", 0.0)
     book.claim(claim_for(book, "c-1"), 1.0)
 
     sent.add(said(1))
-    ack, _ = book.apply(sent.update(1.0, from_event=0, opening=False), 1.0)
-    again, _ = book.apply(sent.update(1.0), 1.0)
+    ack, _ = book.apply(sent.update(1.0, from_event=0, opening=False), "a", 1.0)
+    again, _ = book.apply(sent.update(1.0), "a", 1.0)
 
     assert (ack.superseded, again.superseded) == (True, True)
     assert book.records["k"].events == []
@@ -150,7 +153,7 @@ def test_a_claim_is_refused_for_its_reason(changes: dict[str, object], refusal: 
     sent.mirror_no, sent.standing = 1, Standing(inexact=("temperature",))
     sent.add(said(1))
     sent.add(said(2))
-    book.apply(sent.update(0.0), 0.0)
+    book.apply(sent.update(0.0), "a", 0.0)
 
     answer = book.claim(claim_for(book, "c-1", **changes), 1.0)
 
@@ -163,7 +166,7 @@ def test_what_is_complete_is_for_everybody() -> None:
     book, sent = RecordBook("m-1"), record()
     sent.add(said(1))
     sent.standing = Standing(complete=True)
-    book.apply(sent.update(0.0), 0.0)
+    book.apply(sent.update(0.0), "a", 0.0)
 
     answers = [book.claim(claim_for(book, f"c{n}-1"), 0.0) for n in range(3)]
 
@@ -182,7 +185,7 @@ def test_an_owner_with_a_mirror_does_not_grant() -> None:
 
     outbox.assign("m")
     assert book.claim(claim_for(book, "c-1"), 1.0).refusal is Refusal.BUSY
-    book.lose_mirror("m")
+    book.lose("m")
 
     assert book.claim(claim_for(book, "c-1"), 1.0).granted is not None
     assert book.held == set()
@@ -195,7 +198,7 @@ def test_two_that_begin_under_one_key_prefer_the_same() -> None:
         book = RecordBook(own.owner)
         book.own(own, 0.0)
 
-        ack, ousts = book.apply(other.update(0.0), 0.0)
+        ack, ousts = book.apply(other.update(0.0), "a", 0.0)
 
         assert (ack.superseded, ousts) == (own is first, own is second)
 
@@ -207,11 +210,11 @@ def test_a_book_is_bounded_and_keeps_what_lives_here() -> None:
     for n in range(5):
         done = record(f"k{n}")
         done.standing = Standing(complete=True)
-        book.apply(done.update(0.0), float(n))
+        book.apply(done.update(0.0), "a", float(n))
     assert set(book.records) == {"mine", "k3", "k4"}
     live = record("big")
     live.add(Said(1, [1], b"x" * 5000))
-    assert book.apply(live.update(0.0), 5.0) == (Ack(-1, full=True), False)
+    assert book.apply(live.update(0.0), "a", 5.0) == (Ack(-1, full=True), False)
 
     book.expire(100.0)
 
@@ -272,3 +275,62 @@ def test_an_update_survives_the_wire() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=Update) == update
     assert update.opening is not None
     assert update.opening.age_s == 2.5
+
+
+def test_a_copy_grants_nothing_before_whoever_sent_it_is_lost() -> None:
+    """Or two could be granted the same stream."""
+    mirror, keeper, sent = RecordBook("m-1"), RecordBook("k-1"), record()
+    sent.add(said(1))
+    mirror.apply(sent.update(0.0), "a", 0.0)
+    assert mirror.alone({"a", "k"}, 0.0) == []
+    mirror.lose("a")
+    (orphan,) = mirror.alone({"k"}, 0.0)
+
+    assert keeper.keep(orphan.copy(0.0), "m", 0.0) == (Ack(1), False)
+    assert keeper.claim(claim_for(keeper, "c-1"), 1.0).refusal is Refusal.BUSY
+    assert best_of([("k", keeper.look("k")), ("m", mirror.look("k"))])[0] == "m"  # type: ignore[list-item,index]
+    keeper.lose("m")
+
+    assert keeper.alone({"a"}, 1.0)[0].copied == 1
+    assert keeper.claim(claim_for(keeper, "c-1"), 1.0).granted is not None
+    assert keeper.alone({"a"}, 1.0) == [], "its new owner is about to say where it is"
+    assert keeper.alone({"a"}, 1.0 + CLAIM_S) == [keeper.records["k"]]
+
+
+def test_the_better_of_two_copies_stays() -> None:
+    """By owner, mirror and events; what lives here is no copy, and gives way to a later owner only."""
+    book, older, newer = RecordBook("k-1"), record(), record()
+    newer.mirror_no = 1
+    newer.add(said(1))
+    assert book.keep(newer.copy(0.0), "m", 0.0) == (Ack(1), False)
+    assert book.keep(older.copy(0.0), "n", 0.0) == (Ack(1, superseded=True), False)
+    assert book.records["k"].other == "m"
+    assert book.keep(newer.copy(0.0), "o", 0.0) == (Ack(1), False)
+    assert book.records["k"].other == "o"
+    newer.add(said(2))
+    assert book.keep(newer.copy(0.0), "m", 0.0) == (Ack(2), False)
+
+    mine = record(owner="k-1")
+    mine.owner_epoch = 1
+    book.own(mine, 0.0)
+    assert book.keep(newer.copy(0.0), "m", 0.0) == (Ack(0, superseded=True), False)
+    newer.owner_epoch = 1
+    assert book.keep(newer.copy(0.0), "m", 0.0) == (Ack(0), False)
+    assert book.records["k"] is mine
+    newer.owner_epoch = 2
+    assert book.keep(newer.copy(0.0), "m", 0.0) == (Ack(2), True)
+
+
+def test_a_copy_lives_no_longer_than_the_record() -> None:
+    """Or what is passed on again and again would stay for ever; and a full book says so."""
+    book, sent = RecordBook("k-1", most_records=1, keep_s=10.0), record()
+    sent.touched_s = 1.0
+
+    book.keep(sent.copy(8.0), "m", 108.0)
+    other = record("other")
+    other.touched_s = 8.0
+
+    assert book.records["k"].touched_s == 101.0
+    assert book.keep(other.copy(8.0), "m", 103.0)[0].full
+    book.expire(112.0)
+    assert book.records == {}

@@ -46,7 +46,7 @@ async def process_of(config: Path) -> AsyncIterator[tuple[asyncio.subprocess.Pro
             assert started.stderr is not None
             while (port := re.search(rb"proxy ready port=(\d+)", await started.stderr.readline())) is None:
                 assert started.returncode is None
-            yield started, f"http://127.0.0.1:{int(port[1])}/v1/completions"
+        yield started, f"http://127.0.0.1:{int(port[1])}/v1/completions"
     finally:
         if started.returncode is None:
             started.kill()

@@ -238,8 +238,7 @@ async def test_tokens_beyond_the_mirror_are_made_again_and_dropped(street: Stree
     here = await street()
     gate, reader = gate_at(here, 6), here.reader()
     await reader.read(0, tokens=6)
-    mirror = here.proxy(1)._mirror
-    assert mirror is not None
+    mirror = here.mirror(1)
 
     await here.kill(0)
     del mirror.book.records["k"].events[2:]
@@ -260,8 +259,7 @@ async def test_what_cannot_be_made_again_exactly_is_an_error(street: StreetBuild
     gate_at(here, 6)
     reader = here.reader(temperature=1, seed=3)
     await reader.read(0, tokens=6)
-    mirror = here.proxy(1)._mirror
-    assert mirror is not None
+    mirror = here.mirror(1)
 
     await here.kill(0)
     del mirror.book.records["k"].events[2:]
@@ -275,8 +273,7 @@ async def test_with_sync_the_client_never_has_more_than_the_mirror(street: Stree
     here = await street(proxy={"mirror": "sync"})
     gate_at(here, 6)
     reader = here.reader()
-    mirror = here.proxy(1)._mirror
-    assert mirror is not None
+    mirror = here.mirror(1)
     reading = asyncio.create_task(reader.read(0))
 
     while len(reader.events) < 6:
@@ -293,15 +290,13 @@ async def test_a_dead_mirror_is_replaced_with_the_whole_journal(street: StreetBu
     reading = asyncio.create_task(reader.read(0))
     while len(reader.events) < 4:
         await asyncio.sleep(0.005)
-    owner = here.proxy(0)._mirror
-    assert owner is not None
-    first = owner.book.records["k"].mirrored_at
+    owner = here.mirror(0)
+    first = owner.book.records["k"].other
     assert first is not None
 
     await here.kill(int(first[-1]))
     other = 3 - int(first[-1])
-    mirror = here.proxy(other)._mirror
-    assert mirror is not None
+    mirror = here.mirror(other)
     async with asyncio.timeout(5):
         while "k" not in mirror.book.records or len(mirror.book.records["k"].events) < 4:
             await asyncio.sleep(0.005)
@@ -359,3 +354,69 @@ async def test_a_key_that_cannot_be_honoured_is_refused(
         error = msgspec.json.decode(await response.read())["error"]
 
     assert (response.status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"prompt": [1, 2, 3], "logprobs": 1, "return_token_ids": True}, 6),
+        ({"prompt": [1, 2, 3], "temperature": 1, "seed": 5, "max_tokens": 30}, 20),
+        ({"prompt": [1, 2, 3], "stop": ["zzz", text_of(expected_ids([1, 2, 3], 8)[-1])]}, 6),
+        (
+            {
+                "prompt": None,
+                "messages": [{"role": "user", "content": "play thought/tokens."}],
+                "logprobs": True,
+                "max_tokens": 24,
+            },
+            7,
+        ),
+    ],
+)
+async def test_a_client_that_has_a_part_of_an_event_gets_the_rest_of_it(
+    street: StreetBuilder, model: str, fields: dict[str, Any], tokens: int
+) -> None:
+    """What came in small pieces is made again in large ones, which end elsewhere: in text, ids and numbers nobody can tell."""
+    here = await street(model=model)
+    whole = here.reader("whole", **fields)
+    await whole.read(0)
+    for n, pieces in enumerate((3, 4, 30)):
+        gate = gate_at(here, tokens)
+        reader = here.reader(f"cut{n}", **fields)
+        reading = asyncio.create_task(reader.read(0, tokens=tokens))
+        await reading
+        mirror = here.mirror(1)
+        await here.kill(0)
+        del mirror.book.records[reader.key].events[2:]
+        here.house.script.tokens_per_event = pieces
+        gate.set()
+
+        await reader.read_all(1)
+
+        assert said_in(reader) == said_in(whole)
+        assert reader.errors == []
+        here.house.script.tokens_per_event, here.house.script.gate = 1, None
+        await here.start(0)
+        await here.know_each_other()
+
+
+def said_in(reader: Reader) -> dict[str, Any]:
+    """All that the events of one choice say, put together."""
+    said: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        match value:
+            case None:
+                pass
+            case dict():
+                for inner, each in value.items():
+                    add(f"{name}.{inner}", each)
+            case _:
+                said[name] = said[name] + value if name in said else value
+
+    for event in reader.events:
+        for choice in msgspec.json.decode(event)["choices"]:
+            for name, value in choice.items():
+                if name != "index":
+                    add(name, value)
+    return said

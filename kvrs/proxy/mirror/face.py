@@ -14,13 +14,18 @@ from kvrs.transfer import http
 Asked = TypeVar("Asked")
 
 
-def make_app(mirror: Mirror, name: str, secret: bytes) -> web.Application:
-    async def hello(_: web.Request) -> web.Response:
-        return _answer(Hello(name, mirror.name))
+def make_app(mirror: Mirror, secret: bytes) -> web.Application:
+    async def watch(request: web.Request) -> web.StreamResponse:
+        return await http.watch(request, lambda: mirror.peers.me)
+
+    async def hello(request: web.Request) -> web.Response:
+        mirror.peers.met(_decode(await request.read(), Hello))
+        return _answer(mirror.peers.me)
 
     async def take(request: web.Request) -> web.Response:
         batch = _decode(await request.read(), Batch)
-        return _answer(BatchAnswer(mirror.name, [mirror.take(update) for update in batch.updates]))
+        mirror.peers.check(batch.sender)
+        return _answer(BatchAnswer(mirror.name, [mirror.take(update, batch.sender) for update in batch.updates]))
 
     async def look(request: web.Request) -> web.Response:
         return _answer(LookAnswer(mirror.book.look(_decode(await request.read(), Look).key)))
@@ -29,7 +34,8 @@ def make_app(mirror: Mirror, name: str, secret: bytes) -> web.Application:
         return _answer(mirror.grant(_decode(await request.read(), Claim)))
 
     app = http.new_app(secret)
-    app.add_routes([web.get(PATH, hello), web.post(PATH, take), web.post(f"{PATH}/look", look), web.post(f"{PATH}/claim", claim)])
+    app.add_routes([web.get(PATH, watch), web.post(PATH, take), web.post(f"{PATH}/hello", hello)])
+    app.add_routes([web.post(f"{PATH}/look", look), web.post(f"{PATH}/claim", claim)])
     return app
 
 

@@ -5,18 +5,25 @@ wherever it asks, has had or will get.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
+from tokenizers import Tokenizer
 
+from kvrs.errors import ConfigError
 from kvrs.policy.events import Kept
 from kvrs.protocol.mirror import Held, Said
 from kvrs.protocol.openai import error_body
 from kvrs.proxy.answers import WholeClient
 from kvrs.proxy.clients import ClientGoneError, SseClient
 from kvrs.proxy.journal import Journal
+from kvrs.proxy.mirror.cutting import rest_of
 from kvrs.proxy.mirror.records import Fate, Outbox, Record, RecordBook, fate_of
 from kvrs.proxy.streams import Failed
+from kvrs.proxy.texts import Texts
+
+log = logging.getLogger(__name__)
 
 # A client, or a mirror, that lags so many events behind makes the engine wait.
 _MOST_UNSENT = 256
@@ -39,6 +46,8 @@ class KeyedStream:
         after: int,
         *,
         sync: bool,
+        clock: Callable[[], float],
+        texts: Texts,
         changed: Callable[["KeyedStream"], None],
         kept: Callable[[], tuple[Kept, ...]],
         stop: Callable[[Failed], None],
@@ -50,6 +59,9 @@ class KeyedStream:
         self._book = book
         self.after = after  # Where the client stands.
         self._sync = sync
+        self._clock = clock
+        self._texts = texts
+        self._tokenizer: Tokenizer | None = None  # Once it is needed.
         self._changed = changed
         self._kept = kept
         self._stop = stop
@@ -176,9 +188,11 @@ class KeyedStream:
             while True:
                 self._wake.clear()
                 batch = self._next_batch()
-                if batch is None:
+                if batch is None and not await self._learn_to_cut():
                     self.fail(TORN)
                     return
+                if batch is None:
+                    continue
                 if batch and isinstance(self._inner, SseClient):
                     await self._inner.send_numbered(self.journal.stream, batch)
                 elif batch:
@@ -191,15 +205,31 @@ class KeyedStream:
             self._stop(Failed(499, error_body("the client is gone", kind="client_gone")))
 
     def _next_batch(self) -> list[Said] | None:
-        """What may go to the client now; None: a part of it would have to."""
+        """What may go to the client now; None: a part of an event, which cannot be cut yet."""
         events, batch = self.record.events, []
         before = events[self._cursor - 1].seq if self._cursor else -1
-        for event in events[self._cursor : self.outbox.sendable(sync=self._sync)]:
+        for event in events[self._cursor : self.outbox.sendable(self._clock(), sync=self._sync)]:
             fate = fate_of(before, event, self.after)
-            if fate is Fate.TORN:
+            if fate is Fate.TORN and self._tokenizer is None:
                 return None
-            if fate is Fate.SEND:
-                batch.append(event)
+            if fate is not Fate.SKIP:
+                batch.append(self._rest_of(event, before) if fate is Fate.TORN else event)
             before = event.seq
             self._cursor += 1
         return batch
+
+    def _rest_of(self, event: Said, before: int) -> Said:
+        assert self._tokenizer is not None
+        ids = [token_id for each in self.record.events[: self._cursor] for token_id in each.ids]
+        has = min(self.after - max(before, 0), len(event.ids))
+        return rest_of(event, ids, has, self.journal, self._tokenizer)
+
+    async def _learn_to_cut(self) -> bool:
+        """Whether the proxy can make the text of such events itself: of our own engines, whose machine it has."""
+        if self.journal.text_sent is not None or not self._texts.available:
+            return False
+        try:
+            self._tokenizer = await self._texts.tokenizer()
+        except ConfigError as error:
+            log.warning("stream cannot be cut", extra={"stream": self.journal.stream, "cause": str(error)})
+        return self._tokenizer is not None

@@ -1,7 +1,8 @@
 """Keeps the record of every stream that can be resumed at a peer, and finds those of others.
 
 Of the streams that live here each has a mirror among the live peers. What is new goes there some milliseconds later, that of
-all streams in one message; an opening, an end, and with `mirror: sync` everything, goes at once.
+all streams in one message; an opening, an end, and with `mirror: sync` everything, goes at once. Of all others, whose clients are
+away or have everything, two proxies have the record too: whoever finds itself alone with it sends a copy to a live peer.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import StreamId
 from kvrs.policy.events import Kept
-from kvrs.protocol.mirror import Ack, Claim, ClaimAnswer, Opening, Refusal, Seen, Standing, Update
+from kvrs.protocol.mirror import Ack, Claim, ClaimAnswer, Hello, Opening, Refusal, Seen, Standing, Update
 from kvrs.protocol.openai import error_body
 from kvrs.proxy.answers import WholeClient
 from kvrs.proxy.clients import SseClient
@@ -22,11 +23,13 @@ from kvrs.proxy.mirror.keys import Asking
 from kvrs.proxy.mirror.peers import Peers, ProxyPeer
 from kvrs.proxy.mirror.records import Outbox, Record, RecordBook, best_of, merged, mirror_for, record_of
 from kvrs.proxy.streams import Failed
+from kvrs.proxy.texts import Texts
 
 log = logging.getLogger(__name__)
 
 _GATHER_S = 0.01
 _TOUCH_S = 1.0  # Also a stream that is silent is heard of: so its owner learns when it has lost it.
+_MEND_S = 0.25
 _MOST_BATCH_BYTES = 8 << 20
 _TRIES = 4
 _AGAIN_S = 0.05
@@ -58,20 +61,25 @@ class Mirror:
         peers: dict[str, ProxyPeer],
         clock: Callable[[], float],
         *,
+        texts: Texts,
         kept: Callable[[StreamId], tuple[Kept, ...]],
         stop: Callable[[StreamId, Failed], None],
         count: Callable[[str], None],
     ) -> None:
         self.name = name
+        self._id = settings.id
         self.book = RecordBook(name)
-        self.peers = Peers(peers, self._peer_lost, self._peer_up)
+        self.peers = Peers(Hello(settings.id, name), peers, self._peer_lost, self._peer_up)
         self._sync = settings.mirror is MirrorMode.SYNC
         self._clock = clock
+        self._texts = texts
         self._kept = kept
         self._stop = stop
         self._count = count
         self._streams: dict[str, KeyedStream] = {}  # Those that live here, by key.
         self._closing: dict[str, KeyedStream] = {}  # That are over, and whose mirror has yet to hear of it.
+        self._copying: dict[str, str] = {}  # Which peer gets a copy of which record next, by key.
+        self._no_room: set[str] = set()  # Records that were refused for it, until some peer comes or goes.
         self._wake = {peer: asyncio.Event() for peer in peers}
         self._hurry = {peer: asyncio.Event() for peer in peers}
 
@@ -102,6 +110,8 @@ class Mirror:
             self.book,
             asking.after,
             sync=self._sync,
+            clock=self._clock,
+            texts=self._texts,
             changed=self._changed,
             kept=lambda: self._kept(stream),
             stop=lambda failure: self._stop(stream, failure),
@@ -143,7 +153,13 @@ class Mirror:
             "record_bytes": self.book.size_bytes,
             "resumable": len(self._streams),
             "unmirrored": sum(keyed.outbox.mirror is None for keyed in self._streams.values()),
+            "uncopied": self.uncopied,
         }
+
+    @property
+    def uncopied(self) -> int:
+        """Of the records whose streams do not live here, those that nobody else has."""
+        return len(self.book.alone({peer.id for peer in self.peers.live}, self._clock()))
 
     def _oust(self, key: str) -> None:
         if (keyed := self._streams.pop(key, None)) is not None:
@@ -153,8 +169,8 @@ class Mirror:
 
     # What peers say.
 
-    def take(self, update: Update) -> Ack:
-        ack, ousts = self.book.apply(update, self._clock())
+    def take(self, update: Update, sender: str) -> Ack:
+        ack, ousts = (self.book.keep if update.copied else self.book.apply)(update, sender, self._clock())
         if ousts:
             self._oust(update.key)
         return ack
@@ -168,35 +184,59 @@ class Mirror:
     # Telling the mirrors.
 
     def _assign(self, keyed: KeyedStream) -> None:
-        live = [] if keyed.outbox.full else [peer.id for peer in self.peers.live]
-        keyed.outbox.assign(mirror_for(keyed.record.key, live))
+        live, before = [] if keyed.outbox.full else [peer.id for peer in self.peers.live], keyed.record.other
+        # Whoever has granted the stream has it already, and is the one who would tell others of it.
+        keyed.outbox.assign(before if before in live else mirror_for(keyed.record.key, live))
         keyed.wake()
         self._changed(keyed)
 
     def _changed(self, keyed: KeyedStream) -> None:
-        mirror, record = keyed.outbox.mirror, keyed.record
-        if mirror is None:
+        outbox, standing = keyed.outbox, keyed.record.standing
+        if outbox.mirror is None:
             return
-        self._wake[mirror].set()
-        if self._sync or keyed.outbox.acked < 0 or record.standing.released or record.standing.complete:
-            self._hurry[mirror].set()
+        self._wake[outbox.mirror].set()
+        if standing.released or standing.complete or outbox.waits(self._clock(), sync=self._sync):
+            self._hurry[outbox.mirror].set()
 
     def _peer_lost(self, peer: str) -> None:
-        self.book.lose_mirror(peer)
-        for keyed in [*self._streams.values(), *self._closing.values()]:
+        self.book.lose(peer)
+        for keyed in self._streams.values():
             if keyed.outbox.mirror == peer:
                 self._assign(keyed)
-                if keyed.outbox.mirror is None:
-                    self._closing.pop(keyed.record.key, None)
+        # What is over is copied as any other record.
+        self._closing = {key: keyed for key, keyed in self._closing.items() if keyed.outbox.mirror != peer}
+        self._copying = {key: target for key, target in self._copying.items() if target != peer}
+        self._no_room.clear()
+        self._mend()
 
     def _peer_up(self) -> None:
         for keyed in self._streams.values():
             if keyed.outbox.mirror is None:
                 self._assign(keyed)
+        self._no_room.clear()
+        self._mend()
+
+    def _mend(self) -> None:
+        """See to it that somebody else has what we are alone with."""
+        live = {peer.id for peer in self.peers.live}
+        if not live:
+            return
+        for record in self.book.alone(live, self._clock()):
+            if record.key not in self._copying and record.key not in self._no_room:
+                target = mirror_for(record.key, live)
+                assert target is not None
+                self._copying[record.key] = target
+                self._wake[target].set()
+                self._hurry[target].set()
 
     async def run(self) -> None:
         """Until cancelled."""
-        await asyncio.gather(self.peers.run(), self._touch(), *map(self._tell, self.peers.known.values()))
+        await asyncio.gather(self.peers.run(), self._touch(), self._keep_mending(), *map(self._tell, self.peers.known.values()))
+
+    async def _keep_mending(self) -> None:
+        while True:
+            await asyncio.sleep(_MEND_S)
+            self._mend()
 
     async def _touch(self) -> None:
         while True:
@@ -218,42 +258,71 @@ class Mirror:
                 pass
             wake.clear()
             hurry.clear()
-            told, updates = self._updates_for(peer.id)
-            if not updates:
+            told = self._updates_for(peer.id)
+            if not told:
                 continue
             try:
-                answer = await peer.mirror(updates)
+                answer = await peer.mirror([update for _, update in told])
             except UpstreamError as error:
                 self.peers.fail(peer, str(error))
                 continue
             # Before the answer is read: what the process before this one had is gone.
             self.peers.note(peer, answer.run)
-            for keyed, mirror_no, ack in zip(told, [update.mirror_no for update in updates], answer.acks, strict=True):
-                self._acknowledged(keyed, mirror_no, ack)
+            for (whose, update), ack in zip(told, answer.acks, strict=True):
+                if isinstance(whose, Record):
+                    self._copied(whose, update, peer.id, ack)
+                else:
+                    self._acknowledged(whose, update.mirror_no, ack)
 
-    def _updates_for(self, peer: str) -> tuple[list[KeyedStream], list[Update]]:
-        told, updates, size_bytes, now_s = [], [], 0, self._clock()
-        for keyed in [*self._streams.values(), *self._closing.values()]:
-            if keyed.outbox.mirror != peer or not keyed.outbox.dirty:
-                continue
+    def _updates_for(self, peer: str) -> list[tuple[KeyedStream | Record, Update]]:
+        told: list[tuple[KeyedStream | Record, Update]] = []
+        size_bytes, now_s = 0, self._clock()
+        waiting: list[KeyedStream | str] = [
+            *(keyed for keyed in self._streams.values() if keyed.outbox.mirror == peer and keyed.outbox.dirty),
+            *(keyed for keyed in self._closing.values() if keyed.outbox.mirror == peer and keyed.outbox.dirty),
+            *(key for key, target in self._copying.items() if target == peer),
+        ]
+        for each in waiting:
             if size_bytes > _MOST_BATCH_BYTES:
                 self._wake[peer].set()
                 break
-            update = keyed.outbox.next(now_s)
-            size_bytes += sum(len(event.data) for event in update.events)
-            told.append(keyed)
-            updates.append(update)
-        return told, updates
+            if isinstance(each, KeyedStream):
+                told.append((each, each.outbox.next(now_s)))
+            elif (record := self._still_alone(each)) is not None:
+                told.append((record, record.copy(now_s)))
+            else:
+                continue
+            size_bytes += sum(len(event.data) for event in told[-1][1].events)
+        return told
+
+    def _still_alone(self, key: str) -> Record | None:
+        record = self.book.records.get(key)
+        if record is not None and key not in self.book.held:
+            return record
+        del self._copying[key]
+        return None
+
+    def _copied(self, record: Record, update: Update, peer: str, ack: Ack) -> None:
+        """Another one has said what became of our copy."""
+        self._copying.pop(record.key, None)
+        if self.book.records.get(record.key) is not record or record.key in self.book.held:
+            return
+        if ack.superseded:
+            self.book.forget(record.key)
+        elif ack.full:
+            self._no_room.add(record.key)
+        elif record.owner_epoch == update.owner_epoch and record.other not in {peer.id for peer in self.peers.live}:
+            record.other = peer
 
     def _acknowledged(self, keyed: KeyedStream, mirror_no: int, ack: Ack) -> None:
         outbox = keyed.outbox
         if outbox.mirror is None or outbox.record.mirror_no != mirror_no:
             return
         if ack.superseded:
-            if self._streams.get(keyed.record.key) is keyed:
-                self._oust(keyed.record.key)
-                self.book.forget(keyed.record.key)
-            self._closing.pop(keyed.record.key, None)
+            key = keyed.record.key
+            if keyed in (self._streams.get(key), self._closing.get(key)):
+                self._oust(key)
+                self.book.forget(key)
             return
         outbox.take(ack)
         keyed.wake()
@@ -284,7 +353,9 @@ class Mirror:
             answer = await self._claim(best[0], asking, best[1])
             if answer is not None and answer.granted is not None:
                 self._count("granted")
-                return merged(record_of(answer.granted, self._clock()), self.book.records.get(asking.key))
+                record = merged(record_of(answer.granted, self._clock()), self.book.records.get(asking.key))
+                record.other = None if best[0] == self._id else best[0]
+                return record
             if answer is not None and answer.refusal in _REFUSALS and best[1].grants:
                 self._count(str(answer.refusal))
                 raise _error(*_REFUSALS[answer.refusal])
@@ -297,7 +368,7 @@ class Mirror:
         found: list[tuple[str, Seen]] = []
         unasked: list[str] = []
         if (own := self.book.look(key)) is not None:
-            found.append((self.name, own))
+            found.append((self._id, own))
 
         async def ask(peer: ProxyPeer) -> None:
             try:
@@ -313,7 +384,7 @@ class Mirror:
 
     async def _claim(self, holder: str, asking: Asking, seen: Seen) -> ClaimAnswer | None:
         claim = Claim(asking.key, self.name, seen, asking.digest, asking.stream, asking.after)
-        if holder == self.name:
+        if holder == self._id:
             return self.grant(claim)
         try:
             return await self.peers.known[holder].claim(claim)

@@ -2,9 +2,11 @@
 
 Pure. The laws: an owner epoch is granted once by whoever keeps the record, and only rises; what an owner below it says is
 refused; a record holds a prefix of the events of its stream, in order and each once, whatever is said twice or is left out.
+Two proxies have each record: each knows who the other one is, and once that one is lost it is alone until it has found another.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
@@ -20,6 +22,9 @@ _MOST_RECORD_BYTES = 32 << 20
 _FIXED_BYTES = 512  # Of a record, beside its events and its prompt.
 _BYTES_PER_ID = 8
 _BYTES_PER_EVENT = 100
+# An owner that has not heard from its mirror for so long may have been stopped, and its stream be another's by now: until it has
+# asked it gives its client nothing that the mirror does not have.
+_TRUST_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +43,14 @@ class Record:
     head: bytes | None = None
     standing: Standing = field(default_factory=Standing)
     touched_s: float = 0.0
-    mirrored_at: str | None = None  # The peer that grants it in our place, while we are its owner.
+    other: str | None = None  # The peer that has it too.
+    grants: bool = True  # Who asks us for it may get it; else who asks `other`.
+    copied: int = 0  # Through how many hands it has gone.
     size_bytes: int = _FIXED_BYTES
+
+    def is_young(self, now_s: float) -> bool:
+        """Whether it has just been granted to somebody."""
+        return self.owner_epoch > 0 and self.open_again(now_s).owned_s < CLAIM_S
 
     @property
     def seq(self) -> int:
@@ -61,6 +72,12 @@ class Record:
         """The opening as it is to be told now."""
         passed_s = now_s - self.opened_s
         return msgspec.structs.replace(self.opening, age_s=self.opening.age_s + passed_s, owned_s=self.opening.owned_s + passed_s)
+
+    def copy(self, now_s: float) -> Update:
+        """The whole record, for somebody who is to keep it as well."""
+        whole = self.update(now_s)
+        whole.copied, whole.idle_s = self.copied + 1, now_s - self.touched_s
+        return whole
 
     def update(self, now_s: float, *, from_event: int = 0, opening: bool = True) -> Update:
         events = self.events[from_event:]
@@ -87,7 +104,8 @@ def record_of(update: Update, now_s: float) -> Record:
     """What an update with an opening says."""
     assert update.opening is not None
     made = Record(update.key, update.stream, update.opening, now_s, update.owner, update.owner_epoch, update.mirror_no)
-    made.prompt_ids, made.head, made.standing, made.touched_s = update.prompt_ids, update.head, update.standing, now_s
+    made.prompt_ids, made.head, made.standing = update.prompt_ids, update.head, update.standing
+    made.touched_s, made.copied = now_s - update.idle_s, update.copied
     made.size_bytes += _BYTES_PER_ID * len(update.prompt_ids or ())
     for event in update.events:
         made.add(event)
@@ -131,21 +149,53 @@ class RecordBook:
         if self.records.get(record.key) is record:
             self.size_bytes += grown
 
-    def lose_mirror(self, peer: str) -> None:
-        """What it had is gone, or cannot be asked for: we grant our own streams ourselves."""
+    # As one of two.
+
+    def lose(self, peer: str) -> None:
+        """What it had is gone, or cannot be asked for: we are alone with it."""
         for record in self.records.values():
-            if record.mirrored_at == peer:
-                record.mirrored_at = None
+            if record.other == peer:
+                record.other, record.grants = None, True
+
+    def alone(self, live: Collection[str], now_s: float) -> list[Record]:
+        """What nobody else has, and does not live here. What has just been granted its owner is about to tell of."""
+        return [
+            record
+            for key, record in self.records.items()
+            if record.other not in live and key not in self.held and not record.is_young(now_s)
+        ]
+
+    def keep(self, update: Update, sender: str, now_s: float) -> tuple[Ack, bool]:
+        """Take a copy of what only the sender has, unless what is here is as good; what is returned is as of `apply`."""
+        record, lives_here = self.records.get(update.key), update.key in self.held
+        if record is not None:
+            if _is_behind(update, record):
+                # Who hears this drops it.
+                if record.other == sender and not lives_here:
+                    record.other = None
+                return Ack(len(record.events), superseded=True), False
+            if lives_here and (update.stream, update.owner_epoch) == (record.stream, record.owner_epoch):
+                return Ack(len(record.events)), False
+            if not lives_here and not _is_ahead(update, record):
+                record.other = sender
+                return Ack(len(record.events)), False
+        self._drop(update.key)
+        made = record_of(update, now_s)
+        if not self._make_room(made.size_bytes, now_s):
+            return Ack(-1, full=True), lives_here
+        made.other, made.grants = sender, False
+        self._put(made)
+        return Ack(len(made.events)), lives_here
 
     # As a mirror.
 
-    def apply(self, update: Update, now_s: float) -> tuple[Ack, bool]:
+    def apply(self, update: Update, sender: str, now_s: float) -> tuple[Ack, bool]:
         """Take in what an owner says; and whether a stream that lives here has found its master in it."""
         record = self.records.get(update.key)
         if record is not None and _outranks(record, update):
             return Ack(len(record.events), superseded=True), False
         if update.opening is not None and update.first_event == 0:
-            return self._open(update, record, now_s)
+            return self._open(update, sender, record, now_s)
         if record is None or not _continues(record, update):
             return Ack(-1), False
         known = len(record.events)
@@ -158,10 +208,10 @@ class RecordBook:
                 self.add(record, event)
             if update.first_event + len(update.events) >= known:
                 record.standing = update.standing
-        record.touched_s = now_s
+        record.touched_s, record.other = now_s, sender
         return Ack(len(record.events)), False
 
-    def _open(self, update: Update, record: Record | None, now_s: float) -> tuple[Ack, bool]:
+    def _open(self, update: Update, sender: str, record: Record | None, now_s: float) -> tuple[Ack, bool]:
         if record is not None and update.mirror_no < record.mirror_no and _continues(record, update, any_mirror=True):
             return Ack(-1), False  # It was under way for long.
         ousts = update.key in self.held
@@ -169,6 +219,7 @@ class RecordBook:
         made = record_of(update, now_s)
         if not self._make_room(made.size_bytes, now_s):
             return Ack(-1, full=True), ousts
+        made.other = sender
         self._put(made)
         return Ack(len(made.events)), ousts
 
@@ -178,8 +229,7 @@ class RecordBook:
         record = self.records.get(key)
         if record is None:
             return None
-        grants = record.owner != self._run or record.mirrored_at is None
-        return Seen(record.stream, record.owner_epoch, record.mirror_no, grants)
+        return Seen(record.stream, record.owner_epoch, record.mirror_no, record.grants, record.copied)
 
     def claim(self, claim: Claim, now_s: float) -> ClaimAnswer:
         """Grant the stream to the claimant, as the next owner, or say why not. What is complete is for everybody."""
@@ -194,7 +244,7 @@ class RecordBook:
         record.opening, record.opened_s = msgspec.structs.replace(record.open_again(now_s), owned_s=0.0), now_s
         record.owner_epoch, record.owner = record.owner_epoch + 1, claim.claimant
         record.standing = msgspec.structs.replace(record.standing, released=False)
-        record.mirrored_at = None
+        record.other, record.grants = None, True
         self.held.discard(claim.key)
         return ClaimAnswer(granted=record.update(now_s))
 
@@ -214,8 +264,7 @@ class RecordBook:
             return None
         if seen is None or seen != claim.seen or not seen.grants:
             return Refusal.BUSY
-        is_young = record.owner_epoch > 0 and record.open_again(now_s).owned_s < CLAIM_S
-        return Refusal.BUSY if is_young and not standing.released else None
+        return Refusal.BUSY if record.is_young(now_s) and not standing.released else None
 
     # Room.
 
@@ -268,6 +317,20 @@ def _continues(record: Record, update: Update, *, any_mirror: bool = False) -> b
     return same and (any_mirror or record.mirror_no == update.mirror_no)
 
 
+def _number(said: Update | Record) -> tuple[int, int]:
+    return said.owner_epoch, said.mirror_no
+
+
+def _is_behind(update: Update, record: Record) -> bool:
+    """Whether a copy is of a time before the record here; of another stream under the same key, whether nobody prefers it."""
+    return _number(update) < _number(record) if update.stream == record.stream else _outranks(record, update)
+
+
+def _is_ahead(update: Update, record: Record) -> bool:
+    said, known = (update.standing.complete, len(update.events)), (record.standing.complete, len(record.events))
+    return update.stream != record.stream or (_number(update), said) > (_number(record), known)
+
+
 @dataclass(slots=True, eq=False)
 class Outbox:
     """What the mirror of a stream that lives here knows of it, and what it is told next."""
@@ -277,25 +340,29 @@ class Outbox:
     acked: int = -1  # Events; -1: not even the opening.
     full: bool = False  # The mirror has no room.
     dirty: bool = True
+    _asked_s: float = -math.inf  # When the last update went out,
+    _heard_s: float = -math.inf  # and the last of those that were answered.
 
     def assign(self, mirror: str | None) -> None:
         """Another mirror, which knows nothing; or none."""
         self.mirror, self.acked, self.full, self.dirty = mirror, -1, False, mirror is not None
-        self.record.mirrored_at = mirror
+        self.record.other, self.record.grants, self.record.copied = mirror, mirror is None, 0
         if mirror is not None:
             self.record.mirror_no += 1
 
     def next(self, now_s: float) -> Update:
-        self.dirty = False
+        self.dirty, self._asked_s = False, now_s
         from_event = max(self.acked, 0)
         return self.record.update(now_s, from_event=from_event, opening=self.acked < 0)
 
     def take(self, ack: Ack) -> None:
         """The answer to the last update."""
         self.acked = min(ack.events, len(self.record.events))
+        self._heard_s = self._asked_s
         self.full = ack.full or self.record.size_bytes > _MOST_RECORD_BYTES
         if self.full:
-            self.mirror = self.record.mirrored_at = None
+            self.mirror = self.record.other = None
+            self.record.grants = True
         elif self.acked < len(self.record.events):
             self.dirty = True
 
@@ -304,13 +371,13 @@ class Outbox:
         """Whether the mirror, if there is one, knows everything."""
         return self.mirror is None or (not self.dirty and self.acked == len(self.record.events))
 
-    def sendable(self, *, sync: bool) -> int:
+    def waits(self, now_s: float, *, sync: bool) -> bool:
+        """Whether the client gets only what the mirror has."""
+        return self.mirror is not None and (sync or self.acked < 0 or now_s > self._heard_s + _TRUST_S)
+
+    def sendable(self, now_s: float, *, sync: bool) -> int:
         """How many events may go to the client: none before the mirror knows of the stream at all."""
-        if self.mirror is None:
-            return len(self.record.events)
-        if self.acked < 0:
-            return 0
-        return self.acked if sync else len(self.record.events)
+        return max(0, self.acked) if self.waits(now_s, sync=sync) else len(self.record.events)
 
 
 class Fate(Enum):
@@ -330,7 +397,11 @@ def fate_of(before: int, event: Said, after: int) -> Fate:
 
 def best_of(seen: Iterable[tuple[str, Seen]]) -> tuple[str, Seen] | None:
     """Whom to claim a stream from: whoever knows of the latest owner, and of its latest mirror."""
-    return max(seen, key=lambda each: (each[1].owner_epoch, each[1].mirror_no, each[1].grants, each[1].stream), default=None)
+    return max(
+        seen,
+        key=lambda each: (each[1].owner_epoch, each[1].mirror_no, each[1].grants, -each[1].copied, each[1].stream, each[0]),
+        default=None,
+    )
 
 
 def mirror_for(key: str, peers: Iterable[str]) -> str | None:
