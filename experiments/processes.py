@@ -42,7 +42,7 @@ class Processes:
     """Instances and agents by id, each start in a higher epoch than the one before; and at most one proxy, as "proxy"."""
 
     def __init__(self, config: Config) -> None:
-        self.config = resolve_ports(config)
+        self.config = self._resolved(config)
         self.secret = secrets.token_hex(32).encode()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._starts: Counter[str] = Counter()
@@ -92,6 +92,8 @@ class Processes:
     def start_proxy(self, config: Config | None = None, name: str = "proxy") -> None:
         """Start a proxy and wait until it can take a stream; another `config` may name other addresses of the instances."""
         config = self.config if config is None else config
+        if (former := self._running.get(name)) is not None:
+            former.wait()
         self._spawn(name, "kvrs", "proxy", "--config", str(self._write(name, config)))
         url = f"http://{config.proxy.host}:{config.proxy.port}/readyz"
         self._wait(name, lambda: _answers(url))
@@ -114,8 +116,16 @@ class Processes:
     def _spawn(self, name: str, *arguments: str, python: str = sys.executable, **environment: str) -> None:
         self._starts[name] += 1
         with self._log(name).open("wb") as log:
-            command = [python, "-m", *arguments]
+            command = self._placed(name, [python, "-m", *arguments])
             self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment | environment)
+
+    def _resolved(self, config: Config) -> Config:
+        """With all ports given."""
+        return resolve_ports(config)
+
+    def _placed(self, name: str, command: list[str]) -> list[str]:
+        """The same command, where the process is to run."""
+        return command
 
     def _wait(self, name: str, ready: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
         give_up_s = time.monotonic() + timeout_s

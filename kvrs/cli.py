@@ -3,8 +3,8 @@
 import os
 import signal
 import sys
-import threading
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -80,24 +80,32 @@ def up(
     admin_port: Annotated[int | None, typer.Option(min=0, max=65535, help="State and metrics [8001]")] = None,
     backend: Annotated[Backend | None, typer.Option(help="Which engine [embedded]")] = None,
     distserve_home: Annotated[Path | None, typer.Option(help="Checkout of DistServe; default: DISTSERVE_HOME")] = None,
+    proxies: Annotated[int, typer.Option(min=1, max=8, help="Each 10 ports above the one before it; with gossip")] = 1,
 ) -> None:
-    """Keep a cluster running behind the proxy until Ctrl-C."""
+    """Keep a cluster running behind its proxies until Ctrl-C."""
     from kvrs.cluster.launcher import Cluster
+    from kvrs.cluster.upkeep import Upkeep
 
-    settings = _up_config(config, model, nodes, port, admin_port, backend, distserve_home)
-    stop = threading.Event()
+    read_config = partial(_up_config, config, proxies, model, nodes, port, admin_port, backend, distserve_home)
+    settings = read_config()
+    upkeep = Upkeep(_say, read_config)
     # From here on the launcher ends in one way only, so that it can always clean up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.set())
-    with Cluster(settings, _say) as cluster:
-        _say(f"kvrs is up: {cluster.url}/v1 (OpenAI API), {cluster.admin_url}/kvrs/v1/state; Ctrl-C ends it")
-        while not stop.wait(0.5):
-            cluster.check()
+        signal.signal(number, lambda *_: upkeep.stop.set())
+    # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind.
+    signal.signal(signal.SIGUSR1, lambda *_: upkeep.restart())
+    with Cluster(settings, _say, proxies) as cluster:
+        for proxy, (url, admin_url) in enumerate(zip(cluster.urls, cluster.admin_urls, strict=True)):
+            what = "or at" if proxy else "kvrs is up:"
+            _say(f"{what} {url}/v1 (OpenAI API), {admin_url}/kvrs/v1/state")
+        _say(f"Ctrl-C ends it; kill -USR1 {os.getpid()} restarts all of it, one process at a time")
+        upkeep.run(cluster)
         _say("ending")
 
 
 def _up_config(
     config: Path | None,
+    proxies: int,
     model: Path | None,
     nodes: int | None,
     port: int | None,
@@ -108,7 +116,11 @@ def _up_config(
     """The file's settings, or the demo's, with what was said on the command line."""
     if config is not None and nodes is not None:
         raise ConfigError([f"--nodes: got {nodes} beside --config; allowed: one of them (the file names its nodes)"])
-    document = (Config() if config is None else load_config(config)).model_dump(mode="json")
+    given = Config() if config is None else load_config(config)
+    document = given.model_dump(mode="json")
+    # Several proxies need somebody who shares the slots of a target out among them: the agents, which come with gossip.
+    if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
+        document["gossip"]["enabled"] = True
     if nodes is not None:
         document["cluster"]["nodes"] = [node.model_dump(mode="json") for node in demo_nodes(nodes)]
     if model is not None:

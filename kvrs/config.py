@@ -74,6 +74,7 @@ class ClusterSettings(Settings):
     model: str | None = None  # A Hugging Face directory; none: a tiny random model, generated from `engine.seed`.
     engine: EngineSettings = EngineSettings()
     allow_faults: bool = False  # Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
+    drain_s: float = Field(default=30.0, ge=0, le=3600)  # An instance told to end waits so long for its streams to be elsewhere.
     nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2), min_length=1)
 
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
@@ -256,10 +257,14 @@ def _faults_of_gossip(config: Config) -> Iterator[str]:
         yield f"proxy.id: {config.proxy.id!r} is the id of a node too; allowed with gossip: a name of its own"
     for member, host, _ in gossip_members(config):
         try:
-            ipaddress.ip_address(host)
+            everywhere = ipaddress.ip_address(host).is_unspecified
         except ValueError:
             # Packets are sent from the event loop, which must not wait for names to be looked up.
             yield f"gossip: the host of {member!r} is {host!r}; allowed: a numeric address"
+            continue
+        if everywhere:
+            # It is what the others are told, and to them it means themselves.
+            yield f"gossip: the host of {member!r} is {host!r}; allowed: an address where others find it"
 
 
 def _faults_of_vllm(config: Config) -> Iterator[str]:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvrs.cluster.processes import processes_of
@@ -30,6 +32,7 @@ class _Actor:
         self._log = (Path(run_directory) / f"{name}.log").open("a", buffering=1)
         log_to(self._log)
         self._ready = threading.Event()
+        self._told: Callable[[], object] | None = None  # What tells the server to end, once there is one.
         self._config_path = Path(config_path)
         self._name = InstanceId(name)
         self._run_directory = Path(run_directory)
@@ -40,6 +43,12 @@ class _Actor:
         """Block until requests are taken; the process id."""
         self._ready.wait()
         return os.getpid()
+
+    def end(self) -> None:
+        """Let what runs here go on elsewhere, then end; Ray starts the next one."""
+        if (told := self._told) is None:
+            os._exit(1)
+        told()
 
     # Not `async def`: Ray would run an actor that has such a method on an event loop of its own.
     def _serve(self, config: Config, secret: bytes) -> None:
@@ -67,7 +76,12 @@ class InstanceActor(_Actor):
     def _serve(self, config: Config, secret: bytes) -> None:
         from kvrs.engine.server import serve  # Loads torch, which only this process needs.
 
-        asyncio.run(serve(config, self._name, self._start, secret, asyncio.Event(), self._ready.set))
+        async def run() -> None:
+            stop = asyncio.Event()
+            self._told = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
+            await serve(config, self._name, self._start, secret, stop, self._ready.set)
+
+        asyncio.run(run())
 
 
 class ServerActor(_Actor):
@@ -89,6 +103,7 @@ class ServerActor(_Actor):
         command = [sys.executable, "-m", "distserve_patches.api_server", *config.cluster.distserve.flags, *ours]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
             assert server.stdout is not None
+            self._told = server.terminate  # Its streams are recovered as when it dies.
             last = ""
             for line in server.stdout:
                 if line == "ready\n":
@@ -109,4 +124,13 @@ class AgentActor(_Actor):
         from kvrs.agent.server import serve
 
         (node,) = (node.id for node in config.cluster.nodes if node.agent_id == self._name)
-        uvloop.run(serve(config, node, secret, asyncio.Event(), self._ready.set, self._older))
+
+        async def run() -> None:
+            # Cancelled rather than stopped: what it holds is for the agent that comes after it.
+            serving = asyncio.ensure_future(serve(config, node, secret, asyncio.Event(), self._ready.set, self._older))
+            self._told = partial(asyncio.get_running_loop().call_soon_threadsafe, serving.cancel)
+            await asyncio.wait({serving})
+            if not serving.cancelled():
+                serving.result()
+
+        uvloop.run(run())

@@ -1,4 +1,4 @@
-"""Brings a whole cluster up on this machine: Ray, instances and agents as Ray actors, and the proxy in front of them.
+"""Brings a whole cluster up on this machine: Ray, instances and agents as Ray actors, and the proxies in front of them.
 
 Everything of one run lives in one private directory, and the agents' segments in another one below `backup.directory`;
 a guard process ends and removes what is left when this process is gone.
@@ -19,21 +19,23 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
 from kvrs.cluster.config import Backend
 from kvrs.cluster.faults import closing_process, members_of, open_processes, rows_of
 from kvrs.cluster.guard import start_guard
-from kvrs.cluster.ports import resolve_ports
-from kvrs.cluster.processes import Kind, check_home, gpus_of, processes_of
+from kvrs.cluster.ports import doors, resolve_all
+from kvrs.cluster.processes import Kind, Process, check_home, gpus_of, processes_of
+from kvrs.cluster.proxies import ProxyProcess
 from kvrs.cluster.segments import make_segments, own_segments
 from kvrs.cluster.signals import EndingSignals
 from kvrs.cluster.starts import start_fault, starts
 from kvrs.config import ENV_NAME, Config, dump_config, read_secret
-from kvrs.errors import KvrsError
+from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId
+from kvrs.proxy.config import ProxySettings
 
 Progress = Callable[[str], None]
 
@@ -59,6 +61,10 @@ ENVIRONMENT = {
 }
 
 
+# What a rolling restart takes over from a file that was changed: of these sections everything, but who and where a proxy is.
+RENEWED = ("proxy", "policy", "slo", "transfer")
+FIXED_OF_PROXY = ("id", "host", "port", "admin_port", "peer_port", "gossip_port", "peers", "event_log")
+
 # Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
 LONGEST_RUN_DIRECTORY = 40
 
@@ -70,17 +76,20 @@ class LaunchError(KvrsError):
 class Cluster:
     """A running cluster; a context manager that leaves nothing behind."""
 
-    def __init__(self, config: Config, progress: Progress) -> None:
+    def __init__(self, config: Config, progress: Progress, proxies: int = 1) -> None:
+        """Raises ConfigError: these proxies, or this backend, cannot be had."""
         self._asked = config
+        self._doors = doors(config.proxy, proxies)
         self._progress = progress
-        self._processes = {process.name: process for process in processes_of(config)}
+        self.processes: dict[InstanceId, Process] = {process.name: process for process in processes_of(config)}
+        self.proxies: list[ProxyProcess] = []
         self._actors: dict[InstanceId, Any] = {}
         self._ray_runs = False
-        self._proxy: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         check_home(self._asked, os.environ)
-        config = resolve_ports(self._asked)
+        config, *others = resolve_all(self._asked, self._doors)
+        self._doors = [config.proxy, *(other.proxy for other in others)]
         self._signals = EndingSignals()
         self.run_directory = _new_run_directory()
         self._progress(f"logs are in {self.run_directory} while it runs")
@@ -97,13 +106,14 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the proxy, then Ray with the instances; the guard makes sure and removes the run directory."""
+        """End the proxies, then Ray with the instances; the guard makes sure and removes the run directory."""
         self._signals.ignore()
         try:
-            if self._proxy is not None:
-                self._proxy.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._proxy.wait(STOP_TIMEOUT_S)
+            for proxy in self.proxies:
+                proxy.tell_to_end()
+            give_up_s = time.monotonic() + STOP_TIMEOUT_S
+            for proxy in self.proxies:
+                proxy.wait(give_up_s - time.monotonic())
             if self._ray_runs:
                 import ray
 
@@ -116,16 +126,42 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return f"http://{self.config.proxy.host}:{self.config.proxy.port}"
+        return self.urls[0]
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the proxies, for clients."""
+        return [proxy.url for proxy in self.proxies]
 
     @property
     def admin_url(self) -> str:
-        return f"http://{self.config.proxy.host}:{self.config.proxy.admin_port}"
+        return self.admin_urls[0]
 
-    def state(self) -> Any:
-        """`/kvrs/v1/state` of the proxy."""
-        with urllib.request.urlopen(f"{self.admin_url}/kvrs/v1/state", timeout=10) as answer:  # noqa: S310 - our own URL
-            return json.load(answer)
+    @property
+    def admin_urls(self) -> list[str]:
+        return [proxy.admin_url for proxy in self.proxies]
+
+    def state(self, proxy: int | None = None) -> Any:
+        """`/kvrs/v1/state` of a proxy; of whichever answers, if none is named.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        if proxy is not None:
+            with urllib.request.urlopen(f"{self.admin_urls[proxy]}/kvrs/v1/state", timeout=10) as answer:  # noqa: S310 - our own URL
+                return json.load(answer)
+        for number in range(len(self.proxies) - 1):
+            with contextlib.suppress(OSError):
+                return self.state(number)
+        return self.state(len(self.proxies) - 1)
+
+    def kill_proxy(self, number: int) -> int:
+        """SIGKILL; the process id. It is brought back."""
+        return self.proxies[number].signal(signal.SIGKILL)
+
+    def stop_proxy(self, number: int) -> int:
+        """SIGTERM, so that it hands its streams over; the process id. It is brought back."""
+        return self.proxies[number].signal(signal.SIGTERM)
 
     def kill(self, *names: InstanceId) -> list[int]:
         """SIGKILL the processes of instances and agents that are up, all at once; what the state says are their process ids.
@@ -155,18 +191,34 @@ class Cluster:
         """SIGKILL all that runs on a node, its agent too; as `kill`."""
         return self._kill([name for name, member in members_of(self.config).items() if member.node == node], servers_too=True)
 
+    def end(self, name: InstanceId) -> None:
+        """Tell an instance, DistServe server or agent to end in good order. Ray brings it back."""
+        self._actors[name].end.remote()
+
     def wait_all_up(self, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Wait until the proxy sees every instance and agent up; the seconds it took."""
+        """Wait until every proxy sees every instance, agent and other proxy up; the seconds it took."""
         started_s = time.monotonic()
-        while time.monotonic() - started_s < timeout_s:
-            rows = rows_of(self.state())
-            down = {name: rows[name]["health"] if name in rows else "unknown" for name in members_of(self.config)}
-            down = {name: health for name, health in down.items() if health != "up"}
-            if not down:
-                return time.monotonic() - started_s
+        while down := self.down():
+            if time.monotonic() - started_s > timeout_s:
+                raise LaunchError(f"after {timeout_s:.0f} s these are not up: {down}")
             self.check()
             time.sleep(0.1)
-        raise LaunchError(f"after {timeout_s:.0f} s these are not up: {down}")
+        return time.monotonic() - started_s
+
+    def down(self) -> dict[str, str]:
+        """Who is not up, as some proxy sees it."""
+        down: dict[str, str] = {}
+        for number, proxy in enumerate(self.proxies):
+            try:
+                state = self.state(number)
+            except OSError:
+                down[proxy.settings.id] = "down"
+                continue
+            rows = rows_of(state)
+            health = {name: rows[name]["health"] if name in rows else "unknown" for name in members_of(self.config)}
+            health |= state["proxies"][0]["peers"]
+            down |= {name: each for name, each in health.items() if each != "up"}
+        return down
 
     def _start(self) -> None:
         os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=ray_token(), RAY_TMPDIR=str(self.run_directory))
@@ -174,12 +226,12 @@ class Cluster:
         self._write_config()
         self._progress("starting Ray on loopback")
         self._start_ray()
-        agents = sum(process.kind is Kind.AGENT for process in self._processes.values())
+        agents = sum(process.kind is Kind.AGENT for process in self.processes.values())
         engines = "DistServe servers" if self.config.cluster.backend is Backend.DISTSERVE else "instances"
         self._progress(f"starting {len(self._actors) - agents} {engines}" + (f" and {agents} agents" if agents else ""))
         self._wait_ready()
-        self._progress("starting the proxy")
-        self._start_proxy()
+        self._progress("starting the proxy" if len(self._doors) == 1 else f"starting {len(self._doors)} proxies")
+        self._start_proxies()
         self.wait_all_up()
 
     def _shared_secret(self) -> bytes:
@@ -189,7 +241,7 @@ class Cluster:
         return read_secret(self.config.security, os.environ)
 
     def _write_config(self) -> None:
-        """One resolved file for every process of the run."""
+        """One resolved file for all instances and agents of the run, and one for each proxy."""
         cluster = self.config.cluster
         if cluster.model is None:
             self._progress("generating a tiny random model")
@@ -200,7 +252,35 @@ class Cluster:
             cluster = cluster.model_copy(update={"model": str(model)})
         self.config = self.config.model_copy(update={"cluster": cluster})
         self.config_path = self.run_directory / "config.yaml"
+        self._write_files()
+
+    def renew(self, config: Config) -> None:
+        """Have whoever is started from now on go by another configuration of this cluster.
+
+        Raises:
+            ConfigError: it differs in more than can be changed without a new cluster; nothing has changed.
+        """
+        asked = self._asked
+        fixed = [(f"proxy.{key}", getattr(asked.proxy, key), getattr(config.proxy, key)) for key in FIXED_OF_PROXY]
+        fixed += [(key, getattr(asked, key), getattr(config, key)) for key in Config.model_fields if key not in RENEWED]
+        if faults := [f"{key}: changed; allowed: what it was, or another `kvrs up`" for key, old, new in fixed if old != new]:
+            raise ConfigError(faults)
+        kept = [{key: getattr(door, key) for key in FIXED_OF_PROXY} for door in self._doors]
+        self._asked, self._doors = config, [config.proxy.model_copy(update=each) for each in kept]
+        self.config = self.config.model_copy(
+            update={"proxy": self._doors[0]} | {key: getattr(config, key) for key in RENEWED if key != "proxy"}
+        )
+        for proxy, door in zip(self.proxies, self._doors, strict=True):
+            proxy.settings = door
+        self._write_files()
+
+    def _write_files(self) -> None:
         self.config_path.write_text(dump_config(self.config))
+        for door in self._doors:
+            self._config_path_of(door).write_text(dump_config(self.config.model_copy(update={"proxy": door})))
+
+    def _config_path_of(self, proxy: ProxySettings) -> Path:
+        return self.run_directory / f"{proxy.id}.yaml"
 
     def _start_ray(self) -> None:
         import ray
@@ -208,7 +288,7 @@ class Cluster:
         from kvrs.cluster.actor import AgentActor, InstanceActor, ServerActor
 
         actors = {Kind.AGENT: AgentActor, Kind.INSTANCE: InstanceActor, Kind.SERVER: ServerActor}
-        nodes = Counter(f"kvrs-{process.node}" for process in self._processes.values())
+        nodes = Counter(f"kvrs-{process.node}" for process in self.processes.values())
         ray.init(
             num_cpus=1,
             num_gpus=gpus_of(self.config),
@@ -221,7 +301,7 @@ class Cluster:
         )
         self._ray_runs = True
         self._signals.interrupt()
-        for name, process in self._processes.items():
+        for name, process in self.processes.items():
             actor = ray.remote(actors[process.kind])
             # Who was killed is brought back however often.
             options = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 2}
@@ -261,28 +341,32 @@ class Cluster:
             raise LaunchError(f"{self._named(name)} ended {STARTS} times while it started\n{self._log_tail(name)}")
 
     def _named(self, name: InstanceId) -> str:
-        return self._processes[name].label
+        return self.processes[name].label
 
     def _spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A Python process of this run: its log file tells the guard so, and Ctrl-C at a terminal is left to the launcher."""
         with (self.run_directory / f"{log_name}.log").open("ab") as log:
             return subprocess.Popen([sys.executable, *arguments], stdout=log, stderr=log, process_group=0)
 
-    def _start_proxy(self) -> None:
-        self._proxy = self._spawn("proxy", "-m", "kvrs", "proxy", "--config", str(self.config_path))
+    def _start_proxies(self) -> None:
+        for door in self._doors:
+            command = ("-m", "kvrs", "proxy", "--config", str(self._config_path_of(door)))
+            spawn, log_tail = partial(self._spawn, door.id, *command), partial(self._log_tail, door.id)
+            self.proxies.append(ProxyProcess(door, spawn, log_tail))
+            self.proxies[-1].start()
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            self.check()
-            with contextlib.suppress(OSError):
-                self.state()
-                return
-            time.sleep(0.05)
-        raise LaunchError(f"the proxy did not answer within {START_TIMEOUT_S:.0f} s\n{self._log_tail('proxy')}")
+        for proxy in self.proxies:
+            while not proxy.served():
+                self.check()
+                if time.monotonic() > deadline_s:
+                    name = proxy.settings.id
+                    raise LaunchError(f"{name} did not answer within {START_TIMEOUT_S:.0f} s\n{self._log_tail(name)}")
+                time.sleep(0.05)
 
     def check(self) -> None:
-        """Raise LaunchError when the proxy or Ray has ended."""
-        if self._proxy is not None and self._proxy.poll() is not None:
-            raise LaunchError(f"the proxy ended with status {self._proxy.returncode}\n{self._log_tail('proxy')}")
+        """Raises LaunchError, or ProxyError: Ray has ended, or a proxy cannot be brought back."""
+        for proxy in self.proxies:
+            proxy.check()
         self._check_ray()
 
     def _check_ray(self) -> None:

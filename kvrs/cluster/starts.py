@@ -28,6 +28,11 @@ def start_fault(run_directory: Path, instance: InstanceId) -> str | None:
     return path.read_text() if path.exists() else None
 
 
+def forget_fault(run_directory: Path, instance: InstanceId) -> None:
+    """It is about to be started anew, and may fail for another reason, or not at all."""
+    (run_directory / f"{instance}.fault").unlink(missing_ok=True)
+
+
 def _write(path: Path, text: str) -> None:
     """Whole or not at all: whoever reads it may do so at any moment."""
     temporary = path.with_name(path.name + ".new")

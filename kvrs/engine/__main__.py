@@ -1,4 +1,7 @@
-"""Run one instance by hand: `python -m kvrs.engine --config FILE --instance ID [--epoch N]`, until SIGTERM or Ctrl-C."""
+"""Run one instance by hand: `python -m kvrs.engine --config FILE --instance ID [--epoch N]`, until SIGTERM or Ctrl-C.
+
+It ends when its streams are elsewhere (`cluster.drain_s`); told a second time, it ends at once.
+"""
 
 import argparse
 import asyncio
@@ -15,11 +18,11 @@ from kvrs.ids import InstanceId
 
 async def _serve(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config)
-    stop = asyncio.Event()
+    stop, at_once = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, lambda: (at_once if stop.is_set() else stop).set())
     secret = read_secret(config.security, os.environ)
-    await serve(config, arguments.instance, arguments.epoch, secret, stop, lambda: print("ready", flush=True))
+    await serve(config, arguments.instance, arguments.epoch, secret, stop, lambda: print("ready", flush=True), at_once)
 
 
 def main() -> int:

@@ -75,6 +75,7 @@ class EngineCore:
         self._attempts = AttemptBook()
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
+        self.keep_aborted_s = 0.0  # So long the pages of a run stay, which goes on elsewhere, for whoever fetches them.
         self._bug: BaseException | None = None  # It ended a pull, and is to end `run`.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
 
@@ -111,8 +112,12 @@ class EngineCore:
     def abort(self, run: Run) -> None:
         """Forget a run; nothing happens if it has ended."""
         if run.sequence in self._runs:
-            self._end(run, None)
+            self._end(run, None, retain_until_s=self._clock() + self.keep_aborted_s if self.keep_aborted_s else None)
             self.wake()
+
+    @property
+    def runs(self) -> int:
+        return len(self._runs)
 
     def wake(self) -> None:
         """There may be something to do."""

@@ -49,6 +49,8 @@ CAPABILITIES = [
 # An instance measures its own prefill table at its start: a few lengths, in well under a second on a small model.
 WARM_UP_REPEATS = 3
 WARM_UP_LONGEST_TOKENS = 1024
+# Streams are taken away from an instance that is about to end. Their next ones fetch what it has at once, or not at all.
+MOVED_KEPT_S = 5.0
 
 
 class EngineInstance:
@@ -106,6 +108,7 @@ class EngineInstance:
             checkpoints=self.checkpointer,
         )
         self.one_call = False
+        self.draining = False
         self.tasks: list[asyncio.Task[None]] = []  # None of them ends by itself.
 
     def identity(self) -> Identity:
@@ -174,6 +177,7 @@ class EngineInstance:
             queued_new=waiting[Queue.NEW],
             checkpoint_lag_pages=self.checkpointer.lag_pages,
             damaged_pages=self.puller.damaged_pages,
+            draining=self.draining,
         )
 
     async def start(self) -> None:
@@ -182,6 +186,15 @@ class EngineInstance:
         loop = asyncio.get_running_loop()
         probes = probe_links(self.puller, self.registry.values(), self.settings.id, self.config.transfer.probe_interval_s)
         self.tasks = [loop.create_task(work) for work in (self.core.run(), probes, self.checkpointer.run())]
+
+    def drain(self) -> None:
+        """Say from now on that this instance is about to end; what is taken away from it can still be fetched for a moment."""
+        self.draining = True
+        self.core.keep_aborted_s = MOVED_KEPT_S
+
+    def drained(self, *, watched: bool) -> bool:
+        """Whether nothing runs here, and nobody who watches us needs pages of what did."""
+        return not self.core.runs and (not watched or self.pages.unused)
 
     def failed(self) -> BaseException | None:
         """The bug that ended one of the tasks, if one did: an instance that cannot compute must not look alive."""

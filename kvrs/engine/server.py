@@ -1,6 +1,7 @@
 """Runs one instance until it is told to stop."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -12,23 +13,46 @@ from kvrs.engine.instance import EngineInstance
 from kvrs.engine.served import EPOCHS_PER_START, ServedInstance
 from kvrs.ids import InstanceId
 from kvrs.transfer.fault_route import add_fault_route
-from kvrs.transfer.http import naming_port
+from kvrs.transfer.http import naming_port, watches
+
+_LOOK_AGAIN_S = 0.05
 
 
 async def serve(
-    config: Config, instance_id: InstanceId, start: int, secret: bytes, stop: asyncio.Event, ready: Callable[[], None]
+    config: Config,
+    instance_id: InstanceId,
+    start: int,
+    secret: bytes,
+    stop: asyncio.Event,
+    ready: Callable[[], None],
+    at_once: asyncio.Event | None = None,
 ) -> None:
-    """Serve until `stop` is set; `ready` is called once requests are taken. `start` must rise with every start of the instance.
+    """Serve until `stop` is set, then until nothing is left that others need, at most for `cluster.drain_s` or until `at_once`.
+
+    `ready` is called once requests are taken. `start` must rise with every start of the instance.
 
     Raises:
         ConfigError: a port is in use.
     """
     instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret)
-    async with face_of(instance, allow_faults=config.cluster.allow_faults):
+    async with face_of(instance, allow_faults=config.cluster.allow_faults) as app:
         ready()
-        await asyncio.wait({asyncio.ensure_future(stop.wait()), *instance.tasks}, return_when=asyncio.FIRST_COMPLETED)
+        stopping = asyncio.ensure_future(_drained(instance, app, stop, at_once or asyncio.Event(), config.cluster.drain_s))
+        await asyncio.wait({stopping, *instance.tasks}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
         if (bug := instance.failed()) is not None:
             raise bug
+
+
+async def _drained(
+    instance: EngineInstance, app: web.Application, stop: asyncio.Event, at_once: asyncio.Event, drain_s: float
+) -> None:
+    """Until it may end. Who does not watch will not take its streams away, and its leases run out."""
+    await stop.wait()
+    instance.drain()
+    until_s = time.monotonic() + drain_s
+    while not instance.drained(watched=watches(app) > 0) and not at_once.is_set() and time.monotonic() < until_s:
+        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 @asynccontextmanager

@@ -26,6 +26,7 @@ class Member:
     running: set[StreamId] = field(default_factory=set)  # Streams whose current stage, or whose only call, runs there.
     held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
     is_ailing: bool = False  # Its GPU is, and the settings say that it is to be left.
+    is_leaving: bool = False  # This process is about to end.
     is_drained: bool = False  # So it gets nothing new: there are others.
     # What it can do, looked up once: every decision asks.
     prefills: bool = field(init=False)
@@ -136,15 +137,20 @@ class ClusterView:
         member.is_ailing = is_ailing
         self._drain()
 
+    def set_leaving(self, member: Member) -> None:
+        member.is_leaving = True
+        self._drain()
+
     def _drain(self) -> None:
         """Nobody is left who cannot be replaced: where all ail, all serve."""
-        ailing = [member for member in self.members.values() if member.is_ailing or member.is_drained]
+        ailing = [member for member in self.members.values() if member.is_ailing or member.is_leaving or member.is_drained]
         if not ailing:
             return
-        well = [member for member in self.members.values() if not member.is_ailing]
+        well = [member for member in self.members.values() if not member.is_ailing and not member.is_leaving]
         prefill, decode = any(member.prefills for member in well), any(member.decodes for member in well)
         for member in ailing:
-            is_drained = member.is_ailing and (prefill or not member.prefills) and (decode or not member.decodes)
+            is_left = member.is_ailing or member.is_leaving
+            is_drained = is_left and (prefill or not member.prefills) and (decode or not member.decodes)
             if is_drained != member.is_drained and member.decodes:
                 if is_drained:
                     del self._decoders[self._place(member)]

@@ -103,6 +103,7 @@ class _Instance(msgspec.Struct):
 
 class _Up(msgspec.Struct):
     instance: _Instance
+    lives_on: bool = False
 
 
 class _Line(msgspec.Struct):
@@ -238,7 +239,8 @@ def _event(fields: dict[str, Any]) -> Event:
     if fields.get("kind") != InstanceUp.__name__:
         event: Event = _record(fields, _EVENTS, "event")
         return event
-    found = msgspec.convert(fields, _Up).instance
+    up = msgspec.convert(fields, _Up)
+    found = up.instance
     return InstanceUp(
         Instance(
             found.id,
@@ -250,7 +252,8 @@ def _event(fields: dict[str, Any]) -> Event:
             found.capabilities,
             found.max_model_len,
             found.own_prefill,
-        )
+        ),
+        up.lives_on,
     )
 
 

@@ -13,6 +13,7 @@ class InstanceUp:
     """The instance answers and may be used. A higher epoch than before replaces the old one."""
 
     instance: Instance
+    lives_on: bool = False  # Another proxy has fenced what is its own; the process, and what else runs there, is as before.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,18 @@ class GpuJudged:
     instance: InstanceId
     state: GpuState
     reason: str
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReported:
+    """The instance was told to end, and does so when nothing is left there; said again as long as streams run there.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    epoch: int
     produced_tokens: Mapping[StreamId, int]
 
 
@@ -199,6 +212,7 @@ Event = (
     InstanceUp
     | InstanceLost
     | GpuJudged
+    | DrainReported
     | LoadReported
     | LinkMeasured
     | HolderUp

@@ -9,7 +9,7 @@ Pure: no clock, no socket, no randomness. A proxy drives it in real time, a simu
 
 Laws: a stream has one current attempt and its number only rises; what an older attempt reports is ignored; no `Start`
 names an instance that is not up, nor a holder that is lost; a stream that is neither started nor given up on has an alarm
-set; a stream is moved only because what it ran on was lost or failed it, or runs on a GPU that is about to.
+set; a stream is moved only because what it ran on was lost or failed it, or is about to end or runs on a GPU that is.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,6 +30,7 @@ from kvrs.policy.dispatch import assign, ceiling
 from kvrs.policy.events import (
     AttemptFailed,
     CheckpointsReported,
+    DrainReported,
     Event,
     GpuJudged,
     HolderLost,
@@ -116,13 +117,18 @@ class RecoveryPolicy:
     def _apply(self, event: Event, now_s: float) -> None:
         match event:
             case InstanceUp():
-                self._instance_up(event.instance, now_s)
+                self._instance_up(event.instance, event.lives_on, now_s)
             case InstanceLost():
                 member = self._view.members.get(event.instance)
                 if member is not None and event.epoch >= member.instance.epoch:
                     self._gather(self._lose_instance(member, event.cause, event.produced_tokens, now_s), now_s)
             case GpuJudged():
                 self._gpu_judged(event, now_s)
+            case DrainReported():
+                member = self._view.members.get(event.instance)
+                if member is not None and event.epoch == member.instance.epoch:
+                    self._view.set_leaving(member)
+                    self._leave(member, event.produced_tokens, now_s)
             case LoadReported():
                 if (reporter := self._view.members.get(event.instance)) is not None:
                     reporter.reported_queue_s = event.queue_delay_s
@@ -167,9 +173,12 @@ class RecoveryPolicy:
 
     # --- instances and agents
 
-    def _instance_up(self, instance: Instance, now_s: float) -> None:
+    def _instance_up(self, instance: Instance, lives_on: bool, now_s: float) -> None:
         member = self._view.members.get(instance.id)
         if member is not None and instance.epoch <= member.instance.epoch:
+            return
+        if member is not None and lives_on:
+            member.instance = instance
             return
         # What ran in its former life is gone, also when nobody has told us.
         lost = [] if member is None else self._lose_instance(member, "replaced by a new epoch", {}, now_s)
@@ -185,9 +194,22 @@ class RecoveryPolicy:
             return
         self._view.set_ailing(member, event.instance in self._ailing)
         if treatment is Failing.MOVE and member.is_drained:
-            self._actions += [Halt(stream, self._streams[stream].attempt) for stream in sorted(member.running)]
-            cause = f"moved: its GPU is {event.state.value}: {event.reason}"
-            self._gather(self._fail_all(member, cause, event.produced_tokens, now_s), now_s)
+            self._move(member, f"moved: its GPU is {event.state.value}: {event.reason}", event.produced_tokens, now_s)
+
+    def _leave(self, member: Member, produced_tokens: Mapping[StreamId, int], now_s: float) -> None:
+        """Take along what runs on an instance that is about to end; from its KV, which it keeps for a moment."""
+        if not member.is_drained:
+            return
+        for stream in [self._streams[stream_id] for stream_id in member.running] if member.retains else []:
+            if stream.stage is Stage.DECODE and stream.resumed:
+                history = stream.prompt_tokens + max(stream.produced_tokens, produced_tokens.get(stream.id, 0))
+                self._keepers.retain(stream, member, (history - 1) // member.page_size_tokens)
+        self._move(member, "moved: its instance is about to end", produced_tokens, now_s)
+
+    def _move(self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float) -> None:
+        """Decide all that runs there as if it were lost, though it still runs: nothing is fenced."""
+        self._actions += [Halt(stream, self._streams[stream].attempt) for stream in sorted(member.running)]
+        self._gather(self._fail_all(member, cause, produced_tokens, now_s), now_s)
 
     def _lose_instance(self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float) -> list[Stream]:
         """Take it and its streams out of the books; return those that are to be placed again."""
@@ -274,8 +296,9 @@ class RecoveryPolicy:
     def _hand_off(self, stream: Stream, plan: Plan, prefill: Member, now_s: float) -> None:
         """To the decode instance of the plan, which may be in a new life by now, or to another one where that is sooner."""
         planned = self._view.members.get(plan.decode)
-        if planned is None:
-            self._fail(stream, "the decode instance was lost during prefill", plan.decode, now_s)
+        if planned is None or (planned.is_leaving and planned.is_drained):
+            self._actions += [Halt(stream.id, stream.attempt)] if planned is not None else []
+            self._fail(stream, "the decode instance was lost during prefill, or is about to end", plan.decode, now_s)
             self._place_all([stream], now_s)
             return
         decode = hand_off_to(self._view, stream, prefill, planned, self._settings)

@@ -91,6 +91,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     queued_new: Natural = 0
     checkpoint_lag_pages: Natural = 0  # Full pages of protected streams that their holders do not have yet.
     damaged_pages: Natural = 0  # That it fetched since its start and found damaged; it computed them instead.
+    draining: bool = False  # It was told to end, and does so when nothing is left that others need.
 
 
 class KvTransferParams(msgspec.Struct, omit_defaults=False):

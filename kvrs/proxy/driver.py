@@ -13,6 +13,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.actions import Action, GiveUp, Halt, Place, Plan, Reason, Recovered, Redirect, Settled, Start, WakeAt
 from kvrs.policy.events import (
     AttemptFailed,
+    DrainReported,
     Event,
     GpuJudged,
     InstanceLost,
@@ -375,13 +376,18 @@ class Driver:
 
     # What watchers report.
 
-    def instance_up(self, known: Known, info: InstanceInfo) -> None:
+    def instance_up(self, known: Known, info: InstanceInfo, *, lives_on: bool = False) -> None:
         log.info("instance up", extra={"instance": known.id, "epoch": info.epoch})
         instance = self.instances.accept(known, info)
         self._metrics.up.labels(known.id).set(1)
-        self.tell(InstanceUp(instance))
+        self.tell(InstanceUp(instance, lives_on))
 
     def load_reported(self, known: Known, report: LoadReport) -> None:
+        if report.draining:
+            is_news = known.load is None or (known.load.epoch, known.load.draining) != (report.epoch, True)
+            # Again and again, for nobody may have been there to take them when it was said first.
+            if (produced := self._produced_on(known.id)) or is_news:
+                self.tell(DrainReported(known.id, report.epoch, produced))
         known.load = report
         known.reported_s = self._clock()
         self.tell(LoadReported(known.id, report.queue_delay_s))
@@ -392,8 +398,10 @@ class Driver:
 
     def gpu_judged(self, instance: InstanceId, state: GpuState, reason: str) -> None:
         log.warning("gpu judged", extra={"instance": instance, "state": state, "reason": reason})
-        running = [live for live in self.streams.values() if self._runs_on(live, instance)]
-        self.tell(GpuJudged(instance, state, reason, {live.id: len(live.journal.output_ids) for live in running}))
+        self.tell(GpuJudged(instance, state, reason, self._produced_on(instance)))
+
+    def _produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
+        return {live.id: len(live.journal.output_ids) for live in self.streams.values() if self._runs_on(live, instance)}
 
     def instance_lost(self, known: Known, cause: str) -> None:
         """All its victims in one event, so that the policy can spread them."""

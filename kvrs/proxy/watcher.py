@@ -134,12 +134,21 @@ class InstanceWatcher(Watcher):
         if known.health is not Health.UP or known.info is not info:
             # Again: another instance may have become the measure since this one was met.
             self._check(info)
+            lives_on = self._lives_on(info)
             self._lost = None
-            self._driver.fenced(known.id)
-            self._driver.instance_up(known, info)
+            if not lives_on:
+                self._driver.fenced(known.id)
+            self._driver.instance_up(known, info, lives_on=lives_on)
             self._hearsay.up(known.id)
         self._driver.load_reported(known, report)
         return info
+
+    def _lives_on(self, info: InstanceInfo) -> bool:
+        """Whether this is the process, with the workers, that we have had in view all the time: somebody else has fenced it."""
+        before = self._known.info
+        if self._known.health is not Health.UP or before is None or Capability.FENCE not in info.capabilities:
+            return False
+        return (info.pid, info.worker_pids) == (before.pid, before.worker_pids)
 
     def _lose(self, cause: str) -> None:
         self._lost = self._known.info

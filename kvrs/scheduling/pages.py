@@ -58,6 +58,11 @@ class PageManager:
         """How many pages `allocate` could give: all that have no hard pin."""
         return self.pages - self._hard_pinned
 
+    @property
+    def unused(self) -> bool:
+        """Whether nobody computes on, sends or has a lease on any page."""
+        return not self._hard_pinned and not self._leases
+
     def references(self, page: int) -> int:
         return self._references[page]
 

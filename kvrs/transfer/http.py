@@ -42,6 +42,11 @@ def cut_watches(app: web.Application) -> None:
         watch.cancel()
 
 
+def watches(app: web.Application) -> int:
+    """How many watch."""
+    return len(app[_WATCHES])
+
+
 def _authenticate(token: str) -> Middleware:
     expected = f"Bearer {token}".encode()
 

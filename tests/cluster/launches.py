@@ -16,6 +16,7 @@ class Launch:
     """`kvrs up` in a process group of its own, as a terminal would start it."""
 
     def __init__(self, tmp_path: Path, *arguments: str) -> None:
+        self.directory = tmp_path
         self._log = tmp_path / "up.log"
         command = [sys.executable, "-m", "kvrs", "up", "--port", "0", "--admin-port", "0", *arguments]
         with self._log.open("wb") as log:
@@ -32,9 +33,15 @@ class Launch:
 
     @property
     def urls(self) -> tuple[str, str]:
-        """Of the proxy: for clients, and for the operator."""
-        ((client, admin),) = re.findall(r"kvrs is up: (\S+)/v1 \(OpenAI API\), (\S+)/kvrs/v1/state", self.said)
-        return client, admin
+        """Of the first proxy: for clients, and for the operator."""
+        return self.all_urls[0]
+
+    @property
+    def all_urls(self) -> list[tuple[str, str]]:
+        """Of every proxy."""
+        found = re.findall(r"(?:kvrs is up:|or at) (\S+)/v1 \(OpenAI API\), (\S+)/kvrs/v1/state", self.said)
+        assert found, self.said
+        return [(client, admin) for client, admin in found]
 
     def wait_until_said(self, words: str, within_s: float = END_S) -> None:
         deadline_s = time.monotonic() + within_s

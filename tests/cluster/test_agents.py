@@ -89,6 +89,19 @@ def test_a_killed_agent_comes_back_with_what_it_held(started: Launch, memory: Pa
     assert list(memory.iterdir()) == []
 
 
+def test_an_agent_that_is_restarted_on_purpose_leaves_what_it_holds_to_the_next(started: Launch) -> None:
+    """Only the end of the cluster ends the checkpoints."""
+    before = wait_for(started, lambda agent: agent["checkpoints"] == 0)
+
+    started.process.send_signal(signal.SIGUSR1)
+    started.wait_until_said("everything was restarted", 2 * END_S)
+
+    after = agent_of(started)
+    assert after["pid"] != before["pid"]
+    assert after["epoch"] > before["epoch"]
+    assert after["held_bytes"] == before["held_bytes"]
+
+
 def test_a_launcher_that_is_killed_leaves_no_shared_memory(started: Launch, memory: Path) -> None:
     """Files outlive processes; the guard knows where they lie."""
     (segments,) = memory.iterdir()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvrs.cluster import ports
-from kvrs.cluster.ports import FIRST_PORT, LAST_PORT, resolve_ports
+from kvrs.cluster.ports import FIRST_PORT, LAST_PORT, doors, resolve_all, resolve_ports
 from kvrs.cluster.starts import next_start
 from kvrs.config import demo_nodes, parse_config
 from kvrs.errors import ConfigError
@@ -79,6 +79,34 @@ def test_ports_in_use_are_named_all_at_once() -> None:
     assert caught.value.faults == [
         f"proxy.{key}: 127.0.0.1:{port} is in use; allowed: a free port, or 0 for any" for key, port in asked.items()
     ]
+
+
+def test_several_proxies_have_ports_and_logs_of_their_own_and_know_each_other() -> None:
+    """Ten apart where the file gives them, so that one can tell whose they are; any free ones where it does not."""
+    asked = {"port": FIRST_PORT + 1, "admin_port": FIRST_PORT + 2, "event_log": "logs/events.jsonl"}
+    config = parse_config({"proxy": asked, "gossip": {"enabled": True}})
+
+    found = [each.proxy for each in resolve_all(config, doors(config.proxy, 3))]
+
+    assert [proxy.id for proxy in found] == ["proxy-0", "proxy-1", "proxy-2"]
+    assert [proxy.port - FIRST_PORT for proxy in found] == [1, 11, 21]
+    assert [proxy.admin_port - FIRST_PORT for proxy in found] == [2, 12, 22]
+    assert [proxy.event_log for proxy in found] == [f"logs/events-proxy-{n}.jsonl" for n in range(3)]
+    assert len({port for proxy in found for port in (proxy.peer_port, proxy.gossip_port)} - {0}) == 6
+    for proxy in found:
+        others = [(other.id, other.host, other.peer_port) for other in found if other is not proxy]
+        assert [(peer.id, peer.host, peer.peer_port) for peer in proxy.peers] == others
+
+
+def test_one_proxy_is_as_the_file_says() -> None:
+    """Its peers too, which are somebody else's to start."""
+    peers = [{"id": "other", "host": "127.0.0.1", "peer_port": 9}]
+    config = parse_config({"proxy": {"id": "mine", "port": 0, "admin_port": 0, "peers": peers, "event_log": "log"}})
+
+    (found,) = resolve_all(config, doors(config.proxy, 1))
+
+    assert (found.proxy.id, found.proxy.event_log, found.proxy.peer_port) == ("mine", "log", 0)
+    assert found.proxy.peers == config.proxy.peers
 
 
 def test_an_epoch_rises_with_every_start(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_everybody_in_the_file_is_a_seed_for_the_others() -> None:
     [
         ({"proxy": {"id": "n0"}}, "proxy.id: 'n0' is the id of a node too; allowed with gossip: a name of its own"),
         ({"proxy": {"host": "localhost"}}, "gossip: the host of 'proxy-0' is 'localhost'; allowed: a numeric address"),
+        ({"proxy": {"host": "0.0.0.0"}}, "gossip: the host of 'proxy-0' is '0.0.0.0'; allowed: an address where others find it"),
         ({"proxy": {"gossip_port": 8000}}, "port 127.0.0.1:8000 is used 2 times; allowed: once"),
     ],
 )

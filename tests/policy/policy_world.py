@@ -19,17 +19,20 @@ from kvrs.policy.events import (
     AttemptFailed,
     CheckpointsReported,
     Deadlines,
+    DrainReported,
     Event,
     GpuJudged,
     HolderLost,
     HolderUp,
     InstanceLost,
     InstanceUp,
+    Kept,
     LinkMeasured,
     LoadReported,
     PrefillDone,
     RetentionLost,
     SlotDenied,
+    StreamAdopted,
     StreamArrived,
     StreamEnded,
     StreamResumed,
@@ -129,6 +132,7 @@ class World:
             self.nodes |= agents
             self.epochs |= dict.fromkeys(agents, 0)
         self.up: set[InstanceId] = set()
+        self.leaving: set[InstanceId] = set()  # Of these, who was told to end and has not yet.
         self.clients: dict[StreamId, Client] = {}
         self.log: list[tuple[Event, float]] = []
         self.answers: list[list[Action]] = []
@@ -150,6 +154,8 @@ class World:
             name = self.random.choice(sorted(self.epochs))
             if not name.startswith("agent"):
                 self.at(self.random.uniform(0.5, 6.0), ("judge", (name, self.random.choice(list(GpuState)))))
+        for _ in range(kills):
+            self.at(self.random.uniform(0.5, 6.0), ("drain", self.random.choice(sorted(self.epochs))))
         steps = 0
         while self._agenda:
             steps += 1
@@ -183,9 +189,10 @@ class World:
                     client.plan = action.plan
                 case Halt():
                     client = self.clients[action.stream]
-                    assert isinstance(event, GpuJudged)
                     assert client.attempt == action.attempt
-                    assert client.is_lost_with(event.instance), "it runs elsewhere"
+                    assert isinstance(event, GpuJudged | DrainReported | PrefillDone)
+                    left = self.leaving if isinstance(event, PrefillDone) else {event.instance}
+                    assert any(client.is_lost_with(name) for name in left), "it runs elsewhere"
                     client.broken, client.fetching_since_s = True, None
                 case Recovered() | Settled():
                     assert self.clients[action.stream].attempt == action.attempt
@@ -344,6 +351,27 @@ class World:
         running = {stream: client for stream, client in self.clients.items() if client.is_lost_with(name) and not client.broken}
         self.tell(GpuJudged(name, state, "xid 79", {stream: client.produced_tokens for stream, client in running.items()}))
 
+    def _drain(self, name: object) -> None:
+        """It says that it is about to end; later it does, with whatever is still there. Until then it has what it had."""
+        name = InstanceId(str(name))
+        if name not in self.up or name in self.leaving or name.startswith("agent"):
+            return
+        self.leaving.add(name)
+        self.at(self.now_s + self.random.uniform(0.0, 4.0), ("kill", name))
+        self.tell(DrainReported(name, self.epochs[name] - 1, {}))  # Of a former life.
+        self._drain_on(name)
+
+    def _drain_on(self, name: object) -> None:
+        name = InstanceId(str(name))
+        if name not in self.leaving:
+            return
+        self.soon(("drain_on", name))
+        running = {stream: client for stream, client in self.clients.items() if client.is_lost_with(name) and not client.broken}
+        for client in running.values():
+            if not client.at_prefill:
+                client.held[name] = self.epochs[name], (client.history_tokens - 1) // PAGE
+        self.tell(DrainReported(name, self.epochs[name], {stream: client.produced_tokens for stream, client in running.items()}))
+
     def _kill_node(self, node: object) -> None:
         for name in sorted(self.epochs):
             if self.nodes[name] == node:
@@ -353,6 +381,7 @@ class World:
         name = InstanceId(str(name))
         if name not in self.up:
             return
+        self.leaving.discard(name)
         self.at(self.now_s + self.random.uniform(0.1, 4.0), ("up", name))
         if name.startswith("agent"):
             self.up.discard(name)
@@ -398,10 +427,44 @@ class World:
     def _arrive(self, stream: object) -> None:
         stream = StreamId(str(stream))
         client = self.clients[stream] = Client(prompt_tokens=self.random.randint(1, 500))
+        if self.random.random() < 0.25:
+            self._adopt(stream, client)
+            return
         guess = 1 if self.random.random() < 0.5 else client.prompt_tokens
         client.knows_prompt = guess > 1 and self.random.random() < 0.5
         deadlines = Deadlines(*(self.random.choice([None, None, 0.1, 5.0]) for _ in range(3)))
         self.tell(StreamArrived(stream, guess, self.random.choice([None, guess + 300]), deadlines))
+        if self.random.random() < 0.1:
+            self.soon(("forget_pages", stream))
+
+    def _adopt(self, stream: StreamId, client: Client) -> None:
+        """It comes from another proxy, which knew of some of its pages, as they are or as they were in a former life."""
+        client.produced_tokens, client.knows_prompt = self.random.choice([0, self.random.randint(1, 200)]), True
+        kept = [Kept(InstanceId("x9"), 1, 1)]
+        for name in self.random.sample(sorted(self.epochs), k=min(3, len(self.epochs))):
+            epoch, pages = self.epochs[name], self.random.randint(0, client.history_tokens // PAGE)
+            if name.startswith("agent"):
+                client.stored[name] = client.told[name] = epoch, pages
+            else:
+                client.held[name] = epoch, pages
+            kept.append(Kept(name, epoch, pages))
+            if self.random.random() < 0.3:
+                kept.append(Kept(name, epoch - 1, client.history_tokens // PAGE))
+        self.random.shuffle(kept)
+        most_tokens = self.random.choice([None, client.history_tokens + 300])
+        deadlines = Deadlines(*(self.random.choice([None, None, 0.1, 5.0]) for _ in range(3)))
+        adopted = StreamAdopted(
+            stream,
+            client.prompt_tokens,
+            client.produced_tokens,
+            most_tokens,
+            deadlines,
+            self.random.choice([0.0, 0.05, 4.0]),
+            tuple(kept),
+        )
+        self.tell(adopted)
+        if not client.outcome and self.random.random() < 0.2:
+            self.tell(adopted)  # Said twice.
         if self.random.random() < 0.1:
             self.soon(("forget_pages", stream))
 

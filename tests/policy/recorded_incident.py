@@ -13,6 +13,7 @@ from kvrs.policy.events import (
     AttemptFailed,
     CheckpointsReported,
     Deadlines,
+    DrainReported,
     Event,
     GpuJudged,
     HolderLost,
@@ -142,6 +143,8 @@ class Rough:
             )
         elif drawn < 0.92 and not name.startswith("agent"):
             self.tell(GpuJudged(name, self.random.choice(list(GpuState)), "xid 79", {stream: 3}))
+        elif drawn < 0.93 and not name.startswith("agent"):
+            self.tell(DrainReported(name, self.epochs[name], {stream: 3}))
         elif drawn < 0.95:
             self.tell(TimerFired())
         elif name in self.up:

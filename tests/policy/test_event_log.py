@@ -22,6 +22,7 @@ from kvrs.policy.costs import Instance
 from kvrs.policy.event_log import Entry, Header, event_line, header_line, read, rerun
 from kvrs.policy.events import (
     CheckpointsReported,
+    DrainReported,
     Event,
     GpuJudged,
     InstanceLost,
@@ -69,7 +70,7 @@ instances = st.builds(
 )
 counts = st.dictionaries(st.text(), st.integers())
 produced = {"produced_tokens": counts}
-mappings = {InstanceLost: produced, GpuJudged: produced, CheckpointsReported: {"pages": counts}}
+mappings = {InstanceLost: produced, GpuJudged: produced, DrainReported: produced, CheckpointsReported: {"pages": counts}}
 EVENTS = [kind for kind in get_args(Event) if kind is not InstanceUp]
 
 

@@ -52,6 +52,17 @@ def test_the_last_position_of_a_history_is_never_fetched() -> None:
     assert only(story.lose("d0"), Start).plan.runs[0].pages == 5
 
 
+def test_an_instance_that_another_proxy_fenced_keeps_its_streams_and_what_it_holds() -> None:
+    """Its epoch has risen, and that is all: nothing is decided, and later fetches name the new epoch."""
+    story = Story("p0", "d0", "p1", "d1")
+    story.decoding("A", 100)
+
+    fenced = [action for name in ("d0", "p0") for action in story.tell(InstanceUp(instance(name, epoch=2), lives_on=True))]
+
+    assert fenced == []
+    assert only(story.tell(InstanceLost(D0, 2, "killed", {A: 7})), Start).plan == Plan(decode=D1, runs=(Run(P0, 0, 6, 2),))
+
+
 def test_streams_elsewhere_are_left_alone() -> None:
     """Only those whose current stage runs on the lost instance are victims."""
     story = Story("p0", "d0", "p1", "d1")

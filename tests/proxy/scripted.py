@@ -114,6 +114,7 @@ class Scripted(ScriptedServer):
     queue_delay_s: float = 0.0
     checkpoint_lag_pages: int = 0
     damaged_pages: int = 0
+    draining: bool = False
     aborted: int = 0
     watches: int = 0
     refusal: tuple[int, bytes] | None = None
@@ -169,6 +170,7 @@ class Scripted(ScriptedServer):
                     links=[],
                     checkpoint_lag_pages=self.checkpoint_lag_pages,
                     damaged_pages=self.damaged_pages,
+                    draining=self.draining,
                 )
                 await response.write(msgspec.json.encode(report) + b"\n")
                 await asyncio.sleep(float(request.query["watch"]))

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from functools import partial
 
 import msgspec
 
@@ -80,6 +81,23 @@ async def test_an_instance_that_lived_on_is_fenced_before_it_is_used_again(build
     assert victims
     assert house.instances["d0"].fences == [{stream: attempt + 1 for stream, attempt in victims.items()}]
     assert (await house.health())["d0"] == "up"
+
+
+async def test_an_instance_that_another_proxy_fences_keeps_this_one_s_streams(build: HouseBuilder) -> None:
+    """Its epoch rises under an open connection, so it is the same process: who was not named goes on."""
+    house = await build()
+    house.script.gate, house.script.gate_at = asyncio.Event(), 3
+    asked = [asyncio.create_task(answer_text(house)) for _ in range(2)]
+    await house.until_streams_hold(3, count=2)
+
+    for name in ("p0", "d0"):
+        house.instances[name].epoch += 1
+        await house.until(partial(_is, house, name, epoch=2, health="up"))
+    house.script.gate.set()
+
+    assert await asyncio.gather(*asked) == [text()] * 2
+    assert (await house.state())["recoveries"] == []
+    assert [instance.fences for instance in house.instances.values()] == [[]] * 4
 
 
 async def test_nobody_writes_while_a_stream_waits_for_an_instance(build: HouseBuilder) -> None:

@@ -1,0 +1,100 @@
+"""Every process of a running cluster restarted, one at a time, so that no stream has to fail for it."""
+
+import time
+from collections.abc import Callable
+
+from kvrs.cluster.faults import rows_of
+from kvrs.cluster.launcher import DISTSERVE_START_TIMEOUT_S, START_TIMEOUT_S, Cluster
+from kvrs.cluster.processes import Kind, Process
+from kvrs.cluster.starts import forget_fault, start_fault
+from kvrs.errors import KvrsError
+from kvrs.ids import InstanceId
+
+LOOK_INTERVAL_S = 0.1
+
+
+class RestartError(KvrsError):
+    """Somebody did not come back; the others were left alone, and the cluster runs on without it."""
+
+
+class RollingRestart:
+    """`run` restarts proxies, then instances, then agents. Each has to be up again, as every proxy sees it, before the next."""
+
+    def __init__(self, cluster: Cluster, say: Callable[[str], None], goes_on: Callable[[], bool]) -> None:
+        """`goes_on` is asked all the time; where it says no, nothing further is restarted."""
+        self._cluster = cluster
+        self._say = say
+        self._goes_on = goes_on
+
+    def run(self) -> bool:
+        """Whether it came to its end.
+
+        Raises:
+            RestartError: somebody did not come back.
+            LaunchError, ProxyError: the cluster cannot go on at all.
+        """
+        cluster = self._cluster
+        # Whoever is being brought back already is waited for.
+        if not self._until(lambda: not cluster.down(), "the restart has not begun", START_TIMEOUT_S):
+            return False
+        for number in range(len(cluster.proxies)):
+            if not self._restart_proxy(number):
+                return False
+        for kinds in ((Kind.INSTANCE, Kind.SERVER), (Kind.AGENT,)):
+            for process in [each for each in cluster.processes.values() if each.kind in kinds]:
+                if not self._restart(process):
+                    return False
+        return True
+
+    def _restart_proxy(self, number: int) -> bool:
+        cluster, proxy = self._cluster, self._cluster.proxies[number]
+        former = cluster.stop_proxy(number)
+        name = proxy.settings.id
+        within_s = START_TIMEOUT_S + proxy.settings.drain_s
+        return self._until(lambda: proxy.pid != former, name, within_s) and self._all_up(name, START_TIMEOUT_S)
+
+    def _restart(self, process: Process) -> bool:
+        cluster = self._cluster
+        former = {number: self._pids(number, process) for number in range(len(cluster.proxies))}
+        forget_fault(cluster.run_directory, process.name)
+        cluster.end(process.name)
+
+        def is_new() -> bool:
+            if fault := start_fault(cluster.run_directory, process.name):
+                raise RestartError(f"{process.label}: {fault}")
+            return all(not former[number] & self._pids(number, process) for number in former)
+
+        start_s = DISTSERVE_START_TIMEOUT_S if process.kind is Kind.SERVER else START_TIMEOUT_S
+        within_s = start_s + cluster.config.cluster.drain_s
+        return self._until(is_new, process.label, within_s) and self._all_up(process.label, start_s)
+
+    def _pids(self, proxy: int, process: Process) -> set[int]:
+        """What a proxy takes for the process, under whatever names."""
+        try:
+            rows = rows_of(self._cluster.state(proxy))
+        except OSError:
+            return set()
+        return {rows[name]["pid"] for name in self._names(process) if name in rows}
+
+    def _names(self, process: Process) -> list[InstanceId]:
+        if process.kind is not Kind.SERVER:
+            return [process.name]
+        return [instance.id for node, instance in self._cluster.config.cluster.instances() if node.id == process.node]
+
+    def _all_up(self, name: str, within_s: float) -> bool:
+        if not self._until(lambda: not self._cluster.down(), name, within_s):
+            return False
+        self._say(f"{name} is up again")
+        return True
+
+    def _until(self, holds: Callable[[], bool], name: str, within_s: float) -> bool:
+        """Wait for it; False: nobody wants to any more."""
+        give_up_s = time.monotonic() + within_s
+        while not holds():
+            if not self._goes_on():
+                return False
+            self._cluster.check()
+            if time.monotonic() > give_up_s:
+                raise RestartError(f"{name}: {within_s:.0f} s later these are not up: {self._cluster.down()}")
+            time.sleep(LOOK_INTERVAL_S)
+        return self._goes_on()

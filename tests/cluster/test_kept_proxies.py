@@ -1,0 +1,127 @@
+"""A proxy is kept running, until that makes no sense."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrs.cluster import proxies
+from kvrs.cluster.proxies import ProxyError, ProxyProcess
+from kvrs.proxy.config import ProxySettings
+
+SERVE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+END_S = 30.0
+
+
+class Spawned:
+    """Starts a proxy of few words, or from some start on one that ends at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.starts = 0
+        self.good_starts = 1_000_000
+        self.kept = ProxyProcess(ProxySettings(port=1, admin_port=self.port), self, lambda: "the last words")
+
+    def __call__(self) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        script = SERVE if self.starts <= self.good_starts else "raise SystemExit(3)"
+        with (self.directory / "log").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-c", script, str(self.port)], stdout=log, stderr=log)
+
+    def requests(self) -> int:
+        return (self.directory / "log").read_text().count("GET /healthz")
+
+    def until_fault(self) -> str:
+        deadline_s = time.monotonic() + END_S
+        while time.monotonic() < deadline_s:
+            try:
+                self.kept.check()
+            except ProxyError as error:
+                return str(error)
+            time.sleep(0.01)
+        raise AssertionError("no fault was told")
+
+    def until_served(self, former: int | None = None) -> int:
+        deadline_s = time.monotonic() + END_S
+        while not self.kept.served() or self.kept.pid in (None, former):
+            assert time.monotonic() < deadline_s
+            self.kept.check()
+            time.sleep(0.01)
+        assert self.kept.pid is not None
+        return self.kept.pid
+
+
+@pytest.fixture
+def spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spawned]:
+    monkeypatch.setattr(proxies, "FIRST_PAUSE_S", 0.001)
+    one = Spawned(tmp_path)
+    yield one
+    one.kept.tell_to_end()
+    one.kept.wait(END_S)
+
+
+def test_whoever_is_killed_is_started_again(spawned: Spawned) -> None:
+    """As often as it takes: that it is killed says nothing against it."""
+    spawned.kept.start()
+    former = spawned.until_served()
+
+    for _ in range(proxies.QUICK_ENDS + 1):
+        deadline_s = time.monotonic() + END_S
+        while spawned.requests() < spawned.starts:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert spawned.kept.signal(signal.SIGKILL) == former
+        former = spawned.until_served(former)
+
+    assert spawned.starts == proxies.QUICK_ENDS + 2
+
+
+def test_a_proxy_that_never_served_is_not_tried_again(spawned: Spawned) -> None:
+    """What is wrong with it will be so the next time."""
+    spawned.good_starts = 0
+
+    spawned.kept.start()
+
+    assert spawned.until_fault() == "proxy-0 ended with status 3\nthe last words"
+    assert spawned.starts == 1
+
+
+def test_one_that_ends_again_and_again_before_it_serves_is_given_up(spawned: Spawned) -> None:
+    """With a pause before each try, and a reason in the end."""
+    spawned.good_starts = 1
+    spawned.kept.start()
+    spawned.until_served()
+
+    spawned.kept.signal(signal.SIGKILL)
+
+    often = f"{proxies.QUICK_ENDS} times before it took a request"
+    assert spawned.until_fault() == f"proxy-0 ended with status 3, {often}\nthe last words"
+    assert spawned.starts == 1 + proxies.QUICK_ENDS
+
+
+def test_who_is_told_to_end_has_no_successor(spawned: Spawned) -> None:
+    """Else the end of a cluster would not be one."""
+    spawned.kept.start()
+    spawned.until_served()
+
+    spawned.kept.tell_to_end()
+    spawned.kept.wait(END_S)
+    spawned.kept._thread.join(END_S)
+
+    assert spawned.starts == 1
+    assert not spawned.kept._thread.is_alive()

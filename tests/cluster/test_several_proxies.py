@@ -1,0 +1,233 @@
+"""`kvrs up --proxies 2`: any of them serves, whoever is killed comes back, and all of it can be restarted under load."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from experiments.resuming import Clients, Had, Load, Way, bodies, is_exact, quiet_run, verdict
+from kvrs.cluster.guard import members
+from kvrs.demo import PACE
+from tests.cluster.launches import END_S, Launch
+
+REQUESTS = 6
+TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """One for all tests of this file that leave it whole: to start and restart a dozen processes takes its time."""
+    directory = tmp_path_factory.mktemp("several")
+    config = directory / "config.yaml"
+    nodes = [{"id": f"n{n}", "instances": [{"id": f"b{n}", "role": "both"}]} for n in range(2)]
+    document = {
+        "proxy": {"drain_s": 60.0, "event_log": str(directory / "events.jsonl")},
+        "cluster": {"engine": {"pace": PACE}, "nodes": nodes},
+        # What a stream retained is given back with the next renewal of leases, and who ends waits for it.
+        "transfer": {"lease_s": 2.0},
+    }
+    config.write_text(yaml.safe_dump(document))
+    launch = Launch(directory, "--config", str(config), "--proxies", "2")
+    try:
+        launch.wait_until_said("Ctrl-C ends it")
+        yield launch
+    finally:
+        launch.process.terminate()
+        launch.process.wait(END_S)
+
+
+def state_of(admin_url: str) -> Any:
+    with urllib.request.urlopen(f"{admin_url}/kvrs/v1/state", timeout=END_S) as answer:
+        return json.load(answer)
+
+
+def pids(launch: Launch) -> dict[str, int]:
+    """Of everybody, as somebody who is up says it."""
+    found: dict[str, int] = {}
+    for _, admin_url in launch.all_urls:
+        state = state_of(admin_url)
+        found |= {row["id"]: row["pid"] for key in ("instances", "agents", "proxies") for row in state[key]}
+    return found
+
+
+@asynccontextmanager
+async def clients_of(launch: Launch) -> AsyncIterator[tuple[Clients, list[Had]]]:
+    """Clients, and what each request has to come to."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        clients = Clients(session, lambda: [url for url, _ in launch.all_urls], bodies(REQUESTS, TOKENS, seed=1))
+        yield clients, await quiet_run(clients, REQUESTS)
+
+
+async def test_a_killed_proxy_is_back_and_its_streams_went_on(started: Launch) -> None:
+    """At the same port, another process; clients lost no token and got none twice, whichever way they asked."""
+    url, admin_url = started.all_urls[0]
+    former = pids(started)["proxy-0"]
+    async with clients_of(started) as (clients, quiet):
+        ways = [Way.CONTINUE, Way.REPLAY] * (REQUESTS // 2)
+        reading = [asyncio.create_task(clients.read(n, way, f"killed-{n}", proxy=0)) for n, way in enumerate(ways)]
+        async with asyncio.timeout(END_S):
+            while sum(row["output_tokens"] > 10 for row in (await asyncio.to_thread(state_of, admin_url))["streams"]) < REQUESTS:
+                await asyncio.sleep(0.02)
+
+        os.kill(former, signal.SIGKILL)
+        found = await asyncio.gather(*reading)
+
+    assert is_exact(verdict(found, quiet)), verdict(found, quiet)
+    assert all(had.breaks for had in found)
+    assert until_answers(url) == "ok\n"
+    assert pids(started)["proxy-0"] != former
+
+
+def until_answers(url: str) -> str:
+    deadline_s = time.monotonic() + END_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/healthz", timeout=END_S) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+
+async def test_no_stream_fails_while_everything_is_restarted(started: Launch) -> None:
+    """With a key or without; and whoever asks for it again meanwhile is told that it is under way. Who is started reads the
+    file as it is by then.
+    """
+    before = pids(started)
+    change_file(started, policy={"slots_max": 7})
+    async with clients_of(started) as (clients, quiet):
+        load = Load(clients, [Way.CONTINUE, Way.PLAIN, Way.REPLAY, Way.PLAIN], REQUESTS, seed=2)
+        loading = asyncio.create_task(load.run())
+
+        started.process.send_signal(signal.SIGUSR1)
+        await until_said(started, "one process at a time\nproxy-0 is up again")
+        started.process.send_signal(signal.SIGUSR1)
+        await until_said(started, "everything was restarted")
+        load.stop()
+        await loading
+
+    assert is_exact(verdict(load.found, quiet)), verdict(load.found, quiet)
+    assert "a restart is under way already: the new one is ignored" in started.said
+    after = pids(started)
+    for name in ("config", "proxy-0", "proxy-1"):
+        assert yaml.safe_load((started.run_directory / f"{name}.yaml").read_text())["policy"]["slots_max"] == 7
+    assert set(before) == {"b0", "b1", "agent-n0", "agent-n1", "proxy-0", "proxy-1"}
+    assert [name for name in before if before[name] == after[name]] == []
+
+
+async def test_a_file_that_means_another_cluster_restarts_nobody(started: Launch) -> None:
+    """Other ports, other instances, another model: no process could go on with those of before."""
+    before, text = pids(started), (started.directory / "config.yaml").read_text()
+    change_file(started, cluster={"drain_s": 1.0})
+
+    started.process.send_signal(signal.SIGUSR1)
+    await until_said(started, "nothing is restarted: cluster: changed")
+
+    (started.directory / "config.yaml").write_text(text)
+    assert pids(started) == before
+
+
+def change_file(launch: Launch, **sections: dict[str, Any]) -> None:
+    file = launch.directory / "config.yaml"
+    document = yaml.safe_load(file.read_text())
+    for name, section in sections.items():
+        document[name] = document.get(name, {}) | section
+    file.write_text(yaml.safe_dump(document))
+
+
+async def until_said(launch: Launch, words: str) -> None:
+    async with asyncio.timeout(3 * END_S):
+        while words not in launch.said:
+            assert launch.process.poll() is None, launch.said
+            await asyncio.sleep(0.1)
+
+
+def test_each_proxy_writes_its_own_event_log(started: Launch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two in one file would be read by nobody."""
+    directory = started.directory
+
+    assert sorted(path.name for path in directory.glob("events*.jsonl")) == ["events-proxy-0.jsonl", "events-proxy-1.jsonl"]
+
+
+def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """Nor of the proxies that it would bring back."""
+    launch = Launch(tmp_path, "--nodes", "1", "--proxies", "3")
+    launch.wait_until_said("Ctrl-C ends it")
+    directory = launch.run_directory
+
+    launch.process.kill()
+    launch.process.wait()
+
+    deadline_s = time.monotonic() + END_S
+    while directory.exists() or list(members(directory)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    for url, _ in launch.all_urls:
+        with pytest.raises(urllib.error.URLError):
+            urllib.request.urlopen(f"{url}/healthz", timeout=1)
+
+
+PEERS = {"proxy": {"peer_port": 21999, "peers": [{"id": "proxy-9", "peer_port": 21998}]}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "document", "words"),
+    [
+        (["--proxies", "0"], {}, "Input should be greater than or equal to 1"),
+        (["--proxies", "9"], {}, "Input should be less than or equal to 8"),
+        (["--proxies", "2"], PEERS, "--proxies: got 2 beside proxy.peers (proxy-9); allowed: one of them"),
+        (["--proxies", "2", "--port", "65530"], {}, "proxy-1: port: got 65540; allowed: 0 to 65535, for each proxy 10 above"),
+        (
+            ["--proxies", "2", "--port", "21990", "--admin-port", "22000"],
+            {},
+            "proxy-1: port: 127.0.0.1:22000 is that of proxy-0: admin_port too; allowed: a port of its own",
+        ),
+        (
+            ["--proxies", "2"],
+            {"cluster": {"nodes": [{"id": "proxy-1", "instances": [{"id": "b", "role": "both"}]}]}},
+            "'proxy-1'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    tmp_path: Path, arguments: Sequence[str], document: dict[str, Any], words: str
+) -> None:
+    """With the value, and what is allowed."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(document))
+
+    launch = Launch(tmp_path, "--config", str(config), *arguments)
+
+    try:
+        assert launch.process.wait(END_S) == 2
+    finally:
+        launch.process.kill()
+    # Words that are too long for a line are wrapped in a frame by the command line's own messages.
+    assert words in " ".join(launch.said.replace("│", " ").split())
+    assert "logs are in" not in launch.said
+
+
+def test_a_port_of_the_second_proxy_that_is_in_use_is_named(tmp_path: Path) -> None:
+    """As that of the first one always was."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        launch = Launch(tmp_path, "--proxies", "2", "--port", str(port - 10))
+
+        assert launch.process.wait(END_S) == 2
+    assert f"proxy-1: port: 127.0.0.1:{port} is in use" in launch.said

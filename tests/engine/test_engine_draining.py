@@ -1,0 +1,145 @@
+"""An instance that is told to end: when it does."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvrs.config import parse_config
+from kvrs.engine.server import serve
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import LoadReport
+from kvrs.protocol.secrets import http_token
+from tests.engine.serving import SECRET
+
+
+class Told:
+    """One instance, served as its process does, and the signals that it gets."""
+
+    def __init__(self, http: aiohttp.ClientSession, ended: "asyncio.Task[None]", stop: asyncio.Event, at_once: asyncio.Event):
+        self.http = http
+        self.ended = ended
+        self.stop = stop
+        self.at_once = at_once
+
+    async def begin(self, stream: str, max_tokens: int, **fields: Any) -> aiohttp.ClientResponse:
+        kvrs = {"stream": stream, "attempt": 1, "prompt_tokens": 40}
+        body = {"prompt": list(range(10, 50)), "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "kvrs": kvrs}
+        answer = await self.http.post("/v1/completions", json=body | fields)
+        assert answer.status == 200, await answer.text()
+        await answer.content.readuntil(b"\n\n")
+        return answer
+
+    async def lease(self, **update: list[str]) -> list[str]:
+        async with self.http.post("/kvrs/v1/leases", json={"lease_s": 3600.0} | update) as answer:
+            return list((await answer.json())["unknown"])
+
+    async def retain(self, stream: str) -> None:
+        """Pages on which somebody has a lease that ends after every test."""
+        body = {"prompt": list(range(10, 50)), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        kvrs = {"stream": stream, "attempt": 1, "prompt_tokens": 40}
+        async with self.http.post("/v1/completions", json=body | {"kvrs": kvrs}) as answer:
+            assert answer.status == 200, await answer.text()
+        assert await self.lease(renew=[stream]) == []
+
+    async def load(self) -> LoadReport:
+        async with self.http.get("/kvrs/v1/load") as answer:
+            return msgspec.json.decode(await answer.read(), type=LoadReport)
+
+    async def until_draining(self) -> None:
+        while not (await self.load()).draining:
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def told(model: Path, drain_s: float = 60.0) -> AsyncIterator[Told]:
+    ports = []
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", "port": ports[0], "page_port": ports[1]}]}]
+    config = parse_config(
+        {"cluster": {"model": str(model), "nodes": nodes, "drain_s": drain_s, "engine": {"max_model_len": 2048}}}
+    )
+    stop, at_once, ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    ended = asyncio.create_task(serve(config, InstanceId("e0"), 1, SECRET, stop, ready.set, at_once))
+    headers = {"Authorization": f"Bearer {http_token(SECRET)}"}
+    async with asyncio.timeout(60), aiohttp.ClientSession(f"http://127.0.0.1:{ports[0]}", headers=headers) as http:
+        await ready.wait()
+        try:
+            yield Told(http, ended, stop, at_once)
+        finally:
+            stop.set()
+            at_once.set()
+            await ended
+
+
+async def test_an_idle_instance_ends_at_once(tiny_model: Path) -> None:
+    """Nobody would come to take anything away."""
+    async with told(tiny_model) as one, one.http.get("/kvrs/v1/load?watch=0.05"):
+        one.stop.set()
+
+        await one.ended
+
+
+async def test_it_says_that_it_is_about_to_end_and_lets_its_streams_come_to_theirs(tiny_model: Path) -> None:
+    """Whoever can take them away does; for the others it stays."""
+    async with told(tiny_model) as one:
+        answer = await one.begin("s", max_tokens=300)
+        before = (await one.load()).draining
+
+        one.stop.set()
+        await one.until_draining()
+        said = await answer.read()
+        await one.ended
+
+    assert not before
+    assert said.endswith(b"data: [DONE]\n\n")
+
+
+async def test_what_was_taken_away_is_kept_for_whoever_fetches_it(tiny_model: Path) -> None:
+    """A moment, and only as long as somebody watches: else there is nobody who could have taken it."""
+    async with told(tiny_model) as one:
+        watch = await one.http.get("/kvrs/v1/load?watch=0.05")
+        answer = await one.begin("s", max_tokens=1500)
+        one.stop.set()
+        await one.until_draining()
+
+        answer.close()
+        while (await one.load()).running:
+            await asyncio.sleep(0.005)
+        unknown = await one.lease(renew=["s", "other"])
+        said = [await watch.content.readline() for _ in range(40)]
+        watch.close()
+        await one.ended
+
+    assert unknown == ["other"]
+    assert b"" not in said, "it ended though somebody had a lease on its pages"
+
+
+async def test_its_patience_has_an_end(tiny_model: Path) -> None:
+    """Its place is wanted; whoever is left is recovered as after a death."""
+    async with told(tiny_model, drain_s=0.0) as one, one.http.get("/kvrs/v1/load?watch=0.05"):
+        await one.retain("s")
+
+        one.stop.set()
+
+        await one.ended
+
+
+async def test_told_twice_it_ends_at_once(tiny_model: Path) -> None:
+    """Ctrl-C pressed again is meant."""
+    async with told(tiny_model) as one, one.http.get("/kvrs/v1/load?watch=0.05"):
+        await one.retain("s")
+        one.stop.set()
+        await one.until_draining()
+
+        one.at_once.set()
+
+        await one.ended
