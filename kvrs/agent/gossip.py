@@ -37,19 +37,15 @@ class NodeGossip:
         self._token = http_token(ring[0])
         self._news = NodeNews(instance.id for instance in agent.node.instances)
         self.membership = Membership(agent.node.id, config.gossip, ring)
-        self._monitor: GpuMonitor | None = None
+        # The judgements are read at every look.
+        self._monitor = GpuMonitor(open_sensor, lambda _: None, time.monotonic)
         self._full = False
 
     async def start(self) -> None:
         """Raises ConfigError: its port is in use."""
         settings, me = self._agent.node.agent, self.membership.id
-        # NVML may take its time, in which this process would not answer the others.
-        sensor = open_sensor()
         with naming_port(f"agent of node {me}", "gossip_port", settings.host, settings.gossip_port):
             await self.membership.start(settings.host, settings.gossip_port, gossip_seeds(self._config, me))
-        if sensor is not None:
-            # The judgements are read at every look.
-            self._monitor = GpuMonitor(sensor, lambda _: None, time.monotonic)
 
     async def run(self) -> None:
         """Watch and tell until cancelled; ends with an exception only for a bug of ours."""
@@ -60,8 +56,7 @@ class NodeGossip:
             group = await stack.enter_async_context(asyncio.TaskGroup())
             for instance in self._agent.node.instances:
                 group.create_task(self._watch(http, instance))
-            if self._monitor is not None:
-                group.create_task(self._monitor.run())
+            group.create_task(self._monitor.run())
             group.create_task(self._tell())
 
     async def close(self) -> None:
@@ -77,8 +72,7 @@ class NodeGossip:
         agent, now_s = self._agent, time.monotonic()
         slots = {name: agent.slots.outlook(name, now_s) for name in agent.targets}
         holder = agent.node.agent_id, HolderFact(agent.capacity_bytes, agent.store.reserved_bytes)
-        gpus = [] if self._monitor is None else self._monitor.health
-        news = self._news.look(slots, holder, gpus, now_s)
+        news = self._news.look(slots, holder, self._monitor.health, now_s)
         for kind, name in news.withdrawn:
             self.membership.withdraw(kind, name)
         for name, fact in news.written:

@@ -3,7 +3,8 @@
 No library, no driver, or no GPU is a normal state, said once; so is what a GPU does not support. XIDs come as events; where those
 are not supported, the driver's recovery action and the counters must do.
 
-NVML can block for long when a GPU dies, so it is read in a thread of its own, and that it does not come back is a sign too.
+NVML can block for long when a GPU dies, so it is opened and read in a thread of its own, and that it does not come back is a
+sign too; while it is being opened, nobody knows yet against whom.
 The thread is a daemon: nobody waits for it at the end. As long as NVML is open here, the driver cannot be reloaded.
 """
 
@@ -246,10 +247,14 @@ class GpuSensor:
 class GpuMonitor:
     """Has the GPUs looked at every second, and as soon as there is an XID; `changed` is called with every new judgement."""
 
-    def __init__(self, sensor: GpuSensor, changed: Callable[[GpuHealth], None], clock: Callable[[], float]) -> None:
-        self._sensor, self._changed, self._clock = sensor, changed, clock
+    def __init__(
+        self, find: Callable[[], GpuSensor | None], changed: Callable[[GpuHealth], None], clock: Callable[[], float]
+    ) -> None:
+        """`find`, as `open_sensor`, is called in the thread."""
+        self._find, self._changed, self._clock = find, changed, clock
         self._judge = GpuJudge()
-        self._readings: asyncio.Queue[list[Reading] | Exception] = asyncio.Queue()
+        self._readings: asyncio.Queue[list[Reading] | Exception | None] = asyncio.Queue()
+        self._is_stuck = False
         self._stop = threading.Event()
 
     @property
@@ -257,24 +262,30 @@ class GpuMonitor:
         return self._judge.health
 
     async def run(self) -> None:
-        """Watch until cancelled; the sensor is closed by then, or as soon as NVML comes back."""
+        """Watch until cancelled, or until there turns out to be no GPU; the sensor is closed by then, or as soon as NVML comes
+        back.
+        """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._look_on, args=(loop,), name="gpu-sensor", daemon=True).start()
         try:
-            while True:
-                self._tell(await self._next_judgements())
+            while (judgements := await self._next_judgements()) is not None:
+                self._tell(judgements)
         finally:
             self._stop.set()
 
-    async def _next_judgements(self) -> list[GpuHealth]:
+    async def _next_judgements(self) -> list[GpuHealth] | None:
         try:
             async with asyncio.timeout(_POLL_S + _STUCK_S):
                 readings = await self._readings.get()
         except TimeoutError:
+            if not self._is_stuck:
+                log.warning("NVML is stuck")
+            self._is_stuck = True
             return self._judge.no_answer("NVML is stuck", self._clock())
         if isinstance(readings, Exception):
             raise readings
-        return self._judge.take(readings, self._clock())
+        self._is_stuck = False
+        return None if readings is None else self._judge.take(readings, self._clock())
 
     def _tell(self, judgements: list[GpuHealth]) -> None:
         for health in judgements:
@@ -286,18 +297,23 @@ class GpuMonitor:
             self._changed(health)
 
     def _look_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        sensor: GpuSensor | None = None
         while not self._stop.is_set():
-            readings: list[Reading] | Exception
+            readings: list[Reading] | Exception | None
             try:
-                readings = self._sensor.read()
+                sensor = sensor or self._find()
+                readings = None if sensor is None else sensor.read()
             except Exception as error:  # A bug of ours: it must end whoever awaits `run`, not only this thread.
                 readings = error
                 self._stop.set()
             # The loop may be closed by now.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._readings.put_nowait, readings)
-            self._stop.wait(_PAUSE_S if self._sensor.wait(_POLL_S) else _POLL_S)
-        self._sensor.close()
+            if sensor is None:
+                return
+            self._stop.wait(_PAUSE_S if sensor.wait(_POLL_S) else _POLL_S)
+        if sensor is not None:
+            sensor.close()
 
 
 def _sum(counts: list[int | None]) -> int | None:

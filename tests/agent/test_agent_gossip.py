@@ -1,19 +1,28 @@
 """An agent as its node's member, in front of a scripted instance."""
 
 import asyncio
+import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
+import pytest
 
+from kvrs.agent import gossip, gpu
 from kvrs.config import parse_config
 from kvrs.gossip.facts import FailureFact, HolderFact, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import AgentInfo, Role
 from tests.agent.agents import SECRET, ask, document, free_ports, running, session
+from tests.agent.fake_nvml import FakeGpu, FakeNvml
 from tests.gossip.gatherings import QUICK, gathering, until
+from tests.proxy import scripted
+from tests.proxy.house import open_house
 from tests.proxy.scripted import Script, Scripted
+from tests.proxy.scripted_model import expected_ids, text_of
 
 N0 = NodeId("n0")
 
@@ -56,6 +65,75 @@ async def test_an_agent_says_what_runs_beside_it_and_what_died(tmp_path: Path) -
     assert isinstance(died, FailureFact)
     assert (died.epoch, left) == (1, False)
     assert "connection" in died.cause
+
+
+async def test_an_agent_serves_while_nvml_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that hangs on a dying GPU already hangs when it is opened."""
+    let_go, waited = threading.Event(), list[bool]()
+
+    def hang() -> None:
+        waited.append(let_go.wait(3.0))
+
+    monkeypatch.setattr(gossip, "open_sensor", hang)
+    config = parse_config(with_gossip(tmp_path, 1))
+    async with running(config), session(config) as http:
+        info = await ask(http, "/kvrs/v1/agent", AgentInfo)
+        given_up = list(waited)
+        let_go.set()
+
+    assert (info.id, given_up) == ("agent-n0", [])
+
+
+async def test_streams_leave_the_gpu_of_which_nvml_tells_an_xid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the library, through the agent's gossip and the proxy's policy: the answers are exact, and the instance still runs."""
+    monkeypatch.setattr(gpu, "_POLL_S", 0.05)
+    boards = [FakeGpu("GPU-n0"), FakeGpu("GPU-n1")]
+    libraries = [FakeNvml(board) for board in boards]
+    left = libraries.copy()
+    monkeypatch.setattr(gossip, "open_sensor", lambda: gpu.open_sensor(lambda: left.pop(0)))
+    nodes = ("n0", "n1")
+    ports = [dict(zip(nodes, free_ports(2), strict=True)) for _ in range(3)]
+    named = [
+        {"port": port, "page_port": pages, "gossip_port": talk}
+        for port, pages, talk in zip(*(p.values() for p in ports), strict=True)
+    ]
+    listed = [
+        {"id": node, "agent": agent, "instances": [{"id": f"unseen-{node}", "role": "both"}]}
+        for node, agent in zip(nodes, named, strict=True)
+    ]
+    config = parse_config(
+        {
+            "cluster": {"nodes": listed},
+            "gossip": {"enabled": True, **QUICK},
+            "backup": {"mode": "off", "directory": str(tmp_path)},
+        }
+    )
+    prompt, tokens = [1, 2, 3], 20
+    async with running(config, scripted.SECRET), AsyncExitStack() as later:
+        await until(lambda: len(left) == 1)
+        await later.enter_async_context(running(config, scripted.SECRET, NodeId("n1")))
+        await until(lambda: not left)
+        sections: dict[str, Any] = {"gossip": {"enabled": True, **QUICK}, "policy": {"gpu": {"failing": "move"}}}
+        house = await later.enter_async_context(open_house(agent_ports=ports[0], gossip_ports=ports[2], **sections))
+        gate, house.script.gate_at = asyncio.Event(), 5
+        house.script.gate = gate
+        asking = [asyncio.create_task(house.complete(prompt=prompt, max_tokens=tokens, temperature=0)) for _ in range(6)]
+        await house.until_streams_hold(3, count=6)
+
+        libraries[0].xid(boards[0], 79)
+
+        async def nobody_runs_there() -> bool:
+            return all(row["decode"] == "d1" for row in (await house.state())["streams"])
+
+        await house.until(nobody_runs_there)
+        gate.set()
+        answers = await asyncio.gather(*asking)
+        health, moves = await house.health(), (await house.state())["recoveries"]
+
+    wanted = "".join(map(text_of, expected_ids(prompt, tokens)))
+    assert [msgspec.json.decode(body)["choices"][0]["text"] for _, body in answers] == [wanted] * 6
+    assert {move["cause"] for move in moves} == {"moved: its GPU is failing: xid 79"}
+    assert set(health.values()) == {"up"}
 
 
 async def test_an_agent_shows_its_members_to_who_has_the_secret(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ async def judged(
 ) -> list[GpuHealth]:
     """What a monitor says until `act` is content."""
     said: list[GpuHealth] = []
-    monitor = GpuMonitor(GpuSensor(nvml), said.append, clock)
+    monitor = GpuMonitor(lambda: GpuSensor(nvml), said.append, clock)
     task = asyncio.create_task(monitor.run())
     try:
         async with asyncio.timeout(WAIT_S):
@@ -257,6 +257,16 @@ async def test_a_library_that_does_not_come_back_is_a_sign(monkeypatch: pytest.M
 
     assert (said[-1].state, said[-1].reason) == (GpuState.FAILING, "no answer: NVML is stuck")
     await ended()
+
+
+async def test_where_there_is_no_gpu_the_monitor_ends() -> None:
+    """It is no reason for the agent to end."""
+    monitor = GpuMonitor(lambda: open_sensor(without_driver), lambda _: None, time.monotonic)
+
+    async with asyncio.timeout(WAIT_S):
+        await monitor.run()
+
+    assert monitor.health == []
 
 
 async def test_a_bug_ends_the_monitor() -> None:
