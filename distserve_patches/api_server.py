@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from distserve_patches import upstream
 from kvrs.cluster.config import Backend
-from kvrs.config import Config, NodeSettings, load_config, read_secret
+from kvrs.config import Config, NodeSettings, load_config, read_secrets
 from kvrs.engine.models.config import ModelConfig
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import NodeId
@@ -77,8 +77,8 @@ def _serve(arguments: Sequence[str]) -> None:
 
     from distserve_patches.server import Launch
 
-    secret = read_secret(config.security, os.environ)
-    _run(Launch(config, node, flags, ours.epoch, secret, off_gpu))
+    secret, *older = read_secrets(config.security, os.environ)
+    _run(Launch(config, node, flags, ours.epoch, secret, off_gpu, older))
 
 
 def _run(launch: "Launch") -> None:

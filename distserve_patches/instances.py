@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -67,6 +67,7 @@ class Place:
     secret: bytes
     start: int  # Which start of its process this is.
     links: SendingLinks  # All that the process sends shares the links to the other nodes.
+    older: Sequence[bytes] = ()  # Secrets that are accepted beside the one in use.
 
 
 class _CurrentPages:
@@ -100,7 +101,7 @@ class StageInstance:
         own_prefill: InstanceId | None = None,
     ) -> None:
         """`pool`: of the stage's present life."""
-        self.settings, self.secret = place.settings, place.secret
+        self.settings, self.secret, self.older = place.settings, place.secret, place.older
         self.model, self.served, self.pieces = model.name, model.served, model.pieces
         self.chat_template, self.max_model_len = model.chat_template, model.max_model_len
         self.registry = peers_of(place.config)
@@ -117,7 +118,7 @@ class StageInstance:
         self._places = PlaceWait()
         self._source = _CurrentPages()
         transfer = place.config.transfer
-        self.page_server = PageServer(self.identity, self._source, place.secret, transfer, place.links)
+        self.page_server = PageServer(self.identity, self._source, place.secret, transfer, place.links, older=place.older)
         self.puller = PagePuller(self.identity, place.secret, transfer, time.monotonic)
         self.pusher = PagePusher(self.identity, place.secret, transfer, place.links)
         self._checkpointer: Checkpointer | None = None

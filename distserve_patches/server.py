@@ -9,7 +9,7 @@ import logging
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,6 +62,7 @@ class Launch:
     epoch: int
     secret: bytes
     off_gpu: bool
+    older: Sequence[bytes] = ()  # Secrets that are accepted beside the one in use.
 
     def settings(self, role: Role) -> InstanceSettings:
         return next(instance for instance in self.node.instances if instance.role is role)
@@ -82,7 +83,7 @@ class Server:
 
         def instance_of(stage: Stage, core: RunCore, role: Role) -> StageInstance:
             settings = launch.settings(role)
-            place = Place(config, launch.node, settings, launch.secret, launch.epoch, links)
+            place = Place(config, launch.node, settings, launch.secret, launch.epoch, links, launch.older)
             own_prefill = launch.settings(Role.PREFILL).id if role is Role.DECODE else None
             return StageInstance(place, model, core, stage, lambda: engine.pool(stage), own_prefill)
 

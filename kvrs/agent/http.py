@@ -1,5 +1,7 @@
 """The HTTP face of an agent: what it holds, the leases on it, and the slots of its node."""
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
 from kvrs.agent.node import NodeAgent
@@ -9,10 +11,12 @@ from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate, SlotUpdate
 from kvrs.transfer import http
 
 
-def make_app(agent: NodeAgent, secret: bytes, membership: Membership | None = None) -> web.Application:
+def make_app(
+    agent: NodeAgent, secret: bytes, membership: Membership | None = None, older: Sequence[bytes] = ()
+) -> web.Application:
     """All routes of an agent. Everything but `/healthz` wants the cluster's bearer token."""
     face = _Face(agent, membership)
-    app = http.new_app(secret)
+    app = http.new_app(secret, older=older)
     app.add_routes(
         [
             web.get("/healthz", face.health),

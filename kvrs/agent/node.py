@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 from kvrs.agent.config import BackupMode
 from kvrs.agent.fences import Fences
@@ -28,7 +29,9 @@ _EXPIRE_S = 0.25
 class NodeAgent:
     """Reads and verifies what an earlier life left, before anything else; `start` needs a running event loop."""
 
-    def __init__(self, config: Config, node: NodeId, secret: bytes, directory: StoreDirectory) -> None:
+    def __init__(
+        self, config: Config, node: NodeId, secret: bytes, directory: StoreDirectory, older: Sequence[bytes] = ()
+    ) -> None:
         """Raises ConfigError when the directory has no room for what is to be kept there, or cannot be used."""
         self.node = node_of(config, node)
         self._backup = config.backup
@@ -43,7 +46,7 @@ class NodeAgent:
         except OSError as error:
             raise ConfigError([f"backup.directory: {directory.path}: {error.strerror or error}"]) from None
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
-        self.page_server = PageServer(self.identity, self.store, secret, config.transfer, links, self.store)
+        self.page_server = PageServer(self.identity, self.store, secret, config.transfer, links, self.store, older)
         # No two lives of an agent grant the same token.
         self.slots = SlotTable(config.policy.slots_max, first_token=time.time_ns())
         self.fences = Fences(self.node, secret)

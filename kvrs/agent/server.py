@@ -23,7 +23,7 @@ async def serve(
     older: Sequence[bytes] = (),
 ) -> None:
     """Serve until `stop` is set, then leave nothing behind; `ready` is called once pages and requests are taken.
-    `older`: secrets that gossip accepts beside the one in use.
+    `older`: secrets that are accepted beside the one in use.
 
     Whatever else ends this leaves the pages to the next agent of this node.
 
@@ -31,19 +31,24 @@ async def serve(
         ConfigError: there is no such node, its directory is not to be had, or a port is in use.
     """
     with open_directory(config, node, secret) as directory:
-        agent = NodeAgent(config, node, secret, directory)
+        agent = NodeAgent(config, node, secret, directory, older)
         gossip = NodeGossip(config, agent, [secret, *older]) if config.gossip.enabled else None
         try:
-            await _serve(config, agent, gossip, secret, stop, ready)
+            await _serve(config, agent, gossip, [secret, *older], stop, ready)
         finally:
             if stop.is_set() or not agent.store.held_bytes:
                 agent.store.clear()
 
 
 async def _serve(
-    config: Config, agent: NodeAgent, gossip: NodeGossip | None, secret: bytes, stop: asyncio.Event, ready: Callable[[], None]
+    config: Config,
+    agent: NodeAgent,
+    gossip: NodeGossip | None,
+    ring: Sequence[bytes],
+    stop: asyncio.Event,
+    ready: Callable[[], None],
 ) -> None:
-    app = make_app(agent, secret, None if gossip is None else gossip.membership)
+    app = make_app(agent, ring[0], None if gossip is None else gossip.membership, ring[1:])
     if config.cluster.allow_faults:
         add_fault_route(app, agent.page_server.faults, {node.id for node in config.cluster.nodes})
     # A watcher that leaves cancels its handler.

@@ -79,7 +79,7 @@ class InstanceActor(_Actor):
         async def run() -> None:
             stop = asyncio.Event()
             self._told = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
-            await serve(config, self._name, self._start, secret, stop, self._ready.set)
+            await serve(config, self._name, self._start, secret, stop, self._ready.set, older=self._older)
 
         asyncio.run(run())
 
@@ -96,7 +96,7 @@ class ServerActor(_Actor):
         # Where this package is, the other one is too, installed or not.
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {
-            ENV_NAME: secret.decode(),
+            ENV_NAME: b"\n".join([secret, *self._older]).decode(),
             "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
             "PYTHONPATH": os.pathsep.join(paths),
         }

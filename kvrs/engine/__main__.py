@@ -8,9 +8,10 @@ import asyncio
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
-from kvrs.config import load_config, read_secret
+from kvrs.config import load_config, read_secrets
 from kvrs.engine.server import serve
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
@@ -21,8 +22,9 @@ async def _serve(arguments: argparse.Namespace) -> None:
     stop, at_once = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (at_once if stop.is_set() else stop).set())
-    secret = read_secret(config.security, os.environ)
-    await serve(config, arguments.instance, arguments.epoch, secret, stop, lambda: print("ready", flush=True), at_once)
+    secret, *older = read_secrets(config.security, os.environ)
+    ready = partial(print, "ready", flush=True)
+    await serve(config, arguments.instance, arguments.epoch, secret, stop, ready, at_once, older)
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from kvrs.transfer import http
 def make_app(instance: ServedInstance) -> web.Application:
     """All routes of an instance. Everything but `/healthz` wants the cluster's bearer token."""
     face = _Face(instance)
-    app = http.new_app(instance.secret, _refuse_while_down(instance), _explain_fence)
+    app = http.new_app(instance.secret, _refuse_while_down(instance), _explain_fence, older=instance.older)
     app.add_routes(
         [
             web.get("/healthz", face.health),

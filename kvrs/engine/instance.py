@@ -4,7 +4,7 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvrs.agent.config import BackupMode
@@ -56,12 +56,12 @@ MOVED_KEPT_S = 5.0
 class EngineInstance:
     """An instance of role, node and ports that the configuration gives. `start` needs a running event loop."""
 
-    def __init__(self, config: Config, instance_id: InstanceId, epoch: int, secret: bytes) -> None:
+    def __init__(self, config: Config, instance_id: InstanceId, epoch: int, secret: bytes, older: Sequence[bytes] = ()) -> None:
         self.node, self.settings = find_instance(config, instance_id)
         if config.cluster.model is None:
             raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
         self.config = config
-        self.secret = secret
+        self.secret, self.older = secret, older
         self.epoch = epoch
         self.model = Path(config.cluster.model).name
         tokenizer = load_tokenizer(Path(config.cluster.model))
@@ -83,7 +83,7 @@ class EngineInstance:
         source = EnginePages(self.pages, self.worker.pool, released=lambda: self.core.wake())
         # All that this process sends, whoever sends it, shares the links to the other nodes.
         self.links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
-        self.page_server = PageServer(self.identity, source, secret, config.transfer, self.links)
+        self.page_server = PageServer(self.identity, source, secret, config.transfer, self.links, older=older)
         self.pusher = PagePusher(self.identity, secret, config.transfer, self.links)
         self.registry = peers_of(config)
         self.checkpointer = Checkpointer(

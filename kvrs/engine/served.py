@@ -1,6 +1,6 @@
 """What the HTTP face needs of an instance, whichever engine computes behind it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvrs.config import InstanceSettings
@@ -34,6 +34,7 @@ class ServedInstance(Protocol):
     """One instance of the configuration."""
 
     secret: bytes
+    older: Sequence[bytes]  # Secrets that are accepted beside it.
     model: str
     served: Model
     pieces: TokenPieces

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -26,15 +26,17 @@ async def serve(
     stop: asyncio.Event,
     ready: Callable[[], None],
     at_once: asyncio.Event | None = None,
+    older: Sequence[bytes] = (),
 ) -> None:
     """Serve until `stop` is set, then until nothing is left that others need, at most for `cluster.drain_s` or until `at_once`.
 
     `ready` is called once requests are taken. `start` must rise with every start of the instance.
+    `older`: secrets that are accepted beside the one in use.
 
     Raises:
         ConfigError: a port is in use.
     """
-    instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret)
+    instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret, older)
     async with face_of(instance, allow_faults=config.cluster.allow_faults) as app:
         ready()
         stopping = asyncio.ensure_future(_drained(instance, app, stop, at_once or asyncio.Event(), config.cluster.drain_s))

@@ -67,7 +67,7 @@ class Proxy:
     """Start and close it on one event loop. `port` and `admin_port` are the bound ones."""
 
     def __init__(self, config: Config, secret: bytes, older: Sequence[bytes] = ()) -> None:
-        """`older`: secrets that gossip accepts beside the one in use."""
+        """`older`: secrets that are accepted beside the one in use."""
         self._config = config
         self._ring = [secret, *older]
         self._membership: Membership | None = None
@@ -118,7 +118,7 @@ class Proxy:
         hearsay = Hearsay(driver.links, Gpus(instances.known, driver.gpu_judged), driver.tell, clock)
         admin = Admin(driver, metrics, hearsay, self._describe, clock)
         if config.proxy.peer_port:
-            face = make_app(mirror, self._ring[0])
+            face = make_app(mirror, self._ring)
             await self._listen(face, "proxy.peer_port", config.proxy.peer_port)
         await mirror.peers.meet()
         self.port = await self._listen(api.application(), "proxy.port", config.proxy.port)

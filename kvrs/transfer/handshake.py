@@ -7,7 +7,7 @@ server cannot pass on its proof to another one. A peer is told why it is refused
 
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 from kvrs.errors import TransferError
@@ -24,9 +24,14 @@ def page_key(secret: bytes) -> bytes:
 
 
 async def admit(
-    stream: SocketStream, key: bytes, identity: Callable[[], Identity], adopt: Callable[[Identity], None] = lambda client: None
+    stream: SocketStream,
+    key: bytes,
+    identity: Callable[[], Identity],
+    adopt: Callable[[Identity], None] = lambda client: None,
+    older: Sequence[bytes] = (),
 ) -> tuple[Identity, Identity]:
     """The server's part: who we said that we are, and who the client is. A client that is refused is told why, if it may know.
+    One that knows an `older` key is answered with that.
 
     `adopt` is called with a client that knows the secret and means this server; it may change what `identity` says.
     """
@@ -34,7 +39,8 @@ async def admit(
     await stream.send(frames.encode_challenge(nonce))
     _, body = await stream.receive_frame(FrameType.HELLO)
     hello = frames.decode_hello(body)
-    reason = _refusal(hello, key, nonce, identity())
+    proven = [each for each in (key, *older) if hmac.compare_digest(hello.mac, _client_mac(each, nonce, hello))]
+    reason = _refusal(hello, identity()) if proven else "authentication failed"
     if reason is None:
         adopt(hello.client)
         reason = _mismatch(hello.client, identity())
@@ -42,7 +48,7 @@ async def admit(
         await stream.send(frames.encode_refused(reason))
         raise TransferError(f"refused {hello.client.instance!r}: {reason}")
     own = identity()
-    await stream.send(frames.encode_welcome(Welcome(own, _server_mac(key, nonce, hello, own))))
+    await stream.send(frames.encode_welcome(Welcome(own, _server_mac(proven[0], nonce, hello, own))))
     return own, hello.client
 
 
@@ -67,9 +73,7 @@ async def introduce(stream: SocketStream, key: bytes, own: Identity, peer: Peer)
     return server
 
 
-def _refusal(hello: Hello, key: bytes, nonce: bytes, own: Identity) -> str | None:
-    if not hmac.compare_digest(hello.mac, _client_mac(key, nonce, hello)):
-        return "authentication failed"
+def _refusal(hello: Hello, own: Identity) -> str | None:
     if (hello.server_instance, hello.server_node) != (own.instance, own.node):
         return f"this is {own.instance!r} on {own.node!r}, not {hello.server_instance!r} on {hello.server_node!r}"
     return None

@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import hmac
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -23,9 +23,12 @@ SHORTEST_WATCH_S = 0.02
 _WATCHES = web.AppKey("watches", set[asyncio.Task[None]])
 
 
-def new_app(secret: bytes, *middlewares: Middleware) -> web.Application:
-    """Everything but `/healthz` wants the cluster's bearer token, and errors of the caller's making become bodies."""
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_authenticate(http_token(secret)), _explain, *middlewares])
+def new_app(secret: bytes, *middlewares: Middleware, older: Sequence[bytes] = ()) -> web.Application:
+    """Everything but `/healthz` wants the cluster's bearer token, and errors of the caller's making become bodies. `older`: the
+    cluster's other secrets, whose tokens are taken too.
+    """
+    authenticate = _authenticate([http_token(each) for each in (secret, *older)])
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[authenticate, _explain, *middlewares])
     app[_WATCHES] = set()
     app.on_shutdown.append(_end)
     return app
@@ -47,13 +50,13 @@ def watches(app: web.Application) -> int:
     return len(app[_WATCHES])
 
 
-def _authenticate(token: str) -> Middleware:
-    expected = f"Bearer {token}".encode()
+def _authenticate(tokens: Sequence[str]) -> Middleware:
+    expected = [f"Bearer {token}".encode() for token in tokens]
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path != "/healthz" and not hmac.compare_digest(given, expected):
+        if request.path != "/healthz" and not any(hmac.compare_digest(given, each) for each in expected):
             return error(401, "this endpoint wants the cluster's bearer token", kind="authentication_error")
         return await handler(request)
 

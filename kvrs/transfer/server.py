@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvrs.errors import DamagedPageError, TransferError
@@ -41,10 +41,12 @@ class PageServer:
         settings: TransferSettings,
         links: SendingLinks,
         sink: PageSink | None = None,
+        older: Sequence[bytes] = (),
     ) -> None:
+        """`older`: the cluster's other secrets, with which a client may come too."""
         self._identity = identity
         self._source = source
-        self._key = page_key(secret)
+        self._key, self._older_keys = page_key(secret), [page_key(each) for each in older]
         self._settings = settings
         self._links = links
         self._sink = sink  # None: nothing can be stored here.
@@ -121,10 +123,8 @@ class PageServer:
         try:
             stream = SocketStream(sock, self._settings.stall_timeout_s)
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                if self._sink is None:
-                    own, client = await admit(stream, self._key, self._identity)
-                else:
-                    own, client = await admit(stream, self._key, self._identity, self._sink.adopt)
+                adopt = (lambda client: None) if self._sink is None else self._sink.adopt
+                own, client = await admit(stream, self._key, self._identity, adopt, self._older_keys)
                 return own, client, stream
         except TimeoutError:
             raise TransferError(f"no hand-shake within {HANDSHAKE_TIMEOUT_S} s") from None

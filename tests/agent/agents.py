@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,10 +57,10 @@ def document(base: Path, capacity_pages: int = 64, **cluster: Any) -> dict[str, 
 
 
 @asynccontextmanager
-async def running(config: Config, secret: bytes = SECRET, node: NodeId = N0) -> AsyncIterator[None]:
+async def running(config: Config, secret: bytes = SECRET, node: NodeId = N0, older: Sequence[bytes] = ()) -> AsyncIterator[None]:
     """The agent of a node in this event loop; its clean end is part of it."""
     stop, ready = asyncio.Event(), asyncio.Event()
-    task = asyncio.create_task(serve(config, node, secret, stop, ready.set))
+    task = asyncio.create_task(serve(config, node, secret, stop, ready.set, older))
     async with asyncio.timeout(30):
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -88,6 +88,20 @@ async def test_requests_that_are_wrong_are_refused(tmp_path: Path, method: str, 
         assert answer.status == status
 
 
+async def test_secrets_rotate_without_a_gap(tmp_path: Path) -> None:
+    """In the middle of it some are told to use the new one, which all accept by then; the old one is good until it is removed."""
+    old, new = SECRET, b"the secret of tomorrow, as long"
+    config = parse_config(document(tmp_path))
+    for used, other in ((old, new), (new, old)):
+        async with running(config, used, older=[other]):
+            for brought in (used, other):
+                async with session(config, brought) as http, Engine(config, brought) as engine:
+                    assert (await ask(http, "/kvrs/v1/agent", AgentInfo)).id == "agent-n0"
+                    assert await engine.offer("s", 2) == Held(StoreCode.OK, 0)
+    async with running(config, new), session(config, old) as http, http.get("/kvrs/v1/agent") as answer:
+        assert answer.status == 401
+
+
 async def test_strangers_learn_nothing(tmp_path: Path) -> None:
     """But that somebody is there."""
     config = parse_config(document(tmp_path))

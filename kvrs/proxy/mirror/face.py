@@ -1,5 +1,6 @@
 """The port that the other proxies talk to. Everything wants the cluster's bearer token."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -14,7 +15,7 @@ from kvrs.transfer import http
 Asked = TypeVar("Asked")
 
 
-def make_app(mirror: Mirror, secret: bytes) -> web.Application:
+def make_app(mirror: Mirror, ring: Sequence[bytes]) -> web.Application:
     async def watch(request: web.Request) -> web.StreamResponse:
         return await http.watch(request, lambda: mirror.peers.me)
 
@@ -33,7 +34,7 @@ def make_app(mirror: Mirror, secret: bytes) -> web.Application:
     async def claim(request: web.Request) -> web.Response:
         return _answer(mirror.grant(_decode(await request.read(), Claim)))
 
-    app = http.new_app(secret)
+    app = http.new_app(ring[0], older=ring[1:])
     app.add_routes([web.get(PATH, watch), web.post(PATH, take), web.post(f"{PATH}/hello", hello)])
     app.add_routes([web.post(f"{PATH}/look", look), web.post(f"{PATH}/claim", claim)])
     return app
