@@ -77,7 +77,8 @@ class Driver:
         self.leases = Leases(config.transfer.lease_s, self._send_leases, self._retention_lost)
         self.checkpoints = Checkpoints(config, agents, self.streams, self.tell)
         self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"  # Whoever is started in our place is another one.
-        self.slots = Slots(self.run_id, agents, instances, config.transfer.lease_s, metrics.slot_asked)
+        share = config.policy.slots_max // (1 + len(config.proxy.peers))
+        self.slots = Slots(self.run_id, agents, instances, config.transfer.lease_s, share, metrics.slot_asked)
         self.texts = Texts(config.cluster.model)
         self._token_gap_s = config.proxy.token_gap_s
         self._inexact = config.proxy.inexact

@@ -2,8 +2,8 @@
 
 Asked for right before the decode call of an attempt that fetches: all that are asked for in one turn of the event loop go to an
 agent in one message, with those given back before. Renewed in one message per agent and third of a lease, given back as
-soon as the attempt has brought a token or is over. An agent that cannot be asked stops nobody: the policy's own book, the
-first filter, then is the only one, and that is counted.
+soon as the attempt has brought a token or is over. An agent that cannot be asked stops nobody, and that is counted: each proxy
+then takes its own part of the target's slots.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ LEASE_S = 10.0  # A proxy that dies keeps others from its slots no longer.
 _PATIENCE_S = 0.25
 _DEAF_S = 1.0
 _LAST_WORDS_S = 0.5
+_ALONE_WAIT_S = 0.25  # Until another of the transfers that nobody arbitrates may have ended.
 
 
 class SlotDeniedError(KvrsError):
@@ -47,13 +48,19 @@ class _Outbox:
 class Slots:
     """`count` hears the outcome of each that was asked for: granted, denied, or unarbitrated; and of each that was lost."""
 
-    def __init__(self, owner: str, agents: Agents, instances: Instances, lease_s: float, count: Callable[[str], None]) -> None:
-        """`owner` is this run of this proxy, and of no other."""
+    def __init__(
+        self, owner: str, agents: Agents, instances: Instances, lease_s: float, share: int, count: Callable[[str], None]
+    ) -> None:
+        """`owner` is this run of this proxy, and of no other; `share` is its part of a target's slots while no agent gives them
+        out: all proxies together then take no more than there are.
+        """
         self._owner = owner
         self._agents = {known.node: known for known in agents.known.values()}
         self._instances = instances
         self._lease_s = min(lease_s, LEASE_S)
+        self._share = max(1, share)
         self._count = count
+        self._alone: dict[StreamId, SlotAsked] = {}  # What nobody arbitrates.
         # Whatever an agent may have granted, whether or not its answer came.
         self._held: dict[StreamId, tuple[KnownAgent, SlotAsked]] = {}
         self._outboxes: dict[InstanceId, _Outbox] = {}
@@ -64,16 +71,15 @@ class Slots:
         """The slot's token; 0: the target's node has no agent, or none that answers.
 
         Raises:
-            SlotDeniedError: none is left.
+            SlotDeniedError: none is left, or this proxy has its part of them and nobody answers.
         """
         known = self._agents.get(self._instances.known[target].node)
         if known is None:
             return 0
         loop = asyncio.get_running_loop()
-        if known.health is not Health.UP or loop.time() < self._deaf_until_s.get(known.id, 0.0):
-            self._count("unarbitrated")
-            return 0
         asked = SlotAsked(target, stream, attempt, owner_epoch)
+        if known.health is not Health.UP or loop.time() < self._deaf_until_s.get(known.id, 0.0):
+            return self._go_alone(asked)
         self._let_go(stream)  # An attempt before this one, which has not come to its end yet.
         self._held[stream] = known, asked
         answered: asyncio.Future[Slot | None] = loop.create_future()
@@ -82,8 +88,7 @@ class Slots:
         slot = answered.result() if done else None
         if slot is None:
             self._deaf_until_s[known.id] = loop.time() + _DEAF_S
-            self._count("unarbitrated")
-            return 0
+            return self._go_alone(asked)
         if not slot.token:
             self._held.pop(stream, None)  # But it keeps its place in line.
             self._count("denied")
@@ -91,8 +96,20 @@ class Slots:
         self._count("granted")
         return slot.token
 
+    def _go_alone(self, asked: SlotAsked) -> int:
+        if sum(each.target == asked.target and each.stream != asked.stream for each in self._alone.values()) >= self._share:
+            self._let_go(asked.stream)  # Its agent may have heard.
+            self._count("denied")
+            raise SlotDeniedError(asked.target, _ALONE_WAIT_S)
+        self._alone[asked.stream] = asked
+        self._count("unarbitrated")
+        return 0
+
     def release(self, stream: StreamId, owner_epoch: int, attempt: int) -> None:
         """The attempt fetches nothing any more, if it ever did."""
+        alone = self._alone.get(stream)
+        if alone is not None and (alone.owner_epoch, alone.attempt) == (owner_epoch, attempt):
+            del self._alone[stream]
         if stream in self._held:
             asked = self._held[stream][1]
             if (asked.owner_epoch, asked.attempt) == (owner_epoch, attempt):

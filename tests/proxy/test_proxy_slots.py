@@ -144,6 +144,30 @@ async def test_an_agent_that_is_down_is_not_asked(build: HouseBuilder) -> None:
     assert 'kvrs_slots_total{outcome="unarbitrated"} 1.0' in await house.metrics()
 
 
+async def test_while_nobody_arbitrates_each_proxy_takes_its_part(build: HouseBuilder) -> None:
+    """So that all of them together still begin no more transfers than a target has slots."""
+    house, asked = await victims(
+        build,
+        8,
+        proxy={"peers": [{"id": "proxy-1", "peer_port": 1}]},
+        policy={"name": "always_migrate", "slots_max": 4},
+    )
+    target = house.instances["d1"]
+    await house.agents["agent-n1"].kill()
+    await house.until_health(**{"agent-n1": "down"})
+
+    async def denied_often() -> bool:
+        lines = [line for line in (await house.metrics()).splitlines() if line.startswith('kvrs_slots_total{outcome="denied"}')]
+        return any(float(line.rpartition(" ")[2]) > 3 for line in lines)
+
+    await house.instances["d0"].kill()
+    await house.until(denied_often)
+    begun = len(tokens_at(target))
+
+    assert begun == 2
+    assert await all_exact(house, asked)
+
+
 async def test_without_agents_nothing_is_asked_or_counted(build: HouseBuilder) -> None:
     """One proxy needs nobody who arbitrates."""
     house, asked = await victims(build, backup={"mode": "off"})
@@ -219,7 +243,7 @@ async def test_the_last_words_of_a_proxy_are_waited_for() -> None:
 
     known = KnownAgent(InstanceId("agent-n1"), NodeId("n1"), cast("Any", Agent()), Health.UP)
     agents, nodes = SimpleNamespace(known={known.id: known}), SimpleNamespace(known={"d1": SimpleNamespace(node="n1")})
-    asking = Slots("me", cast("Any", agents), cast("Any", nodes), 30.0, lambda _: None)
+    asking = Slots("me", cast("Any", agents), cast("Any", nodes), 30.0, 32, lambda _: None)
     await asking.acquire(InstanceId("d1"), StreamId("s"), 0, 2)
 
     asking.release(StreamId("s"), 0, 2)
