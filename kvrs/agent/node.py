@@ -47,8 +47,9 @@ class NodeAgent:
             raise ConfigError([f"backup.directory: {directory.path}: {error.strerror or error}"]) from None
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
         self.page_server = PageServer(self.identity, self.store, secret, config.transfer, links, self.store, older)
-        # No two lives of an agent grant the same token.
-        self.slots = SlotTable(config.policy.slots_max, first_token=time.time_ns())
+        # Later lives of an agent grant higher tokens, whatever becomes of the wall clock. The targets are processes of this
+        # machine, so none of them has seen a token of before it was started.
+        self.slots = SlotTable(config.policy.slots_max, first_token=time.monotonic_ns())
         self.fences = Fences(self.node, secret)
         self._page_port = 0
 

@@ -1,6 +1,7 @@
 """Slots at a running agent: what it answers, and what it tells instances when an owner is gone."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -77,6 +78,21 @@ async def test_an_agent_gives_out_slots_to_all_proxies(tmp_path: Path) -> None:
     assert (second.acquired[0].token, second.lost) == (0, ["s"])
     assert (third.acquired, third.lost) == ([Slot(tokens[1] + 1)], [])
     assert report.slots == {E0: SlotCounts(held=2, waiting=2, most=2, granted=3, denied=2, expired=0)}
+
+
+async def test_tokens_rise_over_the_lives_of_an_agent_though_its_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its targets, which live on, must be able to tell an old permission from a new one."""
+    config, tokens = parse_config(with_slots(tmp_path)), list[int]()
+    wall_ns = time.time_ns()
+    for hours in (2, 1):
+        monkeypatch.setattr(time, "time_ns", lambda back=hours: wall_ns + back * 3600 * 10**9)
+        async with running(config), session(config) as client:
+            answer = await ask(client, "/kvrs/v1/slots", SlotAnswer, SlotUpdate("a", 30.0, acquire=[asked("s")]))
+            tokens += [slot.token for slot in answer.acquired]
+
+    assert tokens == sorted(set(tokens))
 
 
 async def test_the_transfers_of_an_owner_who_is_gone_are_ended(tmp_path: Path) -> None:
