@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import Slot, SlotAnswer, SlotAsked, SlotUpdate
+from kvrs.protocol.instance import AgentInfo, Slot, SlotAnswer, SlotAsked, SlotUpdate
 from kvrs.proxy.agents import Agents, KnownAgent
 from kvrs.proxy.instances import Health, Instances
 
@@ -25,6 +25,7 @@ LEASE_S = 10.0  # A proxy that dies keeps others from its slots no longer.
 _PATIENCE_S = 0.25
 _DEAF_S = 1.0
 _LAST_WORDS_S = 0.5
+_LOOK_S = 0.1
 _ALONE_WAIT_S = 0.25  # Until another of the transfers that nobody arbitrates may have ended.
 
 
@@ -116,14 +117,20 @@ class Slots:
                 self._let_go(stream)
 
     async def run(self) -> None:
-        """Renew until cancelled."""
+        """Renew until cancelled; at once where an agent is back, for it may know of nothing, and give to others what is held."""
+        loop, met = asyncio.get_running_loop(), dict[InstanceId, AgentInfo]()
+        renewed_s = loop.time()
         while True:
-            await asyncio.sleep(self._lease_s / 3)
-            held: dict[InstanceId, tuple[KnownAgent, list[SlotAsked]]] = {}
-            for known, asked in self._held.values():
-                held.setdefault(known.id, (known, []))[1].append(asked)
-            for known, renewed in held.values():
-                self._begin(self._send(known, SlotUpdate(self._owner, self._lease_s, renew=renewed), []))
+            await asyncio.sleep(min(_LOOK_S, self._lease_s / 3))
+            if is_time := loop.time() >= renewed_s + self._lease_s / 3:
+                renewed_s = loop.time()
+            for known in self._agents.values():
+                is_back = known.health is Health.UP and met.get(known.id) is not known.info
+                if is_back and known.info is not None:
+                    met[known.id] = known.info
+                held = [asked for holder, asked in self._held.values() if holder is known]
+                if held and (is_time or is_back):
+                    self._begin(self._send(known, SlotUpdate(self._owner, self._lease_s, renew=held), []))
 
     async def close(self) -> None:
         """Let others have what this proxy held, as far as that takes no time."""

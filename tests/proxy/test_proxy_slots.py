@@ -197,6 +197,24 @@ async def test_slots_are_renewed_while_the_transfer_runs(build: HouseBuilder, mo
     assert lost not in {each.stream for update in agent.slot_updates for each in update.release}
 
 
+async def test_an_agent_that_is_back_hears_at_once_of_what_is_held(build: HouseBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed and remembers nothing; until it has heard of them, it would give the same slots to others."""
+    monkeypatch.setattr(slots, "LEASE_S", 3600.0)
+    house, asked = await victims(build, 3, transfer={"lease_s": 3600.0})
+    agent = house.agents["agent-n1"]
+    await house.instances["d0"].kill()  # The gate is closed: no first token comes of the transfers.
+    await house.until(lambda: _truth(len(tokens_at(house.instances["d1"])) == 3))
+    before = [update for update in agent.slot_updates if update.renew]
+
+    await agent.kill()
+    await house.until_health(**{"agent-n1": "down"})
+    await agent.restart()
+    await house.until(lambda: _truth(any(len(update.renew) == 3 for update in agent.slot_updates)))
+
+    assert before == []
+    assert await all_exact(house, asked)
+
+
 async def test_a_transfer_that_breaks_gives_its_slot_back(build: HouseBuilder) -> None:
     """Whatever ends it: here its target dies."""
     house, asked = await victims(build, pairs=3)
