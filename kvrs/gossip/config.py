@@ -59,4 +59,6 @@ class GossipSettings(Settings):
     def _profile_below_what_is_named(cls, document: Any) -> Any:
         if not isinstance(document, dict):
             return document
-        return {**_DIFFERENCES.get(document.get("profile", Profile.LAN), {}), **document}
+        profile = document.get("profile", Profile.LAN)
+        # What is no word at all is refused with the rest.
+        return {**_DIFFERENCES.get(profile, {}), **document} if isinstance(profile, str) else document

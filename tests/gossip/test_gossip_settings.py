@@ -34,7 +34,10 @@ def test_a_written_section_reads_back_equal() -> None:
     assert GossipSettings.model_validate(settings.model_dump(mode="json")) == settings
 
 
-@pytest.mark.parametrize("section", [{"profile": "moon"}, {"probe_interval_s": 0.0}, {"packet_bytes": 100}, {"speed": 1}])
+@pytest.mark.parametrize(
+    "section",
+    [{"profile": "moon"}, {"profile": ["lan"]}, {"profile": {}}, {"probe_interval_s": 0.0}, {"packet_bytes": 100}, {"speed": 1}],
+)
 def test_what_is_not_allowed_is_refused(section: dict[str, object]) -> None:
     """With a message of pydantic's, which `kvrs.config` turns into a line."""
     with pytest.raises(ValidationError):
