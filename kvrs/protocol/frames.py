@@ -9,8 +9,9 @@ The laws of a connection:
     OFFER -> HELD (followed by one `Held`); agents only, as is
     STORE, followed by the bytes of all its pages in order -> HELD (followed by one `Held` for each run)
 
-A frame is a header of 8 bytes (magic, version, type, length of the body) and a body. Nothing in it is an address, and every
-length is compared with a bound before anybody waits for, or makes room for, that many bytes. Whatever is wrong raises
+A frame is a header of 8 bytes (magic, version, type, length of the body) and a body; that of a question ends with its
+checksum, or a bit that turned over on the way might ask for another page than is meant. Nothing in it is an address, and
+every length is compared with a bound before anybody waits for, or makes room for, that many bytes. Whatever is wrong raises
 `TransferError` with what was wrong; the connection is then closed, since nothing that follows can be trusted to be a frame.
 """
 
@@ -25,7 +26,7 @@ from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.tags import TAG_BYTES, Tag
 
-VERSION = 2
+VERSION = 3
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_NAME_BYTES = 255
@@ -93,19 +94,20 @@ _CODES = {int(code): code for code in StoreCode}
 
 _MAX_IDENTITY_BYTES = _IDENTITY.size + 3 * (1 + MAX_NAME_BYTES)
 _MAX_CLAIM_BYTES = _CLAIM.size + 1 + MAX_NAME_BYTES
+_MAX_RUN_BYTES = _MAX_CLAIM_BYTES + _RUN.size  # Without its tags and checksums.
 _MAX_BODY_BYTES = {
     FrameType.CHALLENGE: NONCE_BYTES,
     FrameType.HELLO: NONCE_BYTES + _MAX_IDENTITY_BYTES + 2 * (1 + MAX_NAME_BYTES) + MAC_BYTES,
     FrameType.WELCOME: _MAX_IDENTITY_BYTES + MAC_BYTES,
     FrameType.REFUSED: MAX_REASON_BYTES,
-    FrameType.PULL: _PULL.size + MAX_TAGS * TAG_BYTES + 1 + MAX_NAME_BYTES,
+    FrameType.PULL: _PULL.size + MAX_TAGS * TAG_BYTES + 1 + MAX_NAME_BYTES + CHECKSUM_BYTES,
     FrameType.PAGE: _ANSWER.size + MAX_PAGE_BYTES,
     FrameType.GONE: _ANSWER.size,
     FrameType.END: _ANSWER.size,
-    FrameType.PROBE: _PROBE.size,
+    FrameType.PROBE: _PROBE.size + CHECKSUM_BYTES,
     FrameType.PROBE_DATA: _ANSWER.size + MAX_PROBE_BYTES,
-    FrameType.OFFER: _OFFER.size + _MAX_CLAIM_BYTES + MAX_TAGS * TAG_BYTES,
-    FrameType.STORE: _STORE.size + MAX_RUNS * (_MAX_CLAIM_BYTES + _RUN.size) + MAX_TAGS * (TAG_BYTES + CHECKSUM_BYTES),
+    FrameType.OFFER: _OFFER.size + _MAX_CLAIM_BYTES + MAX_TAGS * TAG_BYTES + CHECKSUM_BYTES,
+    FrameType.STORE: _STORE.size + MAX_RUNS * _MAX_RUN_BYTES + MAX_TAGS * (TAG_BYTES + CHECKSUM_BYTES) + CHECKSUM_BYTES,
     FrameType.HELD: _ANSWER.size + MAX_RUNS * _HELD.size,
 }
 
@@ -219,9 +221,9 @@ class Answer:
     payload_bytes: int
 
 
-def checksum(page: Bytes) -> int:
-    """Guards a page against corruption on its way, not against forgers: those fail at the hand-shake."""
-    return xxh3_64_intdigest(page)
+def checksum(guarded: Bytes) -> int:
+    """Guards a page or a question against corruption on its way, not against forgers: those fail at the hand-shake."""
+    return xxh3_64_intdigest(guarded)
 
 
 def decode_header(header: Bytes, *expected: FrameType) -> tuple[FrameType, int]:
@@ -303,11 +305,11 @@ def encode_pull(pull: Pull) -> bytes:
     request = pull.request
     has_tail = request.tail_index is not None
     head = _PULL.pack(pull.request_id, _count(request.tags), request.traffic, has_tail, request.tail_index or 0)
-    return _frame(FrameType.PULL, b"".join((head, *request.tags, _name(request.handoff or ""))))
+    return _question(FrameType.PULL, b"".join((head, *request.tags, _name(request.handoff or ""))))
 
 
 def decode_pull(body: bytes) -> Pull:
-    reader = _Reader(body, "PULL")
+    reader = _unsealed(body, "PULL")
     request_id, count, traffic, has_tail, tail_index = _PULL.unpack(reader.take(_PULL.size))
     tags = reader.tags(count)
     handoff = reader.name()
@@ -316,22 +318,17 @@ def decode_pull(body: bytes) -> Pull:
         raise TransferError("PULL asks for a tail page without naming its hand-off, or names it twice")
     if traffic not in _TRAFFIC:
         raise TransferError(f"PULL of traffic class {traffic}, allowed: 0 to {max(_TRAFFIC)}")
-    request = PullRequest(
-        tags=tags,
-        handoff=StreamId(handoff) if handoff else None,
-        tail_index=tail_index if has_tail else None,
-        traffic=_TRAFFIC[traffic],
-    )
-    return Pull(request_id, request)
+    stream, tail = StreamId(handoff) if handoff else None, tail_index if has_tail else None
+    return Pull(request_id, PullRequest(tags, stream, tail, _TRAFFIC[traffic]))
 
 
 def encode_probe(probe: Probe) -> bytes:
     assert 0 < probe.size_bytes <= MAX_PROBE_BYTES, f"a probe of {probe.size_bytes} bytes"
-    return _frame(FrameType.PROBE, _PROBE.pack(probe.request_id, probe.size_bytes))
+    return _question(FrameType.PROBE, _PROBE.pack(probe.request_id, probe.size_bytes))
 
 
 def decode_probe(body: bytes) -> Probe:
-    reader = _Reader(body, "PROBE")
+    reader = _unsealed(body, "PROBE")
     request_id, size_bytes = _PROBE.unpack(reader.take(_PROBE.size))
     reader.finish()
     if not 0 < size_bytes <= MAX_PROBE_BYTES:
@@ -341,11 +338,11 @@ def decode_probe(body: bytes) -> Probe:
 
 def encode_offer(offer: Offer) -> bytes:
     head = _OFFER.pack(offer.request_id, offer.reserved_bytes, _count(offer.tags))
-    return _frame(FrameType.OFFER, b"".join((head, _claim(offer.claim), *offer.tags)))
+    return _question(FrameType.OFFER, b"".join((head, _claim(offer.claim), *offer.tags)))
 
 
 def decode_offer(body: bytes) -> Offer:
-    reader = _Reader(body, "OFFER")
+    reader = _unsealed(body, "OFFER")
     request_id, reserved_bytes, count = _OFFER.unpack(reader.take(_OFFER.size))
     offer = Offer(request_id, reader.claim(), reserved_bytes, reader.tags(count))
     reader.finish()
@@ -361,11 +358,11 @@ def encode_store(store: Store) -> bytes:
         assert len(run.tags) == len(run.checksums) > 0, "a run has a checksum for each of its pages"
         parts += (_claim(run.claim), _RUN.pack(run.first_page, len(run.tags)), *run.tags)
         parts.append(struct.pack(f"!{len(run.checksums)}Q", *run.checksums))
-    return _frame(FrameType.STORE, b"".join(parts))
+    return _question(FrameType.STORE, b"".join(parts))
 
 
 def decode_store(body: bytes) -> Store:
-    reader = _Reader(body, "STORE")
+    reader = _unsealed(body, "STORE")
     request_id, count = _STORE.unpack(reader.take(_STORE.size))
     if not 0 < count <= MAX_RUNS:
         raise TransferError(f"STORE of {count} runs, allowed: 1 to {MAX_RUNS}")
@@ -440,6 +437,17 @@ def _claim(claim: Claim) -> bytes:
 def _count(tags: Sequence[Tag]) -> int:
     assert len(tags) <= MAX_TAGS, f"{len(tags)} tags in one frame, at most {MAX_TAGS}"
     return len(tags)
+
+
+def _question(type_: FrameType, body: bytes) -> bytes:
+    return _frame(type_, body + checksum(body).to_bytes(CHECKSUM_BYTES))
+
+
+def _unsealed(body: bytes, what: str) -> "_Reader":
+    asked, told = body[:-CHECKSUM_BYTES], body[-CHECKSUM_BYTES:]
+    if checksum(asked).to_bytes(CHECKSUM_BYTES) != told:
+        raise TransferError(f"checksum of {what} is wrong")
+    return _Reader(asked, what)
 
 
 def _frame(type_: FrameType, body: bytes) -> bytes:

@@ -26,6 +26,7 @@ from kvrs.protocol.frames import (
     Welcome,
 )
 from kvrs.protocol.tags import TAG_BYTES, Tag
+from tests.protocol.questions import KV, sealed, unsealed
 
 NAMES = st.text(max_size=60)
 IDENTITIES = st.builds(
@@ -76,6 +77,7 @@ KINDS: list[tuple[st.SearchStrategy[Any], FrameType, Callable[[Any], bytes], Cal
     (STORES, FrameType.STORE, frames.encode_store, frames.decode_store),
 ]
 DECODERS = [decode for _, _, _, decode in KINDS]
+QUESTIONS = (FrameType.PULL, FrameType.PROBE, FrameType.OFFER, FrameType.STORE)
 
 
 @settings(max_examples=150, deadline=None)
@@ -98,24 +100,86 @@ def test_what_was_encoded_is_what_is_decoded(case: Any) -> None:
 )
 def test_a_body_that_is_cut_off_or_too_long_is_refused(case: Any, data: st.DataObject) -> None:
     """A body has exactly the bytes that its own fields call for."""
-    (_, _, encode, decode), value = case
+    (_, frame_type, encode, decode), value = case
     body = encode(value)[frames.HEADER_BYTES :]
-    cut = data.draw(st.integers(0, len(body) - 1))
+    fields, seal = (bytes(unsealed(body)), sealed) if frame_type in QUESTIONS else (body, bytes)
+    cut = data.draw(st.integers(0, len(fields) - 1))
 
     with pytest.raises(TransferError):
-        decode(body[:cut])
+        decode(seal(fields[:cut]))
     with pytest.raises(TransferError, match="too many"):
-        decode(body + b"\0")
+        decode(seal(fields + b"\0"))
+
+
+ASKED = [
+    frames.encode_pull(Pull(7, PullRequest((Tag(bytes(TAG_BYTES)),), StreamId("s1"), tail_index=5))),
+    frames.encode_probe(Probe(7, 1 << 16)),
+    frames.encode_offer(Offer(7, Claim(StreamId("s1"), 3, 1), 1 << 20, (Tag(bytes(TAG_BYTES)),))),
+    frames.encode_store(Store(7, (StoredRun(Claim(StreamId("s1"), 3, 1), 0, (Tag(bytes(TAG_BYTES)),), (9,)),))),
+]
+
+
+def answered(wire: bytes) -> object:
+    """What a server makes of these bytes; None: it waits for more."""
+    frame_type, length = frames.decode_header(wire[: frames.HEADER_BYTES], *QUESTIONS)
+    body = wire[frames.HEADER_BYTES :][:length]
+    (decode,) = (decode for _, own_type, _, decode in KINDS if own_type is frame_type)
+    return decode(body) if len(body) == length else None
+
+
+@pytest.mark.parametrize("frame", ASKED, ids=lambda frame: FrameType(frame[3]).name)
+def test_a_question_with_any_bit_flipped_is_never_answered(frame: bytes) -> None:
+    """Exhaustively, header and all: one other bit may name another page, whose bytes would then be quite right."""
+    wire = frame + bytes(300)  # A STORE is followed by its pages: with a longer length they are taken for its body.
+    assert answered(wire) is not None
+
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(wire)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            assert answered(bytes(damaged)) is None, f"bit {bit} is not guarded"
+        except TransferError:
+            continue
+
+
+@pytest.mark.parametrize("frame", ASKED, ids=lambda frame: FrameType(frame[3]).name)
+def test_a_question_that_is_cut_off_or_goes_on_has_a_wrong_checksum(frame: bytes) -> None:
+    """Also one that is shorter than its checksum."""
+    (decode,) = (decode for _, frame_type, _, decode in KINDS if frame_type == frame[3])
+    body = frame[frames.HEADER_BYTES :]
+
+    for wrong in (*(body[:cut] for cut in range(len(body))), body + b"\0"):
+        with pytest.raises(TransferError, match="checksum"):
+            decode(wrong)
+
+
+def test_the_largest_questions_are_within_their_bounds_and_nothing_above_them_is() -> None:
+    """What may be asked can be sent, and no length beyond it is believed."""
+    stream, all_tags = StreamId("s" * frames.MAX_NAME_BYTES), (Tag(bytes(TAG_BYTES)),) * frames.MAX_TAGS
+    claim, pages = Claim(stream, 2**64 - 1, 2**64 - 1), frames.MAX_TAGS // frames.MAX_RUNS
+    largest = (
+        frames.encode_pull(Pull(1, PullRequest(all_tags, stream, 2**32 - 1))),
+        frames.encode_probe(Probe(1, frames.MAX_PROBE_BYTES)),
+        frames.encode_offer(Offer(1, claim, 2**64 - 1, all_tags)),
+        frames.encode_store(Store(1, (StoredRun(claim, 0, all_tags[:pages], (0,) * pages),) * frames.MAX_RUNS)),
+    )
+
+    for frame in largest:
+        assert answered(frame) is not None
+        longer = frame[:4] + (int.from_bytes(frame[4:8]) + 1).to_bytes(4)
+        with pytest.raises(TransferError, match="at most"):
+            frames.decode_header(longer, *QUESTIONS)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(DECODERS), st.binary(max_size=300))
 def test_random_bodies_are_decoded_or_refused_and_nothing_else(decode: Callable[[bytes], object], body: bytes) -> None:
-    """Whatever a peer sends, the only error it can cause is a TransferError."""
-    try:
-        decode(body)
-    except TransferError:
-        return
+    """Whatever a peer sends, with a right checksum or a wrong one, the only error it can cause is a TransferError."""
+    for sent in (body, sealed(body)):
+        try:
+            decode(sent)
+        except TransferError:
+            continue
 
 
 @settings(max_examples=300, deadline=None)
@@ -131,14 +195,16 @@ def test_random_headers_are_decoded_or_refused_and_nothing_else(header: bytes, e
 
 @settings(max_examples=100, deadline=None)
 @given(STORES, st.data())
-def test_a_store_with_damaged_bytes_is_decoded_or_refused_and_nothing_else(store: Store, data: st.DataObject) -> None:
+def test_a_store_with_wrong_bytes_under_a_right_checksum_is_decoded_or_refused_and_nothing_else(
+    store: Store, data: st.DataObject
+) -> None:
     """Bodies that are nearly right reach deeper than random ones; what comes out has a checksum for each page, and pages."""
-    body = bytearray(frames.encode_store(store)[frames.HEADER_BYTES :])
+    body = unsealed(frames.encode_store(store)[frames.HEADER_BYTES :])
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
 
     try:
-        decoded = frames.decode_store(bytes(body))
+        decoded = frames.decode_store(sealed(body))
     except TransferError:
         return
     assert all(len(run.tags) == len(run.checksums) > 0 for run in decoded.runs)
@@ -187,10 +253,10 @@ def test_the_start_of_an_answer_has_one_size(answer: Answer) -> None:
     ("header", "fault"),
     [
         (b"PK\x01\x05\0\0\0\0", "not a frame"),
-        (b"KV\x03\x05\0\0\0\0", "version 3"),
-        (b"KV\x02\x63\0\0\0\0", "type 99"),
-        (b"KV\x02\x02\0\0\0\0", "type 2"),
-        (b"KV\x02\x05\xff\xff\xff\xff", "at most"),
+        (b"KV\x02\x05\0\0\0\0", "version 2"),
+        (b"KV\x03\x63\0\0\0\0", "type 99"),
+        (b"KV\x03\x02\0\0\0\0", "type 2"),
+        (b"KV\x03\x05\xff\xff\xff\xff", "at most"),
     ],
 )
 def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str) -> None:
@@ -202,7 +268,7 @@ def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str)
 def test_every_type_has_a_bound_on_its_length() -> None:
     """No claimed length is believed."""
     for frame_type in FrameType:
-        header = b"KV\x02" + bytes((frame_type,)) + b"\xff\xff\xff\xff"
+        header = KV + bytes((frame_type,)) + b"\xff\xff\xff\xff"
 
         with pytest.raises(TransferError, match="at most"):
             frames.decode_header(header, frame_type)
@@ -210,30 +276,30 @@ def test_every_type_has_a_bound_on_its_length() -> None:
 
 def test_a_pull_that_claims_more_tags_than_it_holds_is_refused() -> None:
     """The number of tags is compared with the bound and with the bytes that are there."""
-    body = bytearray(frames.encode_pull(Pull(1, PullRequest((Tag(bytes(TAG_BYTES)),))))[frames.HEADER_BYTES :])
+    body = unsealed(frames.encode_pull(Pull(1, PullRequest((Tag(bytes(TAG_BYTES)),))))[frames.HEADER_BYTES :])
 
     body[4:8] = (2).to_bytes(4)
     with pytest.raises(TransferError, match="cut off"):
-        frames.decode_pull(bytes(body))
+        frames.decode_pull(sealed(body))
     body[4:8] = (1 << 31).to_bytes(4)
     with pytest.raises(TransferError, match="tags"):
-        frames.decode_pull(bytes(body))
+        frames.decode_pull(sealed(body))
 
 
 def test_a_pull_of_an_unknown_class_is_refused() -> None:
     """Nobody jumps the queue by a number that nobody knows."""
-    body = bytearray(frames.encode_pull(Pull(1, PullRequest((), traffic=TrafficClass.CHECKPOINT)))[frames.HEADER_BYTES :])
+    body = unsealed(frames.encode_pull(Pull(1, PullRequest((), traffic=TrafficClass.CHECKPOINT)))[frames.HEADER_BYTES :])
     body[8] += 1
 
     with pytest.raises(TransferError, match="traffic class 3"):
-        frames.decode_pull(bytes(body))
+        frames.decode_pull(sealed(body))
 
 
 def store_body(*runs: int) -> bytearray:
-    """Of a STORE with runs of so many pages."""
+    """Of a STORE with runs of so many pages, without its checksum."""
     claim = Claim(StreamId("s"), 0, 1)
     all_runs = (StoredRun(claim, 0, (Tag(bytes(TAG_BYTES)),) * pages, (0,) * pages) for pages in runs)
-    return bytearray(frames.encode_store(Store(1, tuple(all_runs)))[frames.HEADER_BYTES :])
+    return unsealed(frames.encode_store(Store(1, tuple(all_runs)))[frames.HEADER_BYTES :])
 
 
 @pytest.mark.parametrize(
@@ -256,7 +322,7 @@ def test_a_store_that_claims_what_it_does_not_hold_is_refused(at: int, value: in
     body[at : at + 4] = value.to_bytes(4)
 
     with pytest.raises(TransferError, match=fault):
-        frames.decode_store(bytes(body))
+        frames.decode_store(sealed(body))
 
 
 def test_the_pages_of_a_store_are_bounded_over_all_its_runs() -> None:
@@ -266,7 +332,7 @@ def test_the_pages_of_a_store_are_bounded_over_all_its_runs() -> None:
     both = (1).to_bytes(4) + (2).to_bytes(4) + body[8:] + body[8:]
 
     with pytest.raises(TransferError, match="pages, at most"):
-        frames.decode_store(both)
+        frames.decode_store(sealed(both))
 
 
 def test_a_reason_is_bounded_and_fit_for_a_log() -> None:

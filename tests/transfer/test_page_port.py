@@ -26,6 +26,7 @@ from kvrs.transfer.peers import Peer, PinnedPages, PullResult
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.stream import SocketStream
+from tests.protocol.questions import KV, question
 
 PAGE_BYTES = 1024
 SECRET = b"only for the tests"
@@ -100,9 +101,9 @@ async def all_that_comes(sock: socket.socket) -> bytes:
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"\x80\x04\x95pickle me",
-        b"KV\x02\x02\xff\xff\xff\xff",  # A HELLO of four gigabytes.
-        b"KV\x02\x02\x00\x00\x00\x04abcd",  # A HELLO that is too short for what it must hold.
-        b"KV\x02\x05\x00\x00\x00\x00",  # A question before the hand-shake.
+        KV + b"\x02\xff\xff\xff\xff",  # A HELLO of four gigabytes.
+        KV + b"\x02\x00\x00\x00\x04abcd",  # A HELLO that is too short for what it must hold.
+        KV + b"\x05\x00\x00\x00\x00",  # A question before the hand-shake.
         b"KV\x09\x02\x00\x00\x00\x00",
         bytes(64),
     ],
@@ -125,13 +126,14 @@ async def test_nonsense_from_a_stranger_closes_its_connection_and_no_other(nonse
 @pytest.mark.parametrize(
     "nonsense",
     [
-        b"KV\x02\x05\xff\xff\xff\xff",  # A PULL of four gigabytes.
-        b"KV\x02\x05\x00\x00\x00\x10" + bytes(4) + b"\xff\xff\xff\xff" + bytes(8),  # More tags than fit.
-        b"KV\x02\x09\x00\x00\x00\x08" + bytes(4) + b"\xff\xff\xff\xff",  # A probe of four gigabytes.
-        b"KV\x02\x06\x00\x00\x00\x10" + bytes(16),  # An answer instead of a question.
-        b"KV\x02\x02\x00\x00\x00\x00",  # A second HELLO.
-        b"KV\x02\x0b\x00\x00\x00\x00",  # An OFFER, where nothing can be stored.
-        b"KV\x02\x0c\x00\x00\x00\x00",  # A STORE.
+        KV + b"\x05\xff\xff\xff\xff",  # A PULL of four gigabytes.
+        question(FrameType.PULL, bytes(4) + b"\xff\xff\xff\xff" + bytes(8)),  # More tags than fit.
+        question(FrameType.PROBE, bytes(4) + b"\xff\xff\xff\xff"),  # A probe of four gigabytes.
+        KV + b"\x06\x00\x00\x00\x10" + bytes(16),  # An answer instead of a question.
+        KV + b"\x02\x00\x00\x00\x00",  # A second HELLO.
+        KV + b"\x0b\x00\x00\x00\x00",  # An OFFER, where nothing can be stored.
+        KV + b"\x0c\x00\x00\x00\x00",  # A STORE.
+        KV + b"\x05\x00\x00\x00\x00",  # A PULL without even a checksum.
         b"\xff" * 100,
     ],
 )
@@ -157,7 +159,7 @@ async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytes
     monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.1)
     async with serving() as port:
         silent, dripping = await connect(port), await connect(port)
-        await asyncio.get_running_loop().sock_sendall(dripping, b"KV\x02")
+        await asyncio.get_running_loop().sock_sendall(dripping, KV)
 
         challenges = await asyncio.gather(all_that_comes(silent), all_that_comes(dripping))
 

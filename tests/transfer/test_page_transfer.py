@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.frames import ANSWER_BYTES
+from kvrs.protocol.frames import ANSWER_BYTES, HEADER_BYTES, Pull, encode_pull
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer import connections
 from kvrs.transfer.config import TransferSettings
@@ -33,6 +33,7 @@ CLIENT = Identity(InstanceId("d1"), NodeId("n1"), epoch=3, fingerprint="model", 
 STREAM = StreamId("s1")
 SETTINGS = TransferSettings(stall_timeout_s=10.0)
 FRAME_BYTES = ANSWER_BYTES + PAGE_BYTES
+TAG_AT = HEADER_BYTES + 14  # Where in a PULL its first tag begins; its tail index ends there.
 
 
 def tag(index: int) -> Tag:
@@ -85,12 +86,13 @@ def buffers(count: int) -> list[memoryview]:
 
 @dataclass
 class Relay:
-    """Passes bytes on between puller and server, and does harm to those that the server sends."""
+    """Passes bytes on between puller and server, and does harm to them."""
 
     server_port: int = 0
     port: int = 0
     connections: int = 0
-    flip_at: int | None = None  # Offset of a byte to damage, after the hand-shake.
+    flip_at: int | None = None  # Offset of a byte to damage among those that the server sends after the hand-shake ...
+    flip_asked_at: int | None = None  # ... and among those that the puller sends.
     cut_at: int | None = None  # After so many bytes after the hand-shake the connection ends.
     hold_at: int | None = None  # After so many bytes after the hand-shake nothing passes until `release` is set.
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,9 +125,13 @@ class Relay:
             up_writer.close()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
+        offset = 0
+        while data := bytearray(await reader.read(1 << 16)):
+            if self.flip_asked_at is not None and offset <= self.flip_asked_at < offset + len(data):
+                data[self.flip_asked_at - offset] ^= 1
             self.asked += data
             await put(writer, data)
+            offset += len(data)
         writer.close()
 
     async def _tamper(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -367,6 +373,50 @@ async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(page: int, cap
         assert (whole.full_pages, w.relay.connections) == (4, 2)
         assert w.puller.damaged_pages == 1
         assert [record.levelname for record in caplog.records if record.name == "kvrs.transfer.puller"] == ["WARNING"]
+
+
+@pytest.mark.parametrize(
+    "flip_at",
+    [
+        pytest.param(TAG_AT - 1, id="page 4 of the hand-off instead of page 5"),
+        pytest.param(TAG_AT + TAG_BYTES - 1, id="page 1 of the run instead of page 0"),
+        pytest.param(TAG_AT + 2 * TAG_BYTES, id="a page that is not there"),
+    ],
+)
+async def test_a_question_with_a_flipped_bit_is_not_answered(flip_at: int) -> None:
+    """Any page has a right checksum, also one that was not asked for: what is asked needs one of its own."""
+    pages = holding(5)
+    pages.tails = {(STREAM, 4): bytearray(content(98)), (STREAM, 5): bytearray(content(99))}
+    request = PullRequest(tags(5), STREAM, tail_index=5)
+    into, again = buffers(6), buffers(6)
+    async with world(pages) as w:
+        w.relay.flip_asked_at = flip_at
+
+        damaged = await w.puller.pull(w.peer, request, into[:5], into[5])
+        requests = w.pages.requests
+        w.relay.flip_asked_at = None
+        whole = await w.puller.pull(w.peer, request, again[:5], again[5])
+
+    assert (damaged.full_pages, damaged.tail, damaged.bytes, damaged.gone) == (0, False, 0, False)
+    assert damaged.error == "connection closed by the peer"
+    assert requests == 0
+    assert all(bytes(page) == bytes(PAGE_BYTES) for page in into)
+    assert (whole.full_pages, whole.tail, whole.error) == (5, True, None)
+    assert [bytes(page) for page in again] == [content(index) for index in (*range(5), 99)]
+
+
+async def test_a_question_that_is_damaged_on_an_idle_connection_is_asked_again_on_a_new_one() -> None:
+    """As one that finds its connection dead; the pull does not notice."""
+    into = buffers(1)
+    async with world(holding(2)) as w:
+        first_bytes = len(encode_pull(Pull(1, PullRequest(tags(1)))))
+        w.relay.flip_asked_at = first_bytes + TAG_AT + TAG_BYTES - 1
+        await w.pull(1)
+
+        result = await w.pull(1, into)
+
+        assert (result.full_pages, result.error, w.relay.connections) == (1, None, 2)
+        assert bytes(into[0]) == content(0)
 
 
 @pytest.mark.parametrize(
