@@ -26,7 +26,7 @@ from kvrs.sim.gossip import SimNode
 
 NODES = 64
 SIMULATED = (
-    *("config", "detector", "events", "exchange", "facts", "members"),
+    *("detector", "events", "exchange", "facts", "members"),
     *("node", "probes", "records", "rumours", "suspicion", "wire"),
 )
 
@@ -95,7 +95,8 @@ def code_version() -> str:
     """Changes when what is simulated does."""
     folder = Path(kvrs.gossip.__file__).parent
     files = [*(folder / f"{name}.py" for name in SIMULATED), Path(kvrs.sim.__file__).parent / "gossip.py"]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    settings = GossipSettings().model_dump_json().encode()
+    return hashlib.sha256(b"".join([settings, *(path.read_bytes() for path in files)])).hexdigest()[:16]
 
 
 def kept(path: Path, loss: float) -> list[Chunk]:
@@ -109,10 +110,10 @@ def kept(path: Path, loss: float) -> list[Chunk]:
 
 
 def keep(path: Path, chunks: list[Chunk]) -> None:
-    saved = {"code": code_version(), "chunks": [asdict(chunk) for chunk in chunks]}
+    lines = ",\n".join(json.dumps(asdict(chunk)) for chunk in chunks)
     # Whoever is killed in the middle of it has lost nothing.
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(saved, indent=1) + "\n")
+    part.write_text(f'{{"code": "{code_version()}", "chunks": [\n{lines}\n]}}\n')
     part.replace(path)
 
 
