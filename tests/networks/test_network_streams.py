@@ -152,12 +152,15 @@ async def test_damaged_pages_are_noticed_and_change_no_token(house: House, clien
     before = house.pages.seen.copy()
 
     house.pages.back = Weather(seed=5, damaged=0.3, cut=0.05)
-    answers = await asyncio.gather(*clients.ask_all("proxy-0", PROMPTS, TOKENS))
-    damaged = [(await clients.load(name)).damaged_pages for name in ("d0", "d1")]
+    noticed = 0
+    for _ in range(10):  # Where a packet begins is chance, and not every wrong byte is one of a page.
+        assert await asyncio.gather(*clients.ask_all("proxy-0", PROMPTS, TOKENS)) == wanted
+        noticed = sum([(await clients.load(name)).damaged_pages for name in ("d0", "d1")])
+        if noticed:
+            break
 
-    assert answers == wanted
     assert (house.pages.seen - before)["damaged"] > 0
-    assert sum(damaged) > 0
+    assert noticed > 0
 
 
 async def _row(clients: Clients, proxy: str, **wanted: str) -> Any:
