@@ -208,7 +208,9 @@ class RecoveryPolicy:
 
     def _move(self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float) -> None:
         """Decide all that runs there as if it were lost, though it still runs: nothing is fenced."""
-        self._actions += [Halt(stream, self._streams[stream].attempt) for stream in sorted(member.running)]
+        for stream in [self._streams[stream_id] for stream_id in sorted(member.running)]:
+            self._actions.append(Halt(stream.id, stream.attempt))
+            stream.excused += 1
         self._gather(self._fail_all(member, cause, produced_tokens, now_s), now_s)
 
     def _lose_instance(self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float) -> list[Stream]:
@@ -297,7 +299,9 @@ class RecoveryPolicy:
         """To the decode instance of the plan, which may be in a new life by now, or to another one where that is sooner."""
         planned = self._view.members.get(plan.decode)
         if planned is None or (planned.is_leaving and planned.is_drained):
-            self._actions += [Halt(stream.id, stream.attempt)] if planned is not None else []
+            if planned is not None:
+                self._actions.append(Halt(stream.id, stream.attempt))
+                stream.excused += 1
             self._fail(stream, "the decode instance was lost during prefill, or is about to end", plan.decode, now_s)
             self._place_all([stream], now_s)
             return
@@ -346,7 +350,7 @@ class RecoveryPolicy:
             return
         self._attempts.deny(stream, now_s + event.wait_s)
         stream.stage, stream.decision = Stage.QUEUED, None
-        stream.denials += 1
+        stream.excused += 1
         self._idle[stream.id] = stream
         self._look_again(stream, now_s)
 
@@ -412,9 +416,8 @@ class RecoveryPolicy:
 
         Targets other than the assigned one are looked at only as long as they have fewer than `limit` streams.
         """
-        if (failed := stream.attempt - stream.denials) >= self._settings.recovery.max_attempts:
-            message = f"the stream failed {failed} times, at last: {stream.cause}"
-            self._give_up(stream, Reason.RETRIES, message)
+        if (failed := stream.attempt - stream.excused) >= self._settings.recovery.max_attempts:
+            self._give_up(stream, Reason.RETRIES, f"the stream failed {failed} times, at last: {stream.cause}")
             return
         decision: Decision | None = None
         if stream.is_fresh:

@@ -56,7 +56,7 @@ class Stream:
     arrived_s: float = 0.0
     stage: Stage = Stage.WAITING
     attempt: int = 0
-    denials: int = 0  # Attempts that were not begun, because others had the slots.
+    excused: int = 0  # Attempts that failed nowhere: others had the slots, or what they ran on was left in time.
     produced_tokens: int = 0  # As told at the last failure.
     prefilled: bool = False  # Prefill has answered once: the prompt's length is known, its KV was made.
     adopted: bool = False  # Another proxy had it: already its first attempt here is a recovery.

@@ -5,7 +5,7 @@ import pytest
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.actions import Halt, Recovered, Start
 from kvrs.policy.costs import Option
-from kvrs.policy.events import DrainReported, InstanceUp, PrefillDone, StreamArrived
+from kvrs.policy.events import DrainReported, InstanceUp, PrefillDone, StreamArrived, StreamResumed
 from kvrs.protocol.gpus import GpuState
 from tests.policy.policy_stories import Story, instance, of, only
 from tests.policy.test_gpu_treatment import decoders_of, judged
@@ -91,3 +91,17 @@ def test_a_prefill_is_handed_off_to_it_only_where_there_is_nobody_else(others: b
     actions = story.tell(PrefillDone(S, 1, 100))
 
     assert [start.plan.decode != planned for start in of(actions, Start)] == ([True] if others else [])
+
+
+def test_to_be_moved_is_not_to_fail() -> None:
+    """A long stream outlives any number of rolling restarts; `max_attempts` is for requests that break what they run on."""
+    story = Story("p0", "d0", "p1", "d1")
+    here = story.decoding("s").plan.decode
+
+    for move in range(2, 40):
+        start = only(story.tell(draining(here, epoch=move // 2, s=7)), Start)
+        story.tell(StreamResumed(S, start.attempt))
+        story.tell(InstanceUp(instance(here, epoch=move // 2 + 1)))
+        here = start.plan.decode
+
+    assert start.attempt == 39
