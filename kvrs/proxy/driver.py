@@ -195,6 +195,8 @@ class Driver:
     def _start(self, action: Start) -> None:
         live = self.streams.get(action.stream)
         if live is None:
+            # It ended in an action that came before this one, which the policy has yet to hear, in an attempt that is over.
+            self.tell(StreamEnded(action.stream, action.attempt))
             return
         live.halt()
         live.journal.attempt = action.attempt

@@ -85,3 +85,19 @@ async def _all_on(house: House, name: str) -> bool:
 async def _drains(house: House, name: str) -> bool:
     rows = (await house.state())["instances"]
     return any(row["id"] == name and row["load"]["draining"] for row in rows)
+
+
+async def test_a_stream_that_ends_as_it_is_moved_is_forgotten_by_everybody(build: HouseBuilder) -> None:
+    """Its last token and its move come at once, and the policy asks for an attempt of a stream that is over."""
+    house = await build(policy={"recovery": {"gather_s": 0.0}})
+    asked = await held_open(house)
+    driver = house.proxy._driver
+    assert driver is not None
+    (live,) = driver.streams.values()
+    live.journal.finish_reason, live.journal.usage_sent = "length", True
+
+    assert live.instance is not None
+    house.instances[live.instance].draining = True
+    await asyncio.gather(*asked)
+
+    assert sum(driver.policy.snapshot()["streams"].values()) == 0
