@@ -214,6 +214,7 @@ class Api:
             elif isinstance(outcome, Failed) and outcome is not SUPERSEDED:
                 keyed.release()
                 await keyed.flushed(_LAST_WORDS_S)
+            keyed.close()  # Nothing comes behind the last word.
             if isinstance(client, WholeClient):
                 return self._ended(outcome, lambda: answer(asked, [journal], [client], echo), headers)
             self._metrics.requests.labels("complete" if outcome == Complete() else "failed").inc()

@@ -27,11 +27,13 @@ log = logging.getLogger(__name__)
 
 # A client, or a mirror, that lags so many events behind makes the engine wait.
 _MOST_UNSENT = 256
+_MOST_AT_ONCE = 256  # Of a long stream that its client wants once more: it waits for the client to read every so many events.
 
 TORN = Failed(
     409,
     error_body("what the client has ends within a piece that cannot be cut", kind="server_error", code="inexact"),
 )
+BROKEN = Failed(500, error_body("the proxy failed; its log says more", kind="server_error"))
 
 
 class KeyedStream:
@@ -72,6 +74,7 @@ class KeyedStream:
         self._waiting = 0
         self._gone: ClientGoneError | None = None
         self._pumping = asyncio.get_running_loop().create_task(self._pump())
+        self._pumping.add_done_callback(self._pump_ended)
 
     @property
     def record(self) -> Record:
@@ -198,11 +201,18 @@ class KeyedStream:
                 elif batch:
                     await self._inner.send([event.data for event in batch])
                 self._progress.set()
-                await self._wake.wait()
+                if not batch:
+                    await self._wake.wait()
         except ClientGoneError as error:
             self._gone = error
             self._progress.set()
             self._stop(Failed(499, error_body("the client is gone", kind="client_gone")))
+
+    def _pump_ended(self, pumping: asyncio.Task[None]) -> None:
+        if not pumping.cancelled() and (error := pumping.exception()) is not None:
+            # A bug of ours: nobody is to wait for a client that gets nothing any more.
+            log.error("the way to a client ended by a bug", exc_info=error)
+            self.fail(BROKEN)
 
     def _next_batch(self) -> list[Said] | None:
         """What may go to the client now; None: a part of an event, which cannot be cut yet."""
@@ -216,6 +226,8 @@ class KeyedStream:
                 batch.append(self._rest_of(event, before) if fate is Fate.TORN else event)
             before = event.seq
             self._cursor += 1
+            if len(batch) == _MOST_AT_ONCE:
+                break
         return batch
 
     def _rest_of(self, event: Said, before: int) -> Said:
