@@ -6,11 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from kvrs.ids import StreamId
-from kvrs.protocol.mirror import Opening, Said
+from kvrs.protocol.mirror import Ack, Opening, Said
 from kvrs.proxy.answers import WholeClient
+from kvrs.proxy.config import ProxySettings
 from kvrs.proxy.forms import COMPLETIONS, read
 from kvrs.proxy.journal import Journal
 from kvrs.proxy.mirror.keyed import KeyedStream
+from kvrs.proxy.mirror.mirroring import Mirror
 from kvrs.proxy.mirror.records import Outbox, Record, RecordBook
 from kvrs.proxy.streams import Failed
 from kvrs.proxy.texts import Texts
@@ -76,3 +78,18 @@ async def test_a_bug_on_the_way_to_the_client_ends_its_stream() -> None:
     assert [keyed.failure] == stopped
     assert keyed.failure is not None
     assert keyed.failure.status == 500
+
+
+async def test_a_stream_that_is_over_is_not_kept_for_a_mirror_that_has_no_room() -> None:
+    """Though there was something to tell, nobody is left to be told."""
+    keyed = keyed_stream(Client(), 3, [])
+    mirror = Mirror(
+        ProxySettings(), "a-1", {}, lambda: 0.0, texts=Texts(None), kept=lambda _: (), stop=lambda *_: None, count=lambda _: None
+    )
+    keyed.outbox.assign("m")
+    keyed.close()
+    mirror._closing["k"] = keyed
+
+    mirror._acknowledged(keyed, keyed.record.mirror_no, Ack(-1, full=True))
+
+    assert mirror._closing == {}

@@ -5,6 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
+from kvrs.errors import RequestError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import Ack, Claim, Opening, Refusal, Said, Seen, Standing, Update
 from kvrs.proxy.mirror.records import (
@@ -334,3 +335,50 @@ def test_a_copy_lives_no_longer_than_the_record() -> None:
     assert book.keep(other.copy(8.0), "m", 103.0)[0].full
     book.expire(112.0)
     assert book.records == {}
+
+
+def test_what_grows_keeps_to_the_bounds_as_well() -> None:
+    """Streams begin small. A mirror says that it is full, and keeps no part; an owner keeps its own, in place of what is idle."""
+    mirror, sent = RecordBook("m-1", most_bytes=4000), record()
+    outbox = Outbox(sent)
+    outbox.assign("m")
+    for seq in range(1, 100):
+        sent.add(said(seq))
+        if outbox.mirror is not None:
+            outbox.take(mirror.apply(outbox.next(0.0), "a", 0.0)[0])
+
+    owner = RecordBook("a-1", most_bytes=4000)
+    for key in ("idle", "own"):
+        assert owner.own(record(key), 0.0)
+    owner.let_go(owner.records["idle"], 0.0)
+    for seq in range(1, 100):
+        owner.add(owner.records["own"], said(seq))
+    owner.expire(10.0)
+
+    assert (outbox.mirror, outbox.full, mirror.records, mirror.size_bytes) == (None, True, {}, 0)
+    assert list(owner.records) == ["own"]
+
+
+def test_who_gave_up_on_a_full_mirror_is_asked_before_it() -> None:
+    """The mirror stays behind with a part of the stream."""
+    mirror, outbox = RecordBook("m-1"), Outbox(record())
+    outbox.assign("z")
+    outbox.take(mirror.apply(outbox.next(0.0), "a", 0.0)[0])
+    owner = RecordBook("a-1")
+    assert owner.own(outbox.record, 0.0)
+
+    outbox.take(Ack(-1, full=True))
+
+    seen = [(name, book.look("k")) for name, book in (("a", owner), ("z", mirror))]
+    best = best_of((name, each) for name, each in seen if each is not None)
+    assert best is not None
+    assert best[0] == "a"
+
+
+def test_a_copy_without_its_beginning_is_refused() -> None:
+    """Whoever says so is of another version, and hears it."""
+    book, copy = RecordBook("m-1"), record().copy(0.0)
+
+    for changes in ({"opening": None}, {"first_event": 1}):
+        with pytest.raises(RequestError, match="copy"):
+            book.keep(msgspec.structs.replace(copy, **changes), "a", 0.0)

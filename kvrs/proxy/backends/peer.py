@@ -7,6 +7,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from io import BytesIO
 from typing import TypeVar
 
 import aiohttp
@@ -23,6 +24,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CONNECT_TIMEOUT_S = 1.0
 _CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
 _MAX_LINE_BYTES = 8 << 20
+_LARGE_BODY_BYTES = 256 << 10
 
 
 class ConnectionLostError(UpstreamError):
@@ -99,8 +101,10 @@ class Peer:
     @asynccontextmanager
     async def call(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = None if body is None else {"Content-Type": "application/json"}
+        # A large one in pieces, between which others have their turn.
+        data = BytesIO(body) if body is not None and len(body) > _LARGE_BODY_BYTES else body
         try:
-            response = await self._session.request(method, self.url + path, data=body, headers=headers, allow_redirects=False)
+            response = await self._session.request(method, self.url + path, data=data, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError) as error:  # Timeouts of sock_connect are OSErrors too.
             raise _lost(error) from None
         try:

@@ -21,7 +21,7 @@ from kvrs.proxy.journal import Journal
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.keys import Asking
 from kvrs.proxy.mirror.peers import Peers, ProxyPeer
-from kvrs.proxy.mirror.records import Outbox, Record, RecordBook, best_of, merged, mirror_for, record_of
+from kvrs.proxy.mirror.records import Outbox, Record, RecordBook, best_of, merged, mirror_for, record_of, size_of
 from kvrs.proxy.streams import Failed
 from kvrs.proxy.texts import Texts
 
@@ -243,6 +243,7 @@ class Mirror:
             await asyncio.sleep(_TOUCH_S)
             now_s = self._clock()
             self.book.expire(now_s)
+            self._no_room &= self.book.records.keys()
             for keyed in list(self._streams.values()):
                 keyed.record.touched_s = now_s
                 keyed.touch()
@@ -292,7 +293,7 @@ class Mirror:
                 told.append((record, record.copy(now_s)))
             else:
                 continue
-            size_bytes += sum(len(event.data) for event in told[-1][1].events)
+            size_bytes += size_of(told[-1][1])
         return told
 
     def _still_alone(self, key: str) -> Record | None:
@@ -326,7 +327,7 @@ class Mirror:
             return
         outbox.take(ack)
         keyed.wake()
-        if outbox.dirty:
+        if not outbox.settled:
             self._changed(keyed)
         elif self._closing.get(keyed.record.key) is keyed:
             del self._closing[keyed.record.key]

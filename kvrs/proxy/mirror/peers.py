@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 PATH = "/kvrs/v1/mirror"
 _PATIENCE_S = 1.0
+_SLOWEST_BYTES_PER_S = 4 << 20  # A long record takes its time on a slow link, and nobody is dead for that.
 _AGAIN_S = 0.5
 _REPORT_S = 0.25  # One that is killed is missed at once, because its connection ends; one that only stands still, by its silence.
 _SILENT_S = 0.75
@@ -70,14 +71,15 @@ class ProxyPeer(Peer):
 
     async def _ask(self, method: str, path: str, message: msgspec.Struct, kind: type[Answer], *, again: bool = True) -> Answer:
         body, asked_s = msgspec.msgpack.encode(message), time.monotonic()
+        patience_s = _PATIENCE_S + len(body) / _SLOWEST_BYTES_PER_S
         try:
-            async with asyncio.timeout(_PATIENCE_S), self.call(method, path, body) as response:
+            async with asyncio.timeout(patience_s), self.call(method, path, body) as response:
                 raw = await body_of(response)
         except TimeoutError:
             # If much more time has passed, it is this process that stood still, and not the other one that did not answer.
-            if again and time.monotonic() > asked_s + 2 * _PATIENCE_S:
+            if again and time.monotonic() > asked_s + patience_s + _PATIENCE_S:
                 return await self._ask(method, path, message, kind, again=False)
-            raise UpstreamError(f"no answer to {path} within {_PATIENCE_S} s") from None
+            raise UpstreamError(f"no answer to {path} within {patience_s:.1f} s") from None
         if response.status != 200:
             raise UpstreamError(f"HTTP {response.status} for {path}: {raw[:200].decode(errors='replace')}")
         try:

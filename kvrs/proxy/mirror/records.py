@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from kvrs.errors import RequestError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import Ack, Claim, ClaimAnswer, Opening, Refusal, Said, Seen, Standing, Update
 
@@ -100,6 +101,11 @@ def _size_of(event: Said) -> int:
     return len(event.data) + _BYTES_PER_ID * len(event.ids) + _BYTES_PER_EVENT
 
 
+def size_of(update: Update) -> int:
+    """About so many bytes it takes to say it, and to keep it."""
+    return _FIXED_BYTES + _BYTES_PER_ID * len(update.prompt_ids or ()) + sum(map(_size_of, update.events))
+
+
 def record_of(update: Update, now_s: float) -> Record:
     """What an update with an opening says."""
     assert update.opening is not None
@@ -132,7 +138,7 @@ class RecordBook:
     def own(self, record: Record, now_s: float) -> bool:
         """It is ours from now on, and lives here; False: there is no room."""
         self._drop(record.key)
-        if not self._make_room(record.size_bytes, now_s):
+        if not self._make_room(now_s, 1, record.size_bytes):
             return False
         self._put(record)
         self.held.add(record.key)
@@ -166,7 +172,13 @@ class RecordBook:
         ]
 
     def keep(self, update: Update, sender: str, now_s: float) -> tuple[Ack, bool]:
-        """Take a copy of what only the sender has, unless what is here is as good; what is returned is as of `apply`."""
+        """Take a copy of what only the sender has, unless what is here is as good; what is returned is as of `apply`.
+
+        Raises:
+            RequestError: it is no copy.
+        """
+        if update.opening is None or update.first_event:
+            raise RequestError("a copy of a record is all of it, from its opening on")
         record, lives_here = self.records.get(update.key), update.key in self.held
         if record is not None:
             if _is_behind(update, record):
@@ -181,7 +193,7 @@ class RecordBook:
                 return Ack(len(record.events)), False
         self._drop(update.key)
         made = record_of(update, now_s)
-        if not self._make_room(made.size_bytes, now_s):
+        if not self._make_room(now_s, 1, made.size_bytes):
             return Ack(-1, full=True), lives_here
         made.other, made.grants = sender, False
         self._put(made)
@@ -209,6 +221,9 @@ class RecordBook:
             if update.first_event + len(update.events) >= known:
                 record.standing = update.standing
         record.touched_s, record.other = now_s, sender
+        if not self._make_room(now_s) or update.key not in self.records:
+            self._drop(update.key)  # A part of it would be taken for all of it.
+            return Ack(-1, full=True), False
         return Ack(len(record.events)), False
 
     def _open(self, update: Update, sender: str, record: Record | None, now_s: float) -> tuple[Ack, bool]:
@@ -217,7 +232,7 @@ class RecordBook:
         ousts = update.key in self.held
         self._drop(update.key)
         made = record_of(update, now_s)
-        if not self._make_room(made.size_bytes, now_s):
+        if not self._make_room(now_s, 1, made.size_bytes):
             return Ack(-1, full=True), ousts
         made.other = sender
         self._put(made)
@@ -272,14 +287,15 @@ class RecordBook:
         for key in [key for key, record in self.records.items() if record.touched_s + self._keep_s < now_s]:
             if key not in self.held:
                 self._drop(key)
+        self._make_room(now_s)
 
     def forget(self, key: str) -> None:
         """There is nothing of it to be resumed."""
         self._drop(key)
 
-    def _make_room(self, size_bytes: int, now_s: float) -> bool:
+    def _make_room(self, now_s: float, more_records: int = 0, more_bytes: int = 0) -> bool:
         """Whether there is room, if need be in place of what has not been touched for longest, and not lately."""
-        while len(self.records) >= self._most_records or self.size_bytes + size_bytes > self._most_bytes:
+        while len(self.records) + more_records > self._most_records or self.size_bytes + more_bytes > self._most_bytes:
             idle = (record for record in self.records.values() if record.key not in self.held)
             oldest = min(idle, key=lambda record: record.touched_s, default=None)
             is_live = oldest is not None and not oldest.standing.complete and oldest.touched_s + 5.0 > now_s
@@ -345,7 +361,9 @@ class Outbox:
 
     def assign(self, mirror: str | None) -> None:
         """Another mirror, which knows nothing; or none."""
-        self.mirror, self.acked, self.full, self.dirty = mirror, -1, False, mirror is not None
+        self.full = self.record.size_bytes > _MOST_RECORD_BYTES
+        mirror = None if self.full else mirror
+        self.mirror, self.acked, self.dirty = mirror, -1, mirror is not None
         self.record.other, self.record.grants, self.record.copied = mirror, mirror is None, 0
         if mirror is not None:
             self.record.mirror_no += 1
@@ -363,6 +381,7 @@ class Outbox:
         if self.full:
             self.mirror = self.record.other = None
             self.record.grants = True
+            self.record.mirror_no += 1  # The mirror may stay behind with a part of it.
         elif self.acked < len(self.record.events):
             self.dirty = True
 
