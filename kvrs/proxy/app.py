@@ -84,9 +84,9 @@ class Api:
             echo = await self._echo(asked)
             if len(self._driver.streams) + asked.request.n > self._settings.max_streams:
                 raise RequestError(f"{len(self._driver.streams)} of {self._settings.max_streams} streams are open", status=503)
-            if self.draining:
-                raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
+            self._check_open()
             found = None if asking is None else await self._mirror.find(asking)
+            self._check_open()  # What lived here has been handed over meanwhile.
         except (RequestError, web.HTTPException):
             self._metrics.requests.labels("rejected").inc()
             raise
@@ -117,6 +117,10 @@ class Api:
             raise RequestError(f"the body must be at most {self._settings.max_body_bytes} bytes", status=413) from None
         except TimeoutError:
             raise RequestError(f"the body did not arrive within {self._settings.body_timeout_s} s", status=408) from None
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
 
     def _check_model(self, model: str | None) -> None:
         """Only one is served. While no instance has said which, any may be asked for."""

@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from kvrs.proxy import watchdog
+from kvrs.proxy.mirror.keys import Asking
+from kvrs.proxy.mirror.records import Record
 from tests.proxy.conftest import HouseBuilder
 from tests.proxy.house import House
 from tests.proxy.street import open_street
@@ -101,3 +103,23 @@ async def test_a_stream_that_ends_as_it_is_moved_is_forgotten_by_everybody(build
     await asyncio.gather(*asked)
 
     assert sum(driver.policy.snapshot()["streams"].values()) == 0
+
+
+async def test_a_stream_that_was_being_looked_for_when_its_proxy_was_told_to_end_does_not_begin_there() -> None:
+    """All that lived there has been handed over by then, and this one would be cut off."""
+    async with open_street(2) as street:
+        mirror, api = street.mirror(0), street.proxy(0)._api
+        assert api is not None
+        find = mirror.find
+
+        async def told_meanwhile(asking: Asking) -> Record | None:
+            api.draining = True
+            return await find(asking)
+
+        mirror.find = told_meanwhile  # type: ignore[method-assign]
+        reader = street.reader()
+
+        assert await reader.read(0) == 503
+        await reader.read_all(1)
+
+    assert reader.errors == ["shutting_down"]
