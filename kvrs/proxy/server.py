@@ -271,9 +271,11 @@ async def serve(config: Config, secret: bytes, older: Sequence[bytes] = ()) -> N
         if running.done():
             await running
         draining, hurried = asyncio.ensure_future(proxy.drain()), asyncio.ensure_future(at_once.wait())
-        await asyncio.wait({draining, hurried, running}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({draining, hurried, running}, return_when=asyncio.FIRST_COMPLETED)
         for task in (draining, hurried):
             task.cancel()
+        for ended in done - {hurried}:
+            await ended  # A bug of ours is not to end like an order.
     finally:
         running.cancel()
         stopping.cancel()

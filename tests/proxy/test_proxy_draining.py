@@ -1,10 +1,12 @@
 """Instances and proxies that are told to end: what they have goes on elsewhere first."""
 
 import asyncio
+import signal
 
 import pytest
 
-from kvrs.proxy import watchdog
+from kvrs.config import Config
+from kvrs.proxy import server, watchdog
 from kvrs.proxy.mirror.keys import Asking
 from kvrs.proxy.mirror.records import Record
 from tests.proxy.conftest import HouseBuilder
@@ -123,3 +125,32 @@ async def test_a_stream_that_was_being_looked_for_when_its_proxy_was_told_to_end
         await reader.read_all(1)
 
     assert reader.errors == ["shutting_down"]
+
+
+async def test_a_bug_while_a_proxy_drains_does_not_end_like_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks at its exit status has to know."""
+    closed: list[bool] = []
+
+    class Buggy:
+        port = admin_port = 0
+
+        def __init__(self, *_: object) -> None: ...
+
+        async def start(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+        async def run(self) -> None:
+            await asyncio.Event().wait()
+
+        async def drain(self) -> None:
+            raise ZeroDivisionError
+
+        async def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(server, "Proxy", Buggy)
+
+    with pytest.raises(ZeroDivisionError):
+        await server.serve(Config(), b"")
+
+    assert closed == [True]
