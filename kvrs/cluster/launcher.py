@@ -5,6 +5,7 @@ a guard process ends and removes what is left when this process is gone.
 """
 
 import contextlib
+import http.client
 import json
 import logging
 import os
@@ -148,8 +149,7 @@ class Cluster:
             OSError: it does not answer.
         """
         if proxy is not None:
-            with urllib.request.urlopen(f"{self.admin_urls[proxy]}/kvrs/v1/state", timeout=10) as answer:  # noqa: S310 - our own URL
-                return json.load(answer)
+            return _state_at(self.admin_urls[proxy])
         for number in range(len(self.proxies) - 1):
             with contextlib.suppress(OSError):
                 return self.state(number)
@@ -364,9 +364,11 @@ class Cluster:
                 time.sleep(0.05)
 
     def check(self) -> None:
-        """Raises LaunchError, or ProxyError: Ray has ended, or a proxy cannot be brought back."""
+        """Raises LaunchError, or ProxyError: Ray has ended, or no proxy can be brought back, or one has never served."""
+        nobody = all(proxy.fault is not None for proxy in self.proxies)
         for proxy in self.proxies:
-            proxy.check()
+            if nobody or not proxy.served():
+                proxy.check()
         self._check_ray()
 
     def _check_ray(self) -> None:
@@ -394,6 +396,15 @@ class Cluster:
 def ray_token() -> str:
     """One for all clusters of this process: Ray reads it once and remembers it."""
     return secrets.token_hex(32)
+
+
+def _state_at(admin_url: str) -> Any:
+    """Raises OSError: it does not answer, or not to the end."""
+    try:
+        with urllib.request.urlopen(f"{admin_url}/kvrs/v1/state", timeout=10) as answer:  # noqa: S310 - our own URL
+            return json.load(answer)
+    except (http.client.HTTPException, ValueError) as error:
+        raise OSError(f"no state at {admin_url}: {error!r}") from None
 
 
 def _new_run_directory() -> Path:

@@ -1,6 +1,7 @@
 """The proxies of a cluster: one process each, brought back at the same ports whenever it ends."""
 
 import contextlib
+import http.client
 import signal
 import subprocess
 import threading
@@ -12,9 +13,11 @@ from kvrs.errors import KvrsError
 from kvrs.proxy.config import ProxySettings
 
 LOOK_INTERVAL_S = 0.05
-# A proxy that ends before it has taken a request is started again so often, each time after twice the pause.
+# A proxy that ends before it has taken a request is started again so often, each time after twice the pause,
 QUICK_ENDS = 5
 FIRST_PAUSE_S = 0.25
+# and then, for others may serve meanwhile and its file may be changed, after this one.
+LONG_PAUSE_S = 5.0
 
 
 class ProxyError(KvrsError):
@@ -37,7 +40,7 @@ class ProxyProcess:
         self._lock = threading.Lock()  # Nobody is started once the end has begun.
         self._closing = threading.Event()
         self._served = threading.Event()
-        self._fault: str | None = None
+        self.fault: str | None = None  # Why it cannot be brought back, as long as it cannot.
         self._thread = threading.Thread(target=self._keep, name=settings.id, daemon=True)
 
     @property
@@ -61,9 +64,9 @@ class ProxyProcess:
         return self._served.is_set()
 
     def check(self) -> None:
-        """Raises ProxyError: it is not brought back any more."""
-        if self._fault is not None:
-            raise ProxyError(self._fault)
+        """Raises ProxyError: it cannot be brought back."""
+        if self.fault is not None:
+            raise ProxyError(self.fault)
 
     def signal(self, number: signal.Signals) -> int:
         """To the process that there is; its id. It will be brought back if it ends of it."""
@@ -88,17 +91,22 @@ class ProxyProcess:
 
     def _keep(self) -> None:
         quick_ends = 0
-        while (process := self._start_one()) is not None:
-            quick_ends = 0 if self._see_it_serve(process) else quick_ends + 1
-            status = process.wait()
+        while not self._closing.is_set():
+            try:
+                if (process := self._start_one()) is None:
+                    return
+                quick_ends = 0 if self._see_it_serve(process) else quick_ends + 1
+                end = f"ended with status {process.wait()}"
+            except OSError as error:
+                quick_ends, end = quick_ends + 1, f"cannot be started: {error}"
             if self._closing.is_set() or not quick_ends:
                 continue
-            # What cannot be started at all is a mistake of the user's, and better told at once.
-            if quick_ends >= QUICK_ENDS or not self.served():
+            if is_hopeless := quick_ends >= QUICK_ENDS or not self.served():
                 often = "" if quick_ends == 1 else f", {quick_ends} times before it took a request"
-                self._fault = f"{self.settings.id} ended with status {status}{often}\n{self._log_tail()}"
-                return
-            self._closing.wait(FIRST_PAUSE_S * 2 ** (quick_ends - 1))
+                self.fault = f"{self.settings.id} {end}{often}\n{self._log_tail()}"
+            if not self.served():
+                return  # What cannot be started at all is a mistake of the user's, and better told at once.
+            self._closing.wait(LONG_PAUSE_S if is_hopeless else FIRST_PAUSE_S * 2 ** (quick_ends - 1))
 
     def _start_one(self) -> subprocess.Popen[bytes] | None:
         with self._lock:
@@ -110,8 +118,12 @@ class ProxyProcess:
     def _see_it_serve(self, process: subprocess.Popen[bytes]) -> bool:
         """Wait until it takes requests, or ends before it does."""
         while process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.admin_url}/healthz", timeout=1):  # noqa: S310 - our own URL
+            with (
+                contextlib.suppress(OSError, http.client.HTTPException),
+                urllib.request.urlopen(f"{self.admin_url}/healthz", timeout=1),  # noqa: S310 - our own URL
+            ):
                 self._served.set()
+                self.fault = None
                 return True
             time.sleep(LOOK_INTERVAL_S)
         return False

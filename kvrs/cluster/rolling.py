@@ -31,7 +31,7 @@ class RollingRestart:
 
         Raises:
             RestartError: somebody did not come back.
-            LaunchError, ProxyError: the cluster cannot go on at all.
+            LaunchError, ProxyError: the cluster cannot go on at all: nobody serves.
         """
         cluster = self._cluster
         # Whoever is being brought back already is waited for.
@@ -50,19 +50,32 @@ class RollingRestart:
         cluster, proxy = self._cluster, self._cluster.proxies[number]
         former = cluster.stop_proxy(number)
         name = proxy.settings.id
-        within_s = START_TIMEOUT_S + proxy.settings.drain_s
-        return self._until(lambda: proxy.pid != former, name, within_s) and self._all_up(name, START_TIMEOUT_S)
+
+        def is_new() -> bool:
+            if proxy.fault is not None:
+                raise RestartError(proxy.fault)
+            return proxy.pid != former and not cluster.down()
+
+        return self._until(is_new, name, START_TIMEOUT_S + proxy.settings.drain_s) and self._all_up(name, START_TIMEOUT_S)
 
     def _restart(self, process: Process) -> bool:
         cluster = self._cluster
-        former = {number: self._pids(number, process) for number in range(len(cluster.proxies))}
+        former: dict[int, set[int]] = {}
+
+        def is_known() -> bool:
+            former.update({number: self._pids(number, process) for number in range(len(cluster.proxies))})
+            return all(former.values())
+
+        if not self._until(is_known, process.label, START_TIMEOUT_S):
+            return False
         forget_fault(cluster.run_directory, process.name)
         cluster.end(process.name)
 
         def is_new() -> bool:
             if fault := start_fault(cluster.run_directory, process.name):
                 raise RestartError(f"{process.label}: {fault}")
-            return all(not former[number] & self._pids(number, process) for number in former)
+            found = {number: self._pids(number, process) for number in former}
+            return all(found[number] and not former[number] & found[number] for number in former)
 
         start_s = DISTSERVE_START_TIMEOUT_S if process.kind is Kind.SERVER else START_TIMEOUT_S
         within_s = start_s + cluster.config.cluster.drain_s
@@ -74,7 +87,7 @@ class RollingRestart:
             rows = rows_of(self._cluster.state(proxy))
         except OSError:
             return set()
-        return {rows[name]["pid"] for name in self._names(process) if name in rows}
+        return {rows[name]["pid"] for name in self._names(process) if name in rows} - {None}
 
     def _names(self, process: Process) -> list[InstanceId]:
         if process.kind is not Kind.SERVER:

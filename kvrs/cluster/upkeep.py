@@ -18,6 +18,7 @@ class Upkeep:
         self.stop = threading.Event()
         self._say = say
         self._read_config = read_config  # As it is on disk by then.
+        self._told: set[str] = set()  # Which proxies are known to be missing.
         self._asked = 0  # How often a rolling restart was asked for and nothing has been said to it.
 
     def restart(self) -> None:
@@ -28,9 +29,17 @@ class Upkeep:
         self._asked = 0  # Whoever asked during the start has what he wants.
         while not self.stop.wait(LOOK_INTERVAL_S):
             cluster.check()
+            self._tell_faults(cluster)
             if self._asked:
                 self._asked = 0
                 self._restart_all(cluster)
+
+    def _tell_faults(self, cluster: Cluster) -> None:
+        """Once each, of proxies that cannot be brought back while others serve."""
+        faults = {proxy.settings.id: proxy.fault for proxy in cluster.proxies if proxy.fault is not None}
+        for name in faults.keys() - self._told:
+            self._say(f"{faults[name]}\nit is tried again; the other proxies serve")
+        self._told = set(faults)
 
     def _restart_all(self, cluster: Cluster) -> None:
         try:

@@ -1,9 +1,11 @@
 """A proxy is kept running, until that makes no sense."""
 
+import errno
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvrs.cluster import proxies
+from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.proxies import ProxyError, ProxyProcess
 from kvrs.proxy.config import ProxySettings
 
@@ -125,3 +128,61 @@ def test_who_is_told_to_end_has_no_successor(spawned: Spawned) -> None:
 
     assert spawned.starts == 1
     assert not spawned.kept._thread.is_alive()
+
+
+def test_a_proxy_that_cannot_even_be_started_is_told(spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have no process to spare; nobody would look after the proxy any more, and nobody know."""
+
+    def refuse() -> subprocess.Popen[bytes]:
+        raise BlockingIOError(errno.EAGAIN, "no process to spare")
+
+    monkeypatch.setattr(spawned.kept, "_spawn", refuse)
+
+    spawned.kept.start()
+
+    assert "no process to spare" in spawned.until_fault()
+
+
+def test_one_that_was_given_up_is_tried_again_while_others_serve(spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file may be changed. A rolling restart with a bad one is not to end what runs well."""
+    monkeypatch.setattr(proxies, "LONG_PAUSE_S", 0.01)
+    spawned.good_starts = 1
+    spawned.kept.start()
+    former = spawned.until_served()
+    cluster, others = Cluster.__new__(Cluster), ProxyProcess(ProxySettings(), spawned, lambda: "")
+    cluster.proxies, cluster._ray_runs = [spawned.kept, others], False
+    others._served.set()
+
+    spawned.kept.signal(signal.SIGKILL)
+    fault = spawned.until_fault()
+    cluster.check()
+    others.fault = "it ended"
+    with pytest.raises(ProxyError):
+        cluster.check()
+    spawned.good_starts = 1_000_000
+    deadline_s = time.monotonic() + END_S
+    while spawned.kept.fault is not None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+    assert "before it took a request" in fault
+    assert spawned.kept.pid != former
+    cluster.check()
+
+
+@pytest.mark.parametrize("broken", [b"HTTP", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"HTTP/1.1 200 OK\r\n\r\n{"])
+def test_a_state_that_breaks_off_is_none(spawned: Spawned, broken: bytes) -> None:
+    """As when the proxy is killed while it answers: whoever asks has to ask again."""
+    cluster = Cluster.__new__(Cluster)
+    cluster.proxies = [spawned.kept]
+    with socket.create_server(("127.0.0.1", spawned.port)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(broken)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(OSError, match="state"):
+            cluster.state(0)
