@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import hmac
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -105,10 +106,13 @@ def naming_port(who: str, key: str, host: str, port: int) -> Iterator[None]:
 
 async def watch(request: web.Request, report: Callable[[], msgspec.Struct]) -> web.StreamResponse:
     """A line of JSON every `?watch=SECONDS`, endlessly: the end of it tells the watcher that this process is gone."""
+    said = request.query.get("watch", "")
     try:
-        interval_s = max(SHORTEST_WATCH_S, float(request.query["watch"]))
+        interval_s = max(float(said), SHORTEST_WATCH_S)
     except ValueError:
-        raise RequestError(f"watch must be seconds, got {request.query['watch']!r}", param="watch") from None
+        interval_s = math.nan
+    if not math.isfinite(interval_s):
+        raise RequestError(f"watch must be seconds, got {said!r:.80}", param="watch")
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     await response.prepare(request)
     task, watches = asyncio.current_task(), request.app[_WATCHES]

@@ -10,9 +10,12 @@ from aiohttp.test_utils import TestServer
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import Ack, BatchAnswer, Hello, Said, Standing, Update
+from kvrs.protocol.secrets import http_token
 from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.mirror import peers
 from kvrs.proxy.mirror.peers import PATH, ProxyPeer
+from kvrs.transfer import http
+from tests.proxy.scripted import SECRET
 
 
 async def test_a_long_record_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +41,20 @@ async def test_a_long_record_may_take_its_time(monkeypatch: pytest.MonkeyPatch) 
 
 def _update(size_bytes: int) -> Update:
     return Update("k", StreamId("ab"), "a-1", 0, 1, 0, [Said(1, [1], b"x" * size_bytes)], Standing())
+
+
+@pytest.mark.parametrize("watch", ["", "?watch=", "?watch=soon", "?watch=nan"])
+async def test_a_watch_without_a_time_is_refused(watch: str) -> None:
+    """What is no number of seconds is the caller's mistake, and no bug of ours."""
+
+    async def report(request: web.Request) -> web.StreamResponse:
+        return await http.watch(request, lambda: Hello("a", "a-1"))
+
+    app = http.new_app(SECRET)
+    app.router.add_get(PATH, report)
+    async with (
+        TestServer(app) as server,
+        new_session(http_token(SECRET)) as session,
+        session.get(server.make_url(PATH + watch)) as response,
+    ):
+        assert response.status == 400

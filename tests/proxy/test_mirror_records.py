@@ -382,3 +382,18 @@ def test_a_copy_without_its_beginning_is_refused() -> None:
     for changes in ({"opening": None}, {"first_event": 1}):
         with pytest.raises(RequestError, match="copy"):
             book.keep(msgspec.structs.replace(copy, **changes), "a", 0.0)
+
+
+def test_a_stream_that_was_kept_here_is_not_lost_for_want_of_room() -> None:
+    """It has been granted, so nobody else may have it; what there was room for stays."""
+    book = RecordBook("a-1", most_bytes=2000)
+    assert book.own(record("other"), 0.0)
+    assert book.own(record(), 0.0)
+    book.let_go(book.records["k"], 0.0)
+    for seq in range(1, 100):
+        book.add(book.records["other"], said(seq))
+    answer = book.claim(claim_for(book, "a-1"), 1.0)
+    assert answer.granted is not None
+
+    assert book.own(record_of(answer.granted, 1.0), 1.0)
+    assert not book.own(record("new"), 1.0)

@@ -137,8 +137,9 @@ class RecordBook:
 
     def own(self, record: Record, now_s: float) -> bool:
         """It is ours from now on, and lives here; False: there is no room."""
+        was_kept = record.key in self.records
         self._drop(record.key)
-        if not self._make_room(now_s, 1, record.size_bytes):
+        if not self._make_room(now_s, 1, record.size_bytes) and not was_kept:
             return False
         self._put(record)
         self.held.add(record.key)
