@@ -167,9 +167,6 @@ class Network:
         rate = ("rate", f"{int(bytes_per_s * 8)}bit", "burst", str(burst_bytes), "latency", "200ms")
         _command("tc", "-n", self.namespace(host), "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
 
-    def unthrottle(self, host: str) -> None:
-        _command("tc", "-n", self.namespace(host), "qdisc", "del", "dev", "eth0", "root")
-
     def sent_bytes(self, host: str) -> int:
         """By the counter of its interface."""
         path = "/sys/class/net/eth0/statistics/tx_bytes"
