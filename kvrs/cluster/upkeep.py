@@ -19,6 +19,7 @@ class Upkeep:
         self._say = say
         self._read_config = read_config  # As it is on disk by then.
         self._told: set[str] = set()  # Which proxies are known to be missing.
+        self._pids: dict[str, int | None] = {}
         self._asked = 0  # How often a rolling restart was asked for and nothing has been said to it.
 
     def restart(self) -> None:
@@ -27,12 +28,15 @@ class Upkeep:
     def run(self, cluster: Cluster) -> None:
         """Raises LaunchError, or ProxyError: the cluster cannot go on."""
         self._asked = 0  # Whoever asked during the start has what he wants.
+        self._pids = _pids(cluster)
         while not self.stop.wait(LOOK_INTERVAL_S):
             cluster.check()
             self._tell_faults(cluster)
+            self._tell_ends(cluster)
             if self._asked:
                 self._asked = 0
                 self._restart_all(cluster)
+                self._pids = _pids(cluster)
 
     def _tell_faults(self, cluster: Cluster) -> None:
         """Once each, of proxies that cannot be brought back while others serve."""
@@ -40,6 +44,12 @@ class Upkeep:
         for name in faults.keys() - self._told:
             self._say(f"{faults[name]}\nit is tried again; the other proxies serve")
         self._told = set(faults)
+
+    def _tell_ends(self, cluster: Cluster) -> None:
+        former, self._pids = self._pids, _pids(cluster)
+        for name, pid in self._pids.items():
+            if pid != former[name]:
+                self._say(f"{name} ended and is started again, as process {pid}")
 
     def _restart_all(self, cluster: Cluster) -> None:
         try:
@@ -63,3 +73,7 @@ class Upkeep:
         if self._asked:
             self._asked = 0
             self._say("a restart is under way already: the new one is ignored")
+
+
+def _pids(cluster: Cluster) -> dict[str, int | None]:
+    return {proxy.settings.id: proxy.pid for proxy in cluster.proxies}

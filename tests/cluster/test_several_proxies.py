@@ -88,7 +88,9 @@ async def test_a_killed_proxy_is_back_and_its_streams_went_on(started: Launch) -
     assert is_exact(verdict(found, quiet)), verdict(found, quiet)
     assert all(had.breaks for had in found)
     assert until_answers(url) == "ok\n"
-    assert pids(started)["proxy-0"] != former
+    now = pids(started)["proxy-0"]
+    assert now != former
+    started.wait_until_said(f"proxy-0 ended and is started again, as process {now}")
 
 
 def until_answers(url: str) -> str:
