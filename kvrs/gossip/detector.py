@@ -116,8 +116,8 @@ class Detector:
         asked = self._relayed.answered(ack.seq, sender)
         if asked is not None:
             asker, seq = asked
-            vouch = Vouch(self.me.epoch, self.me.incarnation, seq, ack.epoch, ack.incarnation, self.news(asker))
-            self.send(asker, vouch)
+            me, news = self.me, self.news(asker, self._room - text_bytes(sender))
+            self.send(asker, Vouch(me.epoch, me.incarnation, seq, sender, ack.epoch, ack.incarnation, news))
 
     def on_ask(self, sender: NodeId, ask: Ask, now_s: float) -> None:
         target = self.members.table.get(ask.target)
@@ -130,8 +130,8 @@ class Detector:
 
     def on_vouch(self, vouch: Vouch, now_s: float) -> None:
         probe = self._probes.get(vouch.seq)
-        if probe is None:
-            return
+        if probe is None or probe.target != vouch.target:
+            return  # It came too late, perhaps for an earlier process of this name.
         member = self.members.table[probe.target]
         self._reached(probe, now_s)
         if vouch.target_epoch == member.epoch:

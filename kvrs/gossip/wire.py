@@ -117,6 +117,7 @@ class Vouch(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
     epoch: Natural
     incarnation: Natural
     seq: Natural
+    target: Node
     target_epoch: Natural
     target_incarnation: Natural
     news: Statements = ()

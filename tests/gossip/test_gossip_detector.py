@@ -63,10 +63,23 @@ def test_an_answer_that_reached_a_relay_is_as_good() -> None:
     ping = house.probe(B)
     house.pass_time(INTERVAL_S * 0.4)
 
-    house.handle(C, Vouch(1, 0, ping.seq, 1, 0))
+    house.handle(C, Vouch(1, 0, ping.seq, B, 1, 0))
     house.pass_time(INTERVAL_S)
 
     assert house.status(B) is Status.ALIVE
+
+
+def test_an_answer_that_reached_a_relay_for_somebody_else_is_none() -> None:
+    """It may be late, and meant for a process before this one, which began to count at the same number."""
+    house = House(B, C, D)
+    ping = house.probe(B)
+    house.pass_time(INTERVAL_S * 0.4)
+
+    house.handle(C, Vouch(1, 0, ping.seq, D, 1, 4))
+    house.pass_time(INTERVAL_S)
+
+    assert house.status(B) is Status.SUSPECT
+    assert house.node.members[B].incarnation == 0
 
 
 def test_an_answer_of_somebody_else_is_none() -> None:
@@ -96,7 +109,7 @@ def test_a_relay_passes_the_answer_on() -> None:
     ping = house.asked(C, 77, B)
     [vouch] = house.handle(B, Ack(1, 0, ping.seq))
 
-    assert (vouch.to, vouch.packet) == (C, Vouch(1, 0, 77, 1, 0, vouch.packet.news))
+    assert (vouch.to, vouch.packet) == (C, Vouch(1, 0, 77, B, 1, 0, vouch.packet.news))
 
 
 def test_a_relay_that_hears_nothing_says_so_in_time() -> None:

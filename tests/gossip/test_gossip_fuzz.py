@@ -34,7 +34,7 @@ packets = st.one_of(
     st.builds(wire.Ping, epochs, numbers, numbers, st.booleans(), statements),
     st.builds(wire.Ack, epochs, numbers, numbers, statements),
     st.builds(wire.Ask, epochs, numbers, numbers, nodes, statements),
-    st.builds(wire.Vouch, epochs, numbers, numbers, epochs, numbers, statements),
+    st.builds(wire.Vouch, epochs, numbers, numbers, nodes, epochs, numbers, statements),
     st.builds(wire.Nack, epochs, numbers, numbers, statements),
     st.builds(wire.Push, epochs, numbers, statements),
     st.builds(

@@ -34,7 +34,7 @@ PACKETS = (
     Ping(1, 0, 5, True, (STATEMENT,)),
     Ack(1, 0, 5),
     Ask(1, 0, 5, B),
-    wire.Vouch(1, 0, 5, 1, 2),
+    wire.Vouch(1, 0, 5, NodeId("b"), 1, 2),
     wire.Nack(1, 0, 5),
     Push(1, 0, (STATEMENT, STATEMENT)),
     Digest(1, 0, 1280, "", "zz", (Known(A, 1, 2, Status.ALIVE, 9, 0),), (STATEMENT,)),
@@ -89,7 +89,7 @@ def test_headers_are_never_larger_than_reckoned(name: NodeId, number: int) -> No
     """As statements; what a packet holds beside its lists."""
     most = wire.HEADER_BYTES
 
-    assert len(encode(wire.Vouch(number, number, number, number, number))) <= most
+    assert len(encode(wire.Vouch(number, number, number, name, number, number))) <= most + wire.text_bytes(name)
     assert len(encode(Ask(number, number, number, name))) <= most + wire.text_bytes(name)
     assert len(encode(Digest(number, number, number, name, name, ()))) <= most + 2 * wire.text_bytes(name)
     assert len(msgspec.msgpack.encode(RecordDelta(name, number, number, number, number, ()))) <= wire.record_bytes(name)
