@@ -13,13 +13,14 @@ from typing import Protocol
 from distserve_patches.jobs import Job, JobEnded, Stage, StageState
 from kvrs.engine.core import CheckpointHooks
 from kvrs.engine.fencing import AttemptBook
-from kvrs.engine.fetching import PageFetcher, next_source
+from kvrs.engine.fetching import PageFetcher
 from kvrs.engine.requests import Run, Sampled, StepOutput
 from kvrs.errors import RequestError, TransferError
 from kvrs.ids import StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.sequences import Pull, Sequence
+from kvrs.scheduling.sources import next_source
 from kvrs.text.output import TextDelta
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from functools import partial
 
-from kvrs.engine.requests import Run, Source, make_run
+from kvrs.engine.requests import Run, make_run
 from kvrs.engine.served import ServedInstance
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId, StreamId
@@ -12,6 +12,7 @@ from kvrs.protocol.frames import MAX_NAME_BYTES
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
 from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
+from kvrs.scheduling.sources import Source
 from kvrs.transfer.peers import TrafficClass
 
 # Tokenising more than this takes milliseconds, for which the streams of the event loop shall not wait.

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from kvrs.engine.fencing import AttemptBook
-from kvrs.engine.fetching import PageFetcher, next_source
-from kvrs.engine.requests import Run, Sampled, Source, StepOutput
+from kvrs.engine.fetching import PageFetcher
+from kvrs.engine.requests import Run, Sampled, StepOutput
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
@@ -21,6 +21,7 @@ from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.places import PlaceWait
 from kvrs.scheduling.sequences import Phase, Pull, Sequence
+from kvrs.scheduling.sources import Source, next_source
 from kvrs.text.output import TextDelta
 from kvrs.transfer.peers import Peer
 from kvrs.transfer.puller import PagePuller

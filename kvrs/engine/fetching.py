@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from kvrs.engine.requests import Source
 from kvrs.engine.staging import PagePool
 from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import Pull
+from kvrs.scheduling.sources import Source
 from kvrs.transfer.peers import Peer, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
 
@@ -45,15 +45,3 @@ class PageFetcher:
         finally:
             staged.free()
         return result
-
-
-def next_source(sources: list[Source], pull: Pull, first_page: int) -> tuple[Source, range] | None:
-    """The next source that is believed to have something from that page on, with just that; those before it are used up."""
-    while sources:
-        source = sources.pop(0)
-        wanted = range(max(first_page, source.pages.start), min(pull.end_page, source.pages.stop))
-        if wanted:
-            return source, wanted
-        if source.handoff is not None and first_page == pull.tail_index:
-            return source, range(first_page, first_page)
-    return None

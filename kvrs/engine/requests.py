@@ -10,24 +10,12 @@ from torch import Tensor
 from kvrs.engine.penalties import Penalties
 from kvrs.engine.sampler import Logprobs, SamplingParams, logprobs_of, sample
 from kvrs.errors import RequestError
-from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Checkpoint
 from kvrs.protocol.openai import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
+from kvrs.scheduling.sources import Source
 from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
-from kvrs.transfer.peers import TrafficClass
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Who is believed to hold which full pages of the history."""
-
-    instance: InstanceId  # Or an agent.
-    epoch: int | None  # Pages of another epoch are not asked for; None: whichever is running.
-    pages: range  # By index into the history; not empty unless there is a hand-off.
-    traffic: TrafficClass
-    handoff: StreamId | None = None  # Names the retained run whose partial last page may be pulled too.
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from zlib import crc32
 
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.actions import Place
-from kvrs.protocol.frames import TrafficClass
 from kvrs.protocol.instance import Checkpoint, Role
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.backlog import Backlog
@@ -19,6 +18,7 @@ from kvrs.scheduling.chunks import Chunk
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.places import PlaceWait
 from kvrs.scheduling.sequences import Phase, Pull, Sequence
+from kvrs.scheduling.sources import Source, next_source
 from kvrs.sim.couriers import Couriers
 from kvrs.sim.process import require
 from kvrs.sim.site import Asked, Fetch, Holder, Opened, Site
@@ -30,17 +30,6 @@ Batch = list[tuple[Sequence, Chunk]]
 def token_at(stream: StreamId, position: int) -> int:
     """What the model says there: every attempt says the same, as with greedy decoding."""
     return crc32(f"{stream}:{position}".encode()) % 50_000
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Who is believed to have which pages of a history."""
-
-    holder: InstanceId
-    epoch: int | None
-    pages: range
-    traffic: TrafficClass
-    handoff: StreamId | None = None
 
 
 class Reply(Protocol):
@@ -320,7 +309,7 @@ class _Pulling:
 
     def _next(self, arrived: range, *, tail: bool, is_first: bool = False) -> None:
         engine, pull = self._engine, self._pull
-        step = _next_source(self._sources, pull, arrived.stop)
+        step = next_source(self._sources, pull, arrived.stop)
         if step is None or pull.sequence.phase is Phase.FINISHED:
             self._pulled(arrived, tail=tail)
             return
@@ -343,22 +332,10 @@ class _Pulling:
         def done(full_pages: int, tail: bool) -> None:
             self._next(range(wanted.start, wanted.start + full_pages), tail=tail)
 
-        Fetch(self._site, engine, engine.meter, self._site.holders[source.holder], asked, page, done)
+        Fetch(self._site, engine, engine.meter, self._site.holders[source.instance], asked, page, done)
 
     def _pulled(self, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:
         self._engine.scheduler.pulled(self._pull.sequence, arrived, tail=tail, more_from=more_from)
         self._engine.verify_found(self._pull.sequence)
         self._engine.tell_filled(self._pull.sequence)
         self._engine.look()
-
-
-def _next_source(sources: list[Source], pull: Pull, first_page: int) -> tuple[Source, range] | None:
-    """As the engine's: the next source that is believed to have something from that page on, with just that."""
-    while sources:
-        source = sources.pop(0)
-        wanted = range(max(first_page, source.pages.start), min(pull.end_page, source.pages.stop))
-        if wanted:
-            return source, wanted
-        if source.handoff is not None and first_page == pull.tail_index:
-            return source, range(first_page, first_page)
-    return None

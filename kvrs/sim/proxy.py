@@ -33,8 +33,9 @@ from kvrs.policy.events import (
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.protocol.frames import TrafficClass
 from kvrs.protocol.instance import Capability
+from kvrs.scheduling.sources import Source
 from kvrs.sim.agent import Holdings, SimAgent
-from kvrs.sim.engine import Call, SimEngine, Source, token_at
+from kvrs.sim.engine import Call, SimEngine, token_at
 from kvrs.sim.laws import Laws, Told
 from kvrs.sim.process import require
 from kvrs.sim.site import Site

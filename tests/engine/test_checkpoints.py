@@ -13,7 +13,7 @@ from kvrs.agent.config import BackupSettings
 from kvrs.engine import checkpoints
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.requests import Run, Source
+from kvrs.engine.requests import Run
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
@@ -21,6 +21,7 @@ from kvrs.protocol.instance import Checkpoint
 from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling import backlog, sequences
 from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.sources import Source
 from kvrs.transfer.peers import Claim, Held, Peer, StoreCode, StoredPages, TrafficClass
 
 PAGE = 4
