@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: install demo test test-vllm check format clean
+.PHONY: install demo test test-fast package test-vllm check format clean
 
 install: .venv/.installed
 
@@ -15,12 +15,28 @@ install: .venv/.installed
 demo: install
 	$(BIN)/kvrs demo
 
-test: install
-	$(BIN)/python -m pytest
+# In parallel: tests of whole clusters in one worker, every other file in the worker that is free.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-# Real vLLM on this machine's CPU, in an environment of its own (3 GB): about a quarter of an hour on two cores, with the installation.
+test: install
+	$(PYTEST) -m "not package"
+
+# Pure packages and unit tests: no processes, no sockets, no engine, no simulated worlds by the hundred.
+SLOW_FOLDERS := backends cluster distserve_patches engine networks sim vllm
+
+test-fast: install
+	$(PYTEST) -m "not (process or network or engine or distserve or vllm or gpu or package)" \
+		$(SLOW_FOLDERS:%=--ignore=tests/%)
+
+# The wheel, built from the sdist and installed without extras into an empty environment.
+package: install
+	$(BIN)/python -m pytest -q -s -m package tests/packaging
+
+# Real vLLM on this machine's CPU, in an environment of its own (3 GB): about a quarter of an hour on
+# two cores, with the installation.
 test-vllm: install .venv-vllm/.installed
-	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -k vllm tests/backends tests/vllm
+	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m vllm tests/backends tests/vllm
 
 .venv-vllm/.installed: tests/vllm/install.sh tests/vllm/requirements.txt
 	@echo "Setting up .venv-vllm (a few minutes, 3 GB) ..."

@@ -2,5 +2,5 @@
 
 from distserve_patches.upstream import load_in_worker
 
-# What Ray unpickles in a worker process names classes of this package, whose bases are upstream's.
+# Ray unpickles classes of this package in a worker process; their bases are upstream's.
 load_in_worker()

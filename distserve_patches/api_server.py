@@ -1,8 +1,10 @@
-"""DistServe's server with what kvrs adds to it: it shows itself as a prefill and a decode instance of the cluster.
+"""DistServe's server with what kvrs adds to it: a prefill and a decode instance of the cluster.
 
-    python -m distserve_patches.api_server <DistServe's own flags> --kvrs-config FILE --kvrs-node NODE [--epoch N]
+    python -m distserve_patches.api_server <DistServe's own flags> --kvrs-config FILE --kvrs-node
+    NODE [--epoch N]
 
-It prints "ready" once both instances take requests, and serves until SIGTERM or Ctrl-C. Hosts and ports come from the file.
+It prints "ready" once both instances take requests, and serves until SIGTERM or Ctrl-C. Hosts and
+ports come from the file.
 """
 
 import argparse
@@ -18,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from distserve_patches import upstream
-from kvrs.cluster.config import Backend
-from kvrs.config import Config, NodeSettings, load_config, read_secrets
+from kvrs.config.cluster import Backend, NodeSettings
+from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.engine.models.config import ModelConfig
 from kvrs.errors import ConfigError, KvrsError
+from kvrs.http import naming_port
 from kvrs.ids import NodeId
 from kvrs.logs import log_to_stderr
-from kvrs.transfer.http import naming_port
 
 if TYPE_CHECKING:
     from distserve_patches.server import Launch
@@ -34,7 +36,7 @@ _SWAP_SPACE_OFF_GPU_GB = 1
 _PR_SET_PDEATHSIG = 1
 
 
-class _Parser(argparse.ArgumentParser):
+class _FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError([message])
 
@@ -49,14 +51,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> None:
-    parser = _Parser(prog="python -m distserve_patches.api_server", description=__doc__, allow_abbrev=False, add_help=False)
-    parser.add_argument("--kvrs-config", type=Path, required=True, help="YAML file with all ports given")
-    parser.add_argument("--kvrs-node", type=NodeId, required=True, help="id of the node in cluster.nodes")
-    parser.add_argument("--epoch", type=int, default=1, help="must rise with every start for the same node")
-    parser.add_argument("--end-with", type=int, metavar="PID", help="end when this process, which started us, ends")
+    parser = _FlagParser(
+        prog="python -m distserve_patches.api_server",
+        description=__doc__,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument(
+        "--kvrs-config", type=Path, required=True, help="YAML file with all ports given"
+    )
+    parser.add_argument(
+        "--kvrs-node", type=NodeId, required=True, help="id of the node in cluster.nodes"
+    )
+    parser.add_argument(
+        "--epoch", type=int, default=1, help="must rise with every start for the same node"
+    )
+    parser.add_argument(
+        "--end-with", type=int, metavar="PID", help="end when this process, which started us, ends"
+    )
     wants_help = bool({"-h", "--help"} & set(arguments))
     if wants_help and "--kvrs-config" not in arguments:
-        print(parser.format_help() + "\nWith --kvrs-config FILE the flags of DistServe itself are shown too.")
+        print(
+            parser.format_help()
+            + "\nWith --kvrs-config FILE the flags of DistServe itself are shown too."
+        )
         return
     ours, _ = parser.parse_known_args(arguments)
     if ours.end_with is not None:
@@ -64,7 +82,9 @@ def _serve(arguments: Sequence[str]) -> None:
     config = load_config(ours.kvrs_config)
     node = _node(config, ours.kvrs_node)
     off_gpu = config.cluster.engine.device == "cpu"
-    upstream.load(config.cluster.distserve.home, off_gpu=off_gpu, logical_gpu_bytes=_logical_gpu_bytes(config))
+    upstream.load(
+        config.cluster.distserve.home, off_gpu=off_gpu, logical_gpu_bytes=_logical_gpu_bytes(config)
+    )
     _add_flags(parser, config, off_gpu=off_gpu)
     if wants_help:
         print(parser.format_help())
@@ -113,8 +133,10 @@ def _run(launch: "Launch") -> None:
 
 
 def _start_ray(wanted_gpus: int, *, off_gpu: bool) -> None:
-    """Join the Ray that RAY_ADDRESS names, or the one that runs on this machine; off the GPU, else start one."""
-    # Upstream reads the answer of one rank; what the others say when a stage dies is no news.
+    """Join the Ray that RAY_ADDRESS names, or the one that runs on this machine; off the GPU, else
+    start one.
+    """
+    # Upstream reads the answer of one rank; errors of the others when a stage dies are expected.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
 
@@ -126,17 +148,23 @@ def _start_ray(wanted_gpus: int, *, off_gpu: bool) -> None:
         ray.init(**quiet)
     has_gpus = int(ray.cluster_resources().get("GPU", 0))
     if has_gpus < wanted_gpus:
-        raise ConfigError([f"the flags ask for {wanted_gpus} GPUs; allowed: at most the {has_gpus} that Ray has"])
+        raise ConfigError(
+            [f"the flags ask for {wanted_gpus} GPUs; allowed: at most the {has_gpus} that Ray has"]
+        )
 
 
 def _wanted_gpus(flags: argparse.Namespace) -> int:
     context = flags.context_tensor_parallel_size * flags.context_pipeline_parallel_size
-    return int(context + flags.decoding_tensor_parallel_size * flags.decoding_pipeline_parallel_size)
+    return int(
+        context + flags.decoding_tensor_parallel_size * flags.decoding_pipeline_parallel_size
+    )
 
 
 def _node(config: Config, wanted: NodeId) -> NodeSettings:
     if config.cluster.backend is not Backend.DISTSERVE:
-        raise ConfigError([f"cluster.backend: got {config.cluster.backend.value!r}; allowed here: 'distserve'"])
+        raise ConfigError(
+            [f"cluster.backend: got {config.cluster.backend.value!r}; allowed here: 'distserve'"]
+        )
     for node in config.cluster.nodes:
         if node.id == wanted:
             return node
@@ -145,7 +173,7 @@ def _node(config: Config, wanted: NodeId) -> NodeSettings:
 
 
 def _add_flags(parser: argparse.ArgumentParser, config: Config, *, off_gpu: bool) -> None:
-    """DistServe's own, as it names them itself."""
+    """Add DistServe's own flags."""
     import distserve.engine
 
     distserve.engine.add_engine_cli_args(parser)
@@ -156,63 +184,85 @@ def _add_flags(parser: argparse.ArgumentParser, config: Config, *, off_gpu: bool
     for action in parser._actions:
         if action.dest == "model":
             action.required = False
-    # Of upstream's server, where a user may have them from.
+    # Flags of upstream's server, refused later with a reason.
     for name in ("--host", "--port"):
         parser.add_argument(name, help=argparse.SUPPRESS)
 
 
 def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> None:
-    """What is cheap to see before anything is loaded.
+    """Check the flags before anything is loaded.
 
     Raises:
-        ConfigError: it could not work.
+        ConfigError: one of them cannot work.
     """
     for name in ("host", "port"):
         if getattr(flags, name) is not None:
             raise ConfigError(
-                [f"--{name}: got {getattr(flags, name)}; allowed: none (cluster.nodes has those of both instances)"]
+                [
+                    f"--{name}: got {getattr(flags, name)}; allowed: none (cluster.nodes "
+                    f"has those of both instances)"
+                ]
             )
     _check_model(flags, config)
     model = ModelConfig.from_directory(Path(flags.model))
     for stage in ("context", "decoding"):
-        for kind, parts, what in (("tensor", model.kv_heads, "KV heads"), ("pipeline", model.layers, "layers")):
+        for kind, parts, what in (
+            ("tensor", model.kv_heads, "KV heads"),
+            ("pipeline", model.layers, "layers"),
+        ):
             size = getattr(flags, f"{stage}_{kind}_parallel_size")
             if size < 1 or parts % size:
                 name = f"--{stage}-{kind}-parallel-size"
-                raise ConfigError([f"{name}: got {size}; allowed: a divisor of the model's {parts} {what}"])
+                raise ConfigError(
+                    [f"{name}: got {size}; allowed: a divisor of the model's {parts} {what}"]
+                )
     for instance in node.instances:
-        for key, port in (("port", instance.port), ("page_port", instance.page_port)):
-            who = f"instance {instance.id}"
+        for key, host, port in (
+            ("port", instance.host, instance.port),
+            ("page_port", instance.pages_at, instance.page_port),
+        ):
+            name = f"instance {instance.id}"
             if not port:
-                raise ConfigError([f"{who}: {key} is 0; allowed: the port that others find it at"])
-            with naming_port(who, key, instance.host, port), socket.socket() as trial:
+                raise ConfigError(
+                    [f"{name}: {key} is 0; allowed: the port at which peers reach it"]
+                )
+            with naming_port(name, key, host, port), socket.socket() as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                trial.bind((instance.host, port))
+                trial.bind((host, port))
 
 
 def _check_model(flags: argparse.Namespace, config: Config) -> None:
     if flags.model is None:
         raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
-    if config.cluster.model is not None and Path(flags.model).resolve() != Path(config.cluster.model).resolve():
-        raise ConfigError([f"--model: got {flags.model}; allowed: cluster.model, which is {config.cluster.model}"])
+    if (
+        config.cluster.model is not None
+        and Path(flags.model).resolve() != Path(config.cluster.model).resolve()
+    ):
+        raise ConfigError(
+            [f"--model: got {flags.model}; allowed: cluster.model, which is {config.cluster.model}"]
+        )
     if not (Path(flags.model) / "config.json").is_file():
-        raise ConfigError([f"--model: {flags.model} has no config.json; allowed: a Hugging Face model directory"])
+        raise ConfigError(
+            [f"--model: {flags.model} has no config.json; allowed: a Hugging Face model directory"]
+        )
 
 
 def _logical_gpu_bytes(config: Config) -> int:
-    """Off the GPU: so much that a stage gets about as many blocks as `cluster.engine.pages` says."""
+    """Memory of a logical GPU by which a stage gets about `cluster.engine.pages` blocks."""
     if config.cluster.model is None:
         return upstream.LOGICAL_GPU_BYTES
     model = ModelConfig.from_directory(Path(config.cluster.model))
     engine = config.cluster.engine
     page_bytes = 2 * 4 * model.layers * model.kv_heads * model.head_dim * engine.page_size_tokens
-    # As upstream guesses the weights.
-    weights = model.hidden * (model.vocab + model.max_positions + model.layers * (12 * model.hidden + 5))
+    # Upstream's estimate of the weights.
+    weights = model.hidden * (
+        model.vocab + model.max_positions + model.layers * (12 * model.hidden + 5)
+    )
     return int((engine.pages * page_bytes + 4 * weights) / 0.89) + page_bytes
 
 
 def _end_with(parent: int) -> None:
-    """The system kills us when our parent is gone, however it went."""
+    """Have the system kill this process when its parent has ended, however it ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise KvrsError(f"process {parent}, which was to start this one, is gone")

@@ -1,4 +1,6 @@
-"""What DistServe needs to run under today's Python and Ray, and to tell of its failures. The README gives each patch's reason."""
+"""What DistServe needs to run under today's Python and Ray, and to report its failures. The README
+gives each patch's reason.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -6,7 +8,7 @@ from typing import Any
 
 
 def apply() -> None:
-    """Once per process, workers included."""
+    """Patch DistServe; once per process, workers included."""
     import distserve.single_stage_engine as engines
 
     engines.asyncio = Asyncio()
@@ -20,7 +22,7 @@ class Asyncio:
 
     @staticmethod
     async def wait(calls: Iterable[Any]) -> None:
-        """Wait for all of them, references of Ray among them; then raise the first failure."""
+        """Wait for all calls, Ray's references among them; then raise the first failure."""
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result

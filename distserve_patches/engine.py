@@ -1,4 +1,4 @@
-"""DistServe's engine whose stages die one at a time and come back. Import after `upstream.load`."""
+"""DistServe's engine, restarting its stages one at a time. Import after `upstream.load`."""
 
 import asyncio
 import contextlib
@@ -30,24 +30,38 @@ Configs = tuple[Any, Any, Any, Any, Any]  # What upstream's LLMEngine takes, in 
 
 
 class RecoverableEngine:
-    """Everything happens on one event loop, and no method may be called from another thread."""
+    """DistServe's engine, whose stages die one at a time and are restarted, for jobs.
+
+    Everything happens on one event loop, and no method may be called from another thread.
+    """
 
     def __init__(self, *configs: Any) -> None:
-        """Takes what upstream's LLMEngine takes, in the same order. Ray runs and `upstream.use_worker` was called."""
-        self.on_stage: Callable[[Stage, StageState], None] | None = None  # Hears of every death and return, not of the start.
+        """Takes what upstream's LLMEngine takes, in the same order. Ray runs and
+        `upstream.use_worker` was called.
+        """
+        self.on_stage: Callable[[Stage, StageState], None] | None = (
+            None  # Called at every death and every restart, not at the start.
+        )
         self._requests: dict[int, JobRequest] = {}
         self._upstream = _Upstream(self._on_output, *configs)
         self._context: ContextStage = self._upstream.context_engine
         self._decoding: DecodingStage = self._upstream.decoding_engine
-        self._stages: dict[Stage, ContextStage | DecodingStage] = {stage.name: stage for stage in (self._context, self._decoding)}
+        self._stages: dict[Stage, ContextStage | DecodingStage] = {
+            stage.name: stage for stage in (self._context, self._decoding)
+        }
         self._decoding.on_failed = lambda request, cause: self._fail(request, Stage.DECODING, cause)
         nothing = PageManager(0, self._upstream.cache_config.block_size)
         self._states = {stage: StageState(stage, nothing) for stage in Stage}
-        self._together = (0, 0)  # The lives of both stages in which decoding could last read the blocks of context.
+        self._connected = (
+            0,
+            0,
+        )  # The generations of both stages that were last connected for copies of blocks.
 
     @classmethod
     def from_args(cls, args: Namespace) -> "RecoverableEngine":
-        """By DistServe's own flags. Not on a running event loop: upstream starts one of its own."""
+        """An engine by DistServe's own flags. Not on a running event loop: upstream starts one of
+        its own.
+        """
 
         class Configured:
             def __init__(self, *configs: Any) -> None:
@@ -59,7 +73,7 @@ class RecoverableEngine:
         with _exchanged(distserve.llm, LLMEngine=Configured):
             return cls(*distserve.llm.AsyncLLM.from_engine_args(args).engine.configs)
 
-    # Lives.
+    # Stages.
 
     async def start(self) -> None:
         """Bring both stages up.
@@ -68,16 +82,18 @@ class RecoverableEngine:
             RayError: a worker could not be started; nothing is left running then.
         """
         try:
-            await asyncio.gather(self._live(self._context), self._live(self._decoding))
+            await asyncio.gather(
+                self._start_stage(self._context), self._start_stage(self._decoding)
+            )
         except BaseException:
             self.close()
             raise
 
     async def run(self) -> None:
-        """Serve, and bring back what dies. Ends by cancellation, or by raising what is a bug."""
-        async with asyncio.TaskGroup() as lives:
-            lives.create_task(self._keep(self._context))
-            lives.create_task(self._keep(self._decoding))
+        """Serve, and restart what dies. Ends by cancellation, or by raising an unexpected error."""
+        async with asyncio.TaskGroup() as supervisors:
+            supervisors.create_task(self._supervise(self._context))
+            supervisors.create_task(self._supervise(self._decoding))
 
     def close(self) -> None:
         """End all workers. `run` is not running any more."""
@@ -87,26 +103,28 @@ class RecoverableEngine:
         for group in self._context.placement_groups:
             ray.util.remove_placement_group(group)
 
-    async def _keep(self, stage: ContextStage | DecodingStage) -> None:
+    async def _supervise(self, stage: ContextStage | DecodingStage) -> None:
         while True:
-            await self._serve(stage)
-            self._bury(stage)
-            await self._revive(stage)
+            await self._run(stage)
+            self._fail_victims(stage)
+            await self._restart(stage)
 
-    async def _serve(self, stage: ContextStage | DecodingStage) -> None:
+    async def _run(self, stage: ContextStage | DecodingStage) -> None:
         loops = asyncio.create_task(stage.start_event_loop())
         try:
             await asyncio.wait({loops, stage.death}, return_when=asyncio.FIRST_COMPLETED)
             if loops.done():
                 loops.result()
-            # From here on nothing is begun that would need it.
+            # From here on no job is begun that would need this stage.
             self._states[stage.name].alive = False
         finally:
             loops.cancel()
             await asyncio.gather(loops, return_exceptions=True)
 
-    def _bury(self, stage: ContextStage | DecodingStage) -> None:
-        """Nothing of this life is left: no worker, no request, and no block of the other stage that a request of it holds."""
+    def _fail_victims(self, stage: ContextStage | DecodingStage) -> None:
+        """End all workers of a dead stage and every request that needs it, with the blocks that
+        those requests hold at the other stage.
+        """
         cause = stage.death.result()
         log.error("the %s stage is dead: %s", stage.name, cause)
         stage.end_workers()
@@ -118,14 +136,19 @@ class RecoverableEngine:
         for request in victims:
             request.job.sink.failed(stage.name, cause)
 
-    async def _revive(self, stage: ContextStage | DecodingStage) -> None:
+    async def _restart(self, stage: ContextStage | DecodingStage) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                await self._live(stage)
+                await self._start_stage(stage)
             except RayError as error:
                 stage.end_workers()
-                log.warning("the %s stage did not come up, next try in %s s: %s", stage.name, pause_s, cause_of(error))
+                log.warning(
+                    "the %s stage did not come up, next try in %s s: %s",
+                    stage.name,
+                    pause_s,
+                    cause_of(error),
+                )
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
@@ -134,14 +157,16 @@ class RecoverableEngine:
         if self.on_stage is not None:
             self.on_stage(stage.name, self.stage(stage.name))
 
-    async def _live(self, stage: ContextStage | DecodingStage) -> None:
+    async def _start_stage(self, stage: ContextStage | DecodingStage) -> None:
         """Raises RayError: it did not come up."""
-        await stage.live()
+        await stage.bring_up()
         context, decoding = self._states[Stage.CONTEXT], self._states[Stage.DECODING]
         state, other = (context, decoding) if stage is self._context else (decoding, context)
         state.generation += 1
-        # Whichever comes up later brings them together; while it does so, the other may die and return.
-        while other.alive and self._together != (lives := (context.generation, decoding.generation)):
+        # The stage that comes up later connects them; meanwhile the other may die and restart.
+        while other.alive and self._connected != (
+            generations := (context.generation, decoding.generation)
+        ):
             death = self._decoding.death
             try:
                 await self._decoding.register_kvcache_mem_handles(
@@ -153,7 +178,7 @@ class RecoverableEngine:
                 if not death.done():
                     death.set_result(cause_of(error))
             else:
-                self._together = lives
+                self._connected = generations
         state.pages = stage.block_manager.pages
         state.worker_pids = tuple(worker.pid for worker in stage.located)
         state.workers_here = all(worker.here for worker in stage.located)
@@ -172,31 +197,45 @@ class RecoverableEngine:
         return geometry_of(self._upstream.model_config, self._upstream.cache_config)
 
     def pool(self, which: Stage) -> StagePool:
-        """A new one over the pages of the stage's present life; whoever asked for it closes it."""
+        """A new pool over the pages of the running stage; the caller closes it."""
         return StagePool.of(self._stages[which].block_manager)
 
     # Jobs.
 
     def refusal(self, job: Job) -> str | None:
-        """Why this job could never be served, however idle the stages are; None if it could. Needs stages that are up.
+        """Why this job could never be served, however idle the stages are; None if it could. Needs
+        stages that are up.
 
-        Upstream would let it stand at the head of a line for ever, and everything behind it.
+        Upstream would keep it at the head of a queue for ever, and everything behind it.
         """
         page_size = self._upstream.cache_config.block_size
-        history, tokens = len(job.history), len(job.history) + (0 if job.prefill_only else job.max_new_tokens - 1)
-        batch, per_request = self._context.sched_config.max_tokens_per_batch, self._upstream.cache_config.max_num_blocks_per_req
+        history, tokens = (
+            len(job.history),
+            len(job.history) + (0 if job.prefill_only else job.max_new_tokens - 1),
+        )
+        batch, per_request = (
+            self._context.sched_config.max_tokens_per_batch,
+            self._upstream.cache_config.max_num_blocks_per_req,
+        )
         if history > batch:
             return f"{history} tokens are more than --context-max-tokens-per-batch, {batch}"
-        limits = [(tokens, per_request, "--max-num-blocks-per-req"), (history, self._context.num_gpu_blocks, "the context stage")]
+        limits = [
+            (tokens, per_request, "--max-num-blocks-per-req"),
+            (history, self._context.num_gpu_blocks, "the context stage"),
+        ]
         if not job.prefill_only:
             limits.append((tokens, self._decoding.num_gpu_blocks, "the decoding stage"))
         for needed, blocks, limit in limits:
             if -(-needed // page_size) > blocks:
-                return f"{needed} tokens do not fit into the {blocks} blocks of {page_size} tokens of {limit}"
+                return (
+                    f"{needed} tokens do not fit into the {blocks} blocks of {page_size} "
+                    f"tokens of {limit}"
+                )
         return None
 
     def begin(self, job: Job) -> None:
-        """Let the context stage compute the history, and unless it is `prefill_only` the decoding stage go on from there.
+        """Let the context stage compute the history, and unless it is `prefill_only` the decoding
+        stage go on from there.
 
         A job that needs a dead stage fails at once, as all do that are there when a stage dies.
         """
@@ -205,12 +244,14 @@ class RecoverableEngine:
             self._context.add_request(request)
 
     async def reserve(self, job: Job) -> list[int]:
-        """Blocks of the decoding stage for the whole history, when it is the job's turn and there is room.
+        """Blocks of the decoding stage for the whole history, when it is the job's turn and there
+        is room.
 
-        They are the job's until `take_up` or `abort`. Whoever writes into them stops before he calls `abort`.
+        They are the job's until `take_up` or `abort`. A caller that writes into them stops before
+        it calls `abort`.
 
         Raises:
-            JobEnded: the job was aborted, or the stage died; then its sink has heard `failed`.
+            JobEnded: the job was aborted, or the stage died; then `failed` of its sink was called.
         """
         request = self._enter(job, Stage.DECODING)
         if request is None:
@@ -218,9 +259,10 @@ class RecoverableEngine:
         try:
             await self._decoding.reserve(request)
         except RayError as error:
-            # Whether the blocks are still being read nobody knows. The job of a life that is over has ended with it.
+            # The blocks may still be read. A job of the stage's former generation has ended with
+            # it.
             if not request.ended:
-                self._decoding.die(cause_of(error))
+                self._decoding.mark_dead(cause_of(error))
             raise JobEnded(f"job {job.id}: {cause_of(error)}") from error
         except asyncio.CancelledError:
             self.abort(job)
@@ -230,10 +272,11 @@ class RecoverableEngine:
         return list(request.reserved)
 
     def take_up(self, job: Job, kv_tokens: int) -> None:
-        """Let a job that has reserved go on: its blocks hold the KV of the first `kv_tokens` tokens of its history.
+        """Let a job that has reserved go on: its blocks hold the KV of the first `kv_tokens` tokens
+        of its history.
 
-        The others are decoded again, one a step; with none at all the context stage computes the history. A job that has
-        ended meanwhile stays ended.
+        The others are decoded again, one a step; with none at all the context stage computes the
+        history. A job that has ended meanwhile stays ended.
         """
         request = self._requests.get(job.id)
         if request is None:
@@ -247,16 +290,19 @@ class RecoverableEngine:
             self.begin(job)
 
     def blocks(self, job: Job, stage: Stage) -> list[int]:
-        """Its blocks at that stage, in order; none where it has none, or while it is swapped out."""
+        """The job's blocks at that stage, in order; none where it has none, or while it is swapped
+        out.
+        """
         request = self._requests.get(job.id)
         if request is None:
             return []
         return list(request.reserved or self._stages[stage].block_manager.gpu_blocks(job.id))
 
     def abort(self, job: Job) -> None:
-        """Its sink hears nothing more, and its blocks are free as soon as no step or copy uses them.
+        """End a job: its sink is not called again, and its blocks are free as soon as no step or
+        copy uses them.
 
-        At any moment, any number of times.
+        Allowed at any moment, any number of times.
         """
         request = self._requests.get(job.id)
         if request is not None:
@@ -317,7 +363,11 @@ class _Upstream(distserve.engine.LLMEngine):  # type: ignore[misc]  # Upstream h
     def __init__(self, on_output: Callable[[int, Any], None], *configs: Any) -> None:
         # Not a method, so that a token costs one call less.
         self._on_new_step_output_callback = on_output
-        with _exchanged(distserve.engine, ContextStageLLMEngine=ContextStage, DecodingStageLLMEngine=DecodingStage):
+        with _exchanged(
+            distserve.engine,
+            ContextStageLLMEngine=ContextStage,
+            DecodingStageLLMEngine=DecodingStage,
+        ):
             super().__init__(*configs)
 
     def _on_new_lifetime_event_callback(self, *_: Any) -> None:

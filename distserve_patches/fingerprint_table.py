@@ -1,4 +1,6 @@
-"""What `fingerprints.py` compares: by module, each function and the hash of its source at one commit of DistServe."""
+"""What `fingerprints.py` compares: by module, each function and the hash of its source at one
+commit of DistServe.
+"""
 
 COMMIT = "82831f1"
 

@@ -1,6 +1,8 @@
-"""Whether a checkout's functions are those that kvrs was written for: each one that kvrs wraps, overrides or relies on, by name.
+"""Comparison of a checkout's functions with those that kvrs was written for: each one that kvrs
+wraps, overrides or relies on, by name.
 
-`python -m distserve_patches.fingerprints` prints the table for the checkout that DISTSERVE_HOME names.
+`python -m distserve_patches.fingerprints` prints the table for the checkout that DISTSERVE_HOME
+names.
 """
 
 import functools
@@ -9,7 +11,7 @@ import importlib
 import inspect
 from typing import Any
 
-from distserve_patches import upstream
+from distserve_patches import checkout
 from distserve_patches.fingerprint_table import COMMIT, TABLE
 from kvrs.errors import ConfigError
 
@@ -25,7 +27,9 @@ def check() -> None:
         for name, expected in hashes.items():
             if (found := fingerprint(module, name)) != expected:
                 what = "is not there" if found is None else "differs"
-                faults.append(f"{module}.{name}: {what}; kvrs was written for DistServe at commit {COMMIT}")
+                faults.append(
+                    f"{module}.{name}: {what}; kvrs was written for DistServe at commit {COMMIT}"
+                )
     if faults:
         raise ConfigError(faults)
 
@@ -48,7 +52,7 @@ def _member(holder: Any, name: str) -> Any:
 
 
 def _print_table() -> None:
-    upstream.import_plain(upstream.checkout(None), off_gpu=True)
+    checkout.import_plain(checkout.find(None), off_gpu=True)
     for module, names in TABLE.items():
         print(f'    "{module}": {{')
         for name in names:

@@ -1,4 +1,6 @@
-"""The pages of a stage as one pool, whichever ranks hold them: what `kvrs.engine.kv_pool.KvPool` is to the embedded engine."""
+"""The pages of a stage as one pool, over all ranks that hold parts of them: the counterpart of
+`kvrs.engine.kv_pool.KvPool`.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -18,7 +20,7 @@ CallWorkers = Callable[..., Sequence[Awaitable[object]]]
 
 
 def geometry_of(model_config: Any, cache_config: Any) -> KvGeometry:
-    """Of the whole model, by upstream's configuration."""
+    """The geometry of the whole model, by upstream's configuration."""
     return KvGeometry(
         layers=model_config.get_num_layers(),
         kv_heads=model_config.get_num_heads(),
@@ -29,27 +31,40 @@ def geometry_of(model_config: Any, cache_config: Any) -> KvGeometry:
 
 
 class StagePool:
-    """For one life of a stage. All calls come on the event loop."""
+    """The pool of one generation of a stage. All calls come on the event loop."""
 
     def __init__(
-        self, geometry: KvGeometry, call_workers: CallWorkers, swapped_out: Callable[[], Awaitable[None]], most_pages: int
+        self,
+        geometry: KvGeometry,
+        call_workers: CallWorkers,
+        swapped_out: Callable[[], Awaitable[None]],
+        most_pages: int,
     ) -> None:
-        """`most_pages` may be staged at a time: they take host memory, which is kept for the next ones."""
+        """At most `most_pages` are staged at a time: they take host memory, which is kept for the
+        next ones.
+        """
         self.geometry = geometry
         self.slots = StagingSlots(geometry.page_bytes, most_pages)
         self._call_workers = call_workers
         self._swapped_out = swapped_out
-        # In pieces, so that one that has much to move does not hold up another one that has little.
+        # In pieces, so that a long transfer does not hold up a short one.
         self._pages_per_call = max(1, SEGMENT_BYTES // geometry.page_bytes)
 
     @classmethod
     def of(cls, blocks: "PagedBlockManager") -> Self:
-        """As many pages as the stage has blocks: more than are ever staged, unless many peers ask for the same ones."""
+        """A pool that stages as many pages as the stage has blocks: more than needed, unless many
+        peers ask for the same ones.
+        """
         geometry = geometry_of(blocks.model_config, blocks.cache_config)
-        return cls(geometry, blocks.engine_remote_call_all_workers_async, blocks.swapped_out, blocks.pages.pages)
+        return cls(
+            geometry,
+            blocks.engine_remote_call_all_workers_async,
+            blocks.swapped_out,
+            blocks.pages.pages,
+        )
 
     def stage(self, pages: Sequence[int]) -> "StagedShards":
-        """As of any pool: room for those pages, to be sent after `save` or received before `restore`.
+        """Room on the host for those pages, to be sent after `save` or received before `restore`.
 
         Raises:
             TransferError: there is not so much room.
@@ -57,7 +72,7 @@ class StagePool:
         return StagedShards(self, pages)
 
     def close(self) -> None:
-        """The stage is dead, or the server ends."""
+        """Stage no more pages: the stage is dead, or the server ends."""
         self.slots.close()
 
     async def export_pages(self, slots: Sequence[int], pages: Sequence[int]) -> None:
@@ -72,11 +87,12 @@ class StagePool:
                 await self._swapped_out()
             for first in range(0, len(pages), self._pages_per_call):
                 if self.slots.closed:
-                    # Whoever answers now is the stage's next life, with pages of other owners.
+                    # The workers that answer now are the next generation, with other pages.
                     raise TransferError("the stage that had the pages is gone")
                 piece = slice(first, first + self._pages_per_call)
                 calls = self._call_workers(method, self.slots.file, slots[piece], pages[piece])
-                # All of them, also when one fails: what still works writes into memory that is about to be given back.
+                # Wait for all of them, also when one fails: the others still write into memory that
+                # is about to be given back.
                 results = await asyncio.gather(*calls, return_exceptions=True)
                 for result in results:
                     if isinstance(result, BaseException):
@@ -107,7 +123,9 @@ class StagedShards:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Who is cancelled waits all the same: as long as workers copy, neither slots nor pages may get another owner."""
+    """Await work to its end, also when cancelled: as long as workers copy, neither slots nor pages
+    may get another owner.
+    """
     working = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not working.done():
@@ -117,6 +135,6 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
             cancelled = error
     if cancelled is not None:
         if not working.cancelled():
-            working.exception()  # Whatever it was, nobody waits for it any more.
+            working.exception()  # Retrieved, so that asyncio does not report it.
         raise cancelled
     await working

@@ -1,4 +1,4 @@
-"""A job as DistServe's requests and lines see it. Import after `upstream.load`."""
+"""DistServe's requests and schedulers, subclassed for jobs. Import after `upstream.load`."""
 
 import asyncio
 import time
@@ -17,24 +17,32 @@ _NEWEST = 0.1
 
 
 class JobRequest(Request):  # type: ignore[misc]  # Upstream has no types.
-    """Upstream's request that knows its job, and where it is in its life."""
+    """Upstream's request with its job, and the stage whose blocks it holds."""
 
     def __init__(self, job: Job, stage: Stage) -> None:
         tokens = 1 if job.prefill_only else job.max_new_tokens
         super().__init__(
-            time.time(), job.id, "", job.history, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+            time.time(),
+            job.id,
+            "",
+            job.history,
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens),
         )
         self.job = job
-        self.stage = stage  # Whose blocks it uses. It goes over to decoding when its blocks have been copied.
-        self.ended = False  # Nobody wants its tokens any more; its blocks are free, or will be after the step that uses them.
+        # The stage whose blocks it uses; DECODING from the copy of its blocks on.
+        self.stage = stage
+        # Its tokens are dropped; its blocks are free, or will be after the step that uses them.
+        self.ended = False
         self.replayed = False  # The newest token was known before.
-        self.reserved: list[int] | None = None  # Blocks at the decoding stage that no step uses yet.
-        self.granted: asyncio.Future[None] | None = None  # Somebody waits for them.
+        self.reserved: list[int] | None = (
+            None  # Blocks at the decoding stage that no step uses yet.
+        )
+        self.granted: asyncio.Future[None] | None = None  # Set when `reserved` is.
         self._forced: deque[int] = deque()
 
     def resume(self, kv_tokens: int) -> None:
-        """The KV of so many tokens of the history is there. What lies behind them is decoded again, and each result replaced by
-        the token that is known.
+        """Continue from the KV of the first `kv_tokens` tokens of the history. The tokens behind
+        them are decoded again, and each result is replaced by the known token.
         """
         history = self.job.history
         self.prompt_token_ids = history[:kv_tokens]
@@ -49,7 +57,9 @@ class JobRequest(Request):  # type: ignore[misc]  # Upstream has no types.
 
 
 class Reservation:
-    """Stands in the decoding stage's line like a request that comes over from the context stage, but brings no blocks."""
+    """An entry of the decoding stage's queue in place of a request that comes over from the
+    context stage; it brings no blocks.
+    """
 
     def __init__(self, request: JobRequest) -> None:
         self.req = request
@@ -59,11 +69,11 @@ class Reservation:
 class StepTime:
     average_s: float = 0.0
 
-    def note(self, step_s: float) -> None:
+    def observe(self, step_s: float) -> None:
         self.average_s += _NEWEST * (step_s - self.average_s) if self.average_s else step_s
 
 
-class ContextLine(ContextStageFCFSScheduler):  # type: ignore[misc]  # Upstream has no types.
+class ContextScheduler(ContextStageFCFSScheduler):  # type: ignore[misc]  # Upstream has no types.
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.step_time = StepTime()
@@ -76,7 +86,7 @@ class ContextLine(ContextStageFCFSScheduler):  # type: ignore[misc]  # Upstream 
         return batch
 
     def on_finish_requests(self, batch: Any) -> None:
-        self.step_time.note(time.perf_counter() - self._begun_s.popleft())
+        self.step_time.observe(time.perf_counter() - self._begun_s.popleft())
         super().on_finish_requests(batch)
 
     def forget_unaccepted(self, request: JobRequest) -> None:
@@ -84,11 +94,12 @@ class ContextLine(ContextStageFCFSScheduler):  # type: ignore[misc]  # Upstream 
             self.unaccepted_queue.remove(request)
 
 
-class DecodingLine(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Upstream has no types.
+class DecodingScheduler(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Upstream has no types.
     """Upstream's queues, of which requests can be taken out.
 
-    Upstream puts everything that it accepted into its waiting queue, also what ended meanwhile or only reserves blocks:
-    `stale` says that the queues must be swept before the next batch is chosen.
+    Upstream puts everything that it accepted into its waiting queue, also what ended meanwhile or
+    only reserves blocks: `stale` says that the queues must be swept before the next batch is
+    chosen.
     """
 
     unaccepted_queue: list[Any]
@@ -107,35 +118,43 @@ class DecodingLine(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Upstrea
 
     def get_next_batch(self) -> Any:
         if self.stale:
-            self.waiting_queue = [request for request in self.waiting_queue if not request.ended and request.reserved is None]
+            self.waiting_queue = [
+                request
+                for request in self.waiting_queue
+                if not request.ended and request.reserved is None
+            ]
             self.swapped_queue = [request for request in self.swapped_queue if not request.ended]
             self.stale = False
         batch = super().get_next_batch()
         if self.swapped_queue and self.waiting_queue and not self.get_processing_num_requests():
-            batch = self._let_waiting_pass()
+            batch = self._admit_waiting_first()
         while len(self.waiting_queue) > 1 and not self.get_processing_num_requests():
-            batch = self._let_one_less_wait()
+            batch = self._swap_out_last_waiting()
         self._begun_s[self.cur_index] = time.perf_counter()
         return batch
 
-    def _let_waiting_pass(self) -> Any:
-        """Upstream lets nobody pass a request that was swapped out, which may not fit beside the blocks of those who wait."""
+    def _admit_waiting_first(self) -> Any:
+        """Admit waiting requests before swapped ones: upstream lets none pass a request that was
+        swapped out, which may not fit beside the blocks of those that wait.
+        """
         swapped, self.swapped_queue = self.swapped_queue, []
         self.cur_index -= 1
         batch = super().get_next_batch()
         self.swapped_queue = swapped + self.swapped_queue
         return batch
 
-    def _let_one_less_wait(self) -> Any:
-        """Those who wait may own all blocks while the first of them needs one more, and upstream swaps out only what computes."""
+    def _swap_out_last_waiting(self) -> Any:
+        """Swap out the last waiting request: the waiting ones may own all blocks while the first
+        of them needs one more, and upstream swaps out only what computes.
+        """
         request = self.waiting_queue.pop()
         self.swapped_queue.append(request)
         self.block_manager.swap_out_requests([request])
-        return self._let_waiting_pass()
+        return self._admit_waiting_first()
 
     def pop_finished_requests(self) -> Any:
         begun_s = self._begun_s[(self.cur_index + 1) % len(self._begun_s)]
-        self.step_time.note(time.perf_counter() - begun_s)
+        self.step_time.observe(time.perf_counter() - begun_s)
         return super().pop_finished_requests()
 
     def _check_add_to_cur_batch(self, request: JobRequest) -> bool:
@@ -143,15 +162,22 @@ class DecodingLine(DecodingStageFCFSScheduler):  # type: ignore[misc]  # Upstrea
             return False
         if not self.waiting_queue or self.waiting_queue[0] is not request:
             return bool(super()._check_add_to_cur_batch(request))
-        # Upstream would count it twice, as waiting and as added: a prompt above half of all blocks would wait for ever.
+        # Upstream would count it twice, as waiting and as added: a prompt above half of all blocks
+        # would never be admitted.
         del self.waiting_queue[0]
         fits = bool(super()._check_add_to_cur_batch(request))
         self.waiting_queue.insert(0, request)
         return fits
 
     def forget(self, request: JobRequest) -> None:
-        """Out of every queue. Not for a request in a batch that is being computed."""
-        self.unaccepted_queue = [entry for entry in self.unaccepted_queue if entry.req is not request]
-        for queue in (self.waiting_queue, self.swapped_queue, *(batch.requests for batch in self.batch_queues)):
+        """Remove a request from every queue; not one in a batch that is being computed."""
+        self.unaccepted_queue = [
+            entry for entry in self.unaccepted_queue if entry.req is not request
+        ]
+        for queue in (
+            self.waiting_queue,
+            self.swapped_queue,
+            *(batch.requests for batch in self.batch_queues),
+        ):
             if request in queue:
                 queue.remove(request)

@@ -1,5 +1,5 @@
-"""A DistServe server as two instances of the cluster: its context stage is the node's prefill instance, its decoding stage the
-node's decode instance. Import after `upstream.load`.
+"""A DistServe server as two instances of the cluster: its context stage is the node's prefill
+instance, its decoding stage the node's decode instance. Import after `upstream.load`.
 """
 
 import asyncio
@@ -21,31 +21,33 @@ import torch
 from aiohttp import web
 from ray.exceptions import RayError, RayTaskError
 
-from distserve_patches.core import ContextLine, DecodeCore, PrefillCore, RunCore
+from distserve_patches.core import DecodeCore, PrefillCore, PrefillQueue, StageCore
 from distserve_patches.engine import RecoverableEngine
-from distserve_patches.instances import Place, ServedModel, StageInstance
+from distserve_patches.instances import StageInstance
 from distserve_patches.jobs import Job, Stage, StageState
 from distserve_patches.watch import cause_of
-from kvrs.config import Config, InstanceSettings, NodeSettings
+from kvrs.config.cluster import InstanceSettings, NodeSettings
+from kvrs.config.file import Config
 from kvrs.engine.chat import load_chat_template
+from kvrs.engine.instance import WARM_UP_REPEATS, warm_up_lengths
 from kvrs.engine.models.config import ModelConfig
-from kvrs.engine.requests import Model
-from kvrs.engine.server import face_of
+from kvrs.engine.page_port import EPOCHS_PER_START, InstancePlace
+from kvrs.engine.requests import Vocabulary
+from kvrs.engine.served import ServedModel
+from kvrs.engine.server import serve_http
 from kvrs.errors import ConfigError, KvrsError
+from kvrs.http import cut_watches
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Role
 from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
-from kvrs.transfer.faults import SendingFaults
-from kvrs.transfer.http import cut_watches
 from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.send_faults import SendingFaults
 
 log = logging.getLogger(__name__)
 
-_WARM_UP_REPEATS = 3
-_WARM_UP_LONGEST_TOKENS = 1024
 _WARM_UP_STEPS = 16
 _TABLE_STEP_TOKENS = 64
 # Of ids of their own, which no stream has.
@@ -54,12 +56,12 @@ _WARM_UP_IDS = itertools.count(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the command line said."""
+    """The command line, parsed."""
 
     config: Config
     node: NodeSettings
     flags: Namespace  # DistServe's own.
-    epoch: int
+    start: int  # Rises with every start for the same node.
     secret: bytes
     off_gpu: bool
     older: Sequence[bytes] = ()  # Secrets that are accepted beside the one in use.
@@ -76,21 +78,22 @@ class Server:
         self._engine = engine
         config = launch.config
         links = SendingLinks(config.transfer, SendingFaults(), launch.node.id)
-        line = ContextLine()
+        self._queue = queue = PrefillQueue()
+        epoch = launch.start * EPOCHS_PER_START
+        lease_s = config.transfer.lease_s
 
-        def core_of(kind: type[RunCore]) -> RunCore:
-            return kind(engine, line, clock=time.monotonic, lease_s=config.transfer.lease_s)
-
-        def instance_of(stage: Stage, core: RunCore, role: Role) -> StageInstance:
+        def instance_of(stage: Stage, core: StageCore, role: Role) -> StageInstance:
             settings = launch.settings(role)
-            place = Place(config, launch.node, settings, launch.secret, launch.epoch, links, launch.older)
+            place = InstancePlace(
+                config, launch.node, settings, launch.secret, epoch, links, launch.older
+            )
             own_prefill = launch.settings(Role.PREFILL).id if role is Role.DECODE else None
             return StageInstance(place, model, core, stage, lambda: engine.pool(stage), own_prefill)
 
-        self._line = line
-        self._decode_core = DecodeCore(engine, line, clock=time.monotonic, lease_s=config.transfer.lease_s)
+        prefill_core = PrefillCore(engine, queue, clock=time.monotonic, lease_s=lease_s)
+        self._decode_core = DecodeCore(engine, queue, clock=time.monotonic, lease_s=lease_s)
         self.instances = {
-            Stage.CONTEXT: instance_of(Stage.CONTEXT, core_of(PrefillCore), Role.PREFILL),
+            Stage.CONTEXT: instance_of(Stage.CONTEXT, prefill_core, Role.PREFILL),
             Stage.DECODING: instance_of(Stage.DECODING, self._decode_core, Role.DECODE),
         }
 
@@ -104,9 +107,13 @@ class Server:
         try:
             await engine.start()
         except RayError as error:
-            # What a worker has to say to the user is said as the worker said it.
+            # A configuration error of a worker is passed on as it is.
             cause = error.cause if isinstance(error, RayTaskError) else None
-            raise cause if isinstance(cause, KvrsError) else KvrsError(f"DistServe did not start: {cause_of(error)}") from error
+            raise (
+                cause
+                if isinstance(cause, KvrsError)
+                else KvrsError(f"DistServe did not start: {cause_of(error)}")
+            ) from error
         running = asyncio.ensure_future(engine.run())
         try:
             self._limit_lengths()
@@ -114,13 +121,14 @@ class Server:
             engine.on_stage = self._stage_changed
             for instance in self.instances.values():
                 instance.stage_changed()
-            async with self._face(Stage.CONTEXT), self._face(Stage.DECODING):
+            async with self._http(Stage.CONTEXT), self._http(Stage.DECODING):
                 ready()
                 await self._until_over(stop, running)
         finally:
             engine.on_stage = None
             running.cancel()
-            # The workers end with our connection to Ray: to ask for it would wait for a Ray that a signal has ended before us.
+            # The workers end with our connection to Ray: an explicit end would wait for a Ray that
+            # a signal may have ended before.
             await asyncio.gather(running, return_exceptions=True)
 
     async def _until_over(self, stop: asyncio.Event, running: asyncio.Future[None]) -> None:
@@ -134,9 +142,11 @@ class Server:
                 over.result()
 
     @asynccontextmanager
-    async def _face(self, stage: Stage) -> AsyncIterator[web.Application]:
+    async def _http(self, stage: Stage) -> AsyncIterator[web.Application]:
         instance = self.instances[stage]
-        async with face_of(instance, allow_faults=self._launch.config.cluster.allow_faults) as app:
+        async with serve_http(
+            instance, allow_faults=self._launch.config.cluster.allow_faults
+        ) as app:
             instance.on_down = partial(cut_watches, app)
             yield app
 
@@ -145,10 +155,10 @@ class Server:
         self._decode_core.stage_changed(stage, alive=state.alive)
 
     def _limit_lengths(self) -> None:
-        """What has no place in either stage could never be served.
+        """Bound `max_model_len` by what either stage can hold.
 
         Raises:
-            ConfigError: not even what measures the stages has one.
+            ConfigError: not even the requests that measure the stages fit.
         """
         stages = [self._engine.stage(stage).pages for stage in Stage]
         longest = min(pages.pages * pages.page_size_tokens for pages in stages)
@@ -157,26 +167,30 @@ class Server:
             if instance.max_model_len < _WARM_UP_STEPS:
                 raise ConfigError(
                     [
-                        f"the stages hold requests of {instance.max_model_len} tokens; allowed: at least {_WARM_UP_STEPS} "
-                        "(--gpu-memory-utilization, --max-num-blocks-per-req and --context-max-tokens-per-batch limit them)"
+                        f"the stages hold requests of {instance.max_model_len} tokens; "
+                        f"allowed: at least {_WARM_UP_STEPS} "
+                        "(--gpu-memory-utilization, --max-num-blocks-per-req and "
+                        "--context-max-tokens-per-batch limit them)"
                     ]
                 )
 
     async def _measure(self, running: asyncio.Future[None]) -> None:
-        """Time prompts and steps before anybody is served: each instance's own table."""
-        measuring = asyncio.ensure_future(_tables(self._engine, self.instances[Stage.CONTEXT].max_model_len))
+        """Time prompts and steps before requests are taken: each instance's own table."""
+        measuring = asyncio.ensure_future(
+            _tables(self._engine, self.instances[Stage.CONTEXT].max_model_len)
+        )
         both: list[asyncio.Future[Any]] = [measuring, running]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not measuring.done():
             measuring.cancel()
             running.result()
         context, decoding = measuring.result()
-        self._line.prefill = self.instances[Stage.CONTEXT].prefill = context
+        self._queue.prefill = self.instances[Stage.CONTEXT].prefill = context
         self.instances[Stage.DECODING].prefill = decoding
 
 
 def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
-    """What the model's directory says.
+    """The served model, by its directory.
 
     Raises:
         ConfigError: the directory is missing or incomplete.
@@ -190,10 +204,12 @@ def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
         flags.context_max_tokens_per_batch,
         min(flags.max_num_blocks_per_req, frames.MAX_TAGS) * flags.block_size,
     )
-    eos_token_ids = frozenset(token_id for token_id in config.eos_token_ids if token_id < config.vocab)
+    eos_token_ids = frozenset(
+        token_id for token_id in config.eos_token_ids if token_id < config.vocab
+    )
     return ServedModel(
         name=directory.name,
-        served=Model(tokenizer, config.vocab, eos_token_ids),
+        vocabulary=Vocabulary(tokenizer, config.vocab, eos_token_ids),
         pieces=TokenPieces(tokenizer),
         chat_template=load_chat_template(directory),
         fingerprint=_fingerprint(directory, config, geometry, off_gpu=launch.off_gpu),
@@ -202,15 +218,29 @@ def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
     )
 
 
-def _fingerprint(directory: Path, config: ModelConfig, geometry: KvGeometry, *, off_gpu: bool) -> str:
-    """Equal for two servers exactly when their pages mean the same: pages of any parallel degrees, of one way to compute."""
+def _fingerprint(
+    directory: Path, config: ModelConfig, geometry: KvGeometry, *, off_gpu: bool
+) -> str:
+    """Equal for two servers exactly when their pages mean the same: at any parallel degrees, for
+    one kind of arithmetic. The names of ModelConfig's and KvGeometry's fields are hashed.
+    """
     total = hashlib.blake2b(digest_size=16, person=b"kvrs-distserve")
-    fields = {name: value for name, value in msgspec.to_builtins(config).items() if name != "eos_token_ids"}
-    arithmetic = [torch.backends.cpu.get_cpu_capability(), str(torch.__version__)] if off_gpu else ["SwiftTransformer"]
+    fields = {
+        name: value
+        for name, value in msgspec.to_builtins(config).items()
+        if name != "eos_token_ids"
+    }
+    arithmetic = (
+        [torch.backends.cpu.get_cpu_capability(), str(torch.__version__)]
+        if off_gpu
+        else ["SwiftTransformer"]
+    )
     total.update(msgspec.json.encode([fields, geometry, arithmetic], order="sorted"))
     weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
     if not weights:
-        raise ConfigError([f"{directory}: no weights; allowed: a directory with *.safetensors or *.bin"])
+        raise ConfigError(
+            [f"{directory}: no weights; allowed: a directory with *.safetensors or *.bin"]
+        )
     for path in weights:
         with path.open("rb") as file:
             total.update(hashlib.file_digest(file, hashlib.blake2b).digest())
@@ -219,14 +249,16 @@ def _fingerprint(directory: Path, config: ModelConfig, geometry: KvGeometry, *, 
 
 @dataclass(eq=False)
 class _Trial:
-    """A job that nobody but us waits for."""
+    """The sink of a job that only measures."""
 
     tokens_left: int
-    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    done: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     at_s: list[float] = field(default_factory=list)  # When each token came.
 
     def prefilled(self) -> None:
-        """The first token says so too."""
+        """Not needed: the first token implies it."""
 
     def token(self, token_id: int) -> bool:
         self.at_s.append(time.perf_counter())
@@ -237,26 +269,34 @@ class _Trial:
 
     def failed(self, stage: Stage, cause: str) -> None:
         if not self.done.done():
-            self.done.set_exception(KvrsError(f"the {stage} stage died while it was measured: {cause}"))
+            self.done.set_exception(
+                KvrsError(f"the {stage} stage died while it was measured: {cause}")
+            )
 
 
-async def _tables(engine: RecoverableEngine, max_model_len: int) -> tuple[PrefillTable, PrefillTable]:
-    longest = min(max_model_len - _WARM_UP_STEPS, _WARM_UP_LONGEST_TOKENS)
-    longest = min(longest, engine.stage(Stage.CONTEXT).pages.pages * engine.stage(Stage.CONTEXT).pages.page_size_tokens)
-    step = max(1, longest // 8)
-    lengths = {0: 1, step: step, 2 * step: 2 * step, 4 * step: 4 * step, 8 * step: 8 * step}
+async def _tables(
+    engine: RecoverableEngine, max_model_len: int
+) -> tuple[PrefillTable, PrefillTable]:
+    pages = engine.stage(Stage.CONTEXT).pages
+    longest = min(max_model_len - _WARM_UP_STEPS, pages.pages * pages.page_size_tokens)
     times: dict[int, float] = {}
-    for at, tokens in lengths.items():
-        times[at] = statistics.median([await _prefill_s(engine, tokens) for _ in range(_WARM_UP_REPEATS)])
+    for at, tokens in warm_up_lengths(longest).items():
+        times[at] = statistics.median(
+            [await _prefill_s(engine, tokens) for _ in range(WARM_UP_REPEATS)]
+        )
     trial = await _try(engine, tokens=1, produced=_WARM_UP_STEPS)
     # The first of them waited for its blocks to be handed over.
     gaps = [after - before for before, after in itertools.pairwise(trial.at_s[1:])]
     step_s = statistics.median(gaps)
     log.info("measured", extra={"prefill_s": times, "step_s": step_s})
-    context = PrefillTable.from_points("measured at start through the context stage", "this instance", times)
+    context = PrefillTable.from_points(
+        "measured at start through the context stage", "this instance", times
+    )
     # Known tokens without KV are read one a step.
     steps = [step_s, _TABLE_STEP_TOKENS * step_s]
-    return context, PrefillTable("measured at start, one decoding step a token", "this instance", _TABLE_STEP_TOKENS, steps)
+    return context, PrefillTable(
+        "measured at start, one decoding step a token", "this instance", _TABLE_STEP_TOKENS, steps
+    )
 
 
 async def _prefill_s(engine: RecoverableEngine, tokens: int) -> float:
@@ -267,7 +307,13 @@ async def _prefill_s(engine: RecoverableEngine, tokens: int) -> float:
 
 async def _try(engine: RecoverableEngine, *, tokens: int, produced: int) -> _Trial:
     trial = _Trial(produced)
-    job = Job(next(_WARM_UP_IDS), [1 + index % 8 for index in range(tokens)], produced, produced == 1, trial)
+    job = Job(
+        next(_WARM_UP_IDS),
+        [1 + index % 8 for index in range(tokens)],
+        produced,
+        produced == 1,
+        trial,
+    )
     engine.begin(job)
     try:
         await trial.done

@@ -1,13 +1,16 @@
-"""A worker's part of its stage's pages, and how it gets out and in beside the steps.
+"""A worker's part of its stage's pages: copied out and in beside the steps.
 
-Ray runs the calls of one concurrency group in order, and those of different groups side by side: `PAGES` is a group of its own,
-so no copy waits for a step, and no step for a copy. What keeps them apart in memory:
+Ray runs the calls of one concurrency group in order, and those of different groups side by side:
+`PAGES` is a group of its own, so no copy waits for a step, and no step for a copy. What keeps them
+apart in memory:
 
-- Out: only pages with a hard pin are copied. A full block is never written again, because positions only grow; and a pinned one
-  is given to nobody else. It was whole before it could be pinned: the step, the migration or the import that filled it had
-  answered, and an answer means on a GPU, too, that the data is there (`worker.py` sees to that for migrations).
-- In: the pages are the caller's alone, so no step reads or writes them. Their last owner may still be on its way out to swap
-  space: the caller waits until the workers were told (`PagedBlockManager.swapped_out`), and the copy waits for the device.
+- Out: only pages with a hard pin are copied. A full block is never written again, because positions
+  only grow; and a pinned one gets no other owner. It was whole before it could be pinned: the
+  step, the migration or the import that filled it had answered, and an answer means on a GPU, too,
+  that the data is there (`worker.py` sees to that for migrations).
+- In: the pages are the caller's alone, so no step reads or writes them. Their last owner may still
+  be on its way out to swap space: the caller waits until the workers have finished that
+  (`PagedBlockManager.swapped_out`), and the copy waits for the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,8 +49,12 @@ class PageShard:
         """Copy this rank's part of those slots into the pages; done when it returns."""
         self._copy(list(self._pairs(file, slots, pages)))
 
-    def _pairs(self, file: StagingFile, slots: Sequence[int], pages: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What lies in a cache and in a slot of the same: `[layers, kv_heads, block_size, head_dim]` of this rank."""
+    def _pairs(
+        self, file: StagingFile, slots: Sequence[int], pages: Sequence[int]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the same page in a cache and in a slot: `[layers, kv_heads, block_size,
+        head_dim]` of this rank.
+        """
         layers, heads = self._part()
         blocks = self.k_cache.shape[0]
         for slot, page in zip(slots, pages, strict=True):
@@ -58,7 +65,7 @@ class PageShard:
             yield self.v_cache[page], part[:, 1]
 
     def _part(self) -> tuple[slice, slice]:
-        """Which layers and KV heads of the model this rank holds."""
+        """The layers and KV heads of the model that this rank holds."""
         layers, heads = self.k_cache.shape[1:3]
         first_layer = self.parallel_config.pipeline_parallel_rank * layers
         first_head = self.parallel_config.tensor_parallel_rank * heads
@@ -77,10 +84,12 @@ class PageShard:
         heads *= self.parallel_config.tensor_parallel_size
         whole = (file.slots_per_segment, layers, 2, heads, block_size, head_dim)
         page_bytes = layers * 2 * heads * block_size * head_dim * self.k_cache.itemsize
-        assert page_bytes == file.page_bytes, f"a page of this stage has {page_bytes} bytes, one to be staged {file.page_bytes}"
+        assert page_bytes == file.page_bytes, (
+            f"a page of this stage has {page_bytes} bytes, one to be staged {file.page_bytes}"
+        )
         region = torch.frombuffer(file.map(number), dtype=torch.uint8)
         if self.k_cache.is_cuda:
-            # Known to the driver, it can be copied from and to while the processor does other things.
+            # Registered with the driver, it is copied from and to without the processor.
             driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
             torch.cuda.check_error(driver.cudaHostRegister(region.data_ptr(), region.nbytes, 0))
         return region[: file.slots_per_segment * page_bytes].view(self.k_cache.dtype).view(whole)
@@ -106,7 +115,9 @@ class PageShard:
 
 
 def _copy_contiguously(target: Tensor, source: Tensor) -> None:
-    """Beside a GPU a copy of pieces that lie in one run on both sides needs no processor and no buffer in between."""
+    """Beside a GPU a copy of pieces that lie in one run on both sides needs no processor and no
+    buffer in between.
+    """
     if target.is_contiguous() and source.is_contiguous():
         target.copy_(source, non_blocking=True)
     else:

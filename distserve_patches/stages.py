@@ -1,10 +1,18 @@
-"""DistServe's two stages, subclassed: a job can be ended at any moment, and a stage that died can live again.
+"""DistServe's two stages, subclassed: a job can be ended at any moment, and a stage that died can
+be restarted.
 
-Import after `upstream.load`. Where a request is, and whose blocks it holds:
+Import after `upstream.load`. The way of a request, and the stage whose blocks it holds:
 
-    begin ──▶ waiting ──▶ in a batch ──▶ bridge, unaccepted ──▶ being copied ──▶ waiting ──▶ in a batch ◀──▶ swapped
-              └ none ┘    └──────── blocks of the context stage ───────────┘  ┌──┘    blocks of the decoding stage
-                                                                   reserve, take_up
+                              blocks held
+    begin                     none
+      ──▶ waiting             none
+      ──▶ in a batch          context stage
+      ──▶ bridge, unaccepted  context stage
+      ──▶ being copied        both
+    reserve, take_up join here
+      ──▶ waiting             decoding stage
+      ──▶ in a batch          decoding stage
+      ◀─▶ swapped             none (swap space of the host)
 
 Blocks that a step or a copy writes into are freed when it is done; all others at once.
 """
@@ -15,27 +23,33 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from distserve.single_stage_engine import ContextStageLLMEngine, DecodingStageLLMEngine, SingleStageLLMEngine
+from distserve.single_stage_engine import (
+    ContextStageLLMEngine,
+    DecodingStageLLMEngine,
+    SingleStageLLMEngine,
+)
 from ray.exceptions import RayError, RayTaskError
 
 from distserve_patches.blocks import PagedBlockManager
 from distserve_patches.jobs import JobEnded, Stage
-from distserve_patches.requests import ContextLine, DecodingLine, JobRequest, Reservation
-from distserve_patches.watch import Worker, cause_of, first_death, locate
+from distserve_patches.requests import ContextScheduler, DecodingScheduler, JobRequest, Reservation
+from distserve_patches.watch import WorkerProcess, cause_of, first_death, locate
 
 log = logging.getLogger(__name__)
 
 
 class _NoText:
-    """Upstream decodes every token by itself, which is not what the tokens mean together; the server makes the text."""
+    """Stands for upstream's tokenizer, which would decode every token by itself and break
+    characters of several tokens; the server makes the text.
+    """
 
     @staticmethod
     def decode(_: int) -> str:
         return ""
 
 
-class _LivingStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has no types.
-    """What both stages share. One object serves every life of its stage."""
+class _RestartableStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has no types.
+    """What both stages share. One object serves its stage across restarts."""
 
     name: Stage
     block_manager: PagedBlockManager
@@ -44,14 +58,14 @@ class _LivingStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.tokenizer = _NoText()
-        self.located: list[Worker] = []
+        self.located: list[WorkerProcess] = []
         self._helpers: set[asyncio.Task[None]] = set()
 
-    async def live(self) -> None:
-        """Start new workers, until the stage could serve.
+    async def bring_up(self) -> None:
+        """Start new workers; the stage can serve when it returns.
 
         Raises:
-            RayError: it did not come to that.
+            RayError: a worker did not start.
         """
         self.workers = []
         self.located = []
@@ -60,7 +74,8 @@ class _LivingStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has 
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         start = asyncio.create_task(self.initialize())
         try:
-            # Ranks wait for each other while they start: when one dies, the others may never answer.
+            # Ranks wait for each other while they start: when one dies, the others may never
+            # answer.
             await asyncio.wait({start, self.death}, return_when=asyncio.FIRST_COMPLETED)
             if not start.done():
                 raise RayError(self.death.result())
@@ -69,12 +84,14 @@ class _LivingStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has 
             await asyncio.gather(start, return_exceptions=True)
         start.result()
 
-    def die(self, cause: str) -> None:
+    def mark_dead(self, cause: str) -> None:
         if not self.death.done():
             self.death.set_result(cause)
 
     def end_workers(self) -> None:
-        """What is left of a stage that lost a worker can neither compute nor be joined by another."""
+        """End the remaining workers: a stage that lost one can neither compute nor take in
+        another.
+        """
         for helper in self._helpers:
             helper.cancel()
         for actor in (actor for rank in self.workers for actor in rank):
@@ -83,18 +100,18 @@ class _LivingStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has 
     async def _init_workers(self) -> None:
         await super()._init_workers()
         self.located = await locate([actor for rank in self.workers for actor in rank])
-        self._help(self._watch())
+        self._run_helper(self._watch_workers())
 
-    async def _watch(self) -> None:
-        self.die(await first_death(self.located))
+    async def _watch_workers(self) -> None:
+        self.mark_dead(await first_death(self.located))
 
-    async def _expect(self, references: list[Any]) -> None:
+    async def _watch_calls(self, references: list[Any]) -> None:
         try:
             await asyncio.gather(*references)
         except RayError as error:
-            self.die(cause_of(error))
+            self.mark_dead(cause_of(error))
 
-    def _help(self, work: Any) -> None:
+    def _run_helper(self, work: Any) -> None:
         helper = asyncio.create_task(work)
         self._helpers.add(helper)
         helper.add_done_callback(self._helpers.discard)
@@ -103,8 +120,8 @@ class _LivingStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has 
         try:
             await super()._step()
         except RayError as error:
-            self.die(cause_of(error))
-            # Upstream's loops do not end each other; they wait here until all of them are cancelled.
+            self.mark_dead(cause_of(error))
+            # Upstream's loops do not end each other: each waits here until all are cancelled.
             await asyncio.Future()
 
     def _remote_call_all_workers_async(self, func_name: str, *args: Any) -> Any:
@@ -114,15 +131,18 @@ class _LivingStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has 
                 super()._remote_call_all_workers_async("clear_request_resource", request.request_id)
             return []
         if func_name == "swap_blocks":
-            # Workers remember swaps by what they are given, and look them up by id: copies of requests they would never find.
+            # Workers keep swaps under what they are given and look them up by id: copies of
+            # requests would never be found.
             requests, *rest = args
-            references = super()._remote_call_all_workers_async(func_name, [request.request_id for request in requests], *rest)
-            # Nobody waits for a swap, so nobody would hear that it failed.
-            self._help(self._expect(references))
+            references = super()._remote_call_all_workers_async(
+                func_name, [request.request_id for request in requests], *rest
+            )
+            # No call waits for a swap, so a failure would otherwise go unnoticed.
+            self._run_helper(self._watch_calls(references))
             return references
         return super()._remote_call_all_workers_async(func_name, *args)
 
-    def _pages(self) -> PagedBlockManager:
+    def _new_block_manager(self) -> PagedBlockManager:
         return PagedBlockManager(
             self.stage,
             self.num_gpu_blocks,
@@ -133,38 +153,41 @@ class _LivingStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has 
             self._remote_call_all_workers_async,
         )
 
-    def _computes(self, request: JobRequest) -> bool:
+    def _is_computing(self, request: JobRequest) -> bool:
         return any(request in batch.requests for batch in self.batches_in_pipeline)
 
-    def _free(self, request: JobRequest) -> None:
+    def _free_blocks_of(self, request: JobRequest) -> None:
         if request.request_id in self.block_manager.block_table:
             self.block_manager.free_blocks(request.request_id)
             self._remote_call_all_workers_async("clear_request_resource", request.request_id)
 
 
-class ContextStage(_LivingStage, ContextStageLLMEngine):  # type: ignore[misc]  # Upstream has no types.
+class ContextStage(_RestartableStage, ContextStageLLMEngine):  # type: ignore[misc]  # Upstream has no types.
     name = Stage.CONTEXT
-    scheduler: ContextLine
+    scheduler: ContextScheduler
 
-    def _get_scheduler(self) -> ContextLine:
-        self.block_manager = self._pages()
-        return ContextLine(self.sched_config, self.parallel_config, self.block_manager)
+    def _get_scheduler(self) -> ContextScheduler:
+        self.block_manager = self._new_block_manager()
+        return ContextScheduler(self.sched_config, self.parallel_config, self.block_manager)
 
     def clear_migrated_blocks_callback(self, migrated_request: Any) -> None:
-        # The copy of a job that has ended finds them given back, or gone with the life that it copied from.
+        # After the end of the job, its blocks were given back, or are gone with the stage's former
+        # workers.
         if migrated_request.req.request_id in self.block_manager.block_table:
             super().clear_migrated_blocks_callback(migrated_request)
 
     def discard(self, request: JobRequest) -> None:
-        """The request has ended. Its blocks stay while a step writes into them; nobody wants what a copy of them reads."""
+        """The request has ended. Its blocks stay while a step writes into them; what a copy of
+        them reads is not used.
+        """
         if request in self.scheduler.waiting_queue:
             self.scheduler.waiting_queue.remove(request)
-        elif self._computes(request):
+        elif self._is_computing(request):
             self.scheduler.forget_unaccepted(request)
             request.is_finished = True  # Upstream frees what is finished after its step.
         else:
             self.scheduler.forget_unaccepted(request)
-            self._free(request)
+            self._free_blocks_of(request)
 
     @property
     def queued(self) -> int:
@@ -175,19 +198,22 @@ class ContextStage(_LivingStage, ContextStageLLMEngine):  # type: ignore[misc]  
         return sum(map(len, self.batches_in_pipeline))
 
 
-class DecodingStage(_LivingStage, DecodingStageLLMEngine):  # type: ignore[misc]  # Upstream has no types.
+class DecodingStage(_RestartableStage, DecodingStageLLMEngine):  # type: ignore[misc]  # Upstream has no types.
     name = Stage.DECODING
-    scheduler: DecodingLine
+    scheduler: DecodingScheduler
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # Called with a request that cannot go on, though the stage can; it holds no blocks any more.
+        # Called with a request that cannot go on, though the stage can; it holds no blocks any
+        # more.
         self.on_failed: Callable[[JobRequest, str], None]
 
-    def _get_scheduler(self) -> DecodingLine:
-        self.block_manager = self._pages()
+    def _get_scheduler(self) -> DecodingScheduler:
+        self.block_manager = self._new_block_manager()
         self.block_manager.on_swap_full = self._swap_full
-        return DecodingLine(self.sched_config, self.parallel_config, self.block_manager, self._migrate_blocks)
+        return DecodingScheduler(
+            self.sched_config, self.parallel_config, self.block_manager, self._migrate_blocks
+        )
 
     def _swap_full(self, request: JobRequest) -> None:
         self.scheduler.stale = True
@@ -201,7 +227,11 @@ class DecodingStage(_LivingStage, DecodingStageLLMEngine):  # type: ignore[misc]
         try:
             await super()._migrate_blocks(migrating_req)
         except RayTaskError as error:
-            log.warning("the blocks of request %s could not be copied: %s", request.request_id, cause_of(error))
+            log.warning(
+                "the blocks of request %s could not be copied: %s",
+                request.request_id,
+                cause_of(error),
+            )
             self.block_manager.free_blocks(request.request_id)
             self.clear_migrated_blocks_callback(migrating_req)
             if not request.ended:
@@ -209,14 +239,16 @@ class DecodingStage(_LivingStage, DecodingStageLLMEngine):  # type: ignore[misc]
         else:
             request.stage = Stage.DECODING
             if request.ended:
-                self._free(request)
+                self._free_blocks_of(request)
         self.scheduler.stale |= request.ended
 
     def _grant(self, request: JobRequest) -> None:
-        request.reserved = self.block_manager.pages.allocate(self.block_manager.get_num_blocks_needed(request))
-        assert request.reserved is not None, "upstream's line accepts what there is room for"
+        request.reserved = self.block_manager.pages.allocate(
+            self.block_manager.get_num_blocks_needed(request)
+        )
+        assert request.reserved is not None, "upstream's scheduler accepts what there is room for"
         self.scheduler.stale = True
-        # Whoever waited may have been cancelled, and is about to say so.
+        # The waiting call may have been cancelled, and is about to abort.
         if request.granted is not None and not request.granted.done():
             request.granted.set_result(None)
 
@@ -229,7 +261,8 @@ class DecodingStage(_LivingStage, DecodingStageLLMEngine):  # type: ignore[misc]
         request.granted = asyncio.get_running_loop().create_future()
         self.scheduler.unaccepted_queue.append(Reservation(request))
         await request.granted
-        # Whoever fills them does not wait in the workers' queue, behind what is still being copied out of them.
+        # The pages that will be written do not pass through the workers' queue, which would keep
+        # them behind copies that still read these blocks.
         await self.block_manager.swapped_out()
 
     def take_up(self, request: JobRequest, kv_tokens: int) -> None:
@@ -243,20 +276,31 @@ class DecodingStage(_LivingStage, DecodingStageLLMEngine):  # type: ignore[misc]
     def discard(self, request: JobRequest) -> None:
         """The request has ended. Its blocks stay while a step uses them."""
         if request.granted is not None and not request.granted.done():
-            request.granted.set_exception(JobEnded(f"job {request.request_id} ended before it got blocks"))
-        if self._computes(request):
+            request.granted.set_exception(
+                JobEnded(f"job {request.request_id} ended before it got blocks")
+            )
+        if self._is_computing(request):
             request.is_finished = True  # Upstream frees what is finished after its step.
             return
         self.scheduler.forget(request)
-        self._free(request)
+        self._free_blocks_of(request)
         if request.reserved is not None:
             self.block_manager.pages.release(request.reserved)
             request.reserved = None
 
     @property
     def queued(self) -> int:
-        line = self.scheduler
-        return int(self.bridge_queue.qsize()) + sum(map(len, (line.unaccepted_queue, line.waiting_queue, line.swapped_queue)))
+        scheduler = self.scheduler
+        return int(self.bridge_queue.qsize()) + sum(
+            map(
+                len,
+                (
+                    scheduler.unaccepted_queue,
+                    scheduler.waiting_queue,
+                    scheduler.swapped_queue,
+                ),
+            )
+        )
 
     @property
     def running(self) -> int:

@@ -1,10 +1,11 @@
-"""Pages of a whole model in shared memory, where the workers of a stage and its server meet.
+"""Pages of a whole model in shared memory, by which a stage's workers and its server exchange them.
 
-Every rank of a stage has a part of each page; a slot holds one page whole, `[layers, 2, kv_heads, page_size_tokens, head_dim]`,
-so it means the same to stages of any tensor and pipeline parallel degree, and to the embedded engine.
+Every rank of a stage has a part of each page; a slot holds one page whole, `[layers, 2, kv_heads,
+page_size_tokens, head_dim]`, so it means the same to stages of any tensor and pipeline parallel
+degree, and to the embedded engine.
 
-The memory is an anonymous file of the server, which workers open through /proc. It has no name: when those who have it mapped are
-gone, however they went, it is gone too, and nobody has to clean up.
+The memory is an anonymous file of the server, which workers open through /proc. It has no name, so
+it is freed with the last process that has it mapped, however that ends, and needs no clean-up.
 """
 
 import itertools
@@ -23,7 +24,7 @@ _files = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class StagingFile:
-    """What a worker needs to know. Segments lie one behind the other, and slots in them."""
+    """The file as a worker opens it: segments one behind the other, with slots in them."""
 
     path: str
     number: int  # Of all files of the server: a path may come back, with another file behind it.
@@ -43,15 +44,17 @@ class StagingFile:
         """
         descriptor = os.open(self.path, os.O_RDWR)
         try:
-            # Beyond the end of a file the system maps what kills whoever touches it.
-            assert os.fstat(descriptor).st_size >= (number + 1) * self.segment_bytes, f"there is no segment {number}"
+            # To touch a mapping beyond the end of its file kills the process.
+            assert os.fstat(descriptor).st_size >= (number + 1) * self.segment_bytes, (
+                f"there is no segment {number}"
+            )
             return mmap.mmap(descriptor, self.segment_bytes, offset=number * self.segment_bytes)
         finally:
             os.close(descriptor)
 
 
 class StagingSlots:
-    """The server's side: which slots are in use, and their bytes."""
+    """The server's side: the slots in use, and their bytes."""
 
     def __init__(self, page_bytes: int, most_slots: int) -> None:
         self._descriptor = os.memfd_create("kvrs-staging")
@@ -67,13 +70,16 @@ class StagingSlots:
         self.in_use = 0
 
     def take(self, count: int) -> list[int]:
-        """So many slots, with anything in them.
+        """That many slots, with anything in them.
 
         Raises:
             TransferError: that would be more than there may be.
         """
         if count > self._most_slots - self.in_use:
-            raise TransferError(f"{count} pages are to be staged where {self.in_use} of at most {self._most_slots} are")
+            raise TransferError(
+                f"{count} pages are to be staged where {self.in_use} of at most "
+                f"{self._most_slots} are"
+            )
         while len(self._free) < count:
             self._grow()
         self.in_use += count
@@ -85,14 +91,16 @@ class StagingSlots:
 
     def view(self, slot: int) -> memoryview:
         number, index = divmod(slot, self.file.slots_per_segment)
-        return self._segments[number][index * self.file.page_bytes : (index + 1) * self.file.page_bytes]
+        return self._segments[number][
+            index * self.file.page_bytes : (index + 1) * self.file.page_bytes
+        ]
 
     @property
     def closed(self) -> bool:
         return self._descriptor < 0
 
     def close(self) -> None:
-        """No new worker can open it. The memory goes when nobody has a view any more."""
+        """Let no new worker open the file. The memory is freed with the last view of it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,4 +1,4 @@
-"""Notices the death of a worker: at once where it runs on this node, within a ping elsewhere."""
+"""Detection of a worker's death: at once where it runs on this node, within a ping elsewhere."""
 
 import asyncio
 import os
@@ -12,26 +12,32 @@ PING_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerProcess:
     actor: Any
     pid: int
     here: bool  # It runs on the node of this process.
 
 
-async def locate(actors: list[Any]) -> list[Worker]:
-    """Raises RayError: one of them is dead."""
+async def locate(actors: list[Any]) -> list[WorkerProcess]:
+    """The process and node of every worker. Raises RayError: one of them is dead."""
 
     def whereabouts(_: object) -> tuple[int, str]:
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
     own_node = ray.get_runtime_context().get_node_id()
     places = await asyncio.gather(*(actor.__ray_call__.remote(whereabouts) for actor in actors))
-    return [Worker(actor, pid, node == own_node) for actor, (pid, node) in zip(actors, places, strict=True)]
+    return [
+        WorkerProcess(actor, pid, node == own_node)
+        for actor, (pid, node) in zip(actors, places, strict=True)
+    ]
 
 
-async def first_death(workers: list[Worker]) -> str:
-    """Wait until one of them dies; says which and how."""
-    tasks = [asyncio.create_task(_end_of(worker.pid) if worker.here else _end_of_actor(worker)) for worker in workers]
+async def first_death(workers: list[WorkerProcess]) -> str:
+    """Wait until one of the workers dies. Returns which, and how."""
+    tasks = [
+        asyncio.create_task(_end_of(worker.pid) if worker.here else _end_of_actor(worker))
+        for worker in workers
+    ]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
@@ -56,8 +62,9 @@ async def _end_of(pid: int) -> str:
     return f"worker process {pid} died"
 
 
-async def _end_of_actor(worker: Worker) -> str:
-    # A ping waits behind the worker's steps, so a busy worker costs nothing; Ray fails it when the worker dies.
+async def _end_of_actor(worker: WorkerProcess) -> str:
+    # A ping waits behind the worker's steps, so a busy worker costs nothing; Ray fails it when the
+    # worker dies.
     while True:
         try:
             await worker.actor.__ray_call__.remote(lambda _: None)
@@ -67,6 +74,8 @@ async def _end_of_actor(worker: Worker) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """One line. Ray's messages are paragraphs; those with a remote traceback say at their end what it is about."""
+    """The cause of an error in one line. Ray's messages are paragraphs; those with a remote
+    traceback have the cause at their end.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if "ray::" in lines[0] else lines[0]

@@ -1,4 +1,6 @@
-"""What the experiments with a series of kills share: when to kill, and the same requests with and without."""
+"""Common parts of experiments with a series of kills: the schedule, and the same requests with and
+without kills.
+"""
 
 import random
 from collections import Counter
@@ -8,9 +10,9 @@ from rich.console import Console
 
 from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
-from kvrs.config import Config
-from kvrs.replay.faults import Fault, parse_faults
-from kvrs.replay.records import ReplayRequest
+from kvrs.config.file import Config
+from kvrs.faults.language import Fault, parse_faults
+from kvrs.traces.records import ReplayRequest
 
 
 def kills(span_s: float, seed: int, hit_at_least: int, gap_s: tuple[float, float]) -> list[Fault]:
@@ -28,17 +30,23 @@ def kills(span_s: float, seed: int, hit_at_least: int, gap_s: tuple[float, float
 
 
 def with_and_without(
-    config: Config, requests: Sequence[ReplayRequest], faults: list[Fault], seed: int, console: Console
+    config: Config,
+    requests: Sequence[ReplayRequest],
+    faults: list[Fault],
+    seed: int,
+    console: Console,
 ) -> tuple[Run, Run]:
     """The requests through one cluster twice, first with the faults, then undisturbed."""
-    with Cluster(config, lambda line: console.print(f"  {line}", style="dim", markup=False)) as cluster:
+    with Cluster(
+        config, lambda line: console.print(f"  {line}", style="dim", markup=False)
+    ) as cluster:
         faulted = run_load(cluster, requests, faults, seed, console, "with kills")
         cluster.wait_all_up()
         return faulted, run_load(cluster, requests, [], seed, console, "without")
 
 
 def hit_figures(run: Run) -> dict[str, object]:
-    """How many kills, and whom they hit where."""
+    """The number of kills, and of their victims by phase."""
     phases: Counter[str] = Counter()
     for fault in run.faults:
         phases.update(fault["phases"])

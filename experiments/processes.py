@@ -1,11 +1,12 @@
-"""Real engine, agent and proxy processes for experiments: started from one configuration, killed on purpose, ended at the end.
+"""Real engine, agent and proxy processes for experiments: started from one configuration, killed on
+purpose, ended at the end.
 
     with Processes(config) as processes:
         processes.start("p0", "d0", "agent-n0")
         processes.wait_ready("p0", "d0", "agent-n0")
 
-Everything of one run lives in one private directory, and agents' segments in another; the guard of `kvrs.cluster` ends and
-removes what is left when this process is gone.
+Everything of one run lives in one private directory, and agents' segments in another; the guard of
+`kvrs.cluster` ends and removes what is left when this process is gone.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from typing import Self
 from kvrs.cluster.guard import start_guard
 from kvrs.cluster.ports import resolve_ports
 from kvrs.cluster.segments import make_segments, own_segments
-from kvrs.config import ENV_NAME, Config, dump_config
+from kvrs.config.file import ENV_NAME, Config, dump_config
 from kvrs.errors import KvrsError
 
 START_TIMEOUT_S = 120.0
@@ -39,7 +40,9 @@ class ProcessFailedError(KvrsError):
 
 
 class Processes:
-    """Instances and agents by id, each start in a higher epoch than the one before; and at most one proxy, as "proxy"."""
+    """Instances and agents by id, each start in a higher epoch than the one before; and at most one
+    proxy, as "proxy".
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = self._resolved(config)
@@ -52,19 +55,27 @@ class Processes:
         self.config, segments = own_segments(self.config, self.directory)
         self._guard = start_guard(self.directory, *segments)
         make_segments(segments)
-        # One thread per engine: several share the cores, and one order of additions is what makes KV exact.
+        # One thread per engine: several share the cores, and one order of additions is what makes
+        # KV exact.
         self._environment = os.environ | {ENV_NAME: self.secret.decode(), "OMP_NUM_THREADS": "1"}
         cluster = self.config.cluster
         if cluster.model is None:
             model = str(self.directory / "tiny-llama")
-            subprocess.run([sys.executable, "-m", "kvrs.engine.tiny", model, str(cluster.engine.seed)], check=True)
-            self.config = self.config.model_copy(update={"cluster": cluster.model_copy(update={"model": model})})
+            subprocess.run(
+                [sys.executable, "-m", "kvrs.engine.tiny", model, str(cluster.engine.seed)],
+                check=True,
+            )
+            self.config = self.config.model_copy(
+                update={"cluster": cluster.model_copy(update={"model": model})}
+            )
         self._config_path = self._write("config", self.config)
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self._running.values():
+            # Two different signals, because two of a kind may arrive as one: nothing drains.
             process.terminate()
+            process.send_signal(signal.SIGINT)
         give_up_s = time.monotonic() + STOP_TIMEOUT_S
         for process in self._running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -72,25 +83,40 @@ class Processes:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()
-        # Whoever was too slow has been killed by the guard.
+        # Processes that were too slow have been killed by the guard.
         for process in self._running.values():
             process.wait()
 
     def start(self, *names: str) -> None:
-        """Start these instances and agents, or start them again after a kill; returns before they are ready."""
+        """Start these instances and agents, or start them again after a kill; returns before they
+        are ready.
+        """
         nodes = {str(node.agent_id): node.id for node in self.config.cluster.nodes}
         for name in names:
             if (former := self._running.get(name)) is not None:
                 former.wait()
             if name in nodes:
                 # Its epoch is kept beside its segments.
-                self._spawn(name, "kvrs.agent", "--config", str(self._config_path), "--node", nodes[name])
+                self._spawn(
+                    name, "kvrs.agent", "--config", str(self._config_path), "--node", nodes[name]
+                )
                 continue
             epoch = str(self._starts[name] + 1)
-            self._spawn(name, "kvrs.engine", "--config", str(self._config_path), "--instance", name, "--epoch", epoch)
+            self._spawn(
+                name,
+                "kvrs.engine",
+                "--config",
+                str(self._config_path),
+                "--instance",
+                name,
+                "--epoch",
+                epoch,
+            )
 
     def start_proxy(self, config: Config | None = None, name: str = "proxy") -> None:
-        """Start a proxy and wait until it can take a stream; another `config` may name other addresses of the instances."""
+        """Start a proxy and wait until it can take a stream; another `config` may name other
+        addresses of the instances.
+        """
         config = self.config if config is None else config
         if (former := self._running.get(name)) is not None:
             former.wait()
@@ -113,11 +139,15 @@ class Processes:
     def kill(self, name: str) -> None:
         self._running[name].send_signal(signal.SIGKILL)
 
-    def _spawn(self, name: str, *arguments: str, python: str = sys.executable, **environment: str) -> None:
+    def _spawn(
+        self, name: str, *arguments: str, python: str = sys.executable, **environment: str
+    ) -> None:
         self._starts[name] += 1
         with self._log(name).open("wb") as log:
             command = self._placed(name, [python, "-m", *arguments])
-            self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment | environment)
+            self._running[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=self._environment | environment
+            )
 
     def _resolved(self, config: Config) -> Config:
         """With all ports given."""
@@ -127,12 +157,18 @@ class Processes:
         """The same command, where the process is to run."""
         return command
 
-    def _wait(self, name: str, ready: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+    def _wait(
+        self, name: str, ready: Callable[[], bool], timeout_s: float = START_TIMEOUT_S
+    ) -> None:
         give_up_s = time.monotonic() + timeout_s
         while not ready():
             status = self._running[name].poll()
             if status is not None or time.monotonic() > give_up_s:
-                how = f"was not ready after {timeout_s:.0f} s" if status is None else f"ended with status {status}"
+                how = (
+                    f"was not ready after {timeout_s:.0f} s"
+                    if status is None
+                    else f"ended with status {status}"
+                )
                 last = self._log(name).read_text(errors="replace").splitlines()[-20:]
                 raise ProcessFailedError("\n".join([f"{name} {how}", *last]))
             time.sleep(_LOOK_AGAIN_S)
@@ -154,12 +190,12 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=1):  # noqa: S310 - our own URL
             return True
-    except OSError:  # Refused, silent, or a status that says "not yet".
+    except OSError:  # Refused, silent, or not ready yet by its status.
         return False
 
 
 def busy_share(seconds: float = 1.0) -> float:
-    """Share of this machine's CPU time that anybody uses in the coming seconds."""
+    """Share of this machine's CPU time in use by all processes in the coming seconds."""
     before = cpu_ticks()
     time.sleep(seconds)
     return share_used(before, cpu_ticks())

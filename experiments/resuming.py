@@ -1,7 +1,8 @@
-"""A client that loses its proxy and goes on at another one, as docs/proxies.md says; and what it had compared with a quiet run.
+"""A client that loses its proxy and resumes at another one (docs/proxies.md), and the comparison of
+its stream with a quiet run.
 
-Every event of a keyed stream says how many tokens there have been with it, so each client checks by itself that none is
-missing and none comes twice; that they are the right ones, only the quiet run can tell.
+Every event of a keyed stream holds the count of tokens so far, so each client checks by itself that
+none is missing and none comes twice; only the quiet run shows that they are the right ones.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import msgspec
 
 PATIENCE_S = 120.0
 _AGAIN_S = 0.05
-# What is said of a stream that cannot be had any more, however often it is asked for.
+# Error codes of a stream that cannot be resumed by any number of requests.
 _FINAL = {"unknown_stream", "inexact", "idempotency_mismatch", "beyond_end"}
 
 
@@ -27,8 +28,9 @@ class Way(StrEnum):
     """What a client does when its stream breaks."""
 
     CONTINUE = "continue"  # The same request with Last-Event-ID.
-    REPLAY = "replay"  # The same request alone: it throws away what it has, and gets all again.
-    PLAIN = "plain"  # Nothing: it has no key. Only a request that nobody took is asked elsewhere.
+    REPLAY = "replay"  # The same request alone: the client discards its part and gets all again.
+    # No resume: it has no key. Only a request that no proxy accepted is repeated elsewhere.
+    PLAIN = "plain"
 
 
 class _Usage(msgspec.Struct):
@@ -57,7 +59,7 @@ _events = msgspec.json.Decoder(_Event)
 
 @dataclass(slots=True)
 class Had:
-    """What one client had of one stream."""
+    """What one client has received of one stream."""
 
     request: int  # Which one of the distinct requests.
     way: Way
@@ -71,7 +73,7 @@ class Had:
     lost: int = 0
     repeated: int = 0
     asked: int = 0
-    breaks: int = 0  # How often it broke off after it had begun.
+    breaks: int = 0  # How often the stream broke off after it had begun.
     token_times_s: list[float] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
     failure: str | None = None
@@ -82,14 +84,19 @@ class Had:
 
     @property
     def longest_gap_s(self) -> float:
-        return max((later - earlier for earlier, later in pairwise(self.token_times_s)), default=0.0)
+        return max(
+            (later - earlier for earlier, later in pairwise(self.token_times_s)), default=0.0
+        )
 
 
 class Clients:
     """Clients of one cluster. `urls` is asked anew each time."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, urls: Callable[[], Sequence[str]], bodies: Sequence[dict[str, Any]]
+        self,
+        session: aiohttp.ClientSession,
+        urls: Callable[[], Sequence[str]],
+        bodies: Sequence[dict[str, Any]],
     ) -> None:
         self._session = session
         self._urls = urls
@@ -119,9 +126,13 @@ class Clients:
         had.asked += 1
         began = False
         try:
-            async with self._session.post(f"{url}/v1/completions", json=self._bodies[had.request], headers=headers) as response:
+            async with self._session.post(
+                f"{url}/v1/completions", json=self._bodies[had.request], headers=headers
+            ) as response:
                 if response.status != 200:
-                    self._refused(had, f"{response.status}", _events.decode(await response.read()).error)
+                    self._refused(
+                        had, f"{response.status}", _events.decode(await response.read()).error
+                    )
                     return
                 had.began = began = True
                 while not had.done and had.failure is None:
@@ -147,7 +158,7 @@ class Clients:
         if event.error is not None:
             self._refused(had, "error", event.error)
             if had.failure is None:
-                raise aiohttp.ClientPayloadError  # Ask elsewhere.
+                raise aiohttp.ClientPayloadError  # Try another proxy.
             return
         for choice in event.choices:
             had.ids += choice.token_ids or []
@@ -160,7 +171,9 @@ class Clients:
             self._count(had, lines[b"id"].decode())
 
     def _count(self, had: Had, event_id: str) -> None:
-        """The event says how many there are by now; the finish and the usage count as one each behind the last of them."""
+        """The count of tokens so far, by the event's id; finish and usage count as one each after
+        the last token.
+        """
         had.last = event_id
         if had.finish_reason is None:
             seq = int(event_id.rpartition(":")[2])
@@ -187,17 +200,22 @@ def bodies(count: int, tokens: int, seed: int) -> list[dict[str, Any]]:
 
 
 async def quiet_run(clients: Clients, count: int) -> list[Had]:
-    """Each request once, and nobody dies."""
-    found = await asyncio.gather(*(clients.read(number, Way.PLAIN, "", number) for number in range(count)))
+    """Each request once, without a kill."""
+    found = await asyncio.gather(
+        *(clients.read(number, Way.PLAIN, "", number) for number in range(count))
+    )
     assert all(had.done for had in found), [had.failure for had in found if not had.done]
     return found
 
 
 def verdict(found: Sequence[Had], quiet: Sequence[Had]) -> dict[str, Any]:
-    """What the claim is about, as numbers."""
+    """The figures of the claim."""
     whole = [had for had in found if had.done]
     pairs = [(had, quiet[had.request]) for had in whole]
-    ends = [((had.finish_reason, had.usage), (wanted.finish_reason, wanted.usage)) for had, wanted in pairs]
+    ends = [
+        ((had.finish_reason, had.usage), (wanted.finish_reason, wanted.usage))
+        for had, wanted in pairs
+    ]
     gaps_s = sorted(had.longest_gap_s for had in whole if had.breaks and had.way is Way.CONTINUE)
     return {
         "streams": len(found),
@@ -206,9 +224,13 @@ def verdict(found: Sequence[Had], quiet: Sequence[Had]) -> dict[str, Any]:
         "failed": len(found) - len(whole),
         "failures": dict(Counter(str(had.failure) for had in found if not had.done)),
         "tokens": sum(len(had.ids) for had in whole),
-        "tokens_lost": sum(had.lost for had in found) + sum(max(0, len(b.ids) - len(a.ids)) for a, b in pairs),
-        "tokens_repeated": sum(had.repeated for had in found) + sum(max(0, len(a.ids) - len(b.ids)) for a, b in pairs),
-        "tokens_different": sum(one != other for a, b in pairs for one, other in zip(a.ids, b.ids, strict=False)),
+        "tokens_lost": sum(had.lost for had in found)
+        + sum(max(0, len(b.ids) - len(a.ids)) for a, b in pairs),
+        "tokens_repeated": sum(had.repeated for had in found)
+        + sum(max(0, len(a.ids) - len(b.ids)) for a, b in pairs),
+        "tokens_different": sum(
+            one != other for a, b in pairs for one, other in zip(a.ids, b.ids, strict=False)
+        ),
         "texts_different": sum(a.text != b.text for a, b in pairs),
         "ends_different": sum(one != other for one, other in ends),
         "breaks": sum(had.breaks for had in found),
@@ -223,7 +245,14 @@ def verdict(found: Sequence[Had], quiet: Sequence[Had]) -> dict[str, Any]:
     }
 
 
-BARS = ("failed", "tokens_lost", "tokens_repeated", "tokens_different", "texts_different", "ends_different")
+BARS = (
+    "failed",
+    "tokens_lost",
+    "tokens_repeated",
+    "tokens_different",
+    "texts_different",
+    "ends_different",
+)
 
 
 def is_exact(figures: dict[str, Any]) -> bool:
@@ -231,7 +260,9 @@ def is_exact(figures: dict[str, Any]) -> bool:
 
 
 class Load:
-    """So many clients, each with one stream after the other, until told to stop; then every stream is read to its end."""
+    """Clients with one stream after the other, until stopped; then every stream is read
+    to its end.
+    """
 
     def __init__(self, clients: Clients, ways: Sequence[Way], requests: int, seed: int) -> None:
         """Client number n goes the n-th way."""
@@ -252,5 +283,7 @@ class Load:
         await asyncio.sleep(self._rng.random())
         while not self._stop:
             key = f"key-{self._rng.getrandbits(128):032x}"
-            had = await self._clients.read(self._rng.randrange(self._requests), way, key, self._rng.randrange(8))
+            had = await self._clients.read(
+                self._rng.randrange(self._requests), way, key, self._rng.randrange(8)
+            )
             self.found.append(had)

@@ -1,7 +1,9 @@
-"""Real engines, and the calls that a proxy makes of them: for experiments that look at one recovery, or one hand-off, at a time.
+"""Real engines, and the calls that a proxy makes to them, for experiments with one recovery or one
+hand-off at a time.
 
-The engines compute real tokens and real KV of the tiny model and keep another GPU's clock by sleeping. A token's KV is smaller in
-the tiny model than in the profile's, so its links are slower by as much (`shrink`): equal bytes / bandwidth, equal seconds.
+The engines compute real tokens and real KV of the tiny model and keep another GPU's clock by
+sleeping. A token's KV is smaller in the tiny model than in the profile's, so its links are slower
+by as much (`shrink`): equal bytes / bandwidth, equal seconds.
 """
 
 import json
@@ -18,8 +20,9 @@ import msgspec
 from experiments.processes import Processes
 from kvrs.ids import InstanceId
 from kvrs.profiles import catalog
-from kvrs.protocol.instance import Checkpoint, InstanceInfo, LoadReport, PageRun
-from kvrs.protocol.secrets import http_token
+from kvrs.protocol.instance import CheckpointTarget, InstanceInfo, LoadReport, SourceRange
+from kvrs.protocol.secrets import Door
+from kvrs.proving import ProvingConnector, agent_keys, instance_keys
 
 VOCAB_SIZE = 512
 FIRST_ORDINARY_TOKEN = 4
@@ -33,15 +36,22 @@ class HandOff:
     params: dict[str, Any]
 
 
-def session_for(processes: Processes) -> aiohttp.ClientSession:
-    headers = {"Authorization": f"Bearer {http_token(processes.secret)}"}
-    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=120))
+def session_for(processes: Processes, door: Door = Door.INSTANCE) -> aiohttp.ClientSession:
+    """Proves one door of each instance, and that of each agent."""
+    secret, cluster = processes.secret, processes.config.cluster
+    instances = [instance for _, instance in cluster.instances()]
+    keys = {**agent_keys(secret, cluster.nodes), **instance_keys(secret, instances, door)}
+    timeout = aiohttp.ClientTimeout(total=120)
+    return aiohttp.ClientSession(connector=ProvingConnector(keys), timeout=timeout)
 
 
 class Rig:
     def __init__(self, processes: Processes, session: aiohttp.ClientSession, profile: str) -> None:
-        self._urls = {instance.id: instance.url for _, instance in processes.config.cluster.instances()}
+        self._urls = {
+            instance.id: instance.url for _, instance in processes.config.cluster.instances()
+        }
         self._session = session
+        self._processes = processes
         self._profile = profile
         self._streams = 0
         self.infos: dict[InstanceId, InstanceInfo] = {}
@@ -52,28 +62,35 @@ class Rig:
                 answer.raise_for_status()
                 self.infos[name] = msgspec.json.decode(await answer.read(), type=InstanceInfo)
         self.geometry = next(iter(self.infos.values())).geometry
-        self.shrink = self.geometry.bytes_per_token / catalog.kv_geometry(self._profile).bytes_per_token
+        self.shrink = (
+            self.geometry.bytes_per_token / catalog.kv_geometry(self._profile).bytes_per_token
+        )
 
     async def set_link(self, source: str, node: str, bytes_per_s: float) -> None:
-        """Hold what the instance sends to a node to this rate, with the limiter that `transfer.link_bytes_per_s` uses."""
+        """Hold what the instance sends to a node to this rate, with the limiter that
+        `transfer.link_bytes_per_s` uses.
+        """
         fault = {"type": "link", "node": node, "bytes_per_s": bytes_per_s, "for_s": _LASTING_S}
-        await self._post(source, "/kvrs/v1/faults", fault)
+        await self._order(source, "/kvrs/v1/faults", fault)
 
     async def empty(self, *instances: str) -> None:
-        """Let them forget all pages that nobody uses."""
+        """Drop all unused pages of the caches."""
         for instance in instances:
-            await self._post(instance, "/reset_prefix_cache", {})
+            await self._order(instance, "/reset_prefix_cache", {})
 
     async def prefill(
         self,
         instance: str,
         history: list[int],
         prompt_tokens: int,
-        checkpoints: Sequence[Checkpoint] = (),
+        checkpoints: Sequence[CheckpointTarget] = (),
         stream: str | None = None,
     ) -> HandOff:
         """Compute the history there, and retain it under a lease."""
-        body = self._body(history, prompt_tokens, (), checkpoints, stream) | {"max_tokens": 1, "stream": False}
+        body = self._body(history, prompt_tokens, (), checkpoints, stream) | {
+            "max_tokens": 1,
+            "stream": False,
+        }
         body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
         answer = await self._post(instance, "/v1/completions", body)
         return HandOff(answer["kv_transfer_params"])
@@ -84,20 +101,25 @@ class Rig:
         history: list[int],
         prompt_tokens: int,
         *,
-        sources: Sequence[PageRun] = (),
+        sources: Sequence[SourceRange] = (),
         hand_off: HandOff | None = None,
-        checkpoints: Sequence[Checkpoint] = (),
+        checkpoints: Sequence[CheckpointTarget] = (),
         tokens: int = 1,
         on_token: Callable[[int], object] = lambda token: None,
         stream: str | None = None,
     ) -> int:
         """The first new token; `on_token` hears of each. Returns when all `tokens` are there."""
         most = len(history) - prompt_tokens + tokens
-        body = self._body(history, prompt_tokens, sources, checkpoints, stream) | {"max_tokens": most, "stream": True}
+        body = self._body(history, prompt_tokens, sources, checkpoints, stream) | {
+            "max_tokens": most,
+            "stream": True,
+        }
         if hand_off is not None:
             body["kv_transfer_params"] = hand_off.params
         first: int | None = None
-        async with self._session.post(f"{self._urls[InstanceId(instance)]}/v1/completions", json=body) as answer:
+        async with self._session.post(
+            f"{self._urls[InstanceId(instance)]}/v1/completions", json=body
+        ) as answer:
             answer.raise_for_status()
             async for line in answer.content:
                 if line.startswith(b"data: {"):
@@ -121,8 +143,8 @@ class Rig:
         self,
         history: list[int],
         prompt_tokens: int,
-        sources: Sequence[PageRun],
-        checkpoints: Sequence[Checkpoint],
+        sources: Sequence[SourceRange],
+        checkpoints: Sequence[CheckpointTarget],
         stream: str | None,
     ) -> dict[str, Any]:
         return {
@@ -146,6 +168,14 @@ class Rig:
             answer.raise_for_status()
             return await answer.json(content_type=None)
 
+    async def _order(self, instance: str, path: str, body: dict[str, Any]) -> None:
+        url = self._urls[InstanceId(instance)] + path
+        async with (
+            session_for(self._processes, Door.ADMIN) as session,
+            session.post(url, json=body) as answer,
+        ):
+            answer.raise_for_status()
+
 
 class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
@@ -168,12 +198,18 @@ def draw(rng: random.Random, count: int) -> list[int]:
 
 
 def stretched(profile: str, factor: float, directory: Path) -> Path:
-    """A profile file in which everything takes `factor` times as long: cells that last long enough to be measured."""
+    """A profile file in which everything takes `factor` times as long: cells that last long enough
+    to be measured.
+    """
     source = json.loads((Path(catalog.__file__).parent / "data" / f"{profile}.json").read_text())
     source["label"] = f"{profile}, {factor:g} times slower"
     source["kind"] = "estimated"
-    source["source"] = f"{profile} with all times {factor:g} times as long, so that cells last at least 200 ms"
-    source["prefill"]["coefficients_ms"] = [factor * value for value in source["prefill"]["coefficients_ms"]]
+    source["source"] = (
+        f"{profile} with all times {factor:g} times as long, so that cells last at least 200 ms"
+    )
+    source["prefill"]["coefficients_ms"] = [
+        factor * value for value in source["prefill"]["coefficients_ms"]
+    ]
     source["prefill"]["max_tokens"] = max(8192, source["prefill"]["max_tokens"])
     for regime in ("small_ms", "large_ms"):
         source["decode"][regime] = [factor * value for value in source["decode"][regime]]

@@ -1,4 +1,6 @@
-"""Several schemes on the same requests: each gets a fresh cluster, the same load and the same faults."""
+"""Several schemes on the same requests: each gets a fresh cluster, the same load and the same
+faults.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +10,9 @@ from rich.console import Console
 
 from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
-from kvrs.config import Config, parse_config
-from kvrs.replay.faults import Fault
-from kvrs.replay.records import ReplayRequest
+from kvrs.config.file import Config, parse_config
+from kvrs.faults.language import Fault
+from kvrs.traces.records import ReplayRequest
 
 PACE = "opt-13b-a100-distserve-tp1"
 
@@ -24,11 +26,17 @@ class Scheme:
     backup: Mapping[str, Any]
     fails: bool = True  # False: the same load without a fault.
 
-    def config(self, nodes: Sequence[Mapping[str, Any]], seed: int, pace: str, link_bytes_per_s: float) -> Config:
+    def config(
+        self, nodes: Sequence[Mapping[str, Any]], seed: int, pace: str, link_bytes_per_s: float
+    ) -> Config:
         return parse_config(
             {
                 "proxy": {"port": 0, "admin_port": 0},
-                "cluster": {"engine": {"seed": seed, "pace": pace}, "allow_faults": True, "nodes": list(nodes)},
+                "cluster": {
+                    "engine": {"seed": seed, "pace": pace},
+                    "allow_faults": True,
+                    "nodes": list(nodes),
+                },
                 "policy": dict(self.policy),
                 "backup": dict(self.backup),
                 "transfer": {"link_bytes_per_s": link_bytes_per_s, "probe_interval_s": 1.0},
@@ -37,7 +45,16 @@ class Scheme:
 
 
 def run_scheme(
-    scheme: Scheme, config: Config, requests: Sequence[ReplayRequest], faults: list[Fault], seed: int, console: Console
+    scheme: Scheme,
+    config: Config,
+    requests: Sequence[ReplayRequest],
+    faults: list[Fault],
+    seed: int,
+    console: Console,
 ) -> Run:
-    with Cluster(config, lambda line: console.print(f"  {line}", style="dim", markup=False)) as cluster:
-        return run_load(cluster, requests, faults if scheme.fails else [], seed, console, scheme.name)
+    with Cluster(
+        config, lambda line: console.print(f"  {line}", style="dim", markup=False)
+    ) as cluster:
+        return run_load(
+            cluster, requests, faults if scheme.fails else [], seed, console, scheme.name
+        )

@@ -1,7 +1,9 @@
-"""Real vLLM on this machine's CPU, prefill and decode apart: started, killed in parts, stopped and started again.
+"""Real vLLM on this machine's CPU, prefill and decode apart: started, killed in parts, stopped and
+started again.
 
-Unmodified but for its environment's pause in NIXL's progress thread (`tests/vllm/install.sh`). A server is three processes: the
-API server, below it the engine, below that its worker. An instance's `page_port` is NIXL's side channel here.
+Unmodified but for its environment's pause in NIXL's progress thread (`tests/vllm/install.sh`). A
+server is three processes: the API server, below it the engine, below that its worker. An instance's
+`page_port` is NIXL's side channel here.
 """
 
 import contextlib
@@ -18,16 +20,26 @@ from typing import Any
 
 from experiments.processes import Processes
 from kvrs.cluster.ports import resolve_ports
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.errors import KvrsError
 from kvrs.protocol.instance import Role
 
-PYTHON_ENV = "KVRS_VLLM_PYTHON"  # The interpreter of an environment with vLLM, as `make test-vllm` makes one.
+# The interpreter of an environment with vLLM, as `make test-vllm` makes one.
+PYTHON_ENV = "KVRS_VLLM_PYTHON"
 MODEL_SEED = 1
-# Float32 and no compiler: small differences must come from nothing but the engine's own batches. 64 MB hold 32,768 tokens of KV.
+# Float32 and no compiler: small differences must come from nothing but the engine's own batches. 64
+# MB hold 32,768 tokens of KV.
 FLAGS = [
-    *("--dtype", "float32", "--block-size", "32", "--enforce-eager", "--kv-cache-memory-bytes", "67108864"),
+    *(
+        "--dtype",
+        "float32",
+        "--block-size",
+        "32",
+        "--enforce-eager",
+        "--kv-cache-memory-bytes",
+        "67108864",
+    ),
     *("--max-model-len", "2048", "--max-num-seqs", "48"),
 ]
 ENVIRONMENT = {
@@ -39,7 +51,7 @@ ENVIRONMENT = {
     "UCX_NET_DEVICES": "lo",
     "UCX_TLS": "all",
 }
-# Three interpreters import torch one after the other, and everybody else's do so beside them.
+# Three interpreters import torch one after the other, next to those of other processes.
 START_TIMEOUT_S = 600.0
 # The first use of a path may compile it.
 REQUEST_TIMEOUT_S = 120.0
@@ -52,12 +64,15 @@ _SAMPLE = re.compile(r"^vllm:(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 class Part(StrEnum):
     """What of a server is hit."""
 
-    SERVER = "server"  # All three processes, as when its machine dies.
+    SERVER = "server"  # All three processes, as at the death of the machine.
     ENGINE = "engine"
     WORKER = "worker"
 
 
-_TITLES = {Part.ENGINE: "VLLM::EngineCor", Part.WORKER: "VLLM::Worker"}  # What the kernel keeps of them.
+_TITLES = {
+    Part.ENGINE: "VLLM::EngineCor",
+    Part.WORKER: "VLLM::Worker",
+}  # What the kernel keeps of them.
 
 
 class ServerError(KvrsError):
@@ -65,9 +80,14 @@ class ServerError(KvrsError):
 
 
 def vllm_config(directory: Path) -> Config:
-    """One prefill and two decode instances on free ports; their model, tiny and random, is written into the directory."""
+    """One prefill and two decode instances on free ports; their model, tiny and random, is written
+    into the directory.
+    """
     nodes = [
-        {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},
+        {
+            "id": "n0",
+            "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}],
+        },
         {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
     ]
     model = directory / "tiny-llama"
@@ -89,7 +109,9 @@ class VllmServers(Processes):
     def __init__(self, config: Config, python: str) -> None:
         super().__init__(config)
         self._python = python
-        self._instances = {str(instance.id): instance for _, instance in self.config.cluster.instances()}
+        self._instances = {
+            str(instance.id): instance for _, instance in self.config.cluster.instances()
+        }
 
     def start(self, *names: str) -> None:
         for name in names:
@@ -98,11 +120,23 @@ class VllmServers(Processes):
                 self.kill(name)
                 former.wait(_END_TIMEOUT_S)
             instance = self._instances[name]
-            connector = {"kv_connector": "NixlConnector", "kv_role": _ROLES[instance.role], "kv_buffer_device": "cpu"}
+            connector = {
+                "kv_connector": "NixlConnector",
+                "kv_role": _ROLES[instance.role],
+                "kv_buffer_device": "cpu",
+            }
             self._spawn(
                 name,
                 "vllm.entrypoints.openai.api_server",
-                *("--model", self.model, "--host", instance.host, "--port", str(instance.port), *FLAGS),
+                *(
+                    "--model",
+                    self.model,
+                    "--host",
+                    instance.host,
+                    "--port",
+                    str(instance.port),
+                    *FLAGS,
+                ),
                 *("--kv-transfer-config", json.dumps(connector)),
                 python=self._python,
                 **ENVIRONMENT,
@@ -112,10 +146,14 @@ class VllmServers(Processes):
             )
 
     def wait_ready(self, *names: str) -> None:
-        """Wait until these take requests and have taken some: every path once, because the first time takes seconds."""
+        """Wait until these take requests and have taken some: every path once, because the first
+        time takes seconds.
+        """
         for name in names:
             self._wait(name, partial(_is_healthy, self.url(name)), START_TIMEOUT_S)
-        prefills = [name for name in self._instances if self._instances[name].role is not Role.DECODE]
+        prefills = [
+            name for name in self._instances if self._instances[name].role is not Role.DECODE
+        ]
         for name in names:
             if self._instances[name].role is not Role.PREFILL:
                 for prefill in prefills:
@@ -137,7 +175,9 @@ class VllmServers(Processes):
         self.signal(name, signal.SIGKILL, part)
 
     def signal(self, name: str, number: signal.Signals, part: Part = Part.SERVER) -> None:
-        """Send a signal to a server's processes, the API server first, so that nobody tells it of the others."""
+        """Send a signal to a server's processes, the API server first, so that it does not notice
+        the others.
+        """
         server = self._running[name]
         below = list(_below(server.pid))
         if part is Part.SERVER:
@@ -153,23 +193,39 @@ class VllmServers(Processes):
             running.wait(_END_TIMEOUT_S)
 
     def counters(self, name: str) -> dict[str, float]:
-        """What its `/metrics` say that one test or another wants to see rise or fall."""
-        samples = {(metric, labels): float(value) for metric, labels, value in _SAMPLE.findall(_get(self.url(name) + "/metrics"))}
+        """The values of `/metrics` that tests watch."""
+        samples = {
+            (metric, labels): float(value)
+            for metric, labels, value in _SAMPLE.findall(_get(self.url(name) + "/metrics"))
+        }
 
         def total(wanted: str, label: str = "") -> float:
-            return sum(value for (metric, labels), value in samples.items() if metric == wanted and label in labels)
+            return sum(
+                value
+                for (metric, labels), value in samples.items()
+                if metric == wanted and label in labels
+            )
 
         return {
-            "pulled_tokens": total("prompt_tokens_by_source_total", 'source="external_kv_transfer"'),
+            "pulled_tokens": total(
+                "prompt_tokens_by_source_total", 'source="external_kv_transfer"'
+            ),
             "pulled_bytes": total("nixl_bytes_transferred_sum"),
             "running": total("num_requests_running"),
         }
 
     def complete(self, name: str, **fields: Any) -> Any:
         """A completion of one server, not streamed."""
-        body = {"model": self.model, "temperature": 0, "return_token_ids": True, "ignore_eos": True} | fields
+        body = {
+            "model": self.model,
+            "temperature": 0,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        } | fields
         request = urllib.request.Request(  # noqa: S310 - our own URL
-            self.url(name) + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            self.url(name) + "/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:  # noqa: S310 - our own URL
@@ -183,12 +239,14 @@ class VllmServers(Processes):
             prompt = [*range(2, 82), *[rest + 2] * 40]
             asked = {"do_remote_decode": True, "do_remote_prefill": False}
             answer = self.complete(prefill, prompt=prompt, max_tokens=1, kv_transfer_params=asked)
-            self.complete(decode, prompt=prompt, max_tokens=8, kv_transfer_params=answer["kv_transfer_params"])
+            self.complete(
+                decode, prompt=prompt, max_tokens=8, kv_transfer_params=answer["kv_transfer_params"]
+            )
             self.complete(decode, prompt=prompt[::-1], max_tokens=4, logprobs=1)
 
 
 def _below(pid: int) -> Iterator[int]:
-    # Threads, and processes below it, may end while we look.
+    # Threads and child processes may end meanwhile.
     with contextlib.suppress(OSError):
         for children in list(Path(f"/proc/{pid}/task").glob("*/children")):
             for child in map(int, children.read_text().split()):

@@ -1,42 +1,49 @@
-"""`kvrs demo`: a real cluster under load loses a decode instance; then the same requests without the fault are the oracle."""
+"""`kvrs demo`: kill a decode instance of a cluster under load, and compare with a run without."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from kvrs.agent.config import BackupMode
 from kvrs.cluster.drill import Run, run_load
-from kvrs.cluster.faults import members_of, unknown_victims
+from kvrs.cluster.fault_injection import members_of, unknown_victims
 from kvrs.cluster.launcher import Cluster
-from kvrs.config import Config, parse_config
+from kvrs.config.backup import BackupMode
+from kvrs.config.file import Config, parse_config
+from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError
-from kvrs.policy.config import PolicyName
-from kvrs.replay.faults import load_faults, parse_faults
-from kvrs.replay.formats import load_trace
-from kvrs.replay.generator import GeneratorSettings, generate
-from kvrs.replay.html import write_html
-from kvrs.replay.output import claim_directory
-from kvrs.replay.records import ReplayRequest
-from kvrs.replay.report import Report, build_report, write_report
-from kvrs.replay.table import terminal_table
-from kvrs.replay.traces import Trace, at_rate, jitter, replay_requests, scale, window
+from kvrs.faults.language import load_faults, parse_faults
+from kvrs.report.html import write_html
+from kvrs.report.output import claim_directory
+from kvrs.report.report import Report, build_report, write_report
+from kvrs.report.table import terminal_table
+from kvrs.traces.formats import load_trace
+from kvrs.traces.generator import GeneratorSettings, generate
+from kvrs.traces.mooncake import Trace, at_rate, jitter, replay_requests, scale, window
+from kvrs.traces.records import ReplayRequest
 
-# Lengths that a 13-billion-parameter model would see in a chat, and its clock: on shared cores the survivors of a kill
-# would otherwise run faster than before it, and streams of a tiny model are over before anything can happen to them.
+# Lengths of chats with a 13-billion-parameter model, and its pace: on shared cores the survivors of
+# a kill would otherwise run faster than before it, and streams of a tiny model would end before the
+# kill.
 PACE = "opt-13b-a100-distserve-tp1"
 MAX_INPUT_TOKENS = 480
 MAX_OUTPUT_TOKENS = 240
 REQUESTS_PER_S = 8.0
 VOCAB_SIZE = 512
 FIRST_ORDINARY_TOKEN = 4
-# Slow enough that moving a long prompt costs about as much as computing it: both options get chosen.
+# Moving a long prompt costs about as much as computing it, so that both options are chosen.
 LINK_BYTES_PER_S = 20e6
 # Of each agent: the KV of about a hundred such streams.
 BACKUP_BYTES = 64 << 20
 
-DEFAULT_FAULTS = [{"when": {"inflight_at_least": 8}, "what": "kill", "whom": {"role": "decode", "pick": "busiest"}}]
-# With fewer no instance ever works on that many: they are spread over two.
+DEFAULT_FAULTS = [
+    {
+        "when": {"inflight_at_least": 8},
+        "what": "kill",
+        "whom": {"role": "decode", "pick": "busiest"},
+    }
+]
+# With fewer no instance has 8 streams: they are spread over two.
 FEWEST_REQUESTS = 20
 RETURN_TIMEOUT_S = 60.0
 
@@ -60,7 +67,10 @@ def run_demo(options: DemoOptions) -> bool:
     """
     console = Console()
     if options.fault is None and options.requests < FEWEST_REQUESTS:
-        allowed = f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 8 streams at one instance)"
+        allowed = (
+            f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 8 "
+            f"streams at one instance)"
+        )
         raise ConfigError([f"--requests: got {options.requests}; allowed: {allowed}"])
     config = demo_config(options.policy, options.seed, BackupMode.BOTH)
     faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
@@ -68,7 +78,9 @@ def run_demo(options: DemoOptions) -> bool:
         raise ConfigError([f"{options.fault}: {line}" for line in mistakes])
     requests = _requests(options, console)
     claim_directory(options.out)
-    with Cluster(config, lambda line: console.print(f"  {line}", style="dim", markup=False)) as cluster:
+    with Cluster(
+        config, lambda line: console.print(f"  {line}", style="dim", markup=False)
+    ) as cluster:
         faulted = run_load(cluster, requests, faults, options.seed, console, "with the fault")
         back_s = cluster.wait_all_up(RETURN_TIMEOUT_S)
         console.print(f"  all instances are up {back_s:.1f} s after the last stream", style="dim")
@@ -80,7 +92,9 @@ def run_demo(options: DemoOptions) -> bool:
 
 
 def demo_config(policy: PolicyName, seed: int, backup: BackupMode = BackupMode.OFF) -> Config:
-    """Two nodes with a prefill and a decode instance each, joined by a slow link; every port is chosen freely."""
+    """Two nodes with a prefill and a decode instance each, joined by a slow link; every port is
+    chosen freely.
+    """
     return parse_config(
         {
             "proxy": {"port": 0, "admin_port": 0},
@@ -98,16 +112,24 @@ def _requests(options: DemoOptions, console: Console) -> list[ReplayRequest]:
     else:
         loaded = load_trace(options.trace, options.skip_bad_lines)
         if loaded.skipped:
-            console.print(f"  {loaded.skipped} bad lines of {options.trace} were skipped", style="yellow", markup=False)
+            console.print(
+                f"  {loaded.skipped} bad lines of {options.trace} were skipped",
+                style="yellow",
+                markup=False,
+            )
         # Mooncake's arrivals were logged in batches of 3 s.
         trace = jitter(window(loaded, options.requests), 3.0, options.seed)
     return scaled_requests(trace, options.seed)
 
 
-def scaled_requests(trace: Trace, seed: int, requests_per_s: float = REQUESTS_PER_S) -> list[ReplayRequest]:
+def scaled_requests(
+    trace: Trace, seed: int, requests_per_s: float = REQUESTS_PER_S
+) -> list[ReplayRequest]:
     """The trace in the size of the tiny model, at a rate at which its streams overlap."""
-    # The few longest prompts are cut rather than let them shrink all others to a handful of tokens.
-    longest = sorted(request.input_tokens for request in trace.requests)[int(0.9 * (len(trace.requests) - 1))]
+    # The few longest prompts are cut; otherwise all others would shrink to a handful of tokens.
+    longest = sorted(request.input_tokens for request in trace.requests)[
+        int(0.9 * (len(trace.requests) - 1))
+    ]
     small = scale(trace, MAX_INPUT_TOKENS, MAX_OUTPUT_TOKENS, longest_input_tokens=longest)
     return replay_requests(at_rate(small, requests_per_s), VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN)
 
@@ -124,11 +146,21 @@ def _report(options: DemoOptions, config: Config, faulted: Run, clean: Run) -> R
         "backup": config.backup.mode.value,
     }
     never_due = [fault.label for fault in faulted.never_due]
-    return build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings, never_due=never_due)
+    return build_report(
+        faulted.records,
+        clean.records,
+        faulted.recoveries,
+        faulted.faults,
+        settings,
+        never_due=never_due,
+        proxy=faulted.proxy,
+    )
 
 
 def _write(report: Report, out: Path, console: Console) -> None:
     write_report(report, out / "report.json")
     write_html(report, out / "report.html")
     console.print(terminal_table(report))
-    console.print(f"\nreport: {out / 'report.html'} and {out / 'report.json'}", markup=False, soft_wrap=True)
+    console.print(
+        f"\nreport: {out / 'report.html'} and {out / 'report.json'}", markup=False, soft_wrap=True
+    )

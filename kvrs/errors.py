@@ -1,4 +1,16 @@
-"""What can go wrong by the user's or the world's doing. Our own bugs are assertions."""
+"""Expected failures: mistakes of the user, failures of the world. Our own bugs are assertions."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+# Optional packages, by the extra of the distribution that installs them (pyproject.toml).
+_ENGINE = ("jinja2", "numpy", "safetensors", "torch")
+EXTRAS = {
+    "engine": _ENGINE,
+    "report": ("matplotlib", "numpy"),
+    "cluster": (*_ENGINE, "ray"),
+    "distserve": (*_ENGINE, "filelock", "huggingface_hub", "psutil", "ray", "transformers"),
+}
 
 
 class KvrsError(Exception):
@@ -6,7 +18,9 @@ class KvrsError(Exception):
 
 
 class ConfigError(KvrsError):
-    """The configuration is wrong. `faults` holds one line per fault: path, value, what is allowed."""
+    """The configuration is wrong. `faults` holds one line per fault: path, value, what is
+    allowed.
+    """
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("\n".join(faults))
@@ -17,30 +31,68 @@ class ConfigError(KvrsError):
         return ConfigError, (self.faults,)
 
 
+class MissingExtraError(KvrsError):
+    """Packages of an extra are not installed; the message has the command that installs them."""
+
+
+def check_extras(*extras: str) -> None:
+    """Check that the packages of these extras are installed, without importing them.
+
+    Raises:
+        MissingExtraError: some are not.
+    """
+    extra_of = {module: extra for extra in extras for module in EXTRAS[extra]}
+    absent = [module for module in extra_of if find_spec(module) is None]
+    if absent:
+        wanted = ",".join(dict.fromkeys(extra_of[module] for module in absent))
+        raise MissingExtraError(
+            f"not installed: {', '.join(absent)}; to install: pip install 'kvrs[{wanted}]'"
+        )
+
+
 class TraceError(KvrsError):
     """A trace is wrong; the message names file, line and reason."""
 
 
 class RequestError(KvrsError):
-    """A client's request is wrong (HTTP 4xx). `param` names the field and `code` the kind, as the OpenAI error body does."""
+    """A client's request is wrong (HTTP 4xx). `param` names the field and `code` the kind, as the
+    OpenAI error body does; `kind` is its type, where that does not follow from the status.
+    """
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        *,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
         self.code = code
+        self.kind = kind
+        self.headers = headers or {}
 
 
 class TransferError(KvrsError):
-    """A page transfer failed: peer gone, refused at the hand-shake, bad frame, bad checksum, or too slow."""
+    """A page transfer failed: peer gone, refused at the hand-shake, bad frame, bad checksum, or too
+    slow.
+    """
 
 
 class DamagedPageError(TransferError):
-    """A page arrived whole, but with another checksum than it set out with: memory, a link or a fault on purpose."""
+    """A page arrived whole, but its checksum or mac differs from the sender's: memory, a link, an
+    attacker on it, or an injected fault.
+    """
 
 
 class UpstreamError(KvrsError):
-    """An engine failed while it served a stream: reset, end without a finish, error event, or silence."""
+    """An engine failed while it served a stream: reset, end without a finish, error event, or
+    silence.
+    """
 
 
 class GossipError(KvrsError):

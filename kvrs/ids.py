@@ -1,4 +1,4 @@
-"""Names of the things that kvrs talks about. They are opaque: nothing is ever parsed out of an id."""
+"""Types of the names of nodes, instances and streams. They are opaque: no id is ever parsed."""
 
 from typing import NewType
 

@@ -1,30 +1,92 @@
-"""Ray's environment; and real vLLM, for the tests that can have it.
-
-Its servers take most of a minute to start, so there is one set for a whole run.
-"""
+"""Ray's environment; markers that are checked; groups for parallel runs; servers of real vLLM."""
 
 import os
+import socket
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvrs.cluster.launcher import ENVIRONMENT, ray_token
+from kvrs.cluster.ray_actors import ENVIRONMENT, ray_token
 
 if TYPE_CHECKING:
     from experiments.vllm_servers import VllmServers
 
-# Ray reads these when it is imported, which a test module may do when it is collected; and one token serves a whole process.
-os.environ.update({name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")}, RAY_AUTH_TOKEN=ray_token())
+# Ray reads these when it is imported, which a test module may do when it is collected; and one
+# token serves a whole process.
+os.environ.update(
+    {name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")},
+    RAY_AUTH_TOKEN=ray_token(),
+)
+
+# A test that depends on one of these fixtures has the marker.
+MARKER_OF_FIXTURE = {"distserve": "distserve", "vllm_servers": "vllm"}
+MARKER_OF_EVENT = {
+    "subprocess.Popen": "process",
+    "os.fork": "process",
+    "os.posix_spawn": "process",
+    "socket.bind": "network",
+    "socket.connect": "network",
+}
+# Tests of whole clusters wait more than they compute: they take one worker from the start, and
+# every other file goes to the worker that is free.
+CLUSTERS = "clusters"
+
+_running: pytest.Item | None = None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file share its fixtures and run in one worker."""
+    for item in items:
+        for fixture in getattr(item, "fixturenames", ()):
+            if fixture in MARKER_OF_FIXTURE:
+                item.add_marker(MARKER_OF_FIXTURE[fixture])
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: not _is_of_clusters(item))
+
+
+def _is_of_clusters(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("xdist_group")
+    return marker is not None and marker.args == (CLUSTERS,)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _running
+    _running = item
+    try:
+        return (yield)
+    finally:
+        _running = None
+
+
+def _check_markers(event: str, arguments: tuple[Any, ...]) -> None:
+    """Fail the running test when it does what it has no marker for."""
+    if _running is None or (marker := MARKER_OF_EVENT.get(event)) is None:
+        return
+    if marker == "network" and arguments[0].family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    if not any(_running.iter_markers(marker)):
+        pytest.fail(f"{event} in a test without the marker {marker!r}")
+
+
+sys.addaudithook(_check_markers)
 
 
 @pytest.fixture(scope="session")
 def vllm_servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[VllmServers]":
-    """One prefill (p0) and two decode servers (d0, d1), up and warm. Whoever ends one brings it back."""
+    """One prefill (p0) and two decode servers (d0, d1), up and warm. A test that ends one
+    brings it back.
+    """
     python = os.environ.get("KVRS_VLLM_PYTHON")
     if not python:
-        pytest.skip("KVRS_VLLM_PYTHON does not name the interpreter of an environment with vLLM; `make test-vllm` makes one")
-    # Not for those who skip: it loads torch.
+        pytest.skip(
+            "KVRS_VLLM_PYTHON does not name the interpreter of an environment with vLLM; "
+            "`make test-vllm` makes one"
+        )
+    # Imported late: it loads torch, which skipped tests do not need.
     from experiments.vllm_servers import VllmServers, vllm_config
 
     with VllmServers(vllm_config(tmp_path_factory.mktemp("vllm")), python) as servers:

@@ -1,4 +1,4 @@
-"""`kvrs demo`: what is wrong is said before anything is started."""
+"""`kvrs demo`: mistakes are reported before anything is started."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,25 +6,33 @@ from pathlib import Path
 import pytest
 
 from kvrs.cluster.launcher import Cluster
+from kvrs.config.policy import PolicyName
 from kvrs.demo import DemoOptions, run_demo
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.policy.config import PolicyName
 
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DemoOptions:
-    """As few requests as the demo's own fault allows; a cluster that is started all the same is a failure of its own."""
+    """As few requests as the demo's own fault allows. Starting a cluster is an error."""
 
     def started(self: Cluster) -> Cluster:
         raise KvrsError("a cluster was started")
 
     monkeypatch.setattr(Cluster, "__enter__", started)
     return DemoOptions(
-        policy=PolicyName.AUTO, requests=20, trace=None, skip_bad_lines=False, fault=None, seed=0, out=tmp_path / "out"
+        policy=PolicyName.AUTO,
+        requests=20,
+        trace=None,
+        skip_bad_lines=False,
+        fault=None,
+        seed=0,
+        out=tmp_path / "out",
     )
 
 
-def test_a_fault_on_nobody_is_refused_before_the_start(options: DemoOptions, tmp_path: Path) -> None:
+def test_a_fault_on_an_unknown_victim_is_refused_before_the_start(
+    options: DemoOptions, tmp_path: Path
+) -> None:
     """The demo's cluster is known beforehand."""
     path = tmp_path / "f.yaml"
     path.write_text("- {when: {at_s: 1}, what: kill, whom: {id: zz}}\n")
@@ -32,10 +40,14 @@ def test_a_fault_on_nobody_is_refused_before_the_start(options: DemoOptions, tmp
     with pytest.raises(ConfigError) as caught:
         run_demo(replace(options, fault=path))
 
-    assert caught.value.faults == [f"{path}: fault [0]: no 'zz' in the cluster; allowed: agent-n0, agent-n1, d0, d1, p0, p1"]
+    assert caught.value.faults == [
+        f"{path}: fault [0]: no 'zz' in the cluster; allowed: agent-n0, agent-n1, d0, d1, p0, p1"
+    ]
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_before_the_start(options: DemoOptions, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_start(
+    options: DemoOptions, tmp_path: Path
+) -> None:
     """The demo would run for half a minute and then lose its report."""
     (tmp_path / "file").write_text("")
 
@@ -44,16 +56,20 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_start(options: 
 
 
 def test_a_trace_of_any_known_format_will_do(options: DemoOptions, tmp_path: Path) -> None:
-    """As for `kvrs replay`: its first line says what a file is."""
+    """As for `kvrs replay`: the first line of a file tells its format."""
     path = tmp_path / "azure.csv"
-    rows = "".join(f"2023-11-16 18:17:{second:02}.0000000,{100 + second},9\n" for second in range(20))
+    rows = "".join(
+        f"2023-11-16 18:17:{second:02}.0000000,{100 + second},9\n" for second in range(20)
+    )
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
 
     with pytest.raises(KvrsError, match="a cluster was started"):
         run_demo(replace(options, trace=path))
 
 
-def test_too_few_requests_for_the_demos_own_fault_are_refused(options: DemoOptions, tmp_path: Path) -> None:
+def test_too_few_requests_for_the_demos_own_fault_are_refused(
+    options: DemoOptions, tmp_path: Path
+) -> None:
     """It would never come due; a fault that waits for less may have less."""
     path = tmp_path / "f.yaml"
     path.write_text("- {when: {at_s: 1}, what: kill, whom: {id: d0}}\n")

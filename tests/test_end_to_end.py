@@ -1,4 +1,6 @@
-"""The main job as a user runs it: real processes, a real SIGKILL, the unmodified `openai` client, and nothing left behind."""
+"""The main job as a user runs it: real processes, a real SIGKILL, the unmodified `openai` client,
+and nothing left behind.
+"""
 
 import contextlib
 import json
@@ -19,13 +21,17 @@ import pytest
 
 from kvrs.cluster.guard import members
 
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
 KVRS = [sys.executable, "-m", "kvrs"]
 START_S = 90.0
 END_S = 40.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
-    """The first true value of `condition`; errors of a server that is not there yet count as false."""
+    """The first true value of `condition`; errors of a server that is not there yet count as
+    false.
+    """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         with contextlib.suppress(OSError):
@@ -36,7 +42,9 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START
 
 
 def is_running(pid: int) -> bool:
-    """A zombie is not: an orphan that ended stays one until init looks at it, which not every container's does."""
+    """A zombie is not: an orphan that ended stays one until init looks at it, which not every
+    container's does.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -57,18 +65,23 @@ class UpCluster:
         ports = ["--port", str(self.port), "--admin-port", str(self.admin_port)]
         self.log = tmp_path / "up.log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen([*KVRS, "up", *ports, *arguments], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [*KVRS, "up", *ports, *arguments], stdout=log, stderr=log
+            )
 
     def wait(self) -> None:
         wait_until(
-            lambda: self.process.poll() is not None or b"kvrs is up" in self.log.read_bytes(), "kvrs up says that it is up"
+            lambda: self.process.poll() is not None or b"kvrs is up" in self.log.read_bytes(),
+            "kvrs up reports that it is up",
         )
         assert self.process.poll() is None, self.log.read_text()
         (run_directory,) = re.findall(r"logs are in (\S+)", self.log.read_text())
         self.run_directory = Path(run_directory)
 
     def state(self) -> Any:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/kvrs/v1/state", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.admin_port}/kvrs/v1/state", timeout=5
+        ) as answer:
             return json.load(answer)
 
     def instance(self, name: str) -> Any:
@@ -96,7 +109,9 @@ def shared_memory() -> set[str]:
 
 
 def test_demo_survives_a_kill_and_proves_it(tmp_path: Path) -> None:
-    """One command starts everything, kills a decode instance under load, and compares every token with a clean run."""
+    """One command starts everything, kills a decode instance under load, and compares every token
+    with a clean run.
+    """
     before = shared_memory()
 
     done = subprocess.run(
@@ -110,18 +125,33 @@ def test_demo_survives_a_kill_and_proves_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["streams"], report["completed"], report["errors"]) == (30, 30, 0)
-    assert (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"]) == (0, 0, 0)
+    assert (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"]) == (
+        0,
+        0,
+        0,
+    )
     assert sum(report["recoveries"].values()) >= 8
     assert report["faults"][0]["inflight"] >= 8
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
-    assert shared_memory() <= before
+    # Tests in another worker may have memory of their own for a moment.
+    wait_until(lambda: shared_memory() <= before, "no shared memory is left", END_S)
 
 
 def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster) -> None:
-    """A killed instance leaves `up` at once, returns with a higher epoch, and the client sees every token once."""
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{up.port}/v1", api_key="unused", max_retries=0)
+    """A killed instance leaves `up` at once, returns with a higher epoch, and the client sees every
+    token once.
+    """
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{up.port}/v1", api_key="unused", max_retries=0
+    )
     model = client.models.list().data[0].id
-    ask: dict[str, Any] = {"model": model, "prompt": "ka lo mi ren sta", "max_tokens": 400, "temperature": 0.8, "seed": 7}
+    ask: dict[str, Any] = {
+        "model": model,
+        "prompt": "ka lo mi ren sta",
+        "max_tokens": 400,
+        "temperature": 0.8,
+        "seed": 7,
+    }
     expected = client.completions.create(**ask)
 
     text, victim = "", None
@@ -135,7 +165,10 @@ def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster
     assert victim is not None
     assert text == expected.choices[0].text
     assert [recovery["outcome"] for recovery in up.state()["recoveries"]] == ["resumed"]
-    back = wait_until(lambda: (row := up.instance(victim["id"]))["health"] == "up" and row, "Ray brings the instance back")
+    back = wait_until(
+        lambda: (row := up.instance(victim["id"]))["health"] == "up" and row,
+        "Ray brings the instance back",
+    )
     assert back["epoch"] > victim["epoch"]
     assert back["pid"] != victim["pid"]
     assert up.state()["proxies"][0]["url"].endswith(f":{up.port}")
@@ -159,18 +192,27 @@ def test_a_crash_of_the_launcher_leaves_no_process(up: UpCluster) -> None:
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
-        ("proxy: {port: 99999}", r"proxy\.port: got 99999; input should be less than or equal to 65535"),
+        (
+            "proxy: {port: 99999}",
+            r"proxy\.port: got 99999; input should be less than or equal to 65535",
+        ),
         ("policy: {nmae: rom}", r"policy\.nmae: unknown key; allowed: .*name"),
         ("proxy: [", "not valid YAML"),
     ],
 )
 def test_a_wrong_file_starts_nothing(tmp_path: Path, document: str, expected: str) -> None:
-    """Every command that reads a configuration refuses it with status 2 and says what is wrong."""
+    """Every command that reads a configuration refuses it with status 2 and names what is wrong."""
     path = tmp_path / "kvrs.yaml"
     path.write_text(document)
 
-    for command in (["config", "check", str(path)], ["up", "--config", str(path)], ["proxy", "--config", str(path)]):
-        done = subprocess.run([*KVRS, *command], capture_output=True, text=True, check=False, timeout=60)
+    for command in (
+        ["config", "check", str(path)],
+        ["up", "--config", str(path)],
+        ["proxy", "--config", str(path)],
+    ):
+        done = subprocess.run(
+            [*KVRS, *command], capture_output=True, text=True, check=False, timeout=60
+        )
 
         assert done.returncode == 2
         assert re.search(expected, done.stderr), done.stderr

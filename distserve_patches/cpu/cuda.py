@@ -1,4 +1,6 @@
-"""`torch` as upstream's worker sees it off the GPU: device memory is shared memory, and all work is done at once."""
+"""`torch` as upstream's worker sees it off the GPU: device memory is shared memory, and all work is
+done at once.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -55,7 +57,9 @@ class Torch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: str, pin_memory: bool = False) -> Tensor:
+    def empty(
+        self, shape: Sequence[int], *, dtype: torch.dtype, device: str, pin_memory: bool = False
+    ) -> Tensor:
         if device == "cuda":
             return allocate(shape, dtype)
         # Pinning is for copies to a GPU.

@@ -1,6 +1,8 @@
-"""The ranks of one stage, joined: all of them come to a step, one of them computes it, and all leave it together.
+"""The ranks of one stage, joined: all of them come to a step, one of them computes it, and all
+leave it together.
 
-Where a GPU's ranks would meet in NCCL, these meet on sockets in the kernel's abstract namespace, which need no file.
+Where a GPU's ranks would meet in NCCL, these meet on sockets in the kernel's abstract namespace,
+which need no file.
 """
 
 import contextlib
@@ -27,13 +29,15 @@ def new_group_id() -> list[int]:
 
 
 class Group:
-    """The last pipeline stage's first rank leads, because its result is the one that upstream reads."""
+    """The last pipeline stage's first rank leads, because its result is the one that upstream
+    reads.
+    """
 
     def __init__(self, group_id: list[int], parallel: list[int]) -> None:
         """Join; blocks until all are there.
 
         Raises:
-            OSError: somebody did not come.
+            OSError: a rank did not connect.
         """
         tensor_size, tensor_rank, pipeline_size, pipeline_rank = parallel
         self.tensor_size, self.pipeline_size = tensor_size, pipeline_size
@@ -58,8 +62,10 @@ class Group:
             listener.listen(others)
             while len(self._others) < others:
                 connection, _ = listener.accept()
-                # Anybody on this machine may connect to such an address.
-                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                # Any process of this machine may connect to such an address.
+                credentials = connection.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+                )
                 if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
                     connection.close()
                     continue
@@ -72,7 +78,9 @@ class Group:
             other.close()
 
     def caches(self, own: tuple[Handle, Handle]) -> dict[tuple[int, int], tuple[Handle, Handle]]:
-        """The handles of all ranks' caches, by pipeline and tensor rank, for the leader; nothing for the others."""
+        """The handles of all ranks' caches, by pipeline and tensor rank, for the leader; nothing
+        for the others.
+        """
         if self._leader is not None:
             _send(self._leader, own)
             return {}
@@ -82,7 +90,8 @@ class Group:
     def together(self) -> Iterator[None]:
         """The leader enters when all have come to this point, and the others leave when it leaves.
 
-        So whatever a rank does to its cache before or after a step, it does before or after the step for everybody.
+        So whatever a rank does to its cache before or after a step, it does before or after the
+        step for all.
 
         Raises:
             OSError: a rank is gone.

@@ -1,4 +1,6 @@
-"""SwiftTransformer's operator library, in Python: what upstream loads when it looks for its shared object."""
+"""SwiftTransformer's operator library, in Python: what upstream loads when it looks for its shared
+object.
+"""
 
 import contextlib
 import os

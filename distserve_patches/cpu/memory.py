@@ -1,6 +1,7 @@
 """Memory of a logical GPU: tensors that other processes on this machine can open by a handle.
 
-They are anonymous files, so nothing is left of them when the last process that has them open is gone, however it went.
+They are anonymous files, so nothing is left of them when the last process that has them open is
+gone, however it went.
 """
 
 import json
@@ -18,7 +19,9 @@ _files: dict[int, int] = {}  # Where a tensor begins, and the descriptor of its 
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of that shape. One more row of zeros lies behind its first dimension, see `with_zero_row`."""
+    """Zeros of that shape. One more row of zeros lies behind its first dimension, see
+    `with_zero_row`.
+    """
     whole = (shape[0] + 1, *shape[1:])
     size = prod(whole) * dtype.itemsize
     descriptor = os.memfd_create("kvrs-logical-gpu")
@@ -34,9 +37,13 @@ def with_zero_row(tensor: Tensor) -> Tensor:
 
 
 def handle_of(tensor: Tensor) -> Handle:
-    """What `open_handle` takes, in any process of the same user while this one lives."""
+    """What `open_handle` takes, in any process of the same user while this one runs."""
     path = f"/proc/{os.getpid()}/fd/{_files[tensor.data_ptr()]}"
-    fields = {"path": path, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    fields = {
+        "path": path,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
     return list(json.dumps(fields).encode())
 
 
@@ -56,7 +63,9 @@ def open_handle(handle: Handle) -> Tensor:
 
 
 def is_gone(handle: Handle) -> bool:
-    """Whether the process that made the handle has ended: its memory can still be read, but on a GPU it could not."""
+    """Whether the process that made the handle has ended: its memory can still be read, but on a
+    GPU it could not.
+    """
     return not os.path.exists(json.loads(bytes(handle))["path"])
 
 

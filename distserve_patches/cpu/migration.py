@@ -1,4 +1,6 @@
-"""Block migration: a decoding worker copies what it needs of a request's blocks out of the context workers' caches."""
+"""Block migration: a decoding worker copies what it needs of a request's blocks out of the context
+workers' caches.
+"""
 
 from dataclasses import dataclass
 
@@ -28,12 +30,16 @@ def register(
     context: list[int],
     decoding: list[int],
 ) -> None:
-    """Take note of one context worker's caches. Upstream's `ParallelConfig.to_list` says who it and this worker are."""
+    """Record one context worker's caches. `context` and `decoding` are the ranks of that worker
+    and of this one, from upstream's `ParallelConfig.to_list`.
+    """
     part = Part.of(context, layers, heads)
     if part.shared(Part.of(decoding, layers, heads)) is None:
         return
     _, tensor_rank, _, pipeline_rank = context
-    _sources[pipeline_rank, tensor_rank] = _Source(part, key_handle, open_handle(key_handle), open_handle(value_handle))
+    _sources[pipeline_rank, tensor_rank] = _Source(
+        part, key_handle, open_handle(key_handle), open_handle(value_handle)
+    )
 
 
 def migrate_blocks(
@@ -53,13 +59,15 @@ def migrate_blocks(
     Raises:
         RuntimeError: a context worker that has part of them is gone.
     """
-    own = Part.of_rank(tensor_size, tensor_rank, pipeline_size, pipeline_rank, k_cache.shape[1], k_cache.shape[2])
+    own = Part.of_rank(
+        tensor_size, tensor_rank, pipeline_size, pipeline_rank, k_cache.shape[1], k_cache.shape[2]
+    )
     sources = torch.tensor(context_blocks, dtype=torch.int64)
     targets = torch.tensor(blocks, dtype=torch.int64)
     for source in _sources.values():
         shared = source.part.shared(own)
         assert shared is not None, "only sources that share something are kept"
         if is_gone(source.handle):
-            raise RuntimeError("the context worker whose blocks are wanted is gone")
+            raise RuntimeError("the context worker that has the blocks is gone")
         for theirs, ours in ((source.keys, k_cache), (source.values, v_cache)):
             ours[(targets, *own.local(shared))] = theirs[(sources, *source.part.local(shared))]

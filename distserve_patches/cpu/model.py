@@ -1,4 +1,6 @@
-"""SwiftTransformer's model classes, computed by kvrs' decoder: same tokens, same KV bits as the embedded engine."""
+"""SwiftTransformer's model classes, computed by kvrs' decoder: same tokens, same KV bits as the
+embedded engine.
+"""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +20,7 @@ from kvrs.engine.sampler import SamplingParams, sample
 from kvrs.engine.worker import check_attention
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -37,8 +39,10 @@ def llama(
     blocks_per_request: int,
     parallel: list[int],
 ) -> "Model":
-    del vocab, hidden, heads, intermediate  # The checkpoint says so itself.
-    return Model(layers, kv_heads, head_dim, positions, dtype, block_size, blocks_per_request, parallel)
+    del vocab, hidden, heads, intermediate  # Read from the checkpoint.
+    return Model(
+        layers, kv_heads, head_dim, positions, dtype, block_size, blocks_per_request, parallel
+    )
 
 
 def opt(
@@ -54,15 +58,21 @@ def opt(
     parallel: list[int],
 ) -> "Model":
     del vocab, hidden
-    return Model(layers, heads, head_dim, positions, dtype, block_size, blocks_per_request, parallel)
+    return Model(
+        layers, heads, head_dim, positions, dtype, block_size, blocks_per_request, parallel
+    )
 
 
 def gpt2(*_: Any) -> NoReturn:
-    raise ConfigError(["model: GPT-2 is not among the models that run off the GPU; allowed: llama, opt"])
+    raise ConfigError(
+        ["model: GPT-2 is not among the models that run off the GPU; allowed: llama, opt"]
+    )
 
 
 class Model:
-    """One rank's. The leader of its stage loads the whole model and computes for all ranks, each of which holds its own KV."""
+    """One rank's. The leader of its stage loads the whole model and computes for all ranks, each of
+    which holds its own KV.
+    """
 
     def __init__(
         self,
@@ -77,11 +87,22 @@ class Model:
     ) -> None:
         """Raises ConfigError: what only a GPU can do is asked for."""
         if dtype != "fp32":
-            raise ConfigError([f"dtype: got {dtype!r}; allowed: 'fp32' (off the GPU everything is computed in float32)"])
+            raise ConfigError(
+                [
+                    f"dtype: got {dtype!r}; allowed: 'fp32' (off the GPU everything is "
+                    f"computed in float32)"
+                ]
+            )
         if block_size & (block_size - 1):
-            raise ConfigError([f"--block-size: got {block_size}; allowed off the GPU: a power of two"])
+            raise ConfigError(
+                [f"--block-size: got {block_size}; allowed off the GPU: a power of two"]
+            )
         self._geometry = KvGeometry(
-            layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype_bytes=4, page_size_tokens=block_size
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype_bytes=4,
+            page_size_tokens=block_size,
         )
         self._positions = positions
         self._blocks_per_request = blocks_per_request
@@ -98,14 +119,18 @@ class Model:
 
     def init_dummy_weights(self) -> None:
         raise ConfigError(
-            ["--use-dummy-weights: not off the GPU; `python -m kvrs.engine.tiny DIRECTORY SEED` writes a small model"]
+            [
+                "--use-dummy-weights: not off the GPU; `python -m kvrs.engine.tiny "
+                "DIRECTORY SEED` writes a small model"
+            ]
         )
 
     def load_weight(self, path: str) -> None:
         """Load a Hugging Face directory, if this rank computes.
 
         Raises:
-            ConfigError: it is incomplete, or of another shape than its own config.json says to upstream.
+            ConfigError: it is incomplete, or of another shape than upstream read from its
+                config.json.
         """
         assert self.group is not None, "the communicator comes first"
         if not self.group.leads:
@@ -117,10 +142,15 @@ class Model:
         own, theirs = self._geometry, (config.layers, config.kv_heads, config.head_dim)
         if theirs != (own.layers, own.kv_heads, own.head_dim):
             raise ConfigError(
-                [f"{directory}: DistServe takes head_dim to be hidden_size / num_attention_heads; this model differs"]
+                [
+                    f"{directory}: DistServe takes head_dim to be hidden_size / "
+                    f"num_attention_heads; this model differs"
+                ]
             )
         with torch.inference_mode():
-            self._decoder = load_decoder(config, Weights(directory), self._positions, torch.device("cpu"))
+            self._decoder = load_decoder(
+                config, Weights(directory), self._positions, torch.device("cpu")
+            )
             check_attention(config, own.page_size_tokens, torch.device("cpu"))
 
     def forward(
@@ -131,12 +161,16 @@ class Model:
         v_cache: Tensor,
         block_tables: list[list[int]],
     ) -> list[int]:
-        """Compute each request's new tokens behind its earlier ones. The next token of each, if this rank leads."""
+        """Compute each request's new tokens behind its earlier ones. The next token of each, if
+        this rank leads.
+        """
         assert self.group is not None, "the communicator comes first"
         if not self._met:
             self._meet(self.group, k_cache, v_cache)
         with self.group.together():
-            return self._compute(token_ids, first_positions, block_tables) if self.group.leads else []
+            return (
+                self._compute(token_ids, first_positions, block_tables) if self.group.leads else []
+            )
 
     def _meet(self, group: Group, k_cache: Tensor, v_cache: Tensor) -> None:
         handles = group.caches((handle_of(k_cache), handle_of(v_cache)))
@@ -145,22 +179,36 @@ class Model:
             return
 
         def shard(rank: tuple[int, int]) -> tuple[Tensor, Tensor]:
-            caches = (k_cache, v_cache) if rank == group.rank else (open_handle(handle) for handle in handles[rank])
+            caches = (
+                (k_cache, v_cache)
+                if rank == group.rank
+                else (open_handle(handle) for handle in handles[rank])
+            )
             keys, values = (with_zero_row(cache) for cache in caches)
             return keys, values
 
         stages, ranks = range(group.pipeline_size), range(group.tensor_size)
-        self._pool = ShardedPool(self._geometry, [[shard((stage, rank)) for rank in ranks] for stage in stages])
+        self._pool = ShardedPool(
+            self._geometry, [[shard((stage, rank)) for rank in ranks] for stage in stages]
+        )
 
-    def _compute(self, token_ids: list[list[int]], first_positions: list[int], block_tables: list[list[int]]) -> list[int]:
+    def _compute(
+        self, token_ids: list[list[int]], first_positions: list[int], block_tables: list[list[int]]
+    ) -> list[int]:
         assert self._decoder is not None, "the leader has loaded the weights"
         assert self._pool is not None, "the leader has met the others"
         chunks = []
         for tokens, first, blocks in zip(token_ids, first_positions, block_tables, strict=True):
             if len(blocks) > self._blocks_per_request:
-                raise ValueError(f"a request has {len(blocks)} blocks; --max-num-blocks-per-req is {self._blocks_per_request}")
+                raise ValueError(
+                    f"a request has {len(blocks)} blocks; --max-num-blocks-per-req is "
+                    f"{self._blocks_per_request}"
+                )
             if first + len(tokens) > self._positions:
-                raise ValueError(f"a request reaches position {first + len(tokens)}; the model has {self._positions}")
+                raise ValueError(
+                    f"a request reaches position {first + len(tokens)}; the model has "
+                    f"{self._positions}"
+                )
             chunks.append(Chunk(tokens, first, blocks, wants_logits=True))
         with torch.inference_mode():
             logits = self._decoder.forward(build_step(chunks, self._pool), self._pool)

@@ -1,4 +1,6 @@
-"""Which part of a model's KV a rank holds, and the KV of a whole stage as one pool for kvrs' decoder."""
+"""Which part of a model's KV a rank holds, and the KV of a whole stage as one pool for kvrs'
+decoder.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +21,28 @@ class Part:
 
     @classmethod
     def of(cls, parallel: list[int], layers: int, heads: int) -> "Part":
-        """Of the rank that upstream's `ParallelConfig.to_list` describes, in a model of that many layers and heads."""
+        """Of the rank that upstream's `ParallelConfig.to_list` describes, in a model of that many
+        layers and heads.
+        """
         tensor_size, tensor_rank, pipeline_size, pipeline_rank = parallel
-        return cls.of_rank(tensor_size, tensor_rank, pipeline_size, pipeline_rank, layers // pipeline_size, heads // tensor_size)
+        return cls.of_rank(
+            tensor_size,
+            tensor_rank,
+            pipeline_size,
+            pipeline_rank,
+            layers // pipeline_size,
+            heads // tensor_size,
+        )
 
     @classmethod
     def of_rank(
-        cls, tensor_size: int, tensor_rank: int, pipeline_size: int, pipeline_rank: int, own_layers: int, own_heads: int
+        cls,
+        tensor_size: int,
+        tensor_rank: int,
+        pipeline_size: int,
+        pipeline_rank: int,
+        own_layers: int,
+        own_heads: int,
     ) -> "Part":
         assert tensor_rank < tensor_size, "a rank lies in its group"
         assert pipeline_rank < pipeline_size, "a rank lies in its group"
@@ -53,9 +70,11 @@ def _overlap(left: range, right: range) -> range:
 class ShardedPool:
     """A `KvStore` for kvrs' decoder over the caches of all ranks of a stage."""
 
-    def __init__(self, geometry: KvGeometry, shards: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
-        """`shards[pipeline rank][tensor rank]`: keys and values `[blocks + 1, layers, heads, block size, head_dim]` of that rank,
-        the last block zero.
+    def __init__(
+        self, geometry: KvGeometry, shards: Sequence[Sequence[tuple[Tensor, Tensor]]]
+    ) -> None:
+        """`shards[pipeline rank][tensor rank]`: keys and values `[blocks + 1, layers, heads, block
+        size, head_dim]` of that rank, the last block zero.
         """
         self.geometry = geometry
         first = shards[0][0][0]
@@ -64,7 +83,10 @@ class ShardedPool:
         self._shards = shards
         self._own_layers, self._own_heads = first.shape[1], first.shape[2]
         run = geometry.page_size_tokens * geometry.head_dim
-        self._runs = [[(keys.view(-1, run), values.view(-1, run)) for keys, values in stage] for stage in shards]
+        self._runs = [
+            [(keys.view(-1, run), values.view(-1, run)) for keys, values in stage]
+            for stage in shards
+        ]
         self._pages_per_block = pages_per_block(geometry.page_size_tokens)
 
     def begin(self, pages: Tensor) -> None:
@@ -96,7 +118,9 @@ class ShardedPool:
         for kind in (0, 1):
             parts = [
                 rank[kind][first:].index_select(0, own.reshape(-1)).view(*own.shape, -1)
-                for rank, own in zip(self._runs[stage], torch.split(by_head, self._own_heads, 1), strict=True)
+                for rank, own in zip(
+                    self._runs[stage], torch.split(by_head, self._own_heads, 1), strict=True
+                )
             ]
             gathered.append(torch.cat(parts, 1).view(runs.shape[0], -1))
         return gathered[0], gathered[1]

@@ -1,6 +1,7 @@
-"""Streams of a real cluster under a random schedule of all deaths, compared token by token with the same streams undisturbed.
+"""Streams of a real cluster under a random schedule of all fault scenarios, compared token by token
+with the same streams undisturbed.
 
-python -m experiments.all_deaths.run [--streams 2000] [--seed 1] [--only STORY ...]
+python -m experiments.all_deaths.run [--streams 2000] [--seed 1] [--only SCENARIO ...]
 """
 
 import argparse
@@ -17,30 +18,32 @@ from typing import Any, Self
 from rich.console import Console
 
 from experiments.all_deaths.rest import wait_for_no_leaks, wait_for_rest
-from experiments.all_deaths.schedule import HIT_AT_LEAST, STORIES, Act, schedule
+from experiments.all_deaths.schedule import FAULT_SCENARIOS, HIT_AT_LEAST, Act, schedule
 from kvrs.cluster.drill import Run, run_load
-from kvrs.cluster.faults import rows_of
+from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
-from kvrs.config import Config, load_config
+from kvrs.config.file import Config, load_config
 from kvrs.demo import REQUESTS_PER_S, scaled_requests
 from kvrs.protocol.instance import Role
-from kvrs.replay.generator import GeneratorSettings, generate
-from kvrs.replay.records import ReplayRequest, StreamRecord
-from kvrs.replay.report import Report, build_report
-from kvrs.replay.table import terminal_table
+from kvrs.report.report import Report, build_report
+from kvrs.report.table import terminal_table
+from kvrs.traces.generator import GeneratorSettings, generate
+from kvrs.traces.records import ReplayRequest, StreamRecord
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 WARM_UP = 48
 REST_TIMEOUT_S = 60.0
 LOOK_INTERVAL_S = 0.5
-# The moments of a look and of a stream's end are known to each other only so well.
+# Uncertainty between the times of a sample and of a stream's end.
 SLACK_S = 3.0
 
 
 @dataclass
-class Looks:
-    """Which roles had an instance up, looked at twice a second: an error event is in order only when one had none for long."""
+class HealthSamples:
+    """Roles with an instance up, sampled twice a second: an error event is legitimate only after a
+    long absence of all instances of a role.
+    """
 
     cluster: Cluster
     rows: list[tuple[float, set[str]]] = field(default_factory=list)
@@ -58,11 +61,17 @@ class Looks:
 
     def _look(self) -> None:
         while not self._stop.wait(LOOK_INTERVAL_S):
-            up = {row["role"] for row in rows_of(self.cluster.state()).values() if row["health"] == "up"}
+            up = {
+                row["role"]
+                for row in rows_of(self.cluster.state()).values()
+                if row["health"] == "up"
+            }
             self.rows.append((time.monotonic() - self._start_s, up))
 
     def longest_absence_s(self, role: Role, until_s: float) -> float:
-        """How long no instance of the role had been up, at most, in an absence that ended not long before `until_s`."""
+        """How long no instance of the role had been up, at most, in an absence that ended not long
+        before `until_s`.
+        """
         longest, since_s = 0.0, None
         for at_s, up in self.rows:
             if at_s > until_s + SLACK_S:
@@ -76,34 +85,44 @@ class Looks:
 
 
 def streams(count: int, seed: int) -> list[ReplayRequest]:
-    """Half of them greedy, half drawn: a stream is exact in both cases, or its sampler lost its place."""
+    """Half of them greedy, half sampled: exactness of both covers the sampler's position."""
     requests = scaled_requests(generate(GeneratorSettings(requests=count), seed), seed)
-    return [replace(r, temperature=0.8, seed=seed + i) if i % 2 else r for i, r in enumerate(requests)]
+    return [
+        replace(r, temperature=0.8, seed=seed + i) if i % 2 else r for i, r in enumerate(requests)
+    ]
 
 
-def unexcused(records: Sequence[StreamRecord], looks: Looks, wait_s: float) -> list[str]:
-    """Streams that ended with an error though there was somebody to go on with them."""
+def unexcused(records: Sequence[StreamRecord], samples: HealthSamples, wait_s: float) -> list[str]:
+    """Streams that ended with an error although an instance was left."""
     found = []
     for record in records:
         if record.error is not None:
-            absent_s = max(looks.longest_absence_s(role, record.ended_s) for role in (Role.PREFILL, Role.DECODE))
+            absent_s = max(
+                samples.longest_absence_s(role, record.ended_s)
+                for role in (Role.PREFILL, Role.DECODE)
+            )
             if record.error.kind.value not in ("event", "http") or absent_s < wait_s - SLACK_S:
-                found.append(f"stream {record.index}: {record.error.kind.value}: {record.error.message}")
+                found.append(
+                    f"stream {record.index}: {record.error.kind.value}: {record.error.message}"
+                )
     return found
 
 
-def told(acts: Sequence[Act], run: Run) -> list[dict[str, Any]]:
-    """Each story with what it really did, in the order of the schedule."""
+def outcomes(acts: Sequence[Act], run: Run) -> list[dict[str, Any]]:
+    """Each scenario with its real effect, in the order of the schedule."""
     rows = []
     for act in acts:
         labels = {fault.label for fault in act.faults}
         hits = [note for note in run.faults if note["fault"] in labels]
         rows.append(
             {
-                "story": act.story,
+                "scenario": act.scenario,
                 "at_s": round(act.at_s, 1),
                 "hits": [
-                    {key: note[key] for key in ("what", "instances", "inflight", "streams", "phases")}
+                    {
+                        key: note[key]
+                        for key in ("what", "instances", "inflight", "streams", "phases")
+                    }
                     | {"at_s": round(note["at_s"], 2)}
                     for note in hits
                 ],
@@ -112,7 +131,7 @@ def told(acts: Sequence[Act], run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def summary(report: Report, run: Run, stories: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(report: Report, run: Run, scenarios: list[dict[str, Any]]) -> dict[str, Any]:
     keys = (
         "streams",
         "completed",
@@ -123,15 +142,17 @@ def summary(report: Report, run: Run, stories: list[dict[str, Any]]) -> dict[str
         "text_different",
         "recoveries",
     )
-    kills = [hit["streams"] for row in stories for hit in row["hits"] if hit["what"] == "kill"]
+    kills = [hit["streams"] for row in scenarios for hit in row["hits"] if hit["what"] == "kill"]
     return {key: report[key] for key in keys} | {
         "exact": report["exact"],
-        "stories": len(stories),
-        "kinds_of_stories": len({row["story"] for row in stories}),
+        "count_of_scenarios": len(scenarios),
+        "kinds_of_scenarios": len({row["scenario"] for row in scenarios}),
         "kills": len(kills),
         "fewest_streams_hit_by_a_kill": min(kills, default=0),
         "faults_never_due": [fault.label for fault in run.never_due],
-        "recoveries_by_option": dict(sorted(Counter(row["option"] for row in run.recoveries).items())),
+        "recoveries_by_option": dict(
+            sorted(Counter(row["option"] for row in run.recoveries).items())
+        ),
         "client_visible_gap_s": report["gap_s"],
     }
 
@@ -149,7 +170,9 @@ def reasons(figures: dict[str, Any]) -> list[str]:
     return [*found, *figures["errors_without_excuse"], *figures["leaks"]]
 
 
-def tell_deaths(cluster: Cluster, arguments: argparse.Namespace, console: Console) -> tuple[Report, dict[str, Any]]:
+def run_scenarios(
+    cluster: Cluster, arguments: argparse.Namespace, console: Console
+) -> tuple[Report, dict[str, Any]]:
     config: Config = cluster.config
     nodes = [node.id for node in config.cluster.nodes]
     requests = streams(arguments.streams, arguments.seed)
@@ -157,45 +180,73 @@ def tell_deaths(cluster: Cluster, arguments: argparse.Namespace, console: Consol
     faults = [fault for act in acts for fault in act.faults]
     run_load(cluster, streams(WARM_UP, arguments.seed + 1), [], arguments.seed, console, "warm-up")
     before = wait_for_rest(cluster, REST_TIMEOUT_S)
-    with Looks(cluster) as looks:
+    with HealthSamples(cluster) as samples:
         faulted = run_load(cluster, requests, faults, arguments.seed, console, "with all deaths")
     after, leaks = wait_for_no_leaks(cluster, before, REST_TIMEOUT_S)
     clean = run_load(cluster, requests, [], arguments.seed, console, "without")
-    settings = {"streams": arguments.streams, "seed": arguments.seed, "policy": config.policy.name.value}
-    report = build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings)
-    stories = told(acts, faulted)
-    figures = settings | summary(report, faulted, stories)
-    figures["errors_without_excuse"] = unexcused(faulted.records, looks, config.policy.recovery.wait_s)
+    settings = {
+        "streams": arguments.streams,
+        "seed": arguments.seed,
+        "policy": config.policy.name.value,
+    }
+    report = build_report(
+        faulted.records, clean.records, faulted.recoveries, faulted.faults, settings
+    )
+    scenarios = outcomes(acts, faulted)
+    figures = settings | summary(report, faulted, scenarios)
+    figures["errors_without_excuse"] = unexcused(
+        faulted.records, samples, config.policy.recovery.wait_s
+    )
     figures["leaks"] = leaks
-    return report, figures | {"stories_told": stories, "before": before, "after": after}
+    return report, figures | {"scenarios": scenarios, "before": before, "after": after}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=[], choices=list(STORIES), metavar="STORY", help="; ".join(STORIES))
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        choices=list(FAULT_SCENARIOS),
+        metavar="STORY",
+        help="; ".join(FAULT_SCENARIOS),
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--logs", type=Path, help="where the logs of all processes go")
     arguments = parser.parse_args()
     console = Console(record=True, width=120)
     started_s = time.monotonic()
-    # Progress names directories of this machine; results are kept.
+    # Progress lines name directories of this machine, and results are kept.
     with Cluster(load_config(HERE / "config.yaml"), lambda line: print(f"  {line}")) as cluster:
         try:
-            report, figures = tell_deaths(cluster, arguments, console)
+            report, figures = run_scenarios(cluster, arguments, console)
         finally:
             if arguments.logs is not None:
                 cluster.keep_logs(arguments.logs)
-    left = [path for path in (cluster.run_directory, Path(cluster.config.backup.directory)) if path.exists()]
+    left = [
+        path
+        for path in (cluster.run_directory, Path(cluster.config.backup.directory))
+        if path.exists()
+    ]
     figures["leaks"] += [f"left behind after the run: {path.name}" for path in left]
     figures["took_s"] = round(time.monotonic() - started_s)
     why = reasons(figures)
     console.print(terminal_table(report))
-    console.print(json.dumps({key: figures[key] for key in figures if key not in ("before", "after")}, indent=2), markup=False)
+    console.print(
+        json.dumps(
+            {key: figures[key] for key in figures if key not in ("before", "after")}, indent=2
+        ),
+        markup=False,
+    )
     console.print("PASSED" if not why else "FAILED: " + "; ".join(why), markup=False)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "all_deaths.json").write_text(json.dumps(figures | {"reasons": why}, indent=1) + "\n")
+    (arguments.out / "all_deaths.json").write_text(
+        json.dumps(figures | {"reasons": why}, indent=1) + "\n"
+    )
     (arguments.out / "all_deaths.txt").write_text(console.export_text())
     return 0 if not why else 1
 

@@ -1,25 +1,25 @@
-"""A random schedule of all deaths: each is a short story of one or two faults; they follow each other in random order."""
+"""A random schedule of all fault scenarios, each of one or two faults, in random order."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrs.replay.faults import Fault, parse_faults
+from kvrs.faults.language import Fault, parse_faults
 
 HIT_AT_LEAST = 8
 FROZEN_S = 4.0
 SLOW_S = 6.0
 CUT_S = 4.0
-# The first streams need a moment to fill the instances; what was killed is back after about five seconds, and then the load needs
-# a moment to fill it again.
+# The first streams need a moment to fill the instances; killed processes are back after about five
+# seconds, and then the load needs a moment to fill it again.
 FIRST_S = 4.0
 GAP_S = (7.0, 10.0)
-# The last story needs streams until its end.
+# The last scenario needs streams until its end.
 LAST_S = 12.0
 
 Row = dict[str, Any]
-Story = Callable[[random.Random, Sequence[str]], list[Row]]
+Scenario = Callable[[random.Random, Sequence[str]], list[Row]]
 
 
 def _kill(whom: Row, **when: Any) -> Row:
@@ -35,7 +35,12 @@ def _all(role: str) -> Row:
 
 
 def _lasting(what: str, whom: Row, for_s: float, **more: Any) -> Row:
-    return {"when": {"streams_at_least": HIT_AT_LEAST}, "what": what, "whom": whom, "for_s": for_s} | more
+    return {
+        "when": {"streams_at_least": HIT_AT_LEAST},
+        "what": what,
+        "whom": whom,
+        "for_s": for_s,
+    } | more
 
 
 def _damage(whom: Row, pages: int) -> Row:
@@ -53,15 +58,24 @@ def _node(rng: random.Random, nodes: Sequence[str]) -> Row:
 _DECODE = _kill(_any("decode"), inflight_at_least=HIT_AT_LEAST)
 _IN_RECOVERY = {"phase": "recovery", "in_phase_at_least": 2, "streams_at_least": HIT_AT_LEAST}
 
-STORIES: dict[str, Story] = {
-    "prefill before the hand-off": lambda r, n: [_kill(_any("prefill"), phase="prefill", streams_at_least=HIT_AT_LEAST)],
-    "prefill during a hand-off": lambda r, n: [_kill(_any("prefill"), phase="handoff", streams_at_least=HIT_AT_LEAST)],
-    "prefill after the hand-off": lambda r, n: [_kill(_any("prefill"), phase="decode", in_phase_at_least=HIT_AT_LEAST)],
+FAULT_SCENARIOS: dict[str, Scenario] = {
+    "prefill before the hand-off": lambda r, n: [
+        _kill(_any("prefill"), phase="prefill", streams_at_least=HIT_AT_LEAST)
+    ],
+    "prefill during a hand-off": lambda r, n: [
+        _kill(_any("prefill"), phase="handoff", streams_at_least=HIT_AT_LEAST)
+    ],
+    "prefill after the hand-off": lambda r, n: [
+        _kill(_any("prefill"), phase="decode", in_phase_at_least=HIT_AT_LEAST)
+    ],
     "decode": lambda r, n: [_DECODE],
     "agent": lambda r, n: [_kill(_any("agent"), streams_at_least=HIT_AT_LEAST)],
     "target during a recovery": lambda r, n: [_DECODE, _kill(_any("decode"), **_IN_RECOVERY)],
     "agent during a recovery": lambda r, n: [_DECODE, _kill(_any("agent"), **_IN_RECOVERY)],
-    "prefill during a recovery": lambda r, n: [_DECODE, _kill(_any("prefill"), phase="recovery", streams_at_least=HIT_AT_LEAST)],
+    "prefill during a recovery": lambda r, n: [
+        _DECODE,
+        _kill(_any("prefill"), phase="recovery", streams_at_least=HIT_AT_LEAST),
+    ],
     "all decode instances": lambda r, n: [_kill(_all("decode"), streams_at_least=HIT_AT_LEAST)],
     "all agents": lambda r, n: [_kill(_all("agent"), streams_at_least=HIT_AT_LEAST)],
     "two decode instances at once": lambda r, n: [_DECODE, _DECODE],
@@ -76,27 +90,33 @@ STORIES: dict[str, Story] = {
     "flipped bits of agents": lambda r, n: [_damage(_all("agent"), 4), _DECODE],
     "flipped bits of checkpoints": lambda r, n: [_damage(_all("decode"), 4), _DECODE],
     "a link cut": lambda r, n: [_lasting("link_cut", _link(r, n), CUT_S)],
-    "a link cut during a recovery": lambda r, n: [_lasting("link_cut", _link(r, n), CUT_S), _DECODE],
+    "a link cut during a recovery": lambda r, n: [
+        _lasting("link_cut", _link(r, n), CUT_S),
+        _DECODE,
+    ],
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    story: str
+    scenario: str
     at_s: float
     faults: list[Fault]
 
 
 def schedule(span_s: float, seed: int, nodes: Sequence[str], only: Sequence[str] = ()) -> list[Act]:
-    """Stories at random moments, in rounds: each comes once, in random order, before any comes again."""
+    """Scenarios at random times, in rounds: each once, in random order, before any is repeated."""
     rng = random.Random(seed)
     acts: list[Act] = []
     at_s = FIRST_S
-    for story in _rounds(rng, list(only or STORIES)):
+    for scenario in _rounds(rng, list(only or FAULT_SCENARIOS)):
         if at_s > max(FIRST_S, span_s - LAST_S):
             return acts
-        rows = [row | {"when": row["when"] | {"at_s": at_s}} for row in STORIES[story](rng, nodes)]
-        acts.append(Act(story, at_s, parse_faults(rows)))
+        rows = [
+            row | {"when": row["when"] | {"at_s": at_s}}
+            for row in FAULT_SCENARIOS[scenario](rng, nodes)
+        ]
+        acts.append(Act(scenario, at_s, parse_faults(rows)))
         at_s += rng.uniform(*GAP_S)
     return acts
 

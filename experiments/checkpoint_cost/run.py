@@ -1,9 +1,10 @@
-"""What do checkpoints cost a stream that nothing happens to, and how much of it is lost when something does?
+"""Cost of checkpoints for an undisturbed stream, and loss with a failure.
 
     python -m experiments.checkpoint_cost.run [--rounds 24] [--kills 10]
 
-Cost: real engines, an agent, the same streams with and without checkpoints in turns; CPU time of the engines per token, and the
-times between tokens. Loss: decode is killed at random moments; tokens that no holder has, per stream.
+Cost: real engines, an agent, the same streams with and without checkpoints in turns; CPU time of
+the engines per token, and the times between tokens. Loss: decode is killed at random moments;
+tokens that no holder has, per stream.
 """
 
 import argparse
@@ -27,9 +28,9 @@ from rich.progress import Progress
 
 from experiments.processes import Processes
 from experiments.rig import HandOff, Rig, draw, interval, session_for
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import AgentReport, Checkpoint
+from kvrs.protocol.instance import AgentReport, CheckpointTarget
 
 STREAMS = 8
 PROMPT_TOKENS = 256
@@ -46,7 +47,10 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 def settings() -> Config:
     nodes = [
-        {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},
+        {
+            "id": "n0",
+            "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}],
+        },
         {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
     ]
     return parse_config(
@@ -62,8 +66,10 @@ def settings() -> Config:
 class Side:
     """One way of running the same streams: with or without checkpoints."""
 
-    checkpoints: Sequence[Checkpoint]
-    prefill_cpu_s: list[float] = field(default_factory=list)  # Per prompt token, of p0; a sample is one round.
+    checkpoints: Sequence[CheckpointTarget]
+    prefill_cpu_s: list[float] = field(
+        default_factory=list
+    )  # Per prompt token, of p0; a sample is one round.
     decode_cpu_s: list[float] = field(default_factory=list)  # Per output token, of d0.
     cpu_s: list[float] = field(default_factory=list)  # Per token, of both.
     agent_cpu_s: list[float] = field(default_factory=list)
@@ -71,7 +77,9 @@ class Side:
 
 
 class Bench:
-    def __init__(self, processes: Processes, rig: Rig, session: aiohttp.ClientSession, seed: int) -> None:
+    def __init__(
+        self, processes: Processes, rig: Rig, session: aiohttp.ClientSession, seed: int
+    ) -> None:
         self._processes = processes
         self._rig = rig
         self._session = session
@@ -91,7 +99,7 @@ class Bench:
         )
         rows = zip(prompts, hand_offs, names, strict=True)
         await asyncio.gather(*(self._stream(side, *row) for row in rows))
-        # What lags is sent and paid for before the round is over.
+        # Checkpoints that are behind are sent, and counted, before the round is over.
         await self._caught_up("p0", "d0")
         used = {name: after - before[name] for name, after in self._cpu_s().items()}
         side.prefill_cpu_s.append(used["p0"] / (STREAMS * PROMPT_TOKENS))
@@ -116,14 +124,18 @@ class Bench:
         side.gaps_s += [later - earlier for earlier, later in pairwise(times)]
 
     async def lose(self) -> list[int]:
-        """Kill d0 under all streams at a random moment; of each, how many tokens the client has that the holder has not."""
-        checkpoints = [Checkpoint(AGENT, RESERVED_BYTES)]
+        """Kill d0 under all streams at a random moment; of each, how many tokens the client has
+        that the holder has not.
+        """
+        checkpoints = [CheckpointTarget(AGENT, RESERVED_BYTES)]
         prompts = [draw(self._rng, PROMPT_TOKENS) for _ in range(STREAMS)]
         names = [self._rig.new_stream() for _ in prompts]
         produced = dict.fromkeys(names, 0)
 
         async def stream(prompt: list[int], name: str) -> None:
-            hand_off = await self._rig.prefill("p0", prompt, PROMPT_TOKENS, checkpoints, stream=name)
+            hand_off = await self._rig.prefill(
+                "p0", prompt, PROMPT_TOKENS, checkpoints, stream=name
+            )
 
             def count(_: int) -> None:
                 produced[name] += 1
@@ -143,20 +155,25 @@ class Bench:
                 return
             raise RuntimeError("a stream ended before the kill")
 
-        streams = [asyncio.create_task(stream(prompt, name)) for prompt, name in zip(prompts, names, strict=True)]
+        streams = [
+            asyncio.create_task(stream(prompt, name))
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
         kill_after = self._rng.randint(*KILL_AFTER_TOKENS)
         while min(produced.values()) < kill_after:
             await asyncio.sleep(0.005)
         self._processes.kill("d0")
         await asyncio.gather(*streams)
-        # What had left d0 has arrived or never will.
+        # Pages that had left d0 have arrived, or never will.
         await asyncio.sleep(0.2)
         held = (await self._report()).pages
         page = self._rig.geometry.page_size_tokens
         self._processes.start("d0")
         self._processes.wait_ready("d0")
         await self._release(names)
-        return [PROMPT_TOKENS + produced[name] - page * held.get(StreamId(name), 0) for name in names]
+        return [
+            PROMPT_TOKENS + produced[name] - page * held.get(StreamId(name), 0) for name in names
+        ]
 
     async def _report(self) -> AgentReport:
         async with self._session.get(f"{self._agent_url}/kvrs/v1/holdings") as answer:
@@ -170,7 +187,11 @@ class Bench:
 
     @property
     def _agent_url(self) -> str:
-        return next(node.agent.url for node in self._processes.config.cluster.nodes if node.agent_id == AGENT)
+        return next(
+            node.agent.url
+            for node in self._processes.config.cluster.nodes
+            if node.agent_id == AGENT
+        )
 
     async def _caught_up(self, *instances: str) -> None:
         give_up_s = time.monotonic() + 30.0
@@ -190,9 +211,11 @@ def _process_cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-async def measure(processes: Processes, rounds: int, kills: int, seed: int) -> tuple[Side, Side, list[int]]:
+async def measure(
+    processes: Processes, rounds: int, kills: int, seed: int
+) -> tuple[Side, Side, list[int]]:
     order = random.Random(seed)
-    off, on = Side([]), Side([Checkpoint(AGENT, RESERVED_BYTES)])
+    off, on = Side([]), Side([CheckpointTarget(AGENT, RESERVED_BYTES)])
     lost: list[int] = []
     async with session_for(processes) as session:
         rig = Rig(processes, session, "opt-13b-a100-distserve-tp1")
@@ -223,7 +246,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
@@ -233,49 +258,66 @@ def main() -> int:
         processes.start("p0", "d0", "d1", AGENT)
         processes.wait_ready("p0", "d0", "d1", AGENT)
         page = processes.config.cluster.engine.page_size_tokens
-        off, on, lost = asyncio.run(measure(processes, arguments.rounds, arguments.kills, arguments.seed))
+        off, on, lost = asyncio.run(
+            measure(processes, arguments.rounds, arguments.kills, arguments.seed)
+        )
     cost, spread = paired(off.cpu_s, on.cpu_s)
-    parts = {name: paired(getattr(off, f"{name}_cpu_s"), getattr(on, f"{name}_cpu_s")) for name in ("prefill", "decode")}
+    parts = {
+        name: paired(getattr(off, f"{name}_cpu_s"), getattr(on, f"{name}_cpu_s"))
+        for name in ("prefill", "decode")
+    }
     result: dict[str, Any] = {
         "rounds": arguments.rounds,
         "streams": STREAMS,
         "prompt_tokens": PROMPT_TOKENS,
         "output_tokens": OUTPUT_TOKENS,
-        "cpu_ms_per_token": {"off": statistics.median(off.cpu_s) * 1e3, "on": statistics.median(on.cpu_s) * 1e3},
+        "cpu_ms_per_token": {
+            "off": statistics.median(off.cpu_s) * 1e3,
+            "on": statistics.median(on.cpu_s) * 1e3,
+        },
         "cost": cost,
         "cost_interval": spread,
         "cost_parts": parts,
         "agent_cpu_ms_per_token": statistics.median(on.agent_cpu_s) * 1e3,
         "gap_ms": {
-            side: {f"p{share * 100:g}": percentile(gaps, share) * 1e3 for share in (0.5, 0.99, 0.999)}
+            side: {
+                f"p{share * 100:g}": percentile(gaps, share) * 1e3 for share in (0.5, 0.99, 0.999)
+            }
             for side, gaps in (("off", off.gaps_s), ("on", on.gaps_s))
         },
         "wanted_cost": WANTED_COST,
         "victims": len(lost),
         "lost_tokens": {"median": statistics.median(lost), "most": max(lost)} if lost else None,
         "page_size_tokens": page,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
+        f"{platform.python_version()}",
     }
     lines = [
-        f"checkpoints on against off, {arguments.rounds} interleaved rounds of {STREAMS} streams, medians; {result['machine']}",
+        f"checkpoints on against off, {arguments.rounds} interleaved rounds of {STREAMS} "
+        f"streams, medians; {result['machine']}",
         f"prompts of {PROMPT_TOKENS} tokens, outputs of {OUTPUT_TOKENS}",
-        f"CPU per token: off {result['cpu_ms_per_token']['off']:.3f} ms, on {result['cpu_ms_per_token']['on']:.3f} ms: "
+        f"CPU per token: off {result['cpu_ms_per_token']['off']:.3f} ms, on "
+        f"{result['cpu_ms_per_token']['on']:.3f} ms: "
         f"{cost:+.1%} ± {spread:.1%} (wanted below {WANTED_COST:.0%})",
         *(f"  {name:<8}{value:+.1%} ± {half:.1%}" for name, (value, half) in parts.items()),
         f"  agent   {result['agent_cpu_ms_per_token']:.3f} ms per token, in its own process",
         "time between tokens, ms:  "
         + ", ".join(
-            f"{side} " + " ".join(f"{name} {value:.1f}" for name, value in row.items()) for side, row in result["gap_ms"].items()
+            f"{side} " + " ".join(f"{name} {value:.1f}" for name, value in row.items())
+            for side, row in result["gap_ms"].items()
         ),
     ]
     if lost:
         lines.append(
-            f"{len(lost)} victims of {arguments.kills} kills: tokens that the client had and the holder had not: "
+            f"{len(lost)} victims of {arguments.kills} kills: tokens that the client had "
+            f"and the holder had not: "
             f"median {statistics.median(lost):g}, most {max(lost)} (a page is {page})"
         )
     text = "\n".join(lines) + "\n"
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "checkpoint_cost.json").write_text(json.dumps(result | {"lost": lost}, indent=1) + "\n")
+    (arguments.out / "checkpoint_cost.json").write_text(
+        json.dumps(result | {"lost": lost}, indent=1) + "\n"
+    )
     (arguments.out / "checkpoint_cost.txt").write_text(text)
     print(text, end="")
     return 0 if cost <= WANTED_COST else 1

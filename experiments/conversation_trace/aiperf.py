@@ -1,9 +1,11 @@
-"""The same trace through the same cluster, driven by a client that nobody here wrote: AIPerf, in an environment of its own.
+"""The same trace through the same cluster, driven by an independent client: AIPerf, in an
+environment of its own.
 
     python -m experiments.conversation_trace.aiperf [--venv DIR] [--requests 100]
 
-Installs aiperf 0.13.0 into `--venv` unless it is there, lets it replay the trace at its own times, and kills a decode instance
-in the middle. AIPerf knows nothing of recoveries: what counts is that it sees every request succeed, with all of its tokens.
+Installs aiperf 0.13.0 into `--venv` unless it is there, lets it replay the trace at its own times,
+and kills a decode instance in the middle. AIPerf knows nothing of recoveries: what counts is that
+it sees every request succeed, with all of its tokens.
 """
 
 import argparse
@@ -20,10 +22,10 @@ from typing import Any
 
 from experiments.conversation_trace.trace import DEFAULT_TRACE, sampled
 from kvrs.cluster.launcher import Cluster
+from kvrs.config.policy import PolicyName
 from kvrs.demo import demo_config
 from kvrs.ids import InstanceId
-from kvrs.policy.config import PolicyName
-from kvrs.replay.traces import Trace
+from kvrs.traces.mooncake import Trace
 
 AIPERF = "aiperf==0.13.0"
 TOKENIZER = "kvrs/tiny-llama"
@@ -38,12 +40,14 @@ def install(venv: Path) -> Path:
     if not program.exists():
         print(f"installing {AIPERF} into {venv}")
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        subprocess.run([str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", AIPERF], check=True)
+        subprocess.run(
+            [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", AIPERF], check=True
+        )
     return program
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Mooncake's format with smaller blocks, which AIPerf is told of."""
+    """Mooncake's format with smaller blocks, whose size is an option of AIPerf."""
     rows = (
         {
             "timestamp": round(request.arrival_s * 1000),
@@ -57,7 +61,9 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def put_into_hub_cache(model: Path, cache: Path) -> None:
-    """AIPerf's workers know tokenisers only by the name of a repository: put ours where one would lie that was fetched before."""
+    """Put the tokenizer where the hub's cache would have it: AIPerf finds tokenizers by repository
+    only.
+    """
     home, commit = cache / f"models--{TOKENIZER.replace('/', '--')}", "0" * 40
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text(commit)
@@ -80,26 +86,54 @@ def kill_when_busy(cluster: Cluster, kills: list[dict[str, Any]], over: threadin
 
 
 def profile(program: Path, cluster: Cluster, trace: Trace, directory: Path) -> Any:
-    """Run AIPerf; its own export."""
+    """Run AIPerf; return its own export."""
     write_trace(trace, directory / "trace.jsonl")
     model = cluster.config.cluster.model
     assert model is not None
     put_into_hub_cache(Path(model), directory / "hub")
-    command = [str(program), "profile", "--model", Path(model).name, "--tokenizer", TOKENIZER, "--url", cluster.url]
+    command = [
+        str(program),
+        "profile",
+        "--model",
+        Path(model).name,
+        "--tokenizer",
+        TOKENIZER,
+        "--url",
+        cluster.url,
+    ]
     command += ["--endpoint-type", "completions", "--streaming", "--ui", "none"]
-    command += ["--input-file", str(directory / "trace.jsonl"), "--custom-dataset-type", "mooncake_trace", "--fixed-schedule"]
+    command += [
+        "--input-file",
+        str(directory / "trace.jsonl"),
+        "--custom-dataset-type",
+        "mooncake_trace",
+        "--fixed-schedule",
+    ]
     command += ["--prompt-input-tokens-block-size", str(trace.block_tokens)]
     command += ["--extra-inputs", "temperature:0", "--extra-inputs", "ignore_eos:true"]
     command += ["--artifact-dir", str(directory / "artifacts")]
-    # A foreign program gets neither the cluster's secret nor our packages.
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVRS_", "RAY_", "PYTHON", "OMP_"))}
+    # The program gets neither the cluster's secret nor the packages of this environment.
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("KVRS_", "RAY_", "PYTHON", "OMP_"))
+    }
     environment |= {"HF_HUB_CACHE": str(directory / "hub"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+        command,
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
     )
     exports = list((directory / "artifacts").rglob("profile_export_aiperf.json"))
     if done.returncode or not exports:
-        raise SystemExit(f"aiperf ended with status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"aiperf ended with status "
+            f"{done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
     return json.loads(exports[0].read_text())
 
 
@@ -123,13 +157,16 @@ def figures(export: Any, trace: Trace, kills: list[dict[str, Any]], state: Any) 
         "request_latency_ms": spread("request_latency"),
         "kills": kills,
         "recoveries": [
-            {key: row[key] for key in ("option", "outcome", "produced_tokens", "gap_s")} for row in state["recoveries"]
+            {key: row[key] for key in ("option", "outcome", "produced_tokens", "gap_s")}
+            for row in state["recoveries"]
         ],
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE)
     parser.add_argument("--venv", type=Path, default=Path(tempfile.gettempdir()) / "kvrs-aiperf")
     parser.add_argument("--requests", type=int, default=100)
@@ -137,13 +174,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if not arguments.trace.is_file():
-        print(f"skipped: no trace at {arguments.trace}; it is Mooncake's FAST'25 conversation_trace.jsonl (--trace FILE)")
+        print(
+            f"skipped: no trace at {arguments.trace}; it is Mooncake's FAST'25 "
+            f"conversation_trace.jsonl (--trace FILE)"
+        )
         return 0
     program = install(arguments.venv)
     trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed)
     kills: list[dict[str, Any]] = []
     over = threading.Event()
-    with tempfile.TemporaryDirectory() as directory, Cluster(demo_config(PolicyName.AUTO, arguments.seed), print) as cluster:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Cluster(demo_config(PolicyName.AUTO, arguments.seed), print) as cluster,
+    ):
         killer = threading.Thread(target=kill_when_busy, args=(cluster, kills, over))
         killer.start()
         try:
@@ -153,7 +196,11 @@ def main() -> int:
             killer.join()
         found = figures(export, trace, kills, cluster.state())
     whole = found["request_count"] == len(trace.requests) and not found["error_request_count"]
-    passed = whole and found["total_usage_completion_tokens"] == found["output_tokens_asked"] and bool(found["recoveries"])
+    passed = (
+        whole
+        and found["total_usage_completion_tokens"] == found["output_tokens_asked"]
+        and bool(found["recoveries"])
+    )
     text = json.dumps({"passed": passed} | found, indent=1)
     print(text)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
-"""Mooncake's real conversation trace, in the size of the tiny model, through a cluster whose decode instances are killed.
+"""Mooncake's real conversation trace, in the size of the tiny model, through a cluster whose decode
+instances are killed.
 
     python -m experiments.conversation_trace.run [--requests 300] [--policy auto] [--trace FILE]
 
-Every stream is compared token by token with the same request in a run without kills. Without the trace nothing is run.
+Every stream is compared token by token with the same request in a run without kills. Without the
+trace nothing is run.
 """
 
 import argparse
@@ -16,11 +18,11 @@ from rich.console import Console
 from experiments.conversation_trace.trace import DEFAULT_TRACE, sampled
 from experiments.kills import hit_figures, kills, with_and_without
 from kvrs.cluster.drill import Run
+from kvrs.config.policy import PolicyName
 from kvrs.demo import FIRST_ORDINARY_TOKEN, VOCAB_SIZE, demo_config
-from kvrs.policy.config import PolicyName
-from kvrs.replay.report import Report, build_report
-from kvrs.replay.table import terminal_table
-from kvrs.replay.traces import prefix_hit_ratio, replay_requests
+from kvrs.report.report import Report, build_report
+from kvrs.report.table import terminal_table
+from kvrs.traces.mooncake import prefix_hit_ratio, replay_requests
 
 RESULTS = Path(__file__).parent / "results"
 REQUESTS_PER_S = 6.0
@@ -49,7 +51,9 @@ def figures(run: Run, report: Report) -> dict[str, Any]:
         {key: report[key] for key in keys}
         | hit_figures(run)
         | {
-            "impact": None if report["impact"] is None else {k: v for k, v in report["impact"].items() if k != "buckets"},
+            "impact": None
+            if report["impact"] is None
+            else {k: v for k, v in report["impact"].items() if k != "buckets"},
             "groups": report["groups"],
             "runs": report["runs"],
         }
@@ -57,15 +61,22 @@ def figures(run: Run, report: Report) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE)
-    parser.add_argument("--policy", type=PolicyName, default=PolicyName.AUTO, choices=list(PolicyName))
+    parser.add_argument(
+        "--policy", type=PolicyName, default=PolicyName.AUTO, choices=list(PolicyName)
+    )
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if not arguments.trace.is_file():
-        print(f"skipped: no trace at {arguments.trace}; it is Mooncake's FAST'25 conversation_trace.jsonl (--trace FILE)")
+        print(
+            f"skipped: no trace at {arguments.trace}; it is Mooncake's FAST'25 "
+            f"conversation_trace.jsonl (--trace FILE)"
+        )
         return 0
     console = Console(record=True, width=110)
     trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed)
@@ -82,13 +93,21 @@ def main() -> int:
         "prefix_hit_ratio": round(prefix_hit_ratio(trace), 3),
         "seed": arguments.seed,
     }
-    report = build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings)
+    report = build_report(
+        faulted.records, clean.records, faulted.recoveries, faulted.faults, settings
+    )
     found = settings | figures(faulted, report)
-    passed = bool(report["exact"]) and found["kills"] >= 2 and found["fewest_streams_hit_by_a_kill"] >= HIT_AT_LEAST
+    passed = (
+        bool(report["exact"])
+        and found["kills"] >= 2
+        and found["fewest_streams_hit_by_a_kill"] >= HIT_AT_LEAST
+    )
     console.print(terminal_table(report))
     console.print("PASSED" if passed else "FAILED")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{arguments.policy.value}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (arguments.out / f"{arguments.policy.value}.json").write_text(
+        json.dumps(found, indent=1) + "\n"
+    )
     (arguments.out / f"{arguments.policy.value}.txt").write_text(console.export_text())
     return 0 if passed else 1
 

@@ -2,8 +2,9 @@
 
     python -m experiments.crossover.run [--repeats 9]
 
-Three real engine processes on another GPU's clock: p0 holds a prompt's KV, d1 on the other node must go on with the stream,
-p1 is the prefill instance beside it. Both ways are really gone, with the calls that a proxy makes, until the first new token.
+Three real engine processes on another GPU's clock: p0 holds a prompt's KV, d1 on the other node
+must go on with the stream, p1 is the prefill instance beside it. Both ways are really gone, with
+the calls that a proxy makes, until the first new token.
 """
 
 import argparse
@@ -25,14 +26,16 @@ from rich.progress import Progress
 
 from experiments.processes import Processes, cpu_ticks, share_used
 from experiments.rig import Rig, draw, session_for
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, NodeId
-from kvrs.policy.config import PolicyName
-from kvrs.policy.costs import Instance, Option, decide, rom_migrate, rom_recompute
+from kvrs.policy.model.cluster_view import Instance
+from kvrs.policy.model.estimates import Option
+from kvrs.policy.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.profiles import catalog
-from kvrs.protocol.instance import Capability, PageRun, Role
+from kvrs.protocol.instance import Capability, Role, SourceRange
 
-# Slow enough that the tiny model's real work fits into its steps several times over, and its clock is a measured one.
+# Slow enough that the tiny model's real work fits into its steps several times over, and its clock
+# is a measured one.
 PROFILE = "opt-66b-a100-vllm-tp2"
 PROMPT_TOKENS = (768, 1024, 1536)
 GBIT_PER_S = (12, 20, 28, 36, 44, 52, 64, 80)
@@ -70,22 +73,35 @@ def settings() -> Config:
     return parse_config(
         {
             "cluster": {
-                # A whole prompt in one batch, as in the measurements behind the profile: each batch has its overhead.
-                "engine": {"pace": PROFILE, "max_batch_tokens": 2048, "max_model_len": 2048, "pages": 1024},
+                # A whole prompt in one batch, as in the measurements behind the profile: each batch
+                # has its overhead.
+                "engine": {
+                    "pace": PROFILE,
+                    "max_batch_tokens": 2048,
+                    "max_model_len": 2048,
+                    "pages": 1024,
+                },
                 "allow_faults": True,
                 "nodes": [
                     {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}]},
-                    {"id": "n1", "instances": [{"id": "p1", "role": "prefill"}, {"id": "d1", "role": "decode"}]},
+                    {
+                        "id": "n1",
+                        "instances": [
+                            {"id": "p1", "role": "prefill"},
+                            {"id": "d1", "role": "decode"},
+                        ],
+                    },
                 ],
             },
-            # Pages stay with p0 for the whole run; probes would share the link with what is measured.
+            # Pages stay with p0 for the whole run; probes would share the link with what is
+            # measured.
             "transfer": {"lease_s": 3600.0, "probe_interval_s": 3600.0, "stall_timeout_s": 30.0},
         }
     )
 
 
 def rom_pick(prompt_tokens: int, bytes_per_s: float) -> Option:
-    """What the policy `rom` decides, for the real model and the real link."""
+    """The decision of `rom` for the real model and the real link."""
     instance = Instance(
         InstanceId("d1"),
         NodeId("n1"),
@@ -96,11 +112,12 @@ def rom_pick(prompt_tokens: int, bytes_per_s: float) -> Option:
         frozenset(Capability),
     )
     migrate = rom_migrate(instance, prompt_tokens=prompt_tokens, bytes_per_s=bytes_per_s)
-    return decide(PolicyName.ROM, [migrate, rom_recompute(instance, instance, prompt_tokens=prompt_tokens)]).option
+    recompute = rom_recompute(instance, instance, prompt_tokens=prompt_tokens)
+    return ROM.decide([migrate, recompute]).option
 
 
 class Bench:
-    """Both ways of bringing one stream back."""
+    """Both ways of recovering one stream."""
 
     def __init__(self, rig: Rig, seed: int) -> None:
         self._rig = rig
@@ -115,14 +132,14 @@ class Bench:
             await self._rig.prefill("p0", prompt, len(prompt))
 
     async def take(self, way: Option, prompt_tokens: int) -> float:
-        """Bring a stream back one way; seconds until its first new token."""
+        """Recover a stream one way; return the seconds until its first new token."""
         rig = self._rig
         await rig.empty("p1", "d1")
         history = self._prompts[prompt_tokens] + self._produced
         started_s = time.perf_counter()
         if way is Option.MIGRATE:
             pages = prompt_tokens // rig.geometry.page_size_tokens
-            source = PageRun(InstanceId("p0"), 0, pages, rig.infos[InstanceId("p0")].epoch)
+            source = SourceRange(InstanceId("p0"), 0, pages, rig.infos[InstanceId("p0")].epoch)
             token = await rig.decode("d1", history, prompt_tokens, sources=[source])
         else:
             hand_off = await rig.prefill("p1", history, prompt_tokens)
@@ -130,7 +147,9 @@ class Bench:
         seconds = time.perf_counter() - started_s
         # Greedy and exact: however the KV came, the next token is the same.
         if self._tokens.setdefault(prompt_tokens, token) != token:
-            raise RuntimeError(f"{way.value} continued a prompt of {prompt_tokens} tokens with another token")
+            raise RuntimeError(
+                f"{way.value} continued a prompt of {prompt_tokens} tokens with another token"
+            )
         return seconds
 
 
@@ -145,7 +164,8 @@ async def measure(processes: Processes, cells: list[Cell], repeats: int, seed: i
         before = cpu_ticks()
         with _bar(repeats * len(cells)) as advance:
             for _ in range(repeats):
-                # Another order every time, and both ways in turns: a busy moment hits no cell and no side for good.
+                # Another order every time, and both ways in turns: a busy moment hits no cell and
+                # no side for good.
                 for cell in order.sample(cells, len(cells)):
                     await rig.set_link("p0", "n1", cell.gbit_per_s / 8 * 1e9 * rig.shrink)
                     for way in order.sample(WAYS, len(WAYS)):
@@ -179,17 +199,20 @@ def summary(cells: list[Cell], cpu: float, repeats: int) -> dict[str, Any]:
         "shortest_cell_s": round(shortest_s, 3),
         "void": cpu > MOST_CPU or shortest_s < SHORTEST_CELL_S,
         "reached": bool(clear) and share >= WANTED_SHARE,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
+        f"{platform.python_version()}",
     }
 
 
 def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
     lines = [
-        f"rom over bandwidths, {result['profile']}, {result['repeats']} interleaved repeats, medians; {result['machine']}",
+        f"rom over bandwidths, {result['profile']}, {result['repeats']} interleaved "
+        f"repeats, medians; {result['machine']}",
         f"CPU in use {result['cpu_share']:.0%} (void above {result['most_cpu_share']:.0%}), "
         f"shortest cell {result['shortest_cell_s']} s (void below {SHORTEST_CELL_S} s)",
         "",
-        f"{'tokens':>7}{'Gbit/s':>8}{'migrate s':>11}{'recompute s':>13}{'differ':>8}  {'faster':<10} {'rom picks':<10}",
+        f"{'tokens':>7}{'Gbit/s':>8}{'migrate s':>11}{'recompute s':>13}{'differ':>8}  "
+        f"{'faster':<10} {'rom picks':<10}",
     ]
     for cell in cells:
         clear = cell.difference > CLEAR_DIFFERENCE
@@ -200,8 +223,10 @@ def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
         )
     lines.append("")
     lines.append(
-        f"{result['cells_clear_right']} of {result['cells_clear']} cells that differ by more than {CLEAR_DIFFERENCE:.0%} are "
-        f"right: {result['share_right']:.1%} (wanted {WANTED_SHARE:.0%})" + (", VOID" if result["void"] else "")
+        f"{result['cells_clear_right']} of {result['cells_clear']} cells that differ by "
+        f"more than {CLEAR_DIFFERENCE:.0%} are "
+        f"right: {result['share_right']:.1%} (wanted {WANTED_SHARE:.0%})"
+        + (", VOID" if result["void"] else "")
     )
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -212,7 +237,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    cells = [Cell(n, rate, rom_pick(n, rate / 8 * 1e9)) for n in PROMPT_TOKENS for rate in GBIT_PER_S]
+    cells = [
+        Cell(n, rate, rom_pick(n, rate / 8 * 1e9)) for n in PROMPT_TOKENS for rate in GBIT_PER_S
+    ]
     started_s = time.monotonic()
     with Processes(settings()) as processes:
         processes.start("p0", "p1", "d1")
@@ -221,11 +248,18 @@ def main() -> int:
     result = summary(cells, cpu, arguments.repeats)
     result["took_s"] = round(time.monotonic() - started_s, 1)
     rows = [
-        {"prompt_tokens": cell.prompt_tokens, "gbit_per_s": cell.gbit_per_s, "picked": cell.picked, "seconds": cell.seconds}
+        {
+            "prompt_tokens": cell.prompt_tokens,
+            "gbit_per_s": cell.gbit_per_s,
+            "picked": cell.picked,
+            "seconds": cell.seconds,
+        }
         for cell in cells
     ]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "crossover.json").write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    (arguments.out / "crossover.json").write_text(
+        json.dumps({**result, "rows": rows}, indent=1) + "\n"
+    )
     text = as_text(cells, result)
     (arguments.out / "crossover.txt").write_text(text)
     print(text, end="")

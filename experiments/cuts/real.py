@@ -1,4 +1,6 @@
-"""Cuts on a real cluster: four engine processes and a proxy, and a relay before each decode instance that ends connections."""
+"""Cuts on a real cluster: four engine processes and a proxy, and a relay before each decode
+instance that ends connections.
+"""
 
 import asyncio
 import random
@@ -8,10 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from experiments.cuts.relay import Cuts, Relay
-from experiments.cuts.run import Tried
+from experiments.cuts.relay import Cuts, Relay, Tried
 from experiments.processes import Processes
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.protocol.instance import Role
 from tests.proxy.cuts import Case, CutOffError, ask, difference
 
@@ -33,7 +34,9 @@ async def real(count: int, seed: int) -> tuple[list[Tried], int]:
             await asyncio.to_thread(processes.start_proxy, config)
             url = f"http://{config.proxy.host}:{config.proxy.port}"
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
-                known = [(case, *await _undisturbed(http, url, case)) for case in await _cases(http, url)]
+                known = [
+                    (case, *await _undisturbed(http, url, case)) for case in await _cases(http, url)
+                ]
                 return await _cut(http, url, cuts, known, count, chosen), len(known)
 
 
@@ -54,11 +57,15 @@ async def _relays(config: Config, cuts: Cuts) -> AsyncIterator[Config]:
             await relay.close()
 
 
-async def _undisturbed(http: aiohttp.ClientSession, url: str, case: Case) -> tuple[list[bytes], int]:
+async def _undisturbed(
+    http: aiohttp.ClientSession, url: str, case: Case
+) -> tuple[list[bytes], int]:
     """What the case gives, twice the same; and between how many events it can be cut."""
     expected = await ask(http, url, case)
     if (again := await ask(http, url, case)) != expected:
-        raise CutOffError(f"{case.name} is not deterministic: {difference(b''.join(again), b''.join(expected))}")
+        raise CutOffError(
+            f"{case.name} is not deterministic: {difference(b''.join(again), b''.join(expected))}"
+        )
     events = max(part.count(b"\n\n") for part in expected) if case.body.get("stream") else TOKENS
     return expected, events
 
@@ -98,8 +105,20 @@ async def _cases(http: aiohttp.ClientSession, url: str) -> list[Case]:
     for case in list(cases[:3]):
         text = await _text(http, url, case)
         middle = len(text) // 2
-        cases.append(_with(case, "stop", stop=[text[middle : middle + 5], text[middle + 1 : middle + 3] + "never"]))
-        cases.append(_with(case, "stop that never comes", stop=[text[-4:] + "x", text[middle : middle + 4] + "never"]))
+        cases.append(
+            _with(
+                case,
+                "stop",
+                stop=[text[middle : middle + 5], text[middle + 1 : middle + 3] + "never"],
+            )
+        )
+        cases.append(
+            _with(
+                case,
+                "stop that never comes",
+                stop=[text[-4:] + "x", text[middle : middle + 4] + "never"],
+            )
+        )
     return cases
 
 
@@ -115,11 +134,17 @@ def _completions() -> Iterator[Case]:
     plain = _completion("greedy")
     yield plain
     yield _completion("sampled", **sampled)
-    yield _completion("sampled multi-byte", prompt="Où est né l'empereur 漢? ", **sampled | {"seed": 5, "top_p": 0.95})
+    yield _completion(
+        "sampled multi-byte",
+        prompt="Où est né l'empereur 漢? ",
+        **sampled | {"seed": 5, "top_p": 0.95},
+    )
     yield _completion("sampled, top_k, ids", **sampled | {"top_k": 20}, return_token_ids=True)
     yield _completion("usage", stream_options={"include_usage": True})
     yield _completion("logprobs", logprobs=3, **sampled)
-    yield _completion("penalties", presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2, **sampled)
+    yield _completion(
+        "penalties", presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2, **sampled
+    )
     yield _completion("min_tokens", min_tokens=20, **sampled | {"seed": 12})
     yield _completion("three choices", n=3, stream_options={"include_usage": True}, **sampled)
     yield _completion("echo", echo=True, **sampled)
@@ -139,12 +164,23 @@ def _chats() -> Iterator[Case]:
 
 
 def _completion(name: str, **fields: Any) -> Case:
-    body = {"prompt": _PROMPT, "max_tokens": TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}
+    body = {
+        "prompt": _PROMPT,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
     return Case(name, "/v1/completions", body | fields)
 
 
 def _chat(name: str, **fields: Any) -> Case:
-    body = {"messages": [{"role": "user", "content": _PROMPT}], "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    body = {
+        "messages": [{"role": "user", "content": _PROMPT}],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+    }
     return Case(f"chat {name}", "/v1/chat/completions", body | {"ignore_eos": True} | fields)
 
 

@@ -1,4 +1,6 @@
-"""A TCP relay that stands before an instance and cuts the response to one request at a chosen event."""
+"""A TCP relay that stands before an instance and cuts the response to one request at a chosen
+event.
+"""
 
 import asyncio
 import contextlib
@@ -13,9 +15,21 @@ _EVENT_END = b"\n\n"
 _CHUNK_BYTES = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One cut, and what was wrong with the stream that the client got; None: nothing."""
+
+    case: str
+    kind: str
+    event: int
+    wrong: str | None
+
+
 @dataclass(slots=True)
 class Cuts:
-    """What is still to be cut: by the `user` of a request the number of events that pass before its connection ends."""
+    """What is still to be cut: by the `user` of a request the number of events that pass before its
+    connection ends.
+    """
 
     pending: dict[bytes, tuple[int, str]] = field(default_factory=dict)
 
@@ -24,7 +38,9 @@ class Cuts:
 
 
 class Relay:
-    """Passes bytes on both ways. A cut hits the first response to its user, so that the recovery is left alone."""
+    """Passes bytes on both ways. A cut hits the first response to its user, so that the recovery is
+    left alone.
+    """
 
     def __init__(self, host: str, port: int, cuts: Cuts) -> None:
         self._address = (host, port)
@@ -49,7 +65,7 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # Nobody waits for this task, so its end by `close` is nobody's news.
+        # No other task awaits this one, so its end by `close` is not raised.
         with contextlib.suppress(asyncio.CancelledError):
             await self._join(reader, writer)
 
@@ -71,7 +87,9 @@ class Relay:
 
 
 class _Line:
-    """One connection: which request is on it, and how many events of its response may still pass."""
+    """One connection: which request is on it, and how many events of its response may still
+    pass.
+    """
 
     def __init__(self, cuts: Cuts) -> None:
         self._cuts = cuts
@@ -90,12 +108,13 @@ class _Line:
         return data, True
 
     def answered(self, data: bytes) -> tuple[bytes, bool]:
-        """What of the response passes, and whether the connection lives on."""
+        """How much of the response passes, and whether the connection stays open."""
         if self._left is None:
             return data, True
         end = 0
         while self._left > 0:
-            # An event's end may itself be split; JSON and chunk headers hold no two newlines in a row.
+            # An event's end may itself be split; JSON and chunk headers hold no two newlines in a
+            # row.
             at = (self._last + data).find(_EVENT_END, end)
             if at < 0:
                 self._last = data[-1:] if data.endswith(b"\n") else b""
@@ -107,7 +126,11 @@ class _Line:
         return passed, False
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[bytes], tuple[bytes, bool]]) -> None:
+async def _pump(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    look: Callable[[bytes], tuple[bytes, bool]],
+) -> None:
     try:
         while data := await reader.read(_CHUNK_BYTES):
             passed, goes_on = look(data)
@@ -130,7 +153,9 @@ async def _first_to_end(*ways: Coroutine[None, None, None]) -> None:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End it with a reset, as the kernel does for a process that was killed, rather than with a clean close."""
+    """End it with a reset, as the kernel does for a process that was killed, rather than with a
+    clean close.
+    """
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

@@ -1,7 +1,8 @@
-"""Cut streams in every place, and compare what their clients get with the uninterrupted run, byte for byte.
+"""Cut streams in every place, and compare what their clients get with the uninterrupted run, byte
+for byte.
 
-    python -m experiments.cuts.run                 # every cut of every stream, through scripted instances
-    python -m experiments.cuts.run --real          # random cuts of streams of four engine processes
+    python -m experiments.cuts.run         # every cut of every stream, scripted instances
+    python -m experiments.cuts.run --real  # random cuts of streams of four engine processes
 
 Writes `scripted.json` and `scripted.txt`, or `real.json` and `real.txt`, into `results/`.
 """
@@ -16,15 +17,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvloop
 
+from experiments.cuts.relay import Tried
 from tests.proxy.cuts import Point, cases, points, try_point
-from tests.proxy.house import House, open_house
+from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted import Fault
 from tests.proxy.scripted_model import save_tokenizer
 
@@ -33,47 +34,56 @@ AT_ONCE = 32  # Cuts in flight.
 HANGING_AT_ONCE = 400  # Most of their time passes in silence.
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    case: str
-    kind: str
-    event: int
-    wrong: str | None
-
-
 async def scripted() -> tuple[list[Tried], int]:
     """All cuts of all streams; and how many streams there were."""
     with tempfile.TemporaryDirectory() as model:
         save_tokenizer(Path(model))
-        # Engines that say the finish with the last token, and such that say it apart.
+        # Engines that send the finish with the last token, and engines that send it apart.
         tried = []
         for separate in (False, True):
-            async with open_house(model=model, proxy={"token_gap_s": 2.0, "max_streams": 100_000}) as house:
-                house.script.separate_finish = separate
-                tried += await _all_cuts(house, separate)
+            async with open_proxy_cluster(
+                model=model, proxy={"token_gap_s": 2.0, "max_streams": 100_000}
+            ) as system:
+                system.script.separate_finish = separate
+                tried += await _all_cuts(system, separate)
     return tried, len(cases())
 
 
-async def _all_cuts(house: House, separate: bool) -> list[Tried]:
-    every = [point for case in cases() for point in await points(house.http, house.url, house.script, case)]
+async def _all_cuts(system: ProxyCluster, separate: bool) -> list[Tried]:
+    every = [
+        point
+        for case in cases()
+        for point in await points(system.http, system.url, system.script, case)
+    ]
     # A second house need not repeat what is the same in the first.
     if separate:
-        last = {point.case.name: max(p.cut.event for p in every if p.case is point.case) for point in every}
+        last = {
+            point.case.name: max(p.cut.event for p in every if p.case is point.case)
+            for point in every
+        }
         every = [point for point in every if point.cut.event >= last[point.case.name] - 3]
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as http:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=120)
+    ) as http:
         hanging = [point for point in every if point.cut.fault is Fault.HANG]
         breaking = [point for point in every if point.cut.fault is not Fault.HANG]
-        tried = await _try_all(http, house, breaking, AT_ONCE, f"break {separate}")
-        return tried + await _try_all(http, house, hanging, HANGING_AT_ONCE, f"hang {separate}")
+        tried = await _try_all(http, system, breaking, AT_ONCE, f"break {separate}")
+        return tried + await _try_all(http, system, hanging, HANGING_AT_ONCE, f"hang {separate}")
 
 
-async def _try_all(http: aiohttp.ClientSession, house: House, tried: Sequence[Point], at_once: int, name: str) -> list[Tried]:
+async def _try_all(
+    http: aiohttp.ClientSession,
+    system: ProxyCluster,
+    tried: Sequence[Point],
+    at_once: int,
+    name: str,
+) -> list[Tried]:
     gate = asyncio.Semaphore(at_once)
 
     async def one(number: int, point: Point) -> Tried:
         async with gate:
-            wrong = await try_point(http, house.url, house.script, point, f"{name} {number}")
+            wrong = await try_point(http, system.url, system.script, point, f"{name} {number}")
         return Tried(point.case.name, point.cut.fault, point.cut.event, wrong)
 
     return await asyncio.gather(*(one(number, point) for number, point in enumerate(tried)))
@@ -91,7 +101,11 @@ def report(tried: Sequence[Tried], streams: int, seconds: float, what: str) -> d
         "cuts_by_stream": dict(sorted(per_stream.items())),
         "seconds": round(seconds, 1),
         "python": platform.python_version(),
-        "wrong": [{"stream": c.case, "kind": c.kind, "event": c.event, "what": c.wrong} for c in tried if c.wrong is not None],
+        "wrong": [
+            {"stream": c.case, "kind": c.kind, "event": c.event, "what": c.wrong}
+            for c in tried
+            if c.wrong is not None
+        ],
     }
 
 
@@ -99,19 +113,23 @@ def as_text(result: dict[str, Any]) -> str:
     kinds = ", ".join(f"{kind} {count}" for kind, count in result["cuts_by_kind"].items())
     lines = [
         result["what"],
-        f"{result['exact']} of {result['cuts']} cuts byte-exact, {result['streams']} streams, {result['seconds']} s",
+        f"{result['exact']} of {result['cuts']} cuts byte-exact, {result['streams']} "
+        f"streams, {result['seconds']} s",
         f"kinds of cut: {kinds}",
         "cuts by stream:",
         *(f"  {count:5d}  {name}" for name, count in result["cuts_by_stream"].items()),
     ]
     lines += [
-        f"WRONG {wrong['stream']}, {wrong['kind']} before event {wrong['event']}: {wrong['what']}" for wrong in result["wrong"]
+        f"WRONG {wrong['stream']}, {wrong['kind']} before event {wrong['event']}: {wrong['what']}"
+        for wrong in result["wrong"]
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--real", action="store_true", help="cut streams of real engine processes")
     parser.add_argument("--cuts", type=int, default=520, help="with --real: how many")
     parser.add_argument("--seed", type=int, default=0, help="with --real: of the choice of cuts")
@@ -122,14 +140,23 @@ def main() -> int:
     if arguments.real:
         from experiments.cuts.real import real  # Starts processes; the other mode needs none.
 
-        name, what = "real", "Real engine processes; the connection to the decode instance is closed before a random event."
+        name, what = (
+            "real",
+            "Real engine processes; the connection to the decode instance is closed "
+            "before a random event.",
+        )
         tried, streams = uvloop.run(real(arguments.cuts, arguments.seed))
     else:
-        name, what = "scripted", "Scripted instances; every cut point of every stream, in every way."
+        name, what = (
+            "scripted",
+            "Scripted instances; every cut point of every stream, in every way.",
+        )
         tried, streams = uvloop.run(scripted())
     result = report(tried, streams, time.monotonic() - started_s, what)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    (arguments.out / f"{name}.json").write_text(
+        json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    )
     (arguments.out / f"{name}.txt").write_text(as_text(result))
     print(as_text(result), end="")
     return 0 if result["exact"] == result["cuts"] else 1

@@ -1,7 +1,8 @@
 """How long one decision takes: all options of one victim at one target, at several history lengths.
 
-Timed is what the policy does per victim and target: look the holder's and the link's books up, predict migration,
-its split and recompute from the tables, choose. The lengths take turns within one run, so that a busy moment hits all of them.
+Timed is what the policy does per victim and target: look the holder's and the link's books up,
+predict migration, its split and recompute from the tables, choose. The lengths take turns within
+one run, so that a busy moment hits all of them.
 """
 
 import argparse
@@ -13,13 +14,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.cluster_view import ClusterView, Member
-from kvrs.policy.config import PolicyName, PolicySettings
-from kvrs.policy.costs import Estimate, Instance, decide
-from kvrs.policy.options import Options
+from kvrs.policy.model.cluster_view import ClusterView, Instance
+from kvrs.policy.model.estimates import Estimate
+from kvrs.policy.model.streams import Holder, Stream
+from kvrs.policy.options.base import Books
+from kvrs.policy.rules import BY_NAME
 from kvrs.policy.slots import SlotBook
-from kvrs.policy.streams import Holder, Stream
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, Role
 
@@ -32,34 +34,63 @@ BUDGET_S = 3600.0  # Is checked, and met at every length: an abort would be anot
 
 
 def one_decision(profile: str, name: PolicyName, history_tokens: int) -> Callable[[], Estimate]:
-    """A decision on the survivors of a two-node cluster, with a slot book and a link that are in use."""
+    """A decision on the survivors of a two-node cluster, with a slot book and a link that are in
+    use.
+    """
     settings = PolicySettings(name=name)
     view, slots = ClusterView(settings.assumed_link_bytes_per_s), SlotBook(settings.slots_max)
     holder = view.add(_instance(profile, "p0", "n0", Role.PREFILL))
     view.add(_instance(profile, "p1", "n1", Role.PREFILL))
     target = view.add(_instance(profile, "d1", "n1", Role.DECODE))
-    stream = Stream(StreamId("victim"), 0, history_tokens - PRODUCED_TOKENS, 0.0, produced_tokens=PRODUCED_TOKENS, prefilled=True)
-    stream.holders[holder.instance.id] = Holder(holder, stream.prompt_tokens // holder.instance.geometry.page_size_tokens)
-    for n in range(settings.slots_max):  # All slots taken: a denial's expected wait is part of the decision.
+    stream = Stream(
+        StreamId("victim"),
+        0,
+        history_tokens - PRODUCED_TOKENS,
+        0.0,
+        produced_tokens=PRODUCED_TOKENS,
+        prefilled=True,
+    )
+    stream.holders[holder.instance.id] = Holder(
+        holder, stream.prompt_tokens // holder.instance.geometry.page_size_tokens
+    )
+    for n in range(
+        settings.slots_max
+    ):  # All slots taken: a denial's expected wait is part of the decision.
         slots.acquire(target.instance.id, StreamId(f"other{n}"), 0.0, 0.5)
     view.link(NodeId("n0"), NodeId("n1")).in_flight_bytes = 1 << 30
-    options, targets, policy = Options(view, slots, settings), list[Member]([target]), settings.name
+    books, targets, rule = Books(view, slots, settings), [target], BY_NAME[name]
 
     def decision() -> Estimate:
-        return decide(policy, options.weigh(stream, targets, 0.1), BUDGET_S)
+        return rule.decide(rule.weigh(books, stream, targets, 0.1), BUDGET_S)
 
     return decision
 
 
 def _instance(profile: str, name: str, node: str, role: Role) -> Instance:
     table = catalog.prefill_table(profile)
-    return Instance(InstanceId(name), NodeId(node), role, 1, catalog.kv_geometry(profile), table, frozenset(Capability))
+    return Instance(
+        InstanceId(name),
+        NodeId(node),
+        role,
+        1,
+        catalog.kv_geometry(profile),
+        table,
+        frozenset(Capability),
+    )
 
 
 def measure(profile: str, rounds: int, calls: int) -> dict[str, dict[int, list[float]]]:
-    """Microseconds per decision by policy and length; each figure is the mean of `calls` decisions in a row."""
-    decisions = {(name.value, length): one_decision(profile, name, length) for name in PolicyName for length in LENGTHS_TOKENS}
-    samples: dict[str, dict[int, list[float]]] = {name.value: {length: [] for length in LENGTHS_TOKENS} for name in PolicyName}
+    """Microseconds per decision by policy and length; each figure is the mean of `calls` decisions
+    in a row.
+    """
+    decisions = {
+        (name.value, length): one_decision(profile, name, length)
+        for name in PolicyName
+        for length in LENGTHS_TOKENS
+    }
+    samples: dict[str, dict[int, list[float]]] = {
+        name.value: {length: [] for length in LENGTHS_TOKENS} for name in PolicyName
+    }
     for _ in range(rounds):
         for (name, length), decision in decisions.items():
             start_ns = time.perf_counter_ns()
@@ -90,12 +121,17 @@ def main() -> int:
     (arguments.out / "decision.txt").write_text(table)
     print(table, end="")
     slowest = max(
-        statistics.median(values) for by_name in samples.values() for lengths in by_name.values() for values in lengths.values()
+        statistics.median(values)
+        for by_name in samples.values()
+        for lengths in by_name.values()
+        for values in lengths.values()
     )
     return 0 if slowest <= LIMIT_US else 1
 
 
-def as_figures(samples: dict[str, dict[int, list[float]]]) -> dict[str, dict[str, dict[str, float]]]:
+def as_figures(
+    samples: dict[str, dict[int, list[float]]],
+) -> dict[str, dict[str, dict[str, float]]]:
     return {
         name: {
             str(length): {
@@ -114,14 +150,17 @@ def as_text(result: dict[str, object]) -> str:
     assert isinstance(figures, dict)
     lines = [
         "one decision: all options of one victim and target",
-        f"microseconds, median (p10 .. p90) of {result['rounds']} rounds of {result['calls_per_round']} decisions; "
+        f"microseconds, median (p10 .. p90) of {result['rounds']} rounds of "
+        f"{result['calls_per_round']} decisions; "
         f"Python {result['python']}, {result['machine']}; limit {result['limit_us']}",
     ]
     for profile, by_name in figures.items():
         head = "".join(f"{length:>10,} tokens     " for length in LENGTHS_TOKENS).rstrip()
         lines += ["", profile, f"{'policy':<18}{head}"]
         for name, lengths in by_name.items():
-            cells = (f"{x['median']:8.2f} ({x['p10']:.2f} .. {x['p90']:.2f})" for x in lengths.values())
+            cells = (
+                f"{x['median']:8.2f} ({x['p10']:.2f} .. {x['p90']:.2f})" for x in lengths.values()
+            )
             lines.append(f"{name:<18}" + "  ".join(cells))
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,8 @@
-"""Derive the profiles that come with kvrs from the tables that others published, and say how well they reproduce them.
+"""Derive the profiles that come with kvrs from published tables, and measure how well they
+reproduce them.
 
-The sources are not part of this repository; `--sources` names the folder that holds them (see README.md for what and whose).
+The sources are not part of this repository; `--sources` names the folder that holds them (see
+README.md for their origin).
 """
 
 import argparse
@@ -30,7 +32,7 @@ Point = tuple[int, int, float]
 
 @dataclass(frozen=True)
 class Model:
-    """The published configuration, as far as it says how large weights and KV are."""
+    """The published configuration, as far as the sizes of weights and KV depend on it."""
 
     name: str  # On the Hugging Face hub.
     layers: int
@@ -40,19 +42,25 @@ class Model:
     ffn: int
     vocab: int
     experts: int = 1
-    gated: bool = True  # Three matrices per feed-forward block and no learned positions; else two, and OPT's 2,050 positions.
+    # Three matrices per feed-forward block and no learned positions; else two, and OPT's 2,050
+    # positions.
+    gated: bool = True
     head_dim: int = 128
 
     @property
     def block_parameters(self) -> int:
         """Of all layers: what a token passes through, with every expert counted."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + self.experts * (3 if self.gated else 2) * self.hidden * self.ffn)
+        return self.layers * (
+            attention + self.experts * (3 if self.gated else 2) * self.hidden * self.ffn
+        )
 
     @property
     def parameters(self) -> int:
         # OPT ties its output matrix to its embedding; the others here do not.
-        return self.block_parameters + self.hidden * (2 * self.vocab if self.gated else self.vocab + 2050)
+        return self.block_parameters + self.hidden * (
+            2 * self.vocab if self.gated else self.vocab + 2050
+        )
 
     def geometry(self) -> dict[str, int]:
         shape = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
@@ -60,7 +68,8 @@ class Model:
 
     def geometry_source(self) -> str:
         return (
-            f"config.json of {self.name} on the Hugging Face hub: {self.layers} layers, {self.kv_heads} KV heads of "
+            f"config.json of {self.name} on the Hugging Face hub: {self.layers} layers, "
+            f"{self.kv_heads} KV heads of "
             f"{self.head_dim}; pages of {PAGE_SIZE_TOKENS} tokens are kvrs's choice"
         )
 
@@ -72,7 +81,9 @@ MODELS = {
     "Llama-3.1-70B": Model("meta-llama/Llama-3.1-70B", 80, 8192, 64, 8, 28672, 128256),
     "Qwen3-14B": Model("Qwen/Qwen3-14B", 40, 5120, 40, 8, 17408, 151936),
     "Qwen3-32B": Model("Qwen/Qwen3-32B", 64, 5120, 64, 8, 25600, 151936),
-    "Mixtral-8x22B": Model("mistralai/Mixtral-8x22B-v0.1", 56, 6144, 48, 8, 16384, 32000, experts=8),
+    "Mixtral-8x22B": Model(
+        "mistralai/Mixtral-8x22B-v0.1", 56, 6144, 48, 8, 16384, 32000, experts=8
+    ),
 }
 
 
@@ -85,16 +96,25 @@ class DecodeFit:
     worst: float
 
     def scaled(self, fixed: float, context: float) -> "DecodeFit":
-        a, b = ([c[0] * fixed, c[1] * context, c[2] * fixed] for c in (self.small_ms, self.large_ms))
+        a, b = (
+            [c[0] * fixed, c[1] * context, c[2] * fixed] for c in (self.small_ms, self.large_ms)
+        )
         return DecodeFit(self.large_from_batch, a, b, self.rms, self.worst)
 
     def as_json(self) -> dict[str, Any]:
         small, large = ([_rounded(x) for x in c] for c in (self.small_ms, self.large_ms))
-        return {"type": "fit", "large_from_batch": self.large_from_batch, "small_ms": small, "large_ms": large}
+        return {
+            "type": "fit",
+            "large_from_batch": self.large_from_batch,
+            "small_ms": small,
+            "large_ms": large,
+        }
 
 
 def distserve_profiles(sources: Path) -> Iterator[dict[str, Any]]:
-    """OPT on A100: least-squares fits that DistServe's authors made of measured batches, with two engines."""
+    """OPT on A100: least-squares fits that DistServe's authors made of measured batches, with two
+    engines.
+    """
     for file, engine, slug in (
         ("profiler-a100-80g.distserve.json", "DistServe (SwiftTransformer)", "distserve"),
         ("profiler-a100-80g.vllm.json", "vLLM", "vllm"),
@@ -103,16 +123,31 @@ def distserve_profiles(sources: Path) -> Iterator[dict[str, Any]]:
             short = long_name.removeprefix("facebook/")
             for tp, fit in by_tp.items() if short in MODELS else ():
                 source = (
-                    f"LLMServe/DistServe, simdistserve profile {file} (Apache-2.0): least-squares fits of measured batches, "
+                    f"LLMServe/DistServe, simdistserve profile {file} (Apache-2.0): "
+                    f"least-squares fits of measured batches, "
                     "in ms; 2,048 tokens is the model's longest context"
                 )
-                version = "OSDI 2024 release" if slug == "distserve" else None  # Its profile does not say which vLLM.
+                version = (
+                    "OSDI 2024 release" if slug == "distserve" else None
+                )  # Its profile does not say which vLLM.
                 yield {
                     **_head(
-                        MODELS[short], f"{short}-a100-{slug}-tp{tp}", "fp16", "a100", int(tp), engine, version, "measured", source
+                        MODELS[short],
+                        f"{short}-a100-{slug}-tp{tp}",
+                        "fp16",
+                        "a100",
+                        int(tp),
+                        engine,
+                        version,
+                        "measured",
+                        source,
                     ),
                     "gpu": "A100-80G",
-                    "prefill": {"type": "quadratic", "coefficients_ms": fit["prefill"], "max_tokens": 2048},
+                    "prefill": {
+                        "type": "quadratic",
+                        "coefficients_ms": fit["prefill"],
+                        "max_tokens": 2048,
+                    },
                     "decode": {
                         "type": "fit",
                         "large_from_batch": fit["decoding_large_small_bs_threshold"],
@@ -130,30 +165,46 @@ def estimated_profiles(sources: Path, report: list[str]) -> Iterator[dict[str, A
         name, system, backend, version, tp, dtype = key
         gpu = system.removesuffix("_sxm")
         points = [
-            (int(r["input_tokens"]) - int(r["cached_prefix"]), int(r["cached_prefix"]), float(r["prefill_ms"]) / 1e3)
+            (
+                int(r["input_tokens"]) - int(r["cached_prefix"]),
+                int(r["cached_prefix"]),
+                float(r["prefill_ms"]) / 1e3,
+            )
             for r in rows
         ]
-        steps = [(int(r["batch"]), int(r["context_tokens"]), float(r["decode_step_ms"])) for r in decode[key]]
+        steps = [
+            (int(r["batch"]), int(r["context_tokens"]), float(r["decode_step_ms"]))
+            for r in decode[key]
+        ]
         line = {new: seconds for new, cached, seconds in points if cached == 0}
         pair, pair_error = pair_term(points, line)
         fit = decode_fit(steps)
         label = f"{name.lower()}-{gpu}-{backend}-tp{tp}"
         report.append(f"{label:<32}{pair_error:>10.1%}{fit.rms:>12.1%}{fit.worst:>10.1%}")
         note = (
-            f"aiconfigurator 0.12.0 (Apache-2.0), its database for {backend} {version} on {system}, batch 1: "
+            f"aiconfigurator 0.12.0 (Apache-2.0), its database for {backend} {version} "
+            f"on {system}, batch 1: "
             "estimates, not measurements. "
-            f"Prefill: its lengths without a prefix, and one term new x cached fitted to its four lengths with one "
+            f"Prefill: its lengths without a prefix, and one term new x cached fitted to "
+            f"its four lengths with one "
             f"(within {pair_error:.1%}). "
-            f"Decode: DistServe's form fitted to its 63 points (rms {fit.rms:.1%}, worst {fit.worst:.1%})"
+            f"Decode: DistServe's form fitted to its 63 points (rms {fit.rms:.1%}, worst "
+            f"{fit.worst:.1%})"
         )
         longest_cached = max(cached for _, cached, _ in points)
-        yield _estimated(MODELS[name], label, dtype, gpu, int(tp), version, note, line, pair, longest_cached, fit)
+        yield _estimated(
+            MODELS[name], label, dtype, gpu, int(tp), version, note, line, pair, longest_cached, fit
+        )
         if name == SCALED_FROM and tp == "1":
-            yield _scaled(MODELS["Llama-3.1-8B"], gpu, version, dtype, note, line, pair, longest_cached, fit)
+            yield _scaled(
+                MODELS["Llama-3.1-8B"], gpu, version, dtype, note, line, pair, longest_cached, fit
+            )
 
 
 def pair_term(points: list[Point], line: dict[int, float]) -> tuple[float, float]:
-    """Seconds per (new token, cached token), least relative squares; and the worst relative error of T(new) + term."""
+    """Seconds per (new token, cached token), least relative squares; and the worst relative error
+    of T(new) + term.
+    """
     behind = [(new, cached, seconds) for new, cached, seconds in points if cached]
     alone = [float(np.interp(new, list(line), list(line.values()))) for new, *_ in behind]
     x = np.array([new * cached / seconds for new, cached, seconds in behind])
@@ -163,7 +214,9 @@ def pair_term(points: list[Point], line: dict[int, float]) -> tuple[float, float
 
 
 def decode_fit(points: list[Point]) -> DecodeFit:
-    """`a + b * batch * context + c * batch` below and from a threshold that fits best; least relative squares, none negative."""
+    """`a + b * batch * context + c * batch` below and from a threshold that fits best; least
+    relative squares, none negative.
+    """
     fits = []
     for threshold in DECODE_THRESHOLDS:
         parts = [p for p in points if p[0] < threshold], [p for p in points if p[0] >= threshold]
@@ -173,7 +226,15 @@ def decode_fit(points: list[Point]) -> DecodeFit:
             for part, c in zip(parts, (small, large), strict=True)
             for batch, context, ms in part
         ]
-        fits.append(DecodeFit(threshold, small, large, float(np.sqrt(np.mean(np.square(errors)))), float(np.max(np.abs(errors)))))
+        fits.append(
+            DecodeFit(
+                threshold,
+                small,
+                large,
+                float(np.sqrt(np.mean(np.square(errors)))),
+                float(np.max(np.abs(errors))),
+            )
+        )
     return min(fits, key=lambda fit: fit.rms)
 
 
@@ -182,7 +243,9 @@ def _not_negative(points: list[Point]) -> list[float]:
     rows = np.array([(1.0, batch * context, batch) for batch, context, _ in points])
     weights = np.array([1 / ms for *_, ms in points])
     while True:
-        found = np.linalg.lstsq(rows[:, kept] * weights[:, None], np.ones(len(points)), rcond=None)[0]
+        found = np.linalg.lstsq(rows[:, kept] * weights[:, None], np.ones(len(points)), rcond=None)[
+            0
+        ]
         if found.min() >= 0:
             by_term = dict(zip(kept, found, strict=True))
             return [float(by_term.get(k, 0.0)) for k in range(3)]
@@ -207,34 +270,71 @@ def _estimated(
         "prefill": {
             "type": "points",
             "seconds": {str(tokens): _rounded(seconds) for tokens, seconds in line.items()},
-            "cached": {"seconds_per_token_pair": _rounded(pair), "max_cached_tokens": longest_cached},
+            "cached": {
+                "seconds_per_token_pair": _rounded(pair),
+                "max_cached_tokens": longest_cached,
+            },
         },
         "decode": fit.as_json(),
     }
 
 
 def _scaled(
-    model: Model, gpu: str, version: str, dtype: str, note: str, line: dict[int, float], pair: float, longest: int, fit: DecodeFit
+    model: Model,
+    gpu: str,
+    version: str,
+    dtype: str,
+    note: str,
+    line: dict[int, float],
+    pair: float,
+    longest: int,
+    fit: DecodeFit,
 ) -> dict[str, Any]:
-    """No source at hand has Llama-3.1-8B: its blocks and its attention are scaled from a model of the same make."""
+    """No source at hand has Llama-3.1-8B: its blocks and its attention are scaled from a model of
+    the same make.
+    """
     base = MODELS[SCALED_FROM]
     blocks = model.block_parameters / base.block_parameters
     attention = model.layers * model.heads / (base.layers * base.heads)
     kv = model.layers * model.kv_heads / (base.layers * base.kv_heads)
     # Attention of n tokens to each other: half of n x n pairs.
-    line = {n: blocks * (s - pair * n * n / 2) + attention * pair * n * n / 2 for n, s in line.items()}
+    line = {
+        n: blocks * (s - pair * n * n / 2) + attention * pair * n * n / 2 for n, s in line.items()
+    }
     source = (
-        f"scaled by kvrs from {SCALED_FROM}, because no table at hand has this model: work per token by the layers' "
+        f"scaled by kvrs from {SCALED_FROM}, because no table at hand has this model: "
+        f"work per token by the layers' "
         f"parameters (x {blocks:.3f}), "
-        f"attention by layers and heads (x {attention:.3f}), decode's part per context token by KV bytes "
+        f"attention by layers and heads (x {attention:.3f}), decode's part per context "
+        f"token by KV bytes "
         f"(x {kv:.3f}). Of {SCALED_FROM}: {note}"
     )
     label = f"{model.name.split('/')[1].lower()}-{gpu}-vllm-tp1"
-    return _estimated(model, label, dtype, gpu, 1, version, source, line, attention * pair, longest, fit.scaled(blocks, kv))
+    return _estimated(
+        model,
+        label,
+        dtype,
+        gpu,
+        1,
+        version,
+        source,
+        line,
+        attention * pair,
+        longest,
+        fit.scaled(blocks, kv),
+    )
 
 
 def _head(
-    model: Model, label: str, dtype: str, gpu: str, tp: int, engine: str, version: str | None, kind: str, source: str
+    model: Model,
+    label: str,
+    dtype: str,
+    gpu: str,
+    tp: int,
+    engine: str,
+    version: str | None,
+    kind: str,
+    source: str,
 ) -> dict[str, Any]:
     rate = PCIE_BYTES_PER_S[gpu]
     return {
@@ -253,16 +353,20 @@ def _head(
             "weight_bytes": 2 * model.parameters,
             "bytes_per_s": tp * rate,
             "source": (
-                f"estimated: {model.parameters / 1e9:.2f} billion parameters of 2 bytes over the PCIe links of {tp} GPU "
+                f"estimated: {model.parameters / 1e9:.2f} billion parameters of 2 bytes "
+                f"over the PCIe links of {tp} GPU "
                 f"({rate / 1e9:.0f} GB/s "
-                "each in the system specifications of aiconfigurator 0.12.0, Apache-2.0), weights already in host memory"
+                "each in the system specifications of aiconfigurator 0.12.0, "
+                "Apache-2.0), weights already in host memory"
             ),
         },
     }
 
 
 def link_file(sources: Path) -> list[dict[str, Any]]:
-    """The alpha-beta fits of vidur's measurements, and specifications for the one GPU that it has none of."""
+    """The alpha-beta fits of vidur's measurements, and specifications for the one GPU that it has
+    none of.
+    """
     document = json.loads((sources / "links.json").read_text())
     specs = document["system_specs_aiconfigurator_0.12.0_Apache-2.0"]["h200_sxm"]
     by_spec = [
@@ -271,7 +375,8 @@ def link_file(sources: Path) -> list[dict[str, Any]]:
             "gpu": "H200",
             "scope": f"{scope}_node",
             "kind": "estimated",
-            "source": "figures of the system specifications of aiconfigurator 0.12.0 (Apache-2.0), not measured",
+            "source": "figures of the system specifications of aiconfigurator 0.12.0 (Apache-2.0), "
+            "not measured",
             "transfer": {"alpha_s": specs["p2p_latency"], "bytes_per_s": specs[f"{scope}_node_bw"]},
         }
         for scope in ("inter", "intra")
@@ -283,11 +388,16 @@ def link_file(sources: Path) -> list[dict[str, Any]]:
             "scope": "intra_node" if "intra" in name else "inter_node",
             "kind": "measured",
             "source": (
-                "microsoft/vidur, send_recv of its network profiles (MIT): least-squares fit t = alpha + bytes / rate of "
+                "microsoft/vidur, send_recv of its network profiles (MIT): least-squares "
+                "fit t = alpha + bytes / rate of "
                 f"median times "
-                f"of messages of 1 MiB to {link['max_bytes'] >> 20} MiB; its sizes are taken as bytes"
+                f"of messages of 1 MiB to {link['max_bytes'] >> 20} MiB; its sizes are "
+                f"taken as bytes"
             ),
-            "transfer": {"alpha_s": _rounded(link["alpha_us"] * 1e-6), "bytes_per_s": _rounded(link["bandwidth_GBps"] * 1e9)},
+            "transfer": {
+                "alpha_s": _rounded(link["alpha_us"] * 1e-6),
+                "bytes_per_s": _rounded(link["bandwidth_GBps"] * 1e9),
+            },
         }
         for name, link in document["links"].items()
     ]
@@ -298,7 +408,11 @@ def _rows(path: Path) -> dict[tuple[str, ...], list[dict[str, str]]]:
     groups = defaultdict(list)
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            groups[tuple(row[key] for key in ("model", "system", "backend", "db_version", "tp", "dtype"))].append(row)
+            groups[
+                tuple(
+                    row[key] for key in ("model", "system", "backend", "db_version", "tp", "dtype")
+                )
+            ].append(row)
     return groups
 
 
@@ -312,13 +426,18 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=DATA, help="where the profiles go")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    report = [f"{'errors of the fits against their source':<32}\n{'profile':<32}{'cached':>10}{'decode rms':>12}{'worst':>10}"]
+    report = [
+        f"{'errors of the fits against their source':<32}\n{'profile':<32}{'cached':>10}"
+        f"{'decode rms':>12}{'worst':>10}"
+    ]
     found = [*distserve_profiles(arguments.sources), *estimated_profiles(arguments.sources, report)]
     for each in found:
         profile = msgspec.convert(each, Profile, str_keys=True)
         assert not list(faults(profile)), (each["label"], list(faults(profile)))
         (arguments.data / f"{each['label']}.json").write_text(json.dumps(each, indent=2) + "\n")
-    (arguments.data / "links.json").write_text(json.dumps(link_file(arguments.sources), indent=2) + "\n")
+    (arguments.data / "links.json").write_text(
+        json.dumps(link_file(arguments.sources), indent=2) + "\n"
+    )
     arguments.out.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*report, f"{len(found)} profiles"]) + "\n"
     (arguments.out / "fit_errors.txt").write_text(text)

@@ -1,4 +1,6 @@
-"""Streams through real DistServe servers under deaths of every kind, compared token by token with undisturbed ones."""
+"""Streams through real DistServe servers under deaths of every kind, compared token by token with
+undisturbed ones.
+"""
 
 import argparse
 import json
@@ -13,16 +15,16 @@ from rich.console import Console
 
 from experiments.kill_series.run import summary
 from experiments.kills import with_and_without
-from kvrs.agent.config import BackupMode
 from kvrs.cluster.drill import Run
 from kvrs.cluster.processes import HOME_ENV
-from kvrs.config import Config, parse_config
+from kvrs.config.backup import BackupMode
+from kvrs.config.file import Config, parse_config
+from kvrs.config.policy import PolicyName
 from kvrs.demo import scaled_requests
-from kvrs.policy.config import PolicyName
-from kvrs.replay.faults import Fault, parse_faults
-from kvrs.replay.generator import GeneratorSettings, generate
-from kvrs.replay.report import build_report
-from kvrs.replay.table import terminal_table
+from kvrs.faults.language import Fault, parse_faults
+from kvrs.report.report import build_report
+from kvrs.report.table import terminal_table
+from kvrs.traces.generator import GeneratorSettings, generate
 
 RESULTS = Path(__file__).parent / "results"
 NODES = ("n0", "n1")
@@ -40,7 +42,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def deaths(span_s: float, seed: int) -> tuple[list[Fault], dict[str, str]]:
-    """Kinds of death in turn, as long as streams come, at random moments; and which label has which kind."""
+    """Kinds of death in turn, as long as streams come, at random moments; and which label has which
+    kind.
+    """
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
     kinds: list[str] = []
@@ -70,7 +74,13 @@ def config_for(policy: PolicyName, backup: BackupMode, seed: int) -> Config:
                 "distserve": {"flags": ["--decoding-tensor-parallel-size", "2"]},
                 "engine": {"seed": seed},
                 "nodes": [
-                    {"id": node, "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}]}
+                    {
+                        "id": node,
+                        "instances": [
+                            {"id": f"p{n}", "role": "prefill"},
+                            {"id": f"d{n}", "role": "decode"},
+                        ],
+                    }
                     for n, node in enumerate(NODES)
                 ],
             },
@@ -82,7 +92,7 @@ def config_for(policy: PolicyName, backup: BackupMode, seed: int) -> Config:
 
 
 def by_kind(run: Run, kinds: dict[str, str]) -> dict[str, dict[str, int]]:
-    """How many deaths of each kind there were, and how many streams counted on who died."""
+    """How many deaths of each kind there were, and how many streams used the dead processes."""
     counts: dict[str, Counter[str]] = {kind: Counter(deaths=0, streams=0) for kind in KINDS}
     for fault in run.faults:
         counts[kinds[fault["fault"]]].update(deaths=1, streams=fault["streams"])
@@ -91,8 +101,12 @@ def by_kind(run: Run, kinds: dict[str, str]) -> dict[str, dict[str, int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policy", type=PolicyName, default=PolicyName.AUTO, choices=list(PolicyName))
-    parser.add_argument("--backup", type=BackupMode, default=BackupMode.OFF, choices=list(BackupMode))
+    parser.add_argument(
+        "--policy", type=PolicyName, default=PolicyName.AUTO, choices=list(PolicyName)
+    )
+    parser.add_argument(
+        "--backup", type=BackupMode, default=BackupMode.OFF, choices=list(BackupMode)
+    )
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--rate", type=float, default=2.5, help="streams per second")
     parser.add_argument("--seed", type=int, default=1)
@@ -106,7 +120,9 @@ def main() -> int:
     config = config_for(arguments.policy, arguments.backup, arguments.seed)
     faulted, clean = with_and_without(config, requests, faults, arguments.seed, console)
     settings = {name: getattr(value, "value", value) for name, value in vars(arguments).items()}
-    report = build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings)
+    report = build_report(
+        faulted.records, clean.records, faulted.recoveries, faulted.faults, settings
+    )
     figures = settings | summary(faulted, report) | {"by_kind": by_kind(faulted, kinds)}
     console.print(terminal_table(report))
     console.print(json.dumps(figures, indent=2), markup=False)

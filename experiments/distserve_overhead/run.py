@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from experiments.distserve_overhead.side import OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS
 from experiments.rig import interval
-from kvrs.cluster.launcher import ENVIRONMENT
+from kvrs.cluster.ray_actors import ENVIRONMENT
 from kvrs.engine.tiny import write_tiny_model
 
 SIDES = ("plain", "patched")
@@ -34,7 +34,12 @@ STOP_TIMEOUT_S = 30.0
 
 class Server:
     def __init__(self, side: str, directory: Path, log: Any) -> None:
-        environment = {**os.environ, **ENVIRONMENT, "HF_HUB_OFFLINE": "1", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "HF_HUB_OFFLINE": "1",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "experiments.distserve_overhead.side", side, str(directory)],
             stdin=subprocess.PIPE,
@@ -68,7 +73,9 @@ class Server:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"a server ended with status {self._process.wait()}; its log has the reason")
+            raise SystemExit(
+                f"a server ended with status {self._process.wait()}; its log has the reason"
+            )
         return json.loads(line)
 
 
@@ -88,7 +95,9 @@ def measure(rounds: int, seed: int, directory: Path) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -103,7 +112,10 @@ def main() -> int:
         raise
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    ratios = [patched / plain - 1 for plain, patched in zip(samples["plain"], samples["patched"], strict=True)]
+    ratios = [
+        patched / plain - 1
+        for plain, patched in zip(samples["plain"], samples["patched"], strict=True)
+    ]
     cost, spread = statistics.median(ratios), interval(ratios)
     medians_us = {side: statistics.median(values) * 1e6 for side, values in samples.items()}
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
@@ -120,9 +132,11 @@ def main() -> int:
         "machine": machine,
     }
     text = (
-        f"patched engine against plain DistServe, {arguments.rounds} interleaved rounds, medians; {machine}\n"
+        f"patched engine against plain DistServe, {arguments.rounds} interleaved rounds, "
+        f"medians; {machine}\n"
         f"{STREAMS} streams, prompts of {PROMPT_TOKENS} tokens, outputs of {OUTPUT_TOKENS}\n"
-        f"CPU of the server's process per token: plain {medians_us['plain']:.1f} us, patched {medians_us['patched']:.1f} us: "
+        f"CPU of the server's process per token: plain {medians_us['plain']:.1f} us, "
+        f"patched {medians_us['patched']:.1f} us: "
         f"{cost:+.1%} ± {spread:.1%} (wanted below {WANTED_COST:.0%})\n"
     )
     arguments.out.mkdir(parents=True, exist_ok=True)

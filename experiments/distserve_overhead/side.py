@@ -1,4 +1,6 @@
-"""One server process of the comparison: answers every line on its standard input with the CPU time of a round."""
+"""One server process of the comparison: answers every line on its standard input with the CPU time
+of a round.
+"""
 
 import asyncio
 import gc
@@ -114,7 +116,9 @@ async def answer(side: str, model: Path, heard: TextIO) -> None:
     async with (plain if side == "plain" else patched)(model) as round_of:
         print(json.dumps("ready"), file=heard, flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
-            prompts = [[rng.randrange(4, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(STREAMS)]
+            prompts = [
+                [rng.randrange(4, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(STREAMS)
+            ]
             gc.collect()
             before_s = time.process_time()
             await round_of(prompts)

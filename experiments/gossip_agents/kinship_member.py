@@ -1,4 +1,5 @@
-"""One member of a cluster of the PyPI package `kinship`, in an environment of its own: what it notices, in the agents' words.
+"""One member of a cluster of the PyPI package `kinship`, in an environment of its own. It logs its
+member changes as an agent does.
 
 python kinship_member.py NAME PORT KEY SEED_PORT...
 """
@@ -19,7 +20,12 @@ STATUS = {
 
 
 async def main(name: str, port: str, key: str, *seeds: str) -> None:
-    config = kinship.Config.lan(name=name, bind=f"127.0.0.1:{port}", keys=[key], seeds=[f"127.0.0.1:{seed}" for seed in seeds])
+    config = kinship.Config.lan(
+        name=name,
+        bind=f"127.0.0.1:{port}",
+        keys=[key],
+        seeds=[f"127.0.0.1:{seed}" for seed in seeds],
+    )
     async with kinship.Cluster(config) as cluster:
         events = cluster.events()
         for member in cluster.members():

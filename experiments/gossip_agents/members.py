@@ -1,4 +1,4 @@
-"""Member processes of one system, and what their logs say that they noticed, and when."""
+"""Member processes of one system, and the member changes in their logs."""
 
 import base64
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from kvrs.cluster.ports import resolve_ports
-from kvrs.config import ENV_NAME, dump_config, parse_config
+from kvrs.config.file import ENV_NAME, dump_config, parse_config
 
 START_TIMEOUT_S = 60.0
 _LINE = re.compile(r"^(\S+ \S+) \w+ \S+ member changed member=(\S+) status=(\S+) epoch=(\d+)")
@@ -42,7 +42,9 @@ class Members(ABC):
 
     def __enter__(self) -> Self:
         self._stack = contextlib.ExitStack()
-        self.directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrs-gossip-")))
+        self.directory = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrs-gossip-"))
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,14 +61,19 @@ class Members(ABC):
     def start(self, name: str) -> None:
         arguments, environment = self.command(name)
         with self._log(name).open("ab") as log:
-            self._running[name] = subprocess.Popen(arguments, stdout=log, stderr=log, env=os.environ | environment)
+            self._running[name] = subprocess.Popen(
+                arguments, stdout=log, stderr=log, env=os.environ | environment
+            )
 
     def wait_ready(self) -> None:
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while not all(b"ready" in self._log(name).read_bytes().splitlines() for name in self.names):
             for name, process in self._running.items():
                 if process.poll() is not None or time.monotonic() > give_up_s:
-                    raise RuntimeError(f"{name} did not start\n{self._log(name).read_text(errors='replace')[-2000:]}")
+                    raise RuntimeError(
+                        f"{name} did not "
+                        f"start\n{self._log(name).read_text(errors='replace')[-2000:]}"
+                    )
             time.sleep(0.05)
 
     def signal(self, name: str, number: signal.Signals) -> float:
@@ -78,7 +85,7 @@ class Members(ABC):
         return at_s
 
     def noticed(self) -> Iterator[Noticed]:
-        """What all of them have noticed since the last call."""
+        """Member changes in all logs since the last call."""
         for name in self.names:
             with self._log(name).open("rb") as log:
                 log.seek(self._read.get(name, 0))
@@ -95,7 +102,7 @@ class Members(ABC):
 
 
 class KvrsAgents(Members):
-    """`kvrs agent` as users run it, with gossip and nothing else to do."""
+    """`kvrs agent` as users run it, with gossip and no instances."""
 
     def __init__(self, count: int, profile: str) -> None:
         super().__init__(count)
@@ -105,7 +112,9 @@ class KvrsAgents(Members):
         super().__enter__()
         roles = ["prefill", *["decode"] * (len(self.names) - 1)]
         named = zip(self.names, roles, strict=True)
-        nodes = [{"id": name, "instances": [{"id": f"i-{name}", "role": role}]} for name, role in named]
+        nodes = [
+            {"id": name, "instances": [{"id": f"i-{name}", "role": role}]} for name, role in named
+        ]
         document = {
             "proxy": {"port": 0, "admin_port": 0},
             "cluster": {"nodes": nodes},
@@ -118,7 +127,15 @@ class KvrsAgents(Members):
         return self
 
     def command(self, name: str) -> tuple[list[str], dict[str, str]]:
-        arguments = [sys.executable, "-m", "kvrs.agent", "--config", str(self._config), "--node", name]
+        arguments = [
+            sys.executable,
+            "-m",
+            "kvrs.agent",
+            "--config",
+            str(self._config),
+            "--node",
+            name,
+        ]
         return arguments, {ENV_NAME: self._secret}
 
 
@@ -129,7 +146,10 @@ class Kinship(Members):
         super().__init__(count)
         self._python = python
         instances = [{"id": name, "role": "both"} for name in self.names]
-        document = {"cluster": {"nodes": [{"id": "n", "instances": instances}]}, "proxy": {"port": 0, "admin_port": 0}}
+        document = {
+            "cluster": {"nodes": [{"id": "n", "instances": instances}]},
+            "proxy": {"port": 0, "admin_port": 0},
+        }
         found = resolve_ports(parse_config(document)).cluster.instances()
         self._ports = {str(instance.id): str(instance.port) for _, instance in found}
         self._key = base64.b64encode(os.urandom(32)).decode()

@@ -1,8 +1,9 @@
-"""Real member processes killed and stopped: how soon all others know, and who is declared dead without being it.
+"""Real member processes killed and stopped: the time until all others know, and false deaths.
 
-    python -m experiments.gossip_agents.run [--kills 50] [--stalls 10] [--nodes 5] [--kinship-python PYTHON]
+    python -m experiments.gossip_agents.run [--kills 50] [--stalls 10] [--nodes 5] [--kinship-python
+    PYTHON]
 
-With an environment that has the PyPI package `kinship`, the same is done to a cluster of that, after ours.
+With an environment that has the PyPI package `kinship`, a cluster of that is measured too.
 """
 
 import argparse
@@ -24,12 +25,15 @@ STALL_S = 5.0
 BAR_S = 3.0
 REFUTED_BAR_S = 2.0
 PATIENCE_S = 60.0
-QUIET_S = (1.0, 3.0)  # Between two of them, so that none begins at the same moment of a probe's round.
+QUIET_S = (
+    1.0,
+    3.0,
+)  # Between two of them, so that none begins at the same moment of a probe's round.
 _LOOK_S = 0.02
 
 
 class Watch:
-    """What every member holds of every other, from their logs."""
+    """The state of every member at every other, from their logs."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -44,22 +48,28 @@ class Watch:
         return new
 
     def wait(self, about: str, status: str, since_s: float, by: list[str]) -> list[float]:
-        """When each of them held it for that, since a moment; raises TimeoutError."""
+        """Times at which each of them had the member in this status; raises TimeoutError."""
         at_s: dict[str, float] = {}
         give_up_s = time.monotonic() + PATIENCE_S
         while len(at_s) < len(by):
             if time.monotonic() > give_up_s:
                 raise TimeoutError(f"{about} is {status} for {sorted(at_s)} only, of {by}")
             for each in self.look():
-                if (each.member, each.status) == (about, status) and each.by in by and each.at_s >= since_s - 0.002:
+                if (
+                    (each.member, each.status) == (about, status)
+                    and each.by in by
+                    and each.at_s >= since_s - 0.002
+                ):
                     at_s.setdefault(each.by, each.at_s)
             time.sleep(_LOOK_S)
         return list(at_s.values())
 
     def settle(self, names: list[str]) -> None:
-        """Until everybody holds everybody for alive; who was just started has to hear of the others too."""
+        """Wait until all hold all alive, also a process that was just started."""
         give_up_s = time.monotonic() + PATIENCE_S
-        while any(self._status(one, other) != "alive" for one in names for other in names if one != other):
+        while any(
+            self._status(one, other) != "alive" for one in names for other in names if one != other
+        ):
             if time.monotonic() > give_up_s:
                 raise TimeoutError("they do not all know each other")
             self.look()
@@ -70,7 +80,7 @@ class Watch:
         return None if held is None else held.status
 
     def forget(self, name: str) -> None:
-        """It has been killed: what it knew is gone with it."""
+        """Drop the states of a killed member."""
         self.held = {key: held for key, held in self.held.items() if key[0] != name}
 
 
@@ -84,20 +94,33 @@ def kill_one(members: Members, watch: Watch, victim: str) -> dict[str, Any]:
     wrong = sum(each.member != victim for each in watch.deaths[deaths:])
     members.start(victim)
     watch.settle(members.names)
-    return {"victim": victim, "first_s": min(known_s) - killed_s, "all_s": max(known_s) - killed_s, "false_deaths": wrong}
+    return {
+        "victim": victim,
+        "first_s": min(known_s) - killed_s,
+        "all_s": max(known_s) - killed_s,
+        "false_deaths": wrong,
+    }
 
 
 def stall_one(members: Members, watch: Watch, victim: str) -> dict[str, Any]:
-    """A process that does nothing for a while is dead for others, rightly; what it says after that is what this is about."""
+    """A process that is stopped for a while is declared dead, rightly; what it declares after that
+    is what this is about.
+    """
     deaths = len(watch.deaths)
     members.signal(victim, signal.SIGSTOP)
     time.sleep(STALL_S)
     woken_s = members.signal(victim, signal.SIGCONT)
     watch.settle(members.names)
-    time.sleep(1.0)  # What it may still conclude from its sleep.
+    time.sleep(1.0)  # For deaths that it may declare because of the stop.
     watch.look()
     watch.settle(members.names)
-    back_s = max((held.at_s for (_, about), held in watch.held.items() if about == victim), default=woken_s) - woken_s
+    back_s = (
+        max(
+            (held.at_s for (_, about), held in watch.held.items() if about == victim),
+            default=woken_s,
+        )
+        - woken_s
+    )
     new = watch.deaths[deaths:]
     return {
         "victim": victim,
@@ -147,7 +170,9 @@ def main() -> int:
     parser.add_argument("--profile", default="lan")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinship-python", help="of an environment with the package kinship")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "results.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).with_name("results") / "results.json"
+    )
     arguments = parser.parse_args()
     systems: dict[str, Members] = {"kvrs": KvrsAgents(arguments.nodes, arguments.profile)}
     if arguments.kinship_python:
@@ -159,14 +184,24 @@ def main() -> int:
     }
     ours = results["kvrs"]["summary"]
     bars = {
-        "known_by_all_p99": ours["known_by_all_s_p99"] is None or ours["known_by_all_s_p99"] <= BAR_S,
+        "known_by_all_p99": ours["known_by_all_s_p99"] is None
+        or ours["known_by_all_s_p99"] <= BAR_S,
         "refuted": ours["refuted_s_max"] is None or ours["refuted_s_max"] <= REFUTED_BAR_S,
         "no_false_deaths": ours["false_deaths"] == 0,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    host = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_before": load, "load_after": os.getloadavg()}
+    host = {
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "load_before": load,
+        "load_after": os.getloadavg(),
+    }
     arguments.out.write_text(json.dumps({"host": host, "bars": bars, **results}, indent=1) + "\n")
-    print(json.dumps({"bars": bars} | {name: result["summary"] for name, result in results.items()}, indent=1))
+    print(
+        json.dumps(
+            {"bars": bars} | {name: result["summary"] for name, result in results.items()}, indent=1
+        )
+    )
     return 0 if all(bars.values()) else 1
 
 

@@ -1,6 +1,8 @@
-"""Simulated hours without a death: 64 nodes, a share of all packets lost, nobody stopped. Whoever is declared dead was not.
+"""Simulated hours without a death: 64 nodes, a share of all packets lost, no node stopped. Every
+declared death is a false one.
 
-A chunk is one seed for one hour; finished chunks are kept in a file, so that hours add up over runs of unchanged code.
+A chunk is one seed for one hour; finished chunks are kept in a file, so that hours add up over runs
+of unchanged code.
 """
 
 import gc
@@ -17,7 +19,7 @@ from pathlib import Path
 import kvrs.gossip.detector
 import kvrs.sim
 from experiments.gossip_detection.clusters import joined
-from kvrs.gossip.config import GossipSettings
+from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.events import Event, MemberChanged
 from kvrs.gossip.suspicion import Suspicion
 from kvrs.gossip.wire import Status
@@ -26,8 +28,8 @@ from kvrs.sim.gossip import SimNode
 
 NODES = 64
 SIMULATED = (
-    *("detector", "events", "exchange", "facts", "members"),
-    *("node", "probes", "records", "rumours", "suspicion", "wire"),
+    *("detector", "events", "exchange", "facts", "members", "node", "piggyback", "prober"),
+    *("probes", "records", "sender", "suspicion", "wire"),
 )
 
 
@@ -37,9 +39,11 @@ class Chunk:
     hours: float
     loss: float
     deaths: int = 0  # Nodes declared dead, each counted once.
-    suspicions: int = 0  # Incarnations that somebody suspected.
-    most_accusers: int = 0  # Of one incarnation, as anybody came to know.
-    nearest: float = 0.0  # Longest time that anybody held a suspicion, as a share of what an unconfirmed one is given.
+    suspicions: int = 0  # Incarnations that were suspected.
+    # Suspectors of one incarnation at any node (the name of the field in kept results).
+    most_accusers: int = 0
+    # Longest time of a suspicion at any node, as a share of the length of an unconfirmed one.
+    nearest: float = 0.0
     packets: int = 0
     cpu_s: float = 0.0
     compiled: bool = False  # It changes nothing but `cpu_s`.
@@ -59,13 +63,13 @@ class _Watch:
         since_s = self._since_s.pop((node.id, event.id), None)
         if since_s is not None:
             self._chunk.nearest = max(self._chunk.nearest, (now_s - since_s) / self._most_s)
-            accusers = len(node.gossip.members[event.id].by)
-            self._chunk.most_accusers = max(self._chunk.most_accusers, accusers)
+            suspectors = len(node.gossip.members[event.id].suspectors)
+            self._chunk.most_accusers = max(self._chunk.most_accusers, suspectors)
         if event.status is Status.SUSPECT:
             self._since_s[node.id, event.id] = now_s
             self._suspected.add((event.id, event.incarnation))
             self._chunk.suspicions = len(self._suspected)
-            self._chunk.most_accusers = max(self._chunk.most_accusers, len(event.by))
+            self._chunk.most_accusers = max(self._chunk.most_accusers, len(event.suspectors))
         elif event.status is Status.DEAD:
             self._dead.add(event.id)
             self._chunk.deaths = len(self._dead)
@@ -94,9 +98,14 @@ def is_compiled() -> bool:
 def code_version() -> str:
     """Changes when what is simulated does."""
     folder = Path(kvrs.gossip.__file__).parent
-    files = [*(folder / f"{name}.py" for name in SIMULATED), Path(kvrs.sim.__file__).parent / "gossip.py"]
+    files = [
+        *(folder / f"{name}.py" for name in SIMULATED),
+        Path(kvrs.sim.__file__).parent / "gossip.py",
+    ]
     settings = GossipSettings().model_dump_json().encode()
-    return hashlib.sha256(b"".join([settings, *(path.read_bytes() for path in files)])).hexdigest()[:16]
+    return hashlib.sha256(b"".join([settings, *(path.read_bytes() for path in files)])).hexdigest()[
+        :16
+    ]
 
 
 def kept(path: Path, loss: float) -> list[Chunk]:
@@ -106,12 +115,14 @@ def kept(path: Path, loss: float) -> list[Chunk]:
     saved = json.loads(path.read_text())
     if saved["code"] != code_version():
         return []
-    return [chunk for chunk in (Chunk(**fields) for fields in saved["chunks"]) if chunk.loss == loss]
+    return [
+        chunk for chunk in (Chunk(**fields) for fields in saved["chunks"]) if chunk.loss == loss
+    ]
 
 
 def keep(path: Path, chunks: list[Chunk]) -> None:
     lines = ",\n".join(json.dumps(asdict(chunk)) for chunk in chunks)
-    # Whoever is killed in the middle of it has lost nothing.
+    # Replaced atomically: a kill in the middle loses nothing.
     part = path.with_suffix(".part")
     part.write_text(f'{{"code": "{code_version()}", "chunks": [\n{lines}\n]}}\n')
     part.replace(path)
@@ -126,7 +137,9 @@ def run_chunks(
     tell: Callable[[list[Chunk]], None],
     chunk_h: float = 1.0,
 ) -> list[Chunk]:
-    """Until there are `want_h` hours, the time is over, or SIGTERM; `tell` gets all that there are whenever one is finished."""
+    """Until there are `want_h` hours, the time is over, or SIGTERM; `tell` gets all that there are
+    whenever one is finished.
+    """
     chunks, begun_s, stop = kept(path, loss), time.monotonic(), list[int]()
     seed = max((chunk.seed for chunk in chunks), default=-1) + 1
     # Workers have this handler too: they end with the pool, and not in the middle of an hour.
@@ -143,7 +156,9 @@ def run_chunks(
             if not running:
                 break
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            chunks = sorted(chunks + [future.result() for future in done], key=lambda chunk: chunk.seed)
+            chunks = sorted(
+                chunks + [future.result() for future in done], key=lambda chunk: chunk.seed
+            )
             keep(path, chunks)
             tell(chunks)
     signal.signal(signal.SIGTERM, before)

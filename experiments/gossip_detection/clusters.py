@@ -1,6 +1,6 @@
-"""Simulated gossip clusters whose members know each other."""
+"""Simulated gossip clusters whose members have joined."""
 
-from kvrs.gossip.config import GossipSettings
+from kvrs.config.gossip import GossipSettings
 from kvrs.ids import NodeId
 from kvrs.sim.gossip import GossipNet, Observer, SimNode
 
@@ -8,7 +8,12 @@ SEEDS = {NodeId(f"n{i}"): f"n{i}:7" for i in range(3)}
 
 
 def joined(
-    count: int, seed: int, settings: GossipSettings, *, observer: Observer | None = None, on_wire: bool = False
+    count: int,
+    seed: int,
+    settings: GossipSettings,
+    *,
+    observer: Observer | None = None,
+    on_wire: bool = False,
 ) -> GossipNet:
     net = GossipNet(settings, seed, observer=observer, on_wire=on_wire)
     for i in range(count):

@@ -1,10 +1,13 @@
-"""The same experiment with the pure core compiled by mypyc, which takes a third of the time: same source, same objects.
+"""The same experiment with the pure core compiled by mypyc, in a third of the time: same source,
+same objects.
 
-    python -m experiments.gossip_detection.compiled --rows hours --budget-s 6000     what follows is for `run`
+    python -m experiments.gossip_detection.compiled --rows hours --budget-s 6000
 
-It is built in a folder of its own, which is gone afterwards, and proves first that compiling changed nothing: both ways, the same
-seeds have to bring the same events at the same instants, to the last bit. Modules that define messages, settings or facts stay
-interpreted, because msgspec and pydantic make their classes.
+The arguments are those of `run`.
+
+The build is in a temporary folder. A check before the runs shows that compiling changes nothing:
+the same seeds have to give the same events at the same times, to the last bit. Modules with
+messages, settings or facts stay interpreted, because msgspec and pydantic make their classes.
 """
 
 import argparse
@@ -19,16 +22,16 @@ from pathlib import Path
 
 from experiments.gossip_detection.chunks import NODES
 from experiments.gossip_detection.clusters import joined
-from kvrs.gossip.config import GossipSettings
+from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.events import Event
 from kvrs.sim.gossip import SimNode
-from tests.gossip.gossip_weather import Weather
+from tests.gossip.gossip_chaos import ChaosNetwork
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("kvrs", "experiments/gossip_detection", "tests/gossip")
+_GOSSIP = ("detector", "exchange", "members", "node", "piggyback", "prober", "probes", "records")
 CORE = (
-    *(f"kvrs/gossip/{name}.py" for name in ("detector", "exchange", "members", "node", "probes", "records", "rumours")),
-    "kvrs/gossip/suspicion.py",
+    *(f"kvrs/gossip/{name}.py" for name in (*_GOSSIP, "sender", "suspicion")),
     "kvrs/sim/gossip.py",
 )
 _STORMS = 40
@@ -43,10 +46,14 @@ def fingerprint() -> str:
         digest.update(repr((now_s, node.id, event)).encode())
 
     for seed in range(_STORMS):
-        weather = Weather(seed, observe)
-        weather.storm(12)
-        weather.calm(40.0)
-        digest.update(repr([(node.id, node.sent_packets, node.sent_bytes) for node in weather.net.nodes.values()]).encode())
+        chaos = ChaosNetwork(seed, observe)
+        chaos.run_with_faults(12)
+        chaos.run_without_faults(40.0)
+        digest.update(
+            repr(
+                [(node.id, node.sent_packets, node.sent_bytes) for node in chaos.net.nodes.values()]
+            ).encode()
+        )
     net = joined(NODES, 0, GossipSettings(), observer=observe)
     net.loss = 0.2
     net.run(net.now_s + _MINUTES * 60)
@@ -56,10 +63,17 @@ def fingerprint() -> str:
 
 def build(folder: Path) -> None:
     for needed in NEEDED:
-        shutil.copytree(ROOT / needed, folder / needed, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(
+            ROOT / needed, folder / needed, ignore=shutil.ignore_patterns("__pycache__", "results")
+        )
     environment = {**os.environ, "MYPYC_OPT_LEVEL": "3"}
     made = subprocess.run(
-        [sys.executable, "-m", "mypyc", *CORE], cwd=folder, env=environment, check=False, text=True, capture_output=True
+        [sys.executable, "-m", "mypyc", *CORE],
+        cwd=folder,
+        env=environment,
+        check=False,
+        text=True,
+        capture_output=True,
     )
     if made.returncode:
         raise SystemExit(f"mypyc:\n{made.stdout}{made.stderr}")
@@ -67,8 +81,13 @@ def build(folder: Path) -> None:
 
 def fingerprint_in(folder: Path) -> tuple[str, str]:
     """Whether it is compiled there, and what comes out."""
-    script = "from experiments.gossip_detection import chunks, compiled; print(chunks.is_compiled(), compiled.fingerprint())"
-    done = subprocess.run([sys.executable, "-c", script], cwd=folder, check=True, text=True, capture_output=True)
+    script = (
+        "from experiments.gossip_detection import chunks, compiled; "
+        "print(chunks.is_compiled(), compiled.fingerprint())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, check=True, text=True, capture_output=True
+    )
     compiled, printed = done.stdout.split()
     return compiled, printed
 
@@ -84,7 +103,14 @@ def main() -> int:
         if (here, there) != ("False", "True") or found != expected:
             raise SystemExit(f"compiled: {here} and {there}; what came out: {expected} and {found}")
         print(f"interpreted and compiled: the same events ({found[:16]})", flush=True)
-        command = [sys.executable, "-m", "experiments.gossip_detection.run", "--out", str(known.out.resolve()), *others]
+        command = [
+            sys.executable,
+            "-m",
+            "experiments.gossip_detection.run",
+            "--out",
+            str(known.out.resolve()),
+            *others,
+        ]
         run = subprocess.Popen(command, cwd=folder)
         signal.signal(signal.SIGTERM, lambda number, _: run.send_signal(number))
         return run.wait()

@@ -1,7 +1,6 @@
-"""How soon all know of a death, how often the living are declared dead, what it costs: in virtual time, over many seeds.
-
-The nodes are the product's own objects (`kvrs.gossip.node.Gossip`), the network and the clocks are `kvrs.sim.gossip`.
-Whatever has been measured is kept at once; rows that are not asked for stay as they were.
+"""Detection times, false deaths and costs of gossip, in virtual time over many seeds. The nodes
+are the product's own objects (`kvrs.gossip.node.Gossip`), network and clocks those of
+`kvrs.sim.gossip`. Results are saved at once; rows that are not selected stay as they were.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from experiments.gossip_detection.chunks import Chunk, code_version, kept, run_c
 from experiments.gossip_detection.measures import death_times, deaths_by_stops, traffic
 from experiments.gossip_detection.storms import storms
 from experiments.gossip_detection.tables import HOURS, Figures, as_text, misses
-from kvrs.gossip.config import GossipSettings
+from kvrs.config.gossip import GossipSettings
 
 LOSS = 0.2
 
@@ -36,7 +35,9 @@ def measure_deaths(large_seeds: int) -> dict[str, Any]:
 
 
 def measure_stops() -> dict[str, int]:
-    return dict(zip(("stops", "of_stopped", "of_others"), deaths_by_stops(range(5), 10.0), strict=True))
+    return dict(
+        zip(("stops", "of_stopped", "of_others"), deaths_by_stops(range(5), 10.0), strict=True)
+    )
 
 
 def hours_of(chunks: list[Chunk]) -> dict[str, Any]:
@@ -59,7 +60,9 @@ class Results:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "gossip_detection.json"
-        self.figures: Figures = json.loads(path.read_text()) if path.exists() else {"code": {}, "cpu_s": {}}
+        self.figures: Figures = (
+            json.loads(path.read_text()) if path.exists() else {"code": {}, "cpu_s": {}}
+        )
         self.figures["settings"] = GossipSettings().model_dump(mode="json")
         self.put("hours", hours_of(kept(self.hours_path, LOSS)))
 
@@ -72,7 +75,9 @@ class Results:
         self.figures["code"][row] = code_version()
         if cpu_s is not None:
             self.figures["cpu_s"][row] = round(cpu_s, 1)
-        (self._folder / "gossip_detection.json").write_text(json.dumps(self.figures, indent=2) + "\n")
+        (self._folder / "gossip_detection.json").write_text(
+            json.dumps(self.figures, indent=2) + "\n"
+        )
         (self._folder / "gossip_detection.txt").write_text(as_text(self.figures))
 
 
@@ -80,14 +85,30 @@ def main() -> int:
     rows: dict[str, Callable[[], object]] = {
         "deaths": lambda: measure_deaths(arguments.large_seeds),
         "stops": measure_stops,
-        "traffic": lambda: [asdict(traffic(loss, publishing)) for loss, publishing in ((0, False), (0, True), (LOSS, True))],
+        "traffic": lambda: [
+            asdict(traffic(loss, publishing))
+            for loss, publishing in ((0, False), (0, True), (LOSS, True))
+        ],
         "harder": lambda: [asdict(run_chunk(0, 0.25, loss)) for loss in (0.3, 0.4)],
         "storms": lambda: asdict(storms(range(arguments.storms))),
     }
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="+", choices=[*rows, "hours"], default=[*rows, "hours"], help="to be measured anew")
-    parser.add_argument("--hours", type=float, default=HOURS, help="simulated, without a death; those of earlier runs count")
-    parser.add_argument("--budget-s", type=float, default=600.0, help="after which no further hour is begun")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=[*rows, "hours"],
+        default=[*rows, "hours"],
+        help="to be measured anew",
+    )
+    parser.add_argument(
+        "--hours",
+        type=float,
+        default=HOURS,
+        help="simulated, without a death; those of earlier runs count",
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=600.0, help="after which no further hour is begun"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--large-seeds", type=int, default=2, help="clusters of 1,000 nodes")
     parser.add_argument("--storms", type=int, default=10_000, help="seeds")
@@ -103,9 +124,14 @@ def main() -> int:
 
         def tell(chunks: list[Chunk]) -> None:
             results.put("hours", hours_of(chunks))
-            print(f"{len(chunks)} chunks, {sum(chunk.deaths for chunk in chunks)} false deaths", flush=True)
+            print(
+                f"{len(chunks)} chunks, {sum(chunk.deaths for chunk in chunks)} false deaths",
+                flush=True,
+            )
 
-        run_chunks(results.hours_path, LOSS, arguments.hours, arguments.budget_s, arguments.workers, tell)
+        run_chunks(
+            results.hours_path, LOSS, arguments.hours, arguments.budget_s, arguments.workers, tell
+        )
     print(as_text(results.figures), end="")
     missed = misses(results.figures)
     print(f"missed: {', '.join(missed)}\n" if missed else "", end="")

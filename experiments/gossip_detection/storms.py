@@ -1,14 +1,17 @@
-"""Thousands of short lives of small clusters in the worst of weather (`tests/gossip/gossip_weather`); the tests run dozens.
+"""Thousands of short runs of small clusters under chaos (`tests/gossip/gossip_chaos.py`); the tests
+run dozens.
 
-Every seed: 2 to 10 nodes with clocks that run wrong, 12 random blows (deaths, restarts, stops of which the node's own clock may
-know nothing, partitions of both kinds, clocks set forward or back) with edits of records between them, while a share of all
-packets is lost, doubled, and overtakes others. Then 40 s of calm: all who live have to agree on who lives, and on what each says.
+Every seed: 2 to 10 nodes with clocks that run wrong, 12 random faults (deaths, restarts, stops with
+or without the node's own clock, partitions of both kinds, clocks set forward or back)
+with edits of records between them, while a share of all packets is lost, doubled, and overtakes
+others. Then 40 s without faults: all live nodes have to agree on the live nodes and their
+records.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.gossip.gossip_weather import Weather
+from tests.gossip.gossip_chaos import ChaosNetwork
 
 BLOWS = 12
 CALM_S = 40.0
@@ -20,23 +23,23 @@ class Storms:
     hours: float = 0.0
     packets: int = 0
     faults: dict[str, int] = field(default_factory=dict)
-    failed: list[int] = field(default_factory=list)  # Seeds where something did not hold.
+    failed: list[int] = field(default_factory=list)  # Seeds with a violated invariant.
 
 
 def storms(seeds: range) -> Storms:
     found, faults = Storms(), Counter[str]()
     for seed in seeds:
-        weather = Weather(seed)
+        chaos = ChaosNetwork(seed)
         try:
-            weather.storm(BLOWS)
-            weather.calm(CALM_S)
-            weather.assert_agreed()
-        except (AssertionError, KeyError) as error:  # A KeyError: somebody was never heard of.
+            chaos.run_with_faults(BLOWS)
+            chaos.run_without_faults(CALM_S)
+            chaos.assert_agreed()
+        except (AssertionError, KeyError) as error:  # A KeyError: a node was never discovered.
             print(f"seed {seed}: {error!r}", flush=True)
             found.failed.append(seed)
         found.seeds += 1
-        found.hours += weather.net.now_s / 3600
-        found.packets += weather.net.delivered
-        faults += weather.did
+        found.hours += chaos.net.now_s / 3600
+        found.packets += chaos.net.delivered
+        faults += chaos.did
     found.faults = dict(sorted(faults.items()))
     return found

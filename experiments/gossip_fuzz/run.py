@@ -1,9 +1,10 @@
-"""Fire packets that must not be taken at what opens gossip: a million at the opener, a part of them at real sockets.
+"""Sends packets that must be rejected to the authenticator of gossip (a million), a part of them
+to real sockets.
 
     python -m experiments.gossip_fuzz.run [--packets N] [--datagrams N] [--streams N] [--seed N]
 
-Every packet must be dropped and counted, true packets in between must be taken, and memory must not grow. The exit status is 1
-otherwise. Writes `fuzz.json` and `fuzz.txt` into `results/`.
+Every packet must be rejected and counted, valid packets in between must be accepted, and memory
+must not grow. The exit status is 1 otherwise. Writes `fuzz.json` and `fuzz.txt` into `results/`.
 """
 
 import argparse
@@ -23,30 +24,40 @@ from typing import Any
 
 import uvloop
 
+from kvrs.gossip.authenticator import (
+    MAX_OVERHEAD_BYTES,
+    MAX_PAYLOAD_BYTES,
+    WINDOW_PACKETS,
+    Keyring,
+    Opened,
+    PacketAuthenticator,
+    Rejection,
+)
 from kvrs.gossip.rates import Rates
-from kvrs.gossip.seal import MAX_OVERHEAD_BYTES, MAX_PAYLOAD_BYTES, WINDOW_PACKETS, Keyring, Opened, Refusal, Seal
 from kvrs.gossip.transport import Drop, Limits, Transport
 from kvrs.ids import NodeId
 
 RESULTS = Path(__file__).parent / "results"
-SECRET, FOREIGN_SECRET = b"secret of the cluster", b"secret of somebody else"
+SECRET, FOREIGN_SECRET = b"secret of the cluster", b"secret of another cluster"
 OWN, MEMBER = NodeId("n0"), NodeId("n1")
-TRUE_EVERY = 1000  # Between the bad packets, true ones.
-MOST_GROWTH_BYTES = 4 << 20  # The memory of a whole table of senders; the packets together are hundreds of times that.
-UNLIMITED = Rates(member_per_s=1e9, strangers_per_s=1e9, total_per_s=1e9)
+TRUE_EVERY = 1000  # One valid packet after so many bad ones.
+MOST_GROWTH_BYTES = (
+    4 << 20
+)  # The memory of a whole table of senders; the packets together are hundreds of times that.
+UNLIMITED = Rates(member_per_s=1e9, unknown_per_s=1e9, total_per_s=1e9)
 DATAGRAM_PAYLOAD_BYTES = Limits().datagram_payload_bytes
 DATAGRAM_BYTES = DATAGRAM_PAYLOAD_BYTES + MAX_OVERHEAD_BYTES
 LENGTH = struct.Struct("!I")
 
 
-def seal_of(node: NodeId, epoch: int, run: int, secret: bytes = SECRET) -> Seal:
-    return Seal("fuzz", node, epoch, run.to_bytes(8, "big"), Keyring([secret]))
+def seal_of(node: NodeId, epoch: int, run: int, secret: bytes = SECRET) -> PacketAuthenticator:
+    return PacketAuthenticator("fuzz", node, epoch, run.to_bytes(8, "big"), Keyring([secret]))
 
 
 class Attacker:
-    """Has seen all that was ever sent to `victim`, but does not know the secret."""
+    """Has recorded all packets to `victim`, but not the secret."""
 
-    def __init__(self, victim: Seal, random: Random) -> None:
+    def __init__(self, victim: PacketAuthenticator, random: Random) -> None:
         self.random = random
         self.member = seal_of(MEMBER, epoch=2, run=12)
         self._foreign = seal_of(MEMBER, epoch=9, run=14, secret=FOREIGN_SECRET)
@@ -60,12 +71,25 @@ class Attacker:
         self.taken: deque[bytes] = deque(maxlen=2 * WINDOW_PACKETS)
         for _ in range(2 * WINDOW_PACKETS):
             assert isinstance(victim.open(self.true_packet()), Opened)
-        # Authentic and never seen by the victim, but not for it: each costs one answer and is a replay from then on.
-        self._not_for_victim = [self._to_others.seal(NodeId("n3"), self._payload()) for _ in range(200)]
+        # Authentic and never seen by the victim, but not for it: each costs one answer and is a
+        # replay from then on.
+        self._not_for_victim = [
+            self._to_others.seal(NodeId("n3"), self._payload()) for _ in range(200)
+        ]
         self._kinds: list[Callable[[], bytes]] = [
-            self._flipped, self._overwritten, self._foreign_key, self._replayed, self._old, self._elsewhere,
-            self._truncated, self._lengthened, self._oversized, self._garbage, self._garbage_behind_header, self._claimed_name,
-        ]  # fmt: skip
+            self._flipped,
+            self._overwritten,
+            self._foreign_key,
+            self._replayed,
+            self._old,
+            self._elsewhere,
+            self._truncated,
+            self._lengthened,
+            self._oversized,
+            self._garbage,
+            self._garbage_behind_header,
+            self._claimed_name,
+        ]
 
     def true_packet(self) -> bytes:
         packet = self.member.seal(OWN, self._payload())
@@ -99,7 +123,7 @@ class Attacker:
     def _foreign_key(self) -> bytes:
         packet = self._foreign.seal(OWN, self._payload())
         if self.random.random() < 0.5:
-            # Says that it was made with the cluster's key.
+            # With the id of the cluster's key.
             packet = packet[:13] + self._recorded()[13:21] + packet[21:]
         return packet
 
@@ -127,10 +151,12 @@ class Attacker:
 
     def _garbage_behind_header(self) -> bytes:
         packet = self._recorded()
-        return packet[: self.random.randrange(len(packet))] + self.random.randbytes(self.random.randrange(200))
+        return packet[: self.random.randrange(len(packet))] + self.random.randbytes(
+            self.random.randrange(200)
+        )
 
     def _claimed_name(self) -> bytes:
-        """The sender's name is said to be longer, or shorter, than it is."""
+        """The length field of the sender's name is too large or too small."""
         packet = bytearray(self._recorded())
         packet[54] = self.random.randrange(256)
         return bytes(packet)
@@ -142,7 +168,7 @@ def fuzz_opener(packets: int, seed: int) -> dict[str, Any]:
     known = victim.senders
     kinds: Counter[str] = Counter()
     taken, true_taken = 0, 0
-    before_bytes, before = 0, victim.refused.copy()
+    before_bytes, before = 0, victim.rejected.copy()
     started_s = time.perf_counter()
     for n, (kind, packet) in enumerate(attacker.bad_packets(packets)):
         if n == packets // 100:
@@ -154,8 +180,8 @@ def fuzz_opener(packets: int, seed: int) -> dict[str, Any]:
     return {
         "packets": packets,
         "taken": taken,
-        "dropped_and_counted": (victim.refused - before).total(),
-        "by_reason": by_name(victim.refused - before),
+        "dropped_and_counted": (victim.rejected - before).total(),
+        "by_reason": by_name(victim.rejected - before),
         "by_kind": dict(sorted(kinds.items())),
         "true_packets_between": -(-packets // TRUE_EVERY),
         "true_packets_taken": true_taken,
@@ -167,7 +193,7 @@ def fuzz_opener(packets: int, seed: int) -> dict[str, Any]:
 
 
 class Target:
-    """A transport that listens, and what its member had to say to it."""
+    """A transport that listens, with its counters."""
 
     def __init__(self, limits: Limits) -> None:
         self.seal = seal_of(OWN, epoch=1, run=10)
@@ -178,11 +204,11 @@ class Target:
         self.heard += 1
 
     def begin(self) -> None:
-        """From now on it is counted."""
-        self._before = self.seal.refused.copy()
+        """Count from now on."""
+        self._before = self.seal.rejected.copy()
 
     def reasons(self) -> dict[str, int]:
-        return by_name(self.seal.refused - self._before) | by_name(self.transport.dropped)
+        return by_name(self.seal.rejected - self._before) | by_name(self.transport.dropped)
 
     def counted(self) -> int:
         return sum(self.reasons().values())
@@ -194,7 +220,7 @@ class Target:
 
 
 async def fuzz_datagrams(datagrams: int, seed: int) -> dict[str, Any]:
-    """All are really looked at: no rate limits them, and nobody sends faster than they are read."""
+    """Every packet is really checked: without rate limits, and not sent faster than it is read."""
     target = Target(Limits(rates=UNLIMITED))
     attacker = Attacker(target.seal, Random(seed))
     port = await target.transport.start()
@@ -222,14 +248,17 @@ async def fuzz_datagrams(datagrams: int, seed: int) -> dict[str, Any]:
 
 
 async def fuzz_flood(datagrams: int, seed: int) -> dict[str, Any]:
-    """As fast as they can be read, with the usual limits; a member goes on speaking meanwhile."""
+    """Flood with the usual limits, while a member goes on sending."""
     target = Target(Limits())
     attacker = Attacker(target.seal, Random(seed))
     port = await target.transport.start()
     bad = [packet for _, packet in attacker.bad_packets(2000)]
     target.begin()
     before_bytes, true_sent = rss_bytes(), 0
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flooder, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as member:
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as flooder,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as member,
+    ):
         for sender in (flooder, member):
             sender.connect(("127.0.0.1", port))
         member.send(attacker.member.seal(OWN, b"known from now on"))
@@ -252,7 +281,7 @@ async def fuzz_flood(datagrams: int, seed: int) -> dict[str, Any]:
         "packets_per_s": round(datagrams / seconds),
         "dropped_by_rate": dropped,
         "looked_at": looked_at,
-        "looked_at_most": round(Rates().strangers_per_s * (Rates().burst_s + seconds + 1)),
+        "looked_at_most": round(Rates().unknown_per_s * (Rates().burst_s + seconds + 1)),
         "lost_in_the_kernel": datagrams - dropped - looked_at,
         "true_packets_between": true_sent,
         "true_packets_taken": target.heard - 1,
@@ -299,8 +328,9 @@ async def fuzz_streams(streams: int, seed: int) -> dict[str, Any]:
     return {
         "connections": streams,
         "taken": target.heard,
-        # After an unproven packet the connection waits for another one, and is counted a second time when none comes.
-        "dropped_and_counted": target.counted() - target.reasons().get(Refusal.UNPROVEN, 0),
+        # After an unproven packet the connection waits for another one, and is counted a second
+        # time when none comes.
+        "dropped_and_counted": target.counted() - target.reasons().get(Rejection.UNPROVEN, 0),
         "by_reason": target.reasons(),
         "by_kind": dict(sorted(kinds.items())),
         "growth_bytes": rss_bytes() - before_bytes,
@@ -310,7 +340,12 @@ async def fuzz_streams(streams: int, seed: int) -> dict[str, Any]:
 def framed(packet: bytes, kind: str, random: Random) -> bytes:
     match kind:
         case "too long":
-            return LENGTH.pack(random.randint(MAX_PAYLOAD_BYTES + MAX_OVERHEAD_BYTES + 1, (1 << 32) - 1)) + packet
+            return (
+                LENGTH.pack(
+                    random.randint(MAX_PAYLOAD_BYTES + MAX_OVERHEAD_BYTES + 1, (1 << 32) - 1)
+                )
+                + packet
+            )
         case "cut":
             whole = LENGTH.pack(len(packet)) + packet
             return whole[: random.randint(1, max(len(whole) - 1, 3))]
@@ -320,7 +355,7 @@ def framed(packet: bytes, kind: str, random: Random) -> bytes:
             return LENGTH.pack(len(packet)) + packet
 
 
-def by_name(counts: Counter[Refusal] | Counter[Drop]) -> dict[str, int]:
+def by_name(counts: Counter[Rejection] | Counter[Drop]) -> dict[str, int]:
     return {str(reason): count for reason, count in sorted(counts.items())}
 
 
@@ -329,7 +364,9 @@ def rss_bytes() -> int:
 
 
 def faults_of(result: dict[str, Any]) -> Iterator[str]:
-    opener, datagrams, flood, streams = (result[part] for part in ("opener", "datagrams", "flood", "streams"))
+    opener, datagrams, flood, streams = (
+        result[part] for part in ("opener", "datagrams", "flood", "streams")
+    )
     for name, part, wanted in (
         ("opener", opener, opener["packets"]),
         ("datagrams", datagrams, datagrams["packets"]),
@@ -339,13 +376,19 @@ def faults_of(result: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {part['dropped_and_counted']} of {wanted} dropped and counted"
     for name, part in (("opener", opener), ("datagrams", datagrams), ("flood", flood)):
         if part["true_packets_taken"] != part["true_packets_between"]:
-            yield f"{name}: {part['true_packets_taken']} of {part['true_packets_between']} true packets taken"
+            yield (
+                f"{name}: {part['true_packets_taken']} of {part['true_packets_between']} "
+                f"true packets taken"
+            )
     if opener["taken"] or streams["taken"]:
         yield "a bad packet was taken"
     if opener["senders_remembered"] > opener["senders_expected"]:
         yield "opener: a sender is remembered that never was"
     if flood["looked_at"] > flood["looked_at_most"]:
-        yield f"flood: {flood['looked_at']} packets looked at, at most {flood['looked_at_most']} are allowed"
+        yield (
+            f"flood: {flood['looked_at']} packets looked at, at most "
+            f"{flood['looked_at_most']} are allowed"
+        )
     for name, part in result.items():
         if isinstance(part, dict) and part["growth_bytes"] > MOST_GROWTH_BYTES:
             yield f"{name}: memory grew by {part['growth_bytes']} bytes"
@@ -358,7 +401,11 @@ def as_text(result: dict[str, Any]) -> str:
             continue
         lines.append(f"{name}:")
         for key, value in part.items():
-            shown = ", ".join(f"{what} {count:,}" for what, count in value.items()) if isinstance(value, dict) else f"{value:,}"
+            shown = (
+                ", ".join(f"{what} {count:,}" for what, count in value.items())
+                if isinstance(value, dict)
+                else f"{value:,}"
+            )
             lines.append(f"  {key:24} {shown}")
     lines.append("faults: " + ("; ".join(result["faults"]) or "none"))
     return "\n".join(lines) + "\n"

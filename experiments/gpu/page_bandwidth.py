@@ -1,4 +1,5 @@
-"""How fast pages leave a GPU and come back, against one plain copy of as many bytes in the same run.
+"""How fast pages leave a GPU and come back, against one plain copy of as many bytes in the same
+run.
 
 python -m experiments.gpu.page_bandwidth [--megabytes 2048] [--repeats 9]
 """
@@ -18,17 +19,23 @@ from kvrs.protocol.geometry import KvGeometry
 TARGET = 0.9
 # By the bytes of a page: of a small model, and of the two shapes that the other scripts use.
 GEOMETRIES = {
-    "256 KiB": KvGeometry(layers=16, kv_heads=2, head_dim=128, dtype_bytes=2, page_size_tokens=PAGE_TOKENS),
+    "256 KiB": KvGeometry(
+        layers=16, kv_heads=2, head_dim=128, dtype_bytes=2, page_size_tokens=PAGE_TOKENS
+    ),
     "8b": SHAPES["8b"].geometry,
     "14b": SHAPES["14b"].geometry,
 }
 
 
-def plain(pages: int, page_bytes: int, where: Place) -> tuple[Callable[[], None], Callable[[], None]]:
+def plain(
+    pages: int, page_bytes: int, where: Place
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """One copy of everything, out and in: what the bus gives."""
     host = torch.empty(pages * page_bytes, dtype=torch.uint8, pin_memory=not where.rehearsal)
     device = torch.empty(pages * page_bytes, dtype=torch.uint8, device=where.device)
-    return lambda: _ignore(host.copy_(device, non_blocking=True)), lambda: _ignore(device.copy_(host, non_blocking=True))
+    return lambda: _ignore(host.copy_(device, non_blocking=True)), lambda: _ignore(
+        device.copy_(host, non_blocking=True)
+    )
 
 
 def _ignore(result: object) -> None:
@@ -69,15 +76,23 @@ def is_exact(pool: KvPool, pages: range) -> bool:
 
 
 def main() -> None:
-    options = parse(__doc__, ("megabytes", 2048, "in each copy"), ("repeats", 9, "of each way, in turns"))
+    options = parse(
+        __doc__, ("megabytes", 2048, "in each copy"), ("repeats", 9, "of each way, in turns")
+    )
     where = place(options)
     rows = []
     for name, geometry in GEOMETRIES.items():
-        count = max(4, (options.megabytes << 20) // geometry.page_bytes) if not where.rehearsal else 4
+        count = (
+            max(4, (options.megabytes << 20) // geometry.page_bytes) if not where.rehearsal else 4
+        )
         # Twice as many: the pages that travel lie apart from each other.
         pool, pages = make_pool(geometry, 2 * count, where), range(0, 2 * count, 2)
         exact = is_exact(pool, pages)
-        ways = [*plain(count, geometry.page_bytes, where), paged(pool, pages, to_host=True), paged(pool, pages, to_host=False)]
+        ways = [
+            *plain(count, geometry.page_bytes, where),
+            paged(pool, pages, to_host=True),
+            paged(pool, pages, to_host=False),
+        ]
         times: list[list[float]] = [[] for _ in ways]
         for repeat in range(options.repeats + 1):
             for way, measured in zip(ways, times, strict=True):
@@ -88,14 +103,37 @@ def main() -> None:
                 if repeat:  # The first one pins the buffers.
                     measured.append(time.perf_counter() - started_s)
         rates = [count * geometry.page_bytes / median(measured) / 1e9 for measured in times]
-        for direction, limit, rate in (("save", rates[0], rates[2]), ("restore", rates[1], rates[3])):
-            rows.append([name, geometry.page_bytes, direction, rate, limit, rate / limit, rate / limit >= TARGET, exact])
+        for direction, limit, rate in (
+            ("save", rates[0], rates[2]),
+            ("restore", rates[1], rates[3]),
+        ):
+            rows.append(
+                [
+                    name,
+                    geometry.page_bytes,
+                    direction,
+                    rate,
+                    limit,
+                    rate / limit,
+                    rate / limit >= TARGET,
+                    exact,
+                ]
+            )
         del pool, ways
     report(
         "page_bandwidth",
         options,
         where,
-        ["pages", "page bytes", "direction", "GB/s", "plain copy GB/s", "ratio", f"at least {TARGET}", "exact"],
+        [
+            "pages",
+            "page bytes",
+            "direction",
+            "GB/s",
+            "plain copy GB/s",
+            "ratio",
+            f"at least {TARGET}",
+            "exact",
+        ],
         rows,
     )
 

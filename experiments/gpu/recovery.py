@@ -1,6 +1,8 @@
-"""How long 32 long requests take to come back on a GPU: recomputed, restored from host memory, and split between both.
+"""How long 32 long requests take to come back on a GPU: recomputed, restored from host memory, and
+split between both.
 
-python -m experiments.gpu.recovery [--shape 8b] [--requests 32] [--least 8192] [--most 16384] [--repeats 3]
+python -m experiments.gpu.recovery [--shape 8b] [--requests 32] [--least 8192] [--most 16384]
+[--repeats 3]
 """
 
 import argparse
@@ -24,7 +26,8 @@ CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    tokens: int  # The history, whose last position is always computed: its logits choose the next token.
+    # The history, whose last position is always computed: its logits choose the next token.
+    tokens: int
     pages: Tensor
     numbers: list[int]  # The same, on the host.
 
@@ -37,7 +40,9 @@ class Recovery:
     def __init__(self, options: argparse.Namespace, where: Place) -> None:
         self.where = where
         shape = SHAPES[options.shape]
-        lengths = torch.linspace(options.least, options.most, options.requests).round().to(torch.int64)
+        lengths = (
+            torch.linspace(options.least, options.most, options.requests).round().to(torch.int64)
+        )
         # Long and short ones come mixed, in the same order on every machine.
         order = torch.randperm(options.requests, generator=torch.Generator().manual_seed(7))
         tokens = [int(lengths[index]) for index in order]
@@ -47,12 +52,18 @@ class Recovery:
         self.token_ids = torch.randint(0, shape.vocab, (max(tokens),), device=where.device)
         starts = [sum(counts[:index]) for index in range(len(counts))]
         self.requests = [
-            Request(length, torch.arange(start, start + count, device=where.device), list(range(start, start + count)))
+            Request(
+                length,
+                torch.arange(start, start + count, device=where.device),
+                list(range(start, start + count)),
+            )
             for length, start, count in zip(tokens, starts, counts, strict=True)
         ]
 
     def calibrate(self) -> None:
-        """What the split goes by: seconds to compute so many leading tokens, and bytes per second from the host."""
+        """What the split goes by: seconds to compute so many leading tokens, and bytes per second
+        from the host.
+        """
         longest = max(self.requests, key=lambda request: request.tokens)
         self.compute(longest, longest.full_pages)  # Warms up.
         synchronize(self.where)
@@ -74,7 +85,9 @@ class Recovery:
     def split_at(self, request: Request) -> int:
         """The page up to which computing takes as long as fetching the rest."""
         return bisect_right(
-            range(request.full_pages), 0.0, key=lambda page: self._computed_s(page) - (request.full_pages - page) * self.page_s
+            range(request.full_pages),
+            0.0,
+            key=lambda page: self._computed_s(page) - (request.full_pages - page) * self.page_s,
         )
 
     def _computed_s(self, pages: int) -> float:
@@ -90,7 +103,9 @@ class Recovery:
         self.model.prefill(ids, first, request.pages)
 
     def fetch(self, request: Request, first_page: int) -> Staged:
-        """Begin to bring the pages from there on; whatever lies in the buffers is as good as a checkpoint for a clock."""
+        """Begin to bring the pages from there on; whatever lies in the buffers is as good as a
+        checkpoint for a clock.
+        """
         pages = request.numbers[first_page : request.full_pages]
         staged = self.pool.stage(pages)
         staged.begin_restore(len(pages))
@@ -101,10 +116,15 @@ class Recovery:
         first = request.full_pages * PAGE_TOKENS
         if first < request.tokens - 1:
             self.model.prefill(self.token_ids[first : request.tokens - 1], first, request.pages)
-        self.model.decode(self.token_ids[request.tokens - 1 : request.tokens], request.tokens - 1, request.pages[None]).cpu()
+        self.model.decode(
+            self.token_ids[request.tokens - 1 : request.tokens],
+            request.tokens - 1,
+            request.pages[None],
+        ).cpu()
 
     def recover(self, split_at: Callable[[Request], int]) -> list[float]:
-        """Bring all back, in their order, each computed up to a page and fetched from there on; returns when each goes on.
+        """Bring all back, in their order, each computed up to a page and fetched from there on;
+        returns when each goes on.
 
         The next one's pages are on their way while one is computed.
         """
@@ -147,7 +167,12 @@ def main() -> None:
         for name, split_at in ways.items():
             times[name].append(recovery.recover(split_at))
     rows: list[list[Any]] = [
-        [name, median(run[-1] for run in runs), median(mean(run) for run in runs), median(run[0] for run in runs)]
+        [
+            name,
+            median(run[-1] for run in runs),
+            median(mean(run) for run in runs),
+            median(run[0] for run in runs),
+        ]
         for name, runs in times.items()
     ]
     by_name = {name: seconds for name, seconds, *_ in rows}

@@ -23,9 +23,20 @@ def parse(doc: str | None, *options: tuple[str, Any, str]) -> argparse.Namespace
     """Options with their defaults, and those that all scripts have."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     for name, default, text in options:
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default {default})")
-    parser.add_argument("--out", type=Path, default=None, help="directory for the JSON; default: results/ beside the script")
-    parser.add_argument("--rehearse", action="store_true", help="a toy on the CPU: the code runs, its numbers mean nothing")
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"{text} (default {default})"
+        )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="directory for the JSON; default: results/ beside the script",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="a toy on the CPU: the code runs, its numbers mean nothing",
+    )
     return parser.parse_args()
 
 
@@ -53,9 +64,22 @@ def synchronize(where: Place) -> None:
         torch.cuda.synchronize(where.device)
 
 
-def report(name: str, options: argparse.Namespace, where: Place, columns: list[str], rows: list[list[Any]], **more: Any) -> None:
+def report(
+    name: str,
+    options: argparse.Namespace,
+    where: Place,
+    columns: list[str],
+    rows: list[list[Any]],
+    **more: Any,
+) -> None:
     """Print a table and what else was found; leave both as JSON, unless it was a rehearsal."""
-    shown = [columns, *([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows)]
+    shown = [
+        columns,
+        *(
+            [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row]
+            for row in rows
+        ),
+    ]
     widths = [max(len(row[index]) for row in shown) for index in range(len(columns))]
     for row in shown:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

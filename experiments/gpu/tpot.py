@@ -1,6 +1,8 @@
-"""Time per output token with checkpoints on and off, on a GPU that decodes while its pages go to a store in another process.
+"""Time per output token with checkpoints on and off, on a GPU that decodes while its pages go to a
+store in another process.
 
-python -m experiments.gpu.tpot [--shape 8b] [--batch 32] [--context 2048] [--steps 128] [--repeats 7]
+python -m experiments.gpu.tpot [--shape 8b] [--batch 32] [--context 2048] [--steps 128] [--repeats
+7]
 """
 
 import argparse
@@ -17,18 +19,18 @@ import torch
 
 from experiments.gpu.model import PAGE_TOKENS, SHAPES, RandomModel
 from experiments.gpu.rig import Place, make_pool, parse, place, report
-from kvrs.agent.config import BackupSettings
+from kvrs.config.backup import BackupSettings
+from kvrs.config.transfer import TransferSettings
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import Checkpoint
+from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.tags import root_tag
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.sequences import Sequence
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.pusher import PagePusher
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.host import HostStore
@@ -52,7 +54,9 @@ async def _serve_store(pipe: Connection, directory: str, capacity_bytes: int) ->
         def identity() -> Identity:
             return Identity(AGENT, NODE, store.epoch, store.fingerprint, store.page_bytes)
 
-        server = PageServer(identity, store, SECRET, TRANSFER, SendingLinks(TRANSFER, SendingFaults(), NODE), store)
+        server = PageServer(
+            identity, store, SECRET, TRANSFER, SendingLinks(TRANSFER, SendingFaults(), NODE), store
+        )
         pipe.send(await server.start("127.0.0.1", 0))
         try:
             while True:
@@ -67,9 +71,13 @@ async def _serve_store(pipe: Connection, directory: str, capacity_bytes: int) ->
 
 
 class Decoding:
-    """Sequences of equal length, decoded as the engine does it: the loop owns the state, a thread launches the work."""
+    """Sequences of equal length, decoded as the engine does it: the loop owns the state, a thread
+    launches the work.
+    """
 
-    def __init__(self, where: Place, shape: str, batch: int, context: int, steps: int, port: int) -> None:
+    def __init__(
+        self, where: Place, shape: str, batch: int, context: int, steps: int, port: int
+    ) -> None:
         self.geometry = SHAPES[shape].geometry
         self.batch, self.context, self.steps = batch, context, steps
         self.pages_each = -(-(context + steps) // PAGE_TOKENS)
@@ -80,23 +88,38 @@ class Decoding:
         self.device = where.device
         peer = Peer(AGENT, NODE, "127.0.0.1", port)
         own = Identity(InstanceId("d0"), NODE, 1, "random weights", self.geometry.page_bytes)
-        self.pusher = PagePusher(lambda: own, SECRET, TRANSFER, SendingLinks(TRANSFER, SendingFaults(), NODE))
+        self.pusher = PagePusher(
+            lambda: own, SECRET, TRANSFER, SendingLinks(TRANSFER, SendingFaults(), NODE)
+        )
         self.checkpointer = Checkpointer(
-            self.pages, self.pool, self.pusher, {AGENT: peer}, BackupSettings(), clock=time.monotonic, released=lambda: None
+            self.pages,
+            self.pool,
+            self.pusher,
+            {AGENT: peer},
+            BackupSettings(),
+            clock=time.monotonic,
+            released=lambda: None,
         )
         self.thread = ThreadPoolExecutor(1)
 
     async def series(self, number: int, *, backup: bool) -> tuple[float, list[StreamId]]:
-        """Decode so many steps with a context that is there already; returns the mean step, and the streams' names."""
+        """Decode so many steps with a context that is there already; returns the mean step, and the
+        streams' names.
+        """
         self.pages.reset_cache()
-        sequences = [self._begin(StreamId(f"s{number}-{index}"), number, index, backup=backup) for index in range(self.batch)]
+        sequences = [
+            self._begin(StreamId(f"s{number}-{index}"), number, index, backup=backup)
+            for index in range(self.batch)
+        ]
         tables = torch.tensor([sequence.pages for sequence in sequences], device=self.device)
         token_ids = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
         loop = asyncio.get_running_loop()
         times: list[float] = []
         for position in range(self.context, self.context + self.steps):
             started_s = time.perf_counter()
-            sampled = await loop.run_in_executor(self.thread, self._step, token_ids, position, tables)
+            sampled = await loop.run_in_executor(
+                self.thread, self._step, token_ids, position, tables
+            )
             self._take(sequences, sampled, position)
             await asyncio.sleep(0)
             times.append(time.perf_counter() - started_s)
@@ -113,11 +136,13 @@ class Decoding:
         return [int(token_id) for token_id in chosen.cpu().tolist()]
 
     def _begin(self, stream: StreamId, number: int, index: int, *, backup: bool) -> Sequence:
-        # All share their history but for its last page, so that the store has it after the first series: in a cluster, prefill
-        # sends it. What is sent here is what is decoded.
+        # All share their history but for its last page, so that the store has it after the first
+        # series: in a cluster, prefill sends it. What is sent here is what is decoded.
         shared = [1 + place % 200 for place in range(self.context - PAGE_TOKENS)]
         own = [number % 200, index, *range(PAGE_TOKENS - 2)]
-        sequence = Sequence(stream, (0, 1), shared + own, 0, root_tag("random weights"), prefill_only=False)
+        sequence = Sequence(
+            stream, (0, 1), shared + own, 0, root_tag("random weights"), prefill_only=False
+        )
         sequence.extend_tags(PAGE_TOKENS)
         pages = self.pages.allocate(self.pages_each)
         assert pages is not None
@@ -126,7 +151,9 @@ class Decoding:
             self.pages.register(page, tag)
         if backup:
             most_bytes = self.pages_each * self.geometry.page_bytes
-            self.checkpointer._backlog.follow(sequence, [Checkpoint(AGENT, most_bytes)], handed_over=False)
+            self.checkpointer._backlog.follow(
+                sequence, [CheckpointTarget(AGENT, most_bytes)], handed_over=False
+            )
         return sequence
 
     def _take(self, sequences: list[Sequence], sampled: list[int], position: int) -> None:
@@ -141,7 +168,9 @@ class Decoding:
 
 
 async def measure(options: argparse.Namespace, where: Place, pipe: Connection) -> None:
-    decoding = Decoding(where, options.shape, options.batch, options.context, options.steps, pipe.recv())
+    decoding = Decoding(
+        where, options.shape, options.batch, options.context, options.steps, pipe.recv()
+    )
     background = asyncio.create_task(decoding.checkpointer.run())
     times: dict[bool, list[float]] = {False: [], True: []}
     held_bytes = 0
@@ -163,7 +192,10 @@ async def measure(options: argparse.Namespace, where: Place, pipe: Connection) -
         options,
         where,
         ["backup", "TPOT ms, median", "least", "most"],
-        [["on" if backup else "off", *(1e3 * pick(times[backup]) for pick in (median, min, max))] for backup in (False, True)],
+        [
+            ["on" if backup else "off", *(1e3 * pick(times[backup]) for pick in (median, min, max))]
+            for backup in (False, True)
+        ],
         on_to_off=median(ratios),
         within=f"{TARGET:.0%}: {median(ratios) <= 1 + TARGET}",
         store_holds_mb=held_bytes / 1e6,
@@ -187,7 +219,9 @@ def main() -> None:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         arguments = (theirs, directory, int(options.store_gb * 1e9))
-        process = multiprocessing.get_context("spawn").Process(target=serve_store, args=arguments, daemon=True)
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve_store, args=arguments, daemon=True
+        )
         process.start()
         theirs.close()
         try:

@@ -1,9 +1,10 @@
-"""From which queue depth on is it faster to hand a request's KV to another node than to wait at the own one?
+"""From which queue depth on is it faster to hand a request's KV to another node than to wait at the
+own one?
 
     python -m experiments.hand_off_crossover.run [--repeats 9]
 
-Seed KVRS: q* = (KV bytes / bandwidth) / service time of a request. The analytic map of q* over bandwidth and length for OPT-13B,
-and the same point measured with real engines over shaped links.
+Seed KVRS: q* = (KV bytes / bandwidth) / service time of a request. The analytic map of q* over
+bandwidth and length for OPT-13B, and the same point measured with real engines over shaped links.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from rich.progress import Progress
 
 from experiments.processes import Processes, cpu_ticks, share_used
 from experiments.rig import Rig, draw, interval, session_for
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.profiles import catalog
 
 matplotlib.use("Agg")
@@ -34,7 +35,7 @@ from matplotlib import pyplot
 from matplotlib.colors import LogNorm
 
 PROFILE = "opt-13b-a100-distserve-tp1"
-# What a request ahead takes: so many decode steps of it are three times about 20 ms, the seed's 60 ms.
+# Decode steps of a request ahead: three of about 20 ms, the seed's 60 ms.
 SERVICE_TOKENS = 3
 SEED_SERVICE_S = 0.06
 # 1,475 tokens are the seed's cache of 1.21 GB.
@@ -49,11 +50,15 @@ MOST_CPU = 0.6
 
 def analytic(tokens: int, gbit_per_s: float, service_s: float) -> float:
     """q* of the seed, for the real model's KV and the real link."""
-    return tokens * catalog.kv_geometry(PROFILE).bytes_per_token / (gbit_per_s / 8 * 1e9) / service_s
+    return (
+        tokens * catalog.kv_geometry(PROFILE).bytes_per_token / (gbit_per_s / 8 * 1e9) / service_s
+    )
 
 
 def service_s(tokens: int) -> float:
-    """What one request of that length takes of a decode instance which runs one at a time, by the profile's table."""
+    """What one request of that length takes of a decode instance which runs one at a time, by the
+    profile's table.
+    """
     decode = catalog.decode_table(PROFILE)
     return sum(decode.seconds_for(1, tokens + step) for step in range(SERVICE_TOKENS))
 
@@ -73,7 +78,9 @@ class Cell:
     def line(self) -> tuple[float, float]:
         """Slope and start of the time to the first token at the own node, by requests ahead."""
         depths = sorted(self.own_s)
-        slope, start = numpy.polyfit(depths, [statistics.median(self.own_s[depth]) for depth in depths], 1)
+        slope, start = numpy.polyfit(
+            depths, [statistics.median(self.own_s[depth]) for depth in depths], 1
+        )
         return float(slope), float(start)
 
     @property
@@ -87,9 +94,18 @@ class Cell:
 
 
 def settings() -> Config:
-    engine = {"pace": PROFILE, "max_batch_tokens": 4096, "max_model_len": 4096, "pages": 1536, "max_running": 1}
+    engine = {
+        "pace": PROFILE,
+        "max_batch_tokens": 4096,
+        "max_model_len": 4096,
+        "pages": 1536,
+        "max_running": 1,
+    }
     nodes = [
-        {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},
+        {
+            "id": "n0",
+            "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}],
+        },
         {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
     ]
     return parse_config(
@@ -104,14 +120,23 @@ class Bench:
     def __init__(self, rig: Rig, seed: int) -> None:
         self._rig = rig
         rng = random.Random(seed)
-        self._prompts = {tokens: draw(rng, tokens) for tokens in sorted({cell[0] for cell in CELLS})}
+        self._prompts = {
+            tokens: draw(rng, tokens) for tokens in sorted({cell[0] for cell in CELLS})
+        }
 
     async def prepare(self) -> None:
-        """p0 computes and retains every prompt; its answers are what decode instances are called with."""
-        self._hand_offs = {tokens: await self._rig.prefill("p0", prompt, tokens) for tokens, prompt in self._prompts.items()}
+        """p0 computes and retains every prompt; its answers are what decode instances are called
+        with.
+        """
+        self._hand_offs = {
+            tokens: await self._rig.prefill("p0", prompt, tokens)
+            for tokens, prompt in self._prompts.items()
+        }
 
     async def first_token_s(self, instance: str, cell: Cell, ahead: int) -> float:
-        """Time to the first token of a hand-off to the instance, with so many others in its queue."""
+        """Time to the first token of a hand-off to the instance, with so many others in its
+        queue.
+        """
         await self._rig.empty(instance)
         tokens = cell.tokens
         prompt, hand_off = self._prompts[tokens], self._hand_offs[tokens]
@@ -132,7 +157,7 @@ class Bench:
         others = []
         for _ in range(ahead):
             others.append(asyncio.create_task(one()))
-            # They are to arrive in this order, ours last.
+            # They should arrive in this order, the measured one last.
             await asyncio.sleep(0.002)
         mine = await one()
         await asyncio.gather(*others)
@@ -168,35 +193,52 @@ def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
         f"hand-off crossover, {PROFILE}, {result['repeats']} interleaved repeats, medians",
         f"{result['machine']}; CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%})",
         "",
-        f"{'tokens':>7}{'Gbit/s':>8}{'remote s':>16}{'ms each':>9}{'table ms':>10}{'analytic q*':>13}{'measured':>10}{'off':>8}",
+        f"{'tokens':>7}{'Gbit/s':>8}{'remote s':>16}{'ms each':>9}{'table ms':>10}"
+        f"{'analytic q*':>13}{'measured':>10}{'off':>8}",
     ]
     for cell in cells:
         remote = f"{statistics.median(cell.remote_s):.3f} ± {interval(cell.remote_s):.3f}"
         lines.append(
-            f"{cell.tokens:>7,}{cell.gbit_per_s:>8g}{remote:>16}{cell.line[0] * 1e3:>9.1f}{service_s(cell.tokens) * 1e3:>10.1f}"
+            f"{cell.tokens:>7,}{cell.gbit_per_s:>8g}{remote:>16}{cell.line[0] * 1e3:>9.1f}"
+            f"{service_s(cell.tokens) * 1e3:>10.1f}"
             f"{cell.analytic:>13.2f}{cell.measured:>10.2f}{cell.off:>8.1%}"
         )
     lines += [
         "",
-        f"worst cell {result['worst_off']:.1%} off (wanted within {WANTED:.0%}); the seed reached 2 % on its own cluster",
+        f"worst cell {result['worst_off']:.1%} off (wanted within {WANTED:.0%}); the "
+        f"seed reached 2 % on its own cluster",
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def draw_map(path: Path) -> None:
-    """Crossover queue depth over bandwidth and length, by the formula alone, with the seed's service time."""
-    depths = [[analytic(tokens, rate, SEED_SERVICE_S) for rate in MAP_GBIT_PER_S] for tokens in MAP_TOKENS]
+    """Crossover queue depth over bandwidth and length, by the formula alone, with the seed's
+    service time.
+    """
+    depths = [
+        [analytic(tokens, rate, SEED_SERVICE_S) for rate in MAP_GBIT_PER_S] for tokens in MAP_TOKENS
+    ]
     figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     image = axis.imshow(depths, norm=LogNorm(), cmap="viridis", origin="lower", aspect="auto")
     for row, values in enumerate(depths):
         for column, depth in enumerate(values):
             # Dark cells are the small ones.
             shown = f"{depth:.3g}" if depth < 1000 else f"{depth:,.0f}"
-            axis.text(column, row, shown, ha="center", va="center", fontsize=8, color="white" if depth < 20 else "black")
+            axis.text(
+                column,
+                row,
+                shown,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if depth < 20 else "black",
+            )
     axis.set_xticks(range(len(MAP_GBIT_PER_S)), [f"{rate:g}" for rate in MAP_GBIT_PER_S])
     axis.set_yticks(range(len(MAP_TOKENS)), [f"{tokens:,}" for tokens in MAP_TOKENS])
     axis.set(
-        xlabel="bandwidth, Gbit/s", ylabel="prompt, tokens", title="OPT-13B: requests ahead at which moving the KV is faster"
+        xlabel="bandwidth, Gbit/s",
+        ylabel="prompt, tokens",
+        title="OPT-13B: requests ahead at which moving the KV is faster",
     )
     figure.colorbar(image, label="crossover queue depth q*")
     figure.savefig(path, dpi=110)
@@ -208,7 +250,12 @@ def draw_lines(cells: list[Cell], path: Path) -> None:
         depths = sorted(cell.own_s)
         medians = [statistics.median(cell.own_s[depth]) for depth in depths]
         axis.errorbar(
-            depths, medians, yerr=[interval(cell.own_s[depth]) for depth in depths], marker="o", capsize=2, label="own node"
+            depths,
+            medians,
+            yerr=[interval(cell.own_s[depth]) for depth in depths],
+            marker="o",
+            capsize=2,
+            label="own node",
         )
         axis.axhline(statistics.median(cell.remote_s), color="C1", label="other node")
         axis.axvline(cell.analytic, color="gray", linestyle=":", label="q* analytic")
@@ -222,7 +269,9 @@ def draw_lines(cells: list[Cell], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -242,7 +291,8 @@ def main() -> int:
         "wanted": WANTED,
         "cpu_share": round(cpu, 3),
         "void": cpu > MOST_CPU,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
+        f"{platform.python_version()}",
         "took_s": round(time.monotonic() - started_s, 1),
     }
     rows = [
@@ -256,7 +306,9 @@ def main() -> int:
         }
         for cell in cells
     ]
-    (arguments.out / "hand_off_crossover.json").write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    (arguments.out / "hand_off_crossover.json").write_text(
+        json.dumps({**result, "rows": rows}, indent=1) + "\n"
+    )
     text = as_text(cells, result)
     (arguments.out / "hand_off_crossover.txt").write_text(text)
     draw_lines(cells, arguments.out / "hand_off_crossover.png")

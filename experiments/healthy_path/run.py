@@ -1,10 +1,12 @@
-"""What the proxy costs a stream that nothing happens to: latency per token, and requests to the instances.
+"""What the proxy costs a stream that nothing happens to: latency per token, and requests to the
+instances.
 
-    python -m experiments.healthy_path.run [--pairs 16] [--tokens 256] [--seconds 15] [--paced --out DIR]
+    python -m experiments.healthy_path.run [--pairs 16] [--tokens 256] [--seconds 15] [--paced --out
+    DIR]
 
-The same prompt goes through the proxy and, by plain P/D, from this client straight to the same two engines: prefill, then
-decode. Both ways pass the same taps, which live in this process. A token's latency is the time from its passing the tap on
-its way out of the engine until the client has it.
+The same prompt goes through the proxy and, by plain P/D, from this client straight to the same two
+engines: prefill, then decode. Both ways pass the same taps, which live in this process. A token's
+latency is the time from its passing the tap on its way out of the engine until the client has it.
 """
 
 import argparse
@@ -27,9 +29,9 @@ import aiohttp
 
 from experiments.healthy_path.tap import Piece, Tap, token_events
 from experiments.processes import Processes, busy_share, cpu_ticks, share_used
-from kvrs.config import Config, parse_config
-from kvrs.protocol.secrets import http_token
-from kvrs.replay.metrics import percentile
+from kvrs.config.file import Config, parse_config
+from kvrs.proving import ProvingConnector, instance_keys
+from kvrs.report.metrics import percentile
 
 LIMIT_MS = 0.3
 PACE = "opt-13b-a100-distserve-tp1"
@@ -54,7 +56,10 @@ class Stream:
 
     @property
     def latencies_ms(self) -> list[float]:
-        return [(got - passed) * 1e3 for (passed, _), (got, _) in zip(self.passed, self.received, strict=True)]
+        return [
+            (got - passed) * 1e3
+            for (passed, _), (got, _) in zip(self.passed, self.received, strict=True)
+        ]
 
     @property
     def tpot_ms(self) -> float:
@@ -80,35 +85,47 @@ class Crowd:
 
 
 class Client:
-    """Knows both ways to a stream; one connection pool for both."""
+    """Knows both ways to a stream; `inner` proves connections to the instances."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, proxy_port: int, prefill_port: int, decode_port: int, token: str, max_tokens: int
+        self,
+        session: aiohttp.ClientSession,
+        inner: aiohttp.ClientSession,
+        proxy_port: int,
+        prefill_port: int,
+        decode_port: int,
+        max_tokens: int,
     ) -> None:
-        self._session = session
-        self._proxy, self._prefill, self._decode = map(_completions_url, (proxy_port, prefill_port, decode_port))
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._session, self._inner = session, inner
+        self._proxy, self._prefill, self._decode = map(
+            _completions_url, (proxy_port, prefill_port, decode_port)
+        )
         self._max_tokens = max_tokens
 
     async def stream(self, way: str, prompt: list[int], salt: str) -> tuple[float, list[Piece]]:
-        """When it was asked for, and all pieces of its answer. A salt of its own keeps it out of others' prefix cache."""
+        """The time of a request and all pieces of its response. Its salt keeps it out of the prefix
+        cache of others.
+        """
         body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
         sent_s = time.perf_counter()
         if way == "proxy":
-            return sent_s, await self._read(self._proxy, body)
+            return sent_s, await self._read(self._session, self._proxy, body)
         hand_off = {
             "max_tokens": 1,
             "stream": False,
             "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
         }
-        async with self._session.post(self._prefill, json=body | hand_off, headers=self._headers) as response:
+        async with self._inner.post(self._prefill, json=body | hand_off) as response:
             answer = await response.json()
-        return sent_s, await self._read(self._decode, body | {"kv_transfer_params": answer["kv_transfer_params"]}, self._headers)
+        hand_off = {"kv_transfer_params": answer["kv_transfer_params"]}
+        return sent_s, await self._read(self._inner, self._decode, body | hand_off)
 
-    async def _read(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> list[Piece]:
+    async def _read(
+        self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+    ) -> list[Piece]:
         pieces: list[Piece] = []
         body = body | {"max_tokens": self._max_tokens, "stream": True}
-        async with self._session.post(url, json=body, headers=headers) as response:
+        async with session.post(url, json=body) as response:
             assert response.status == 200, await response.text()
             while data := await response.content.readany():
                 pieces.append((time.perf_counter(), data))
@@ -130,7 +147,10 @@ class Experiment:
         self.crowds: list[Crowd] = []
 
     async def run(self, pairs: int, seconds: float, say: Callable[[str], None]) -> None:
-        ports = {str(instance.id): instance.port for _, instance in self._processes.config.cluster.instances()}
+        ports = {
+            str(instance.id): instance.port
+            for _, instance in self._processes.config.cluster.instances()
+        }
         async with AsyncExitStack() as stack:
             self._taps = {name: Tap(port) for name, port in ports.items()}
             tapped = {name: await tap.start() for name, tap in self._taps.items()}
@@ -138,9 +158,17 @@ class Experiment:
                 stack.callback(tap.close)
             config = _through_taps(self._processes.config, tapped)
             await asyncio.to_thread(self._processes.start_proxy, config)
-            session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-            token = http_token(self._processes.secret)
-            self._client = Client(session, config.proxy.port, tapped["p0"], tapped["d0"], token, self._max_tokens)
+            session = await stack.enter_async_context(
+                aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            )
+            instances = [each for _, each in config.cluster.instances()]
+            keys = instance_keys(self._processes.secret, instances)
+            inner = await stack.enter_async_context(
+                aiohttp.ClientSession(connector=ProvingConnector(keys, limit=0))
+            )
+            self._client = Client(
+                session, inner, config.proxy.port, tapped["p0"], tapped["d0"], self._max_tokens
+            )
             for index in range(-1, pairs):
                 await self._pair(index)
             say(f"{pairs} pairs")
@@ -157,14 +185,18 @@ class Experiment:
             self._taps["d0"].answers.clear()
             sent_s, pieces = await self._client.stream(way, prompt, self._salt())
             both[way] = Stream(sent_s, token_events(self._taps["d0"].answers), token_events(pieces))
-            assert len(both[way].received) == len(both[way].passed) == self._max_tokens, "one event per token is expected"
+            assert len(both[way].received) == len(both[way].passed) == self._max_tokens, (
+                "one event per token is expected"
+            )
             if index >= 0:
                 self.streams[way].append(both[way])
                 self.requests[way] += self._requests() - before
         assert both["proxy"].text == both["plain"].text, "the proxy changed the text"
 
     async def _crowd(self, concurrent: int, seconds: float) -> Crowd:
-        """So many streams at a time through the proxy, each followed by another until the time is over."""
+        """So many streams at a time through the proxy, each followed by another until the time is
+        over.
+        """
         before, started_s = self._requests(), time.perf_counter()
         streams = 0
 
@@ -175,7 +207,9 @@ class Experiment:
                 streams += 1
 
         await asyncio.gather(*(one_after_the_other() for _ in range(concurrent)))
-        return Crowd(concurrent, streams, time.perf_counter() - started_s, self._requests() - before)
+        return Crowd(
+            concurrent, streams, time.perf_counter() - started_s, self._requests() - before
+        )
 
     def _requests(self) -> Counter[str]:
         return sum((tap.requests for tap in self._taps.values()), Counter())
@@ -199,13 +233,19 @@ def _through_taps(config: Config, ports: dict[str, int]) -> Config:
 
 def settings(pace: str | None) -> Config:
     """One prefill and one decode instance."""
-    nodes = [{"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]}]
+    nodes = [
+        {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]}
+    ]
     cluster, transfer = {"engine": {"pace": pace}, "nodes": nodes}, {"lease_s": LEASE_S}
-    return parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": cluster, "transfer": transfer})
+    # Requests are counted: those of self-tests, once per process, are left out.
+    proxy = {"port": 0, "admin_port": 0, "self_test": False}
+    return parse_config({"proxy": proxy, "cluster": cluster, "transfer": transfer})
 
 
 def latency_figures(streams: dict[str, list[Stream]]) -> dict[str, dict[str, float]]:
-    """Per way: latency p50 and p99 over all tokens, TPOT and TTFT as medians over streams; and what the proxy adds."""
+    """Per way: latency p50 and p99 over all tokens, TPOT and TTFT as medians over streams; and what
+    the proxy adds.
+    """
     figures: dict[str, dict[str, float]] = {}
     for way, ones in streams.items():
         latencies = [latency for stream in ones for latency in stream.latencies_ms]
@@ -214,8 +254,15 @@ def latency_figures(streams: dict[str, list[Stream]]) -> dict[str, dict[str, flo
         assert p99 is not None
         tpot = statistics.median(stream.tpot_ms for stream in ones)
         ttft = statistics.median(stream.ttft_ms for stream in ones)
-        figures[way] = {"latency_ms_p50": p50, "latency_ms_p99": p99, "tpot_ms": tpot, "ttft_ms": ttft}
-    figures["added"] = {name: figures["proxy"][name] - value for name, value in figures["plain"].items()}
+        figures[way] = {
+            "latency_ms_p50": p50,
+            "latency_ms_p99": p99,
+            "tpot_ms": tpot,
+            "ttft_ms": ttft,
+        }
+    figures["added"] = {
+        name: figures["proxy"][name] - value for name, value in figures["plain"].items()
+    }
     return figures
 
 
@@ -251,23 +298,34 @@ def request_table(experiment: Experiment) -> list[str]:
     lines = [f"{head}{'renewals':>9}{'seconds':>8}{'renewals per interval':>22}"]
     for way in WAYS:
         requests, streams = experiment.requests[way], len(experiment.streams[way])
-        per_stream = requests[COMPLETIONS] / streams if way == "plain" else own_requests(requests, streams)
+        per_stream = (
+            requests[COMPLETIONS] / streams if way == "plain" else own_requests(requests, streams)
+        )
         lines.append(f"{f'{way}, 1 at a time, in turns':<28}{streams:>8}{per_stream:>11.3f}")
     for crowd in experiment.crowds:
         name, renewals = f"proxy, {crowd.concurrent} at a time", crowd.requests[LEASES]
         row = (
-            f"{name:<28}{crowd.streams:>8}{own_requests(crowd.requests, crowd.streams):>11.3f}{renewals:>9}{crowd.seconds:>8.1f}"
+            f"{name:<28}{crowd.streams:>8}{own_requests(crowd.requests, crowd.streams):>11.3f}"
+            f"{renewals:>9}{crowd.seconds:>8.1f}"
         )
         lines.append(f"{row}{renewals * INTERVAL_S / crowd.seconds:>22.2f}")
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=16, help="of streams, one each way")
     parser.add_argument("--tokens", type=int, default=256, help="per stream")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each phase in which renewals are counted")
-    parser.add_argument("--paced", action="store_true", help=f"tokens at the rate of {PACE}: the machine idles between them")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="of each phase in which renewals are counted"
+    )
+    parser.add_argument(
+        "--paced",
+        action="store_true",
+        help=f"tokens at the rate of {PACE}: the machine idles between them",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     busy_before = busy_share()
@@ -277,29 +335,44 @@ def main() -> int:
         processes.start("p0", "d0")
         processes.wait_ready("p0", "d0")
         experiment, ticks = Experiment(processes, options.tokens), cpu_ticks()
-        asyncio.run(experiment.run(options.pairs, options.seconds, lambda line: print(line, file=sys.stderr)))
+        asyncio.run(
+            experiment.run(
+                options.pairs, options.seconds, lambda line: print(line, file=sys.stderr)
+            )
+        )
         used = share_used(ticks, cpu_ticks())
 
     return report(experiment, options.out, busy_before, used, time.monotonic() - started_s)
 
 
-def report(experiment: Experiment, out: Path, busy_before: float, used: float, seconds: float) -> int:
-    figures, extra, ratio = latency_figures(experiment.streams), extra_requests(experiment), tpot_ratio(experiment.streams)
+def report(
+    experiment: Experiment, out: Path, busy_before: float, used: float, seconds: float
+) -> int:
+    figures, extra, ratio = (
+        latency_figures(experiment.streams),
+        extra_requests(experiment),
+        tpot_ratio(experiment.streams),
+    )
     added_ms = figures["added"]["latency_ms_p50"]
-    # Whatever the number of streams: one message per instance that retains something, which is p0, and interval.
-    batched = all(crowd.requests[LEASES] <= crowd.seconds / INTERVAL_S + 1 for crowd in experiment.crowds)
+    # Whatever the number of streams: one message per instance that retains something, which is p0,
+    # and interval.
+    batched = all(
+        crowd.requests[LEASES] <= crowd.seconds / INTERVAL_S + 1 for crowd in experiment.crowds
+    )
     met = added_ms <= LIMIT_MS and extra == 0 and batched
     verdict = f"renewals batched: {'yes' if batched else 'NO'}: {'met' if met else 'MISSED'}"
     text = "\n".join(
         [
             *latency_table(figures),
-            f"TPOT through the proxy / plain: {ratio:.3f} (median of {len(experiment.streams['plain'])} pairs)",
+            f"TPOT through the proxy / plain: {ratio:.3f} (median of "
+            f"{len(experiment.streams['plain'])} pairs)",
             "",
             *request_table(experiment),
             "",
             f"added latency per token, p50: {added_ms:.3f} ms (bar: {LIMIT_MS} ms); "
             f"extra requests per stream: {extra:.3f} (bar: 0); {verdict}",
-            f"CPUs: {os.cpu_count()}; in use before: {busy_before:.0%}, during the run: {used:.0%}; the run took {seconds:.0f} s",
+            f"CPUs: {os.cpu_count()}; in use before: {busy_before:.0%}, during the run: "
+            f"{used:.0%}; the run took {seconds:.0f} s",
         ]
     )
     print(text)
@@ -313,7 +386,10 @@ def report(experiment: Experiment, out: Path, busy_before: float, used: float, s
         "python": platform.python_version(),
         "pairs": len(experiment.streams["plain"]),
         "tokens": len(experiment.streams["plain"][0].received),
-        "figures": {way: {name: round(value, 4) for name, value in values.items()} for way, values in figures.items()},
+        "figures": {
+            way: {name: round(value, 4) for name, value in values.items()}
+            for way, values in figures.items()
+        },
         "tpot_ratio": round(ratio, 4),
         "extra_requests_per_stream": extra,
         "requests": experiment.requests,
@@ -329,7 +405,10 @@ def report(experiment: Experiment, out: Path, busy_before: float, used: float, s
         ],
         "per_stream": {
             way: [
-                {"latency_ms_p50": round(statistics.median(stream.latencies_ms), 4), "tpot_ms": round(stream.tpot_ms, 4)}
+                {
+                    "latency_ms_p50": round(statistics.median(stream.latencies_ms), 4),
+                    "tpot_ms": round(stream.tpot_ms, 4),
+                }
                 for stream in streams
             ]
             for way, streams in experiment.streams.items()

@@ -1,4 +1,6 @@
-"""A thin TCP tap in front of an instance: passes bytes on, and notes what was asked and when the answer went by."""
+"""A thin TCP tap in front of an instance: forwards bytes, and records requests and the times of
+responses.
+"""
 
 import asyncio
 import re
@@ -13,7 +15,9 @@ Piece = tuple[float, bytes]  # When some bytes went by, and the bytes.
 
 
 class Requests:
-    """Counts the requests of one connection by taking its bytes apart: heads, and bodies of a given length."""
+    """Counts the requests of one connection by taking its bytes apart: heads, and bodies of a given
+    length.
+    """
 
     def __init__(self, counted: Callable[[str], None]) -> None:
         self._counted = counted
@@ -27,12 +31,17 @@ class Requests:
         self._rest += data[skipped:]
         while not self._body_bytes and (end := self._rest.find(b"\r\n\r\n")) >= 0:
             head, self._rest = self._rest[:end], self._rest[end + 4 :]
-            assert b"transfer-encoding" not in head.lower(), "bodies of unknown length are not understood"
+            assert b"transfer-encoding" not in head.lower(), (
+                "bodies of unknown length are not understood"
+            )
             length = _CONTENT_LENGTH.search(head)
             body_bytes = int(length[1]) if length else 0
             self._body_bytes = body_bytes - min(body_bytes, len(self._rest))
             self._rest = self._rest[body_bytes:]
-            method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
+            line = head.split(b"\r\n", 1)[0].decode()
+            if "HTTP/1" not in line:
+                continue  # The proof, before the first request.
+            method, target, _ = line.split(" ")
             self.last = f"{method} {target.partition('?')[0]}"
             self._counted(self.last)
 
@@ -43,12 +52,15 @@ class Tap:
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
         self.requests: Counter[str] = Counter()
-        # What was answered to completions, in the order in which it went by: that of one stream, while there is only one.
+        # What was answered to completions, in the order in which it went by: that of one stream,
+        # while there is only one.
         self.answers: list[Piece] = []
 
     async def start(self) -> int:
         """The port to connect to."""
-        self._server = await asyncio.get_running_loop().create_server(lambda: _Caller(self), "127.0.0.1", 0)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _Caller(self), "127.0.0.1", 0
+        )
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -60,12 +72,12 @@ class Tap:
 
 
 class _Caller(asyncio.Protocol):
-    """The side of a connection that asks."""
+    """The client's side of a connection."""
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
         self._requests = Requests(tap.counted)
-        self._early: list[bytes] = []  # Asked before the instance's side was open.
+        self._early: list[bytes] = []  # Received before the instance's side was open.
         self._instance: asyncio.Transport | None = None
         self.transport: asyncio.Transport | None = None
 
@@ -76,7 +88,9 @@ class _Caller(asyncio.Protocol):
 
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(lambda: _Instance(self), "127.0.0.1", self._tap.target_port)
+        transport, _ = await loop.create_connection(
+            lambda: _Instance(self), "127.0.0.1", self._tap.target_port
+        )
         self._instance = transport
         transport.write(b"".join(self._early))
 
@@ -114,7 +128,9 @@ class _Instance(asyncio.Protocol):
 
 
 def token_events(pieces: list[Piece]) -> list[Piece]:
-    """The events with a token in some pieces of an answer, each with the time at which it was whole."""
+    """The events with a token in some pieces of an answer, each with the time at which it was
+    whole.
+    """
     whole = b"".join(data for _, data in pieces)
     ends: list[int] = []
     for _, data in pieces:

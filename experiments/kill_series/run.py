@@ -1,4 +1,6 @@
-"""Streams under a series of kills at random moments, compared token by token with the same streams undisturbed."""
+"""Streams under a series of kills at random moments, compared token by token with the same streams
+undisturbed.
+"""
 
 import argparse
 import json
@@ -10,11 +12,11 @@ from rich.console import Console
 
 from experiments.kills import hit_figures, kills, with_and_without
 from kvrs.cluster.drill import Run
+from kvrs.config.policy import PolicyName
 from kvrs.demo import REQUESTS_PER_S, demo_config, scaled_requests
-from kvrs.policy.config import PolicyName
-from kvrs.replay.generator import GeneratorSettings, generate
-from kvrs.replay.report import Report, build_report
-from kvrs.replay.table import terminal_table
+from kvrs.report.report import Report, build_report
+from kvrs.report.table import terminal_table
+from kvrs.traces.generator import GeneratorSettings, generate
 
 RESULTS = Path(__file__).parent / "results"
 HIT_AT_LEAST = 8
@@ -44,17 +46,27 @@ def summary(run: Run, report: Report) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policy", type=PolicyName, default=PolicyName.AUTO, choices=list(PolicyName))
+    parser.add_argument(
+        "--policy", type=PolicyName, default=PolicyName.AUTO, choices=list(PolicyName)
+    )
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     console = Console(record=True, width=110)
-    requests = scaled_requests(generate(GeneratorSettings(requests=arguments.streams), arguments.seed), arguments.seed)
+    requests = scaled_requests(
+        generate(GeneratorSettings(requests=arguments.streams), arguments.seed), arguments.seed
+    )
     faults = kills(arguments.streams / REQUESTS_PER_S, arguments.seed, HIT_AT_LEAST, KILL_GAP_S)
     config = demo_config(arguments.policy, arguments.seed)
     faulted, clean = with_and_without(config, requests, faults, arguments.seed, console)
-    settings = {"policy": arguments.policy.value, "streams": arguments.streams, "seed": arguments.seed}
-    report = build_report(faulted.records, clean.records, faulted.recoveries, faulted.faults, settings)
+    settings = {
+        "policy": arguments.policy.value,
+        "streams": arguments.streams,
+        "seed": arguments.seed,
+    }
+    report = build_report(
+        faulted.records, clean.records, faulted.recoveries, faulted.faults, settings
+    )
     figures = settings | summary(faulted, report)
     console.print(terminal_table(report))
     console.print(json.dumps(figures, indent=2), markup=False)

@@ -1,9 +1,11 @@
-"""Goodput when most requests come in at one of two nodes: hand-offs that stay, against hand-offs that may go to the other node.
+"""Goodput when most requests come in at one of two nodes: hand-offs that stay, against hand-offs
+that may go to the other node.
 
     python -m experiments.load_skew.run [--shares 50 60 70 80 90] [--repeats 2] [--seconds 40]
 
-Seed KVRS, load skew: static intra-node hand-off against `rom` and `auto`. Two proxies are the two front doors; each sends its
-prompts to its own node's prefill instance, and both may use both decode instances.
+Seed KVRS, load skew: static intra-node hand-off against `rom` and `auto`. Two proxies are the two
+front doors; each sends its prompts to its own node's prefill instance, and both may use both decode
+instances.
 """
 
 import argparse
@@ -25,12 +27,12 @@ from rich.progress import Progress
 from experiments.processes import Processes, cpu_ticks, share_used
 from experiments.rig import draw
 from kvrs.cluster.ports import resolve_ports
-from kvrs.config import Config, parse_config
-from kvrs.policy.config import Handoff
+from kvrs.config.file import Config, parse_config
+from kvrs.config.policy import Handoff
+from kvrs.load.passes import Target, run_pass
 from kvrs.profiles import catalog
-from kvrs.replay.metrics import Slo, meets, percentile, ttft_s
-from kvrs.replay.passes import Target, run_pass
-from kvrs.replay.records import ReplayRequest, StreamRecord
+from kvrs.report.metrics import Slo, meets, percentile, ttft_s
+from kvrs.traces.records import ReplayRequest, StreamRecord
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -39,7 +41,8 @@ PROFILE = "opt-13b-a100-distserve-tp1"
 GBIT_PER_S = 25.0
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 60
-# A decode instance runs eight streams of about 1.3 s each: 6 requests a second. Both are offered half of what they can do.
+# A decode instance runs eight streams of about 1.3 s each: 6 requests a second. Both are offered
+# half of what they can do.
 MAX_RUNNING = 8
 REQUESTS_PER_S = 6.5
 SLO = Slo(ttft_s=0.5, tpot_s=0.05)
@@ -51,7 +54,13 @@ def settings(handoff: Handoff = Handoff.OWN_PAIR) -> Config:
     shrink = KV_BYTES_PER_TOKEN / catalog.kv_geometry(PROFILE).bytes_per_token
     engine = {"pace": PROFILE, "max_batch_tokens": 512, "max_running": MAX_RUNNING}
     nodes = [
-        {"id": f"n{index}", "instances": [{"id": f"p{index}", "role": "prefill"}, {"id": f"d{index}", "role": "decode"}]}
+        {
+            "id": f"n{index}",
+            "instances": [
+                {"id": f"p{index}", "role": "prefill"},
+                {"id": f"d{index}", "role": "decode"},
+            ],
+        }
         for index in range(2)
     ]
     return parse_config(
@@ -69,7 +78,9 @@ def front_door(config: Config, node: int, handoff: Handoff) -> Config:
     document = config.model_dump(mode="json")
     for index, other in enumerate(document["cluster"]["nodes"]):
         if index != node:
-            other["instances"] = [instance for instance in other["instances"] if instance["role"] == "decode"]
+            other["instances"] = [
+                instance for instance in other["instances"] if instance["role"] == "decode"
+            ]
     document["policy"]["handoff"] = handoff.value
     # The instances have their ports already.
     own = resolve_ports(parse_config({"proxy": {"port": 0, "admin_port": 0}})).proxy
@@ -77,7 +88,9 @@ def front_door(config: Config, node: int, handoff: Handoff) -> Config:
     return parse_config(document)
 
 
-def requests(seed: int, seconds: float, share: float) -> tuple[list[ReplayRequest], list[ReplayRequest]]:
+def requests(
+    seed: int, seconds: float, share: float
+) -> tuple[list[ReplayRequest], list[ReplayRequest]]:
     """Poisson arrivals, each at the busy node with the given chance."""
     rng = random.Random(seed)
     doors: tuple[list[ReplayRequest], list[ReplayRequest]] = ([], [])
@@ -89,8 +102,14 @@ def requests(seed: int, seconds: float, share: float) -> tuple[list[ReplayReques
     return doors
 
 
-async def load(urls: list[str], doors: tuple[list[ReplayRequest], list[ReplayRequest]], seed: int) -> list[StreamRecord]:
-    passes = [run_pass(Target(url), asked, [], seed) for url, asked in zip(urls, doors, strict=True) if asked]
+async def load(
+    urls: list[str], doors: tuple[list[ReplayRequest], list[ReplayRequest]], seed: int
+) -> list[StreamRecord]:
+    passes = [
+        run_pass(Target(url), asked, [], seed)
+        for url, asked in zip(urls, doors, strict=True)
+        if asked
+    ]
     return [record for run in await asyncio.gather(*passes) for record in run.records]
 
 
@@ -109,7 +128,8 @@ def figures(records: list[StreamRecord], seconds: float) -> dict[str, Any]:
 
 def as_text(rows: dict[str, dict[str, list[dict[str, Any]]]], result: dict[str, Any]) -> str:
     lines = [
-        f"goodput (TTFT {SLO.ttft_s} s, TPOT {SLO.tpot_s} s) of {REQUESTS_PER_S:g} requests/s, {PROFILE}, {GBIT_PER_S:g} Gbit/s; "
+        f"goodput (TTFT {SLO.ttft_s} s, TPOT {SLO.tpot_s} s) of {REQUESTS_PER_S:g} "
+        f"requests/s, {PROFILE}, {GBIT_PER_S:g} Gbit/s; "
         f"{result['repeats']} runs of {result['seconds']:g} s each, in turns",
         f"{result['machine']}; CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%})",
         "",
@@ -119,29 +139,51 @@ def as_text(rows: dict[str, dict[str, list[dict[str, Any]]]], result: dict[str, 
     ]
     for share in result["shares"]:
         cells = {mode: found[str(share)] for mode, found in rows.items()}
-        goodput = {mode: statistics.mean(run["goodput_per_s"] for run in runs) for mode, runs in cells.items()}
+        goodput = {
+            mode: statistics.mean(run["goodput_per_s"] for run in runs)
+            for mode, runs in cells.items()
+        }
         text = f"{share:>5} %"
         for mode, runs in cells.items():
-            text += f"{goodput[mode]:>14.2f}{statistics.mean(run['ttft_p99_s'] for run in runs):>10.2f}"
+            text += (
+                f"{goodput[mode]:>14.2f}{statistics.mean(run['ttft_p99_s'] for run in runs):>10.2f}"
+            )
         own = goodput[Handoff.OWN_PAIR.value]
-        lines.append(text + "".join(f"{goodput[mode.value] / own - 1:>11.1%}" for mode in (Handoff.ROM, Handoff.AUTO)))
+        lines.append(
+            text
+            + "".join(
+                f"{goodput[mode.value] / own - 1:>11.1%}" for mode in (Handoff.ROM, Handoff.AUTO)
+            )
+        )
     lines += ["", "the seed reports +8.6 % for `rom` at 90 %"]
     return "\n".join(lines) + "\n"
 
 
-def draw_plot(rows: dict[str, dict[str, list[dict[str, Any]]]], shares: list[int], path: Path) -> None:
+def draw_plot(
+    rows: dict[str, dict[str, list[dict[str, Any]]]], shares: list[int], path: Path
+) -> None:
     figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for mode, found in rows.items():
         axis.plot(
-            shares, [statistics.mean(run["goodput_per_s"] for run in found[str(share)]) for share in shares], "o-", label=mode
+            shares,
+            [
+                statistics.mean(run["goodput_per_s"] for run in found[str(share)])
+                for share in shares
+            ],
+            "o-",
+            label=mode,
         )
-    axis.set(xlabel="share of requests at one node, %", ylabel="goodput, requests/s", ylim=(0, None))
+    axis.set(
+        xlabel="share of requests at one node, %", ylabel="goodput, requests/s", ylim=(0, None)
+    )
     axis.legend()
     figure.savefig(path, dpi=110)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shares", type=int, nargs="+", default=[50, 60, 70, 80, 90])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=40.0)
@@ -165,7 +207,9 @@ def main() -> int:
                 urls[mode].append(f"http://{door.proxy.host}:{door.proxy.port}")
         before = cpu_ticks()
         with Progress(disable=not sys.stderr.isatty()) as progress:
-            task = progress.add_task("runs", total=arguments.repeats * len(arguments.shares) * len(Handoff))
+            task = progress.add_task(
+                "runs", total=arguments.repeats * len(arguments.shares) * len(Handoff)
+            )
             for repeat in range(arguments.repeats):
                 for share in order.sample(arguments.shares, len(arguments.shares)):
                     asked = requests(arguments.seed + repeat, arguments.seconds, share / 100)
@@ -183,11 +227,14 @@ def main() -> int:
         "seconds": arguments.seconds,
         "cpu_share": round(cpu, 3),
         "void": cpu > MOST_CPU,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
+        f"{platform.python_version()}",
         "took_s": round(time.monotonic() - started_s, 1),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "load_skew.json").write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    (arguments.out / "load_skew.json").write_text(
+        json.dumps({**result, "rows": rows}, indent=1) + "\n"
+    )
     text = as_text(rows, result)
     (arguments.out / "load_skew.txt").write_text(text)
     draw_plot(rows, arguments.shares, arguments.out / "load_skew.png")

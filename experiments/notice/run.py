@@ -1,9 +1,11 @@
-"""How soon the proxy knows of a SIGKILLed decode instance, beside a bare socket that waits for the same end.
+"""Time until the proxy detects a SIGKILLed decode instance, beside a bare socket that waits for the
+same end.
 
     python -m experiments.notice.run [--rounds 8] [--streams 16] [--unpaced --out DIR]
 
-Real engines in processes of their own; the proxy runs in this one, so that the moment at which its policy hears of the
-loss can be read. Who kills and holds the bare socket is a third process, who sends streams a fourth.
+Real engines in processes of their own; the proxy runs in this one, so that the time at which its
+policy gets the loss can be read. A third process kills and holds the bare socket, a fourth one
+sends streams.
 """
 
 import argparse
@@ -32,19 +34,20 @@ import aiohttp
 import uvloop
 
 from experiments.processes import Processes, busy_share, cpu_ticks, share_used
-from kvrs.config import Config, parse_config
-from kvrs.policy.actions import Action
-from kvrs.policy.events import Event, InstanceLost
+from kvrs.config.file import Config, parse_config
+from kvrs.load.open_loop import replay
+from kvrs.policy.model.actions import Action
+from kvrs.policy.model.events import Event, InstanceLost
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.proxy.server import Proxy
-from kvrs.replay.load import replay
-from kvrs.replay.metrics import percentile
-from kvrs.replay.records import ReplayRequest
+from kvrs.report.metrics import percentile
+from kvrs.traces.records import ReplayRequest
 
 LIMIT_MS = 50.0
-# Engines keep another GPU's clock: at full speed on the CPU, they and the dying process would fight for the processors.
+# Engines keep another GPU's clock: at full speed on the CPU, they and the dying process would fight
+# for the processors.
 PACE = "opt-13b-a100-distserve-tp1"
-CPU_LIMIT = 0.6  # Above this a run says more about the processors than about the notice.
+CPU_LIMIT = 0.6  # Above this a run measures the processors rather than the notice.
 PREFILLS = ["p0", "p1"]
 DECODES = ["d0", "d1", "d2", "d3", "d4", "d5"]
 UP_TIMEOUT_S = 120.0
@@ -64,10 +67,10 @@ class Kill:
 
 
 class Notices:
-    """When the proxy's policy heard that an instance is lost."""
+    """The time at which the proxy's policy got the event of a loss."""
 
     def __init__(self) -> None:
-        self.unexpected: list[str] = []  # Lost, and nobody had killed it.
+        self.unexpected: list[str] = []  # Lost without having been killed.
         self._awaited: tuple[str, asyncio.Future[tuple[float, int]]] | None = None
 
     @contextmanager
@@ -98,7 +101,9 @@ class Notices:
 
 
 def run_killer(orders: Connection) -> None:
-    """A process of its own: connect, kill, wait for the end of the connection, say when both were."""
+    """A process that connects, kills, waits for the end of the connection, and reports both
+    times.
+    """
     while (order := orders.recv()) is not None:
         port, pid, pause_s = order
         with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -121,16 +126,26 @@ def run_killer(orders: Connection) -> None:
 
 
 def run_clients(orders: Connection, url: str, streams: int) -> None:
-    """A process of its own: from "go" to "stop" keep that many streams open, then say how many ended well and how."""
+    """A process that keeps that many streams open from "go" to "stop", then reports how many were
+    complete and how the others ended.
+    """
     choose = random.Random(1)
 
     async def one_after_the_other(ended: list[str]) -> None:
         while not orders.poll():
             prompt = tuple(choose.randrange(2, VOCABULARY) for _ in range(choose.randint(64, 256)))
-            request = ReplayRequest(arrival_s=0.0, prompt_ids=prompt, max_tokens=choose.randint(100, 400))
+            request = ReplayRequest(
+                arrival_s=0.0, prompt_ids=prompt, max_tokens=choose.randint(100, 400)
+            )
             for record in await replay(url, [request]):
                 exact = record.completed and len(record.token_ids) == request.max_tokens
-                ended.append("" if exact else str(record.error or f"{len(record.token_ids)} of {request.max_tokens} tokens"))
+                ended.append(
+                    ""
+                    if exact
+                    else str(
+                        record.error or f"{len(record.token_ids)} of {request.max_tokens} tokens"
+                    )
+                )
 
     async def all_at_once(ended: list[str]) -> None:
         await asyncio.gather(*(one_after_the_other(ended) for _ in range(streams)))
@@ -165,12 +180,16 @@ async def answer(pipe: Connection) -> Any:
 
 
 class Experiment:
-    def __init__(self, processes: Processes, killer: Connection, clients: Connection, streams: int) -> None:
+    def __init__(
+        self, processes: Processes, killer: Connection, clients: Connection, streams: int
+    ) -> None:
         self._processes = processes
         self._killer = killer
         self._clients = clients
         self._streams = streams
-        self._ports = {str(instance.id): instance.port for _, instance in processes.config.cluster.instances()}
+        self._ports = {
+            str(instance.id): instance.port for _, instance in processes.config.cluster.instances()
+        }
         self._choose = random.Random(0)
         self.notices = Notices()
         self.kills: list[Kill] = []
@@ -185,7 +204,9 @@ class Experiment:
         with self.notices.observed():
             await proxy.start()
             try:
-                async with aiohttp.ClientSession(f"http://127.0.0.1:{proxy.admin_port}") as self._admin:
+                async with aiohttp.ClientSession(
+                    f"http://127.0.0.1:{proxy.admin_port}"
+                ) as self._admin:
                     for index in range(rounds):
                         await self._round("idle")
                         async with self._clients_at_work():
@@ -200,7 +221,11 @@ class Experiment:
         alive = set(DECODES)
         ticks = cpu_ticks()
         while len(alive) > 1:
-            victim = await self._busiest(alive) if state == "busy" else self._choose.choice(sorted(alive))
+            victim = (
+                await self._busiest(alive)
+                if state == "busy"
+                else self._choose.choice(sorted(alive))
+            )
             alive.remove(victim)
             self.kills.append(await self._kill(state, victim))
         self.cpu[state].append(share_used(ticks, cpu_ticks()))
@@ -209,21 +234,29 @@ class Experiment:
 
     async def _kill(self, state: str, victim: str) -> Kill:
         noticed = self.notices.expect(victim)
-        self._killer.send((self._ports[victim], self._processes.pid(victim), self._choose.uniform(*PAUSE_S)))
+        self._killer.send(
+            (self._ports[victim], self._processes.pid(victim), self._choose.uniform(*PAUSE_S))
+        )
         noticed_s, streams = await asyncio.wait_for(noticed, NOTICE_TIMEOUT_S)
         killed_s, ended_s = await answer(self._killer)
-        return Kill(state, victim, streams, (noticed_s - killed_s) * 1e3, (ended_s - killed_s) * 1e3)
+        return Kill(
+            state, victim, streams, (noticed_s - killed_s) * 1e3, (ended_s - killed_s) * 1e3
+        )
 
     async def _all_up(self) -> None:
         give_up_s = time.monotonic() + UP_TIMEOUT_S
-        while not all(instance["health"] == "up" for instance in (await self._state())["instances"]):
+        while not all(
+            instance["health"] == "up" for instance in (await self._state())["instances"]
+        ):
             assert time.monotonic() < give_up_s, "not all instances came up"
             await asyncio.sleep(0.1)
 
     async def _busiest(self, alive: set[str]) -> str:
         """Of those alive, one with the most streams; waits until all streams are open."""
         while True:
-            streams = [stream for stream in (await self._state())["streams"] if stream["stage"] == "decode"]
+            streams = [
+                stream for stream in (await self._state())["streams"] if stream["stage"] == "decode"
+            ]
             counts = Counter(stream["decode"] for stream in streams if stream["decode"] in alive)
             if len(streams) >= self._streams // 2 and counts:
                 return max(sorted(alive), key=lambda name: counts[name])
@@ -244,10 +277,24 @@ class Experiment:
 def settings(pace: str | None) -> Config:
     """Two nodes with one prefill and three decode instances each."""
     nodes = [
-        {"id": node, "instances": [{"id": prefill, "role": "prefill"}, *({"id": name, "role": "decode"} for name in decodes)]}
-        for node, prefill, decodes in (("n0", PREFILLS[0], DECODES[:3]), ("n1", PREFILLS[1], DECODES[3:]))
+        {
+            "id": node,
+            "instances": [
+                {"id": prefill, "role": "prefill"},
+                *({"id": name, "role": "decode"} for name in decodes),
+            ],
+        }
+        for node, prefill, decodes in (
+            ("n0", PREFILLS[0], DECODES[:3]),
+            ("n1", PREFILLS[1], DECODES[3:]),
+        )
     ]
-    return parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": {"engine": {"pace": pace}, "nodes": nodes}})
+    return parse_config(
+        {
+            "proxy": {"port": 0, "admin_port": 0},
+            "cluster": {"engine": {"pace": pace}, "nodes": nodes},
+        }
+    )
 
 
 def table(kills: list[Kill]) -> str:
@@ -259,16 +306,25 @@ def table(kills: list[Kill]) -> str:
     for state in ("idle", "busy", "all"):
         chosen = [kill for kill in kills if state in (kill.state, "all")]
         cells = "".join(
-            "".join(f"{shown:{width}.2f}" for shown, width in zip(figures.values(), (10, 8, 8), strict=True))
+            "".join(
+                f"{shown:{width}.2f}"
+                for shown, width in zip(figures.values(), (10, 8, 8), strict=True)
+            )
             for figures in summary(chosen).values()
         )
-        lines.append(f"{state:<6} {len(chosen):>5} {sum(kill.streams for kill in chosen):>11}{cells}")
+        lines.append(
+            f"{state:<6} {len(chosen):>5} {sum(kill.streams for kill in chosen):>11}{cells}"
+        )
     return "\n".join(lines)
 
 
 def spread(values: Iterable[float]) -> dict[str, float | None]:
     known = list(values)
-    return {"p50": percentile(known, 50), "p99": percentile(known, 99), "max": max(known, default=None)}
+    return {
+        "p50": percentile(known, 50),
+        "p99": percentile(known, 99),
+        "max": max(known, default=None),
+    }
 
 
 def summary(kills: list[Kill]) -> dict[str, dict[str, float | None]]:
@@ -280,17 +336,26 @@ def summary(kills: list[Kill]) -> dict[str, dict[str, float | None]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="of five idle and five busy kills each")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="of five idle and five busy kills each"
+    )
     parser.add_argument("--streams", type=int, default=16, help="kept open in busy rounds")
-    parser.add_argument("--unpaced", action="store_true", help="let the engines use all the CPU they can get")
+    parser.add_argument(
+        "--unpaced", action="store_true", help="let the engines use all the CPU they can get"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     logging.getLogger("kvrs").setLevel(logging.ERROR)  # Losses are what this is about.
     busy_before = busy_share()
     started_s = time.monotonic()
 
-    with Processes(settings(None if options.unpaced else PACE)) as processes, helper(run_killer) as killer:
+    with (
+        Processes(settings(None if options.unpaced else PACE)) as processes,
+        helper(run_killer) as killer,
+    ):
         processes.start(*PREFILLS, *DECODES)
         processes.wait_ready(*PREFILLS, *DECODES)
         url = f"http://127.0.0.1:{processes.config.proxy.port}"
@@ -308,7 +373,10 @@ def report(experiment: Experiment, out: Path, busy_before: float, seconds: float
     assert p99_ms is not None
     met = p99_ms <= LIMIT_MS and not experiment.notices.unexpected and not failed
     void = max(used.values()) > CPU_LIMIT
-    verdict = f"{'met' if met else 'MISSED'} ({p99_ms:.2f} ms)" + f"; void, for more than {CPU_LIMIT:.0%} CPU was in use" * void
+    verdict = (
+        f"{'met' if met else 'MISSED'} ({p99_ms:.2f} ms)"
+        + f"; void, for more than {CPU_LIMIT:.0%} CPU was in use" * void
+    )
     text = "\n".join(
         [
             table(kills),
@@ -316,7 +384,8 @@ def report(experiment: Experiment, out: Path, busy_before: float, seconds: float
             f"instances lost without a kill: {len(experiment.notices.unexpected)}",
             f"bar: {LIMIT_MS:.0f} ms p99 of all kills: {verdict}",
             f"CPUs: {os.cpu_count()}; in use before: {busy_before:.0%}, "
-            f"while killing: idle {used['idle']:.0%}, busy {used['busy']:.0%}; the run took {seconds:.0f} s",
+            f"while killing: idle {used['idle']:.0%}, busy {used['busy']:.0%}; the run "
+            f"took {seconds:.0f} s",
         ]
     )
     print(text)
@@ -330,12 +399,16 @@ def report(experiment: Experiment, out: Path, busy_before: float, seconds: float
         "kernel": platform.release(),
         "python": platform.python_version(),
         "summary": {
-            state: summary([kill for kill in kills if state in (kill.state, "all")]) for state in ("idle", "busy", "all")
+            state: summary([kill for kill in kills if state in (kill.state, "all")])
+            for state in ("idle", "busy", "all")
         },
         "streams_ended": len(experiment.ended),
         "streams_not_complete": failed,
         "lost_without_a_kill": experiment.notices.unexpected,
-        "kills": [{name: round(x, 3) if isinstance(x, float) else x for name, x in asdict(kill).items()} for kill in kills],
+        "kills": [
+            {name: round(x, 3) if isinstance(x, float) else x for name, x in asdict(kill).items()}
+            for kill in kills
+        ],
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "notice.json").write_text(json.dumps(document, indent=1) + "\n")

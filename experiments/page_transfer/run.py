@@ -1,4 +1,5 @@
-"""Page transfer against plain sockets: 64 MB over loopback, sender and receiver in processes of their own.
+"""Page transfer against plain sockets: 64 MB over loopback, sender and receiver in processes of
+their own.
 
     python -m experiments.page_transfer.run [--repeats 21] [--megabytes 64]
 
@@ -21,13 +22,13 @@ from statistics import median
 
 import uvloop
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest
 from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 
 SECRET = b"only for this measurement"
@@ -37,7 +38,9 @@ PAGE_BYTES = {"64 KiB pages": 1 << 16, "1 MiB pages": 1 << 20}
 
 
 def identity(instance: str, node: str, page_bytes: int) -> Identity:
-    return Identity(InstanceId(instance), NodeId(node), epoch=1, fingerprint="none", page_bytes=page_bytes)
+    return Identity(
+        InstanceId(instance), NodeId(node), epoch=1, fingerprint="none", page_bytes=page_bytes
+    )
 
 
 class Memory:
@@ -49,7 +52,9 @@ class Memory:
 
     async def pin(self, request: PullRequest) -> PinnedPages:
         starts = [int.from_bytes(tag) * self._page_bytes for tag in request.tags]
-        return PinnedPages([self._region[start : start + self._page_bytes] for start in starts], None, None)
+        return PinnedPages(
+            [self._region[start : start + self._page_bytes] for start in starts], None, None
+        )
 
     def unpin(self, pinned: PinnedPages) -> None:
         assert pinned.token is None
@@ -68,7 +73,9 @@ def serve_pages(ports: Connection, size: int, page_bytes: int) -> None:
     async def serve() -> None:
         source = Memory(memoryview(os.urandom(size)), page_bytes)
         links = SendingLinks(SETTINGS, SendingFaults(), NodeId("n0"))
-        server = PageServer(lambda: identity("sender", "n0", page_bytes), source, SECRET, SETTINGS, links)
+        server = PageServer(
+            lambda: identity("sender", "n0", page_bytes), source, SECRET, SETTINGS, links
+        )
         ports.send(await server.start("127.0.0.1", 0))
         await asyncio.Event().wait()
 
@@ -111,14 +118,20 @@ class Plain:
 
 
 class Pull:
-    """Server and puller as they are, hand-shake and checksums included; the connection is used again."""
+    """Server and puller as they are, hand-shake and checksums included; the connection is used
+    again.
+    """
 
     def __init__(self, region: memoryview, page_bytes: int) -> None:
         self.sender = Sender(serve_pages, len(region), page_bytes)
         self._peer = Peer(InstanceId("sender"), NodeId("n0"), "127.0.0.1", self.sender.port)
-        self._puller = PagePuller(lambda: identity("receiver", "n1", page_bytes), SECRET, SETTINGS, time.perf_counter)
+        self._puller = PagePuller(
+            lambda: identity("receiver", "n1", page_bytes), SECRET, SETTINGS, time.perf_counter
+        )
         count = len(region) // page_bytes
-        self._pages = [region[index * page_bytes : (index + 1) * page_bytes] for index in range(count)]
+        self._pages = [
+            region[index * page_bytes : (index + 1) * page_bytes] for index in range(count)
+        ]
         self._request = PullRequest(tuple(Tag(index.to_bytes(TAG_BYTES)) for index in range(count)))
 
     async def seconds(self) -> float:
@@ -139,9 +152,13 @@ class Result:
 
 
 async def measure(repeats: int, size: int) -> list[Result]:
-    region = memoryview(bytearray(os.urandom(size)))  # Written once, so that no page fault is measured.
+    region = memoryview(
+        bytearray(os.urandom(size))
+    )  # Written once, so that no page fault is measured.
     ways: dict[str, Plain | Pull] = {"plain, whole": Plain(region, size)}
-    ways |= {f"plain, pieces of {name[:-6]}": Plain(region, piece) for name, piece in PAGE_BYTES.items()}
+    ways |= {
+        f"plain, pieces of {name[:-6]}": Plain(region, piece) for name, piece in PAGE_BYTES.items()
+    }
     ways |= {f"pull, {name}": Pull(region, page) for name, page in PAGE_BYTES.items()}
     results = {name: Result(name) for name in ways}
     for repeat in range(repeats + 1):
@@ -158,14 +175,20 @@ def table(results: list[Result]) -> str:
     fastest_plain = max(result.rate for result in results if result.name.startswith("plain"))
     whole = results[0].rate
     lines = [
-        f"{'way':<24} {'GB/s p50':>8} {'min':>6} {'max':>6} {'CPU ms p50':>11} {'x plain, whole':>15} {'x fastest plain':>16}"
+        f"{'way':<24} {'GB/s p50':>8} {'min':>6} {'max':>6} {'CPU ms p50':>11} "
+        f"{'x plain, whole':>15} {'x fastest plain':>16}"
     ]
     for result in results:
-        ends = f"{min(result.gb_per_s):6.2f} {max(result.gb_per_s):6.2f} {median(result.cpu_ms):11.1f}"
+        ends = (
+            f"{min(result.gb_per_s):6.2f} {max(result.gb_per_s):6.2f} {median(result.cpu_ms):11.1f}"
+        )
         ratios = f"{result.rate / whole:15.2f} {result.rate / fastest_plain:16.2f}"
         lines.append(f"{result.name:<24} {result.rate:8.2f} {ends} {ratios}")
     worst = min(result.rate for result in results if result.name.startswith("pull")) / whole
-    lines.append(f"target: {TARGET} x plain, whole: {'met' if worst >= TARGET else 'MISSED'} (worst pull: {worst:.2f})")
+    lines.append(
+        f"target: {TARGET} x plain, whole: {'met' if worst >= TARGET else 'MISSED'} "
+        f"(worst pull: {worst:.2f})"
+    )
     return "\n".join(lines)
 
 
@@ -173,7 +196,9 @@ def busy_share(seconds: float = 1.0) -> float:
     """Share of the CPUs that others use right now."""
 
     def ticks() -> tuple[int, int]:
-        counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        counts = [
+            int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+        ]
         return counts[3], sum(counts)
 
     idle_before, all_before = ticks()
@@ -183,7 +208,9 @@ def busy_share(seconds: float = 1.0) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -193,7 +220,11 @@ def main() -> None:
     results = uvloop.run(measure(options.repeats, options.megabytes << 20))
 
     busy_after = busy_share()
-    text = table(results) + f"\nCPUs: {os.cpu_count()}, used by others before: {busy_before:.0%}, after: {busy_after:.0%}"
+    text = (
+        table(results)
+        + f"\nCPUs: {os.cpu_count()}, used by others before: {busy_before:.0%}, after: "
+        f"{busy_after:.0%}"
+    )
     print(text)
     document = {
         "megabytes": options.megabytes,

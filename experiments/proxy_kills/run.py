@@ -1,4 +1,5 @@
-"""Streams under a series of proxy kills at random moments, compared token by token with the same requests undisturbed.
+"""Streams under a series of proxy kills at random moments, compared token by token with the same
+requests undisturbed.
 
 python -m experiments.proxy_kills.run [--kills 100] [--proxies 2] [--mirror async] [--mix]
 """
@@ -19,7 +20,7 @@ import uvloop
 
 from experiments.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.cluster.launcher import Cluster
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.demo import PACE
 from kvrs.ids import InstanceId
 
@@ -43,7 +44,9 @@ def settings(mirror: str, seed: int) -> Config:
 
 
 async def kill_all(cluster: Cluster, kills: int, mix: bool, rng: random.Random) -> dict[str, Any]:
-    """At random moments, each some time after whoever was killed before is back; how many streams each proxy had."""
+    """Kill at random times, each some time after the last killed proxy is back; return how many
+    streams each proxy had.
+    """
     hit: list[int] = []
     instances = 0
     for _ in range(kills):
@@ -56,7 +59,12 @@ async def kill_all(cluster: Cluster, kills: int, mix: bool, rng: random.Random) 
             await asyncio.to_thread(cluster.kill, rng.choice(DECODE))
         cluster.kill_proxy(number)
     await asyncio.to_thread(cluster.wait_all_up)
-    return {"kills": len(hit), "instance_kills": instances, "kills_that_hit_nobody": hit.count(0), "streams_hit": sum(hit)}
+    return {
+        "kills": len(hit),
+        "instance_kills": instances,
+        "kills_that_hit_nobody": hit.count(0),
+        "streams_hit": sum(hit),
+    }
 
 
 async def measure(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -70,22 +78,37 @@ async def measure(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, 
         loading = asyncio.create_task(load.run())
         await asyncio.sleep(2.0)
         started_s = time.monotonic()
-        killed = await kill_all(cluster, arguments.kills, arguments.mix, random.Random(arguments.seed))
+        killed = await kill_all(
+            cluster, arguments.kills, arguments.mix, random.Random(arguments.seed)
+        )
         took_s = time.monotonic() - started_s
         load.stop()
         await loading
-        states = [await asyncio.to_thread(cluster.state, number) for number in range(len(cluster.proxies))]
+        states = [
+            await asyncio.to_thread(cluster.state, number) for number in range(len(cluster.proxies))
+        ]
     left = {"streams": sum(len(state["streams"]) for state in states)}
-    return killed | verdict(load.found, quiet) | {"left_at_the_end": left, "kills_took_s": round(took_s, 1)}
+    return (
+        killed
+        | verdict(load.found, quiet)
+        | {"left_at_the_end": left, "kills_took_s": round(took_s, 1)}
+    )
 
 
 def as_text(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['proxies']} proxies, mirror {result['mirror']}: {result['kills']} kills in {result['kills_took_s']:.0f} s"
-        + (f", with each a decode instance ({result['instance_kills']})" if result["instance_kills"] else "")
+        f"{result['proxies']} proxies, mirror {result['mirror']}: {result['kills']} "
+        f"kills in {result['kills_took_s']:.0f} s"
+        + (
+            f", with each a decode instance ({result['instance_kills']})"
+            if result["instance_kills"]
+            else ""
+        )
         + f"; {result['machine']}",
-        f"streams of the killed proxies {result['streams_hit']} (kills that hit nobody: {result['kills_that_hit_nobody']})",
-        f"streams {result['streams']} {result['by_way']}, {result['tokens']} tokens; {result['streams_that_broke']} broke off, "
+        f"streams of the killed proxies {result['streams_hit']} (kills without a stream: "
+        f"{result['kills_that_hit_nobody']})",
+        f"streams {result['streams']} {result['by_way']}, {result['tokens']} tokens; "
+        f"{result['streams_that_broke']} broke off, "
         f"{result['breaks']} times in all, one of them {result['most_breaks_of_a_stream']} times",
         ", ".join(f"{bar} {result[bar]}" for bar in BARS),
         f"longest gap of a stream that broke and continued, in s: {result['longest_gap_s']}",
@@ -96,11 +119,17 @@ def as_text(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--proxies", type=int, default=2, choices=range(2, 9), metavar="2..8")
     parser.add_argument("--mirror", default="async", choices=["async", "sync"])
-    parser.add_argument("--mix", action="store_true", help="with each proxy, kill a decode instance in the same moment")
+    parser.add_argument(
+        "--mix",
+        action="store_true",
+        help="with each proxy, kill a decode instance in the same moment",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -108,9 +137,17 @@ def main() -> int:
         measured = uvloop.run(measure(cluster, arguments))
         if not is_exact(measured):
             cluster.keep_logs(arguments.out / "logs")
-    result = {key: getattr(arguments, key) for key in ("proxies", "mirror", "mix", "seed")} | measured
-    result["machine"] = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    result["passed"] = is_exact(result) and result["streams_that_broke"] > 0 and not result["left_at_the_end"]["streams"]
+    result = {
+        key: getattr(arguments, key) for key in ("proxies", "mirror", "mix", "seed")
+    } | measured
+    result["machine"] = (
+        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    )
+    result["passed"] = (
+        is_exact(result)
+        and result["streams_that_broke"] > 0
+        and not result["left_at_the_end"]["streams"]
+    )
     name = f"{arguments.proxies}_{arguments.mirror}" + ("_mix" if arguments.mix else "")
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,8 +1,10 @@
-"""RaidServe's protocol (its Table 3): the conversation trace, one decode instance killed 100 ms after the 250th request.
+"""RaidServe's protocol (its Table 3): the conversation trace, one decode instance killed 100 ms
+after the 250th request.
 
     python -m experiments.raidserve_recovery.run [--requests 500] [--repeats 1] [--trace FILE]
 
-Longest time between tokens of every request: recomputing, restoring from host memory, ours, and without a failure.
+Longest time between tokens of every request: recomputing, restoring from host memory, ours, and
+without a failure.
 """
 
 import argparse
@@ -22,19 +24,27 @@ from experiments.conversation_trace.trace import DEFAULT_TRACE, sampled
 from experiments.schemes import PACE, Scheme, run_scheme
 from kvrs.cluster.drill import Run
 from kvrs.demo import FIRST_ORDINARY_TOKEN, LINK_BYTES_PER_S, VOCAB_SIZE
-from kvrs.replay import oracle
-from kvrs.replay.faults import parse_faults
-from kvrs.replay.metrics import max_gap_s, percentile
-from kvrs.replay.traces import replay_requests
+from kvrs.faults.language import parse_faults
+from kvrs.report import oracle
+from kvrs.report.metrics import max_gap_s, percentile
+from kvrs.traces.mooncake import replay_requests
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 REQUESTS_PER_S = 6.0
-# One node has the survivor that RaidServe restores to; the other one is there for the ways over the network.
+# One node has the survivor that RaidServe restores to; the other one is there for the ways over the
+# network.
 NODES = [
-    {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}, {"id": "d1", "role": "decode"}]},
+    {
+        "id": "n0",
+        "instances": [
+            {"id": "p0", "role": "prefill"},
+            {"id": "d0", "role": "decode"},
+            {"id": "d1", "role": "decode"},
+        ],
+    },
     {"id": "n1", "instances": [{"id": "p1", "role": "prefill"}, {"id": "d2", "role": "decode"}]},
 ]
 SCHEMES = (
@@ -51,7 +61,11 @@ def row(run: Run, clean: Run) -> dict[str, Any]:
     difference = oracle.total(oracle.judge(run.records, clean.records))
     hit = {recovery["stream"] for recovery in run.recoveries}
     gaps = [gap for record in run.records if (gap := max_gap_s(record)) is not None]
-    hit_gaps = [gap for record in run.records if record.stream in hit and (gap := max_gap_s(record)) is not None]
+    hit_gaps = [
+        gap
+        for record in run.records
+        if record.stream in hit and (gap := max_gap_s(record)) is not None
+    ]
     return {
         "streams": len(run.records),
         "errors": sum(record.error is not None for record in run.records),
@@ -61,7 +75,9 @@ def row(run: Run, clean: Run) -> dict[str, Any]:
         "interrupted": len(hit),
         "options": sorted({recovery["option"] for recovery in run.recoveries}),
         "max_tbt_ms": {f"p{share}": 1e3 * (percentile(gaps, share) or 0.0) for share in SHARES},
-        "max_tbt_of_interrupted_ms": {f"p{share}": 1e3 * (percentile(hit_gaps, share) or 0.0) for share in SHARES},
+        "max_tbt_of_interrupted_ms": {
+            f"p{share}": 1e3 * (percentile(hit_gaps, share) or 0.0) for share in SHARES
+        },
         "gaps_s": gaps,
         "interrupted_gaps_s": hit_gaps,
     }
@@ -69,11 +85,21 @@ def row(run: Run, clean: Run) -> dict[str, Any]:
 
 def draw_cdf(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, key, title in zip(axes, ("gaps_s", "interrupted_gaps_s"), ("all requests", "interrupted requests"), strict=True):
+    for axis, key, title in zip(
+        axes,
+        ("gaps_s", "interrupted_gaps_s"),
+        ("all requests", "interrupted requests"),
+        strict=True,
+    ):
         for name, runs in rows.items():
             gaps = sorted(1e3 * gap for run in runs for gap in run[key])
             if gaps:
-                axis.step(gaps, [(index + 1) / len(gaps) for index in range(len(gaps))], where="post", label=name)
+                axis.step(
+                    gaps,
+                    [(index + 1) / len(gaps) for index in range(len(gaps))],
+                    where="post",
+                    label=name,
+                )
         axis.set(xscale="log", xlabel="longest time between tokens, ms", title=title)
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -85,24 +111,34 @@ def draw_cdf(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 def as_text(rows: dict[str, list[dict[str, Any]]], result: dict[str, Any]) -> str:
     lines = [
-        f"longest time between tokens, {result['requests']} requests of {result['trace']}, {result['kill']}, pace {PACE}",
+        f"longest time between tokens, {result['requests']} requests of "
+        f"{result['trace']}, {result['kill']}, pace {PACE}",
         f"{result['repeats']} runs each, in turns; {result['machine']}",
         "",
         f"{'':<11}{'all requests, ms':^27}{'interrupted, ms':^27}",
-        f"{'':<11}" + f"{'p50':>9}{'p90':>9}{'p99':>9}" * 2 + f"{'hit':>5}  {'lost/rep/diff/err':<18}ways",
+        f"{'':<11}"
+        + f"{'p50':>9}{'p90':>9}{'p99':>9}" * 2
+        + f"{'hit':>5}  {'lost/rep/diff/err':<18}ways",
     ]
     for name, runs in rows.items():
         for run in runs:
             figures = "".join(
-                f"{run[key][f'p{share}']:>9.0f}" for key in ("max_tbt_ms", "max_tbt_of_interrupted_ms") for share in SHARES
+                f"{run[key][f'p{share}']:>9.0f}"
+                for key in ("max_tbt_ms", "max_tbt_of_interrupted_ms")
+                for share in SHARES
             )
             wrong = f"{run['lost']}/{run['repeated']}/{run['different']}/{run['errors']}"
-            lines.append(f"{name:<11}{figures}{run['interrupted']:>5}  {wrong:<18}{', '.join(run['options'])}")
+            lines.append(
+                f"{name:<11}{figures}{run['interrupted']:>5}  "
+                f"{wrong:<18}{', '.join(run['options'])}"
+            )
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=1)
@@ -110,7 +146,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     if not arguments.trace.is_file():
-        print(f"skipped: no trace at {arguments.trace}; it is Mooncake's FAST'25 conversation_trace.jsonl (--trace FILE)")
+        print(
+            f"skipped: no trace at {arguments.trace}; it is Mooncake's FAST'25 "
+            f"conversation_trace.jsonl (--trace FILE)"
+        )
         return 0
     console, started_s = Console(), time.monotonic()
     trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed)
@@ -122,7 +161,9 @@ def main() -> int:
     for _ in range(arguments.repeats):
         for scheme in order.sample(SCHEMES, len(SCHEMES)):
             config = scheme.config(NODES, arguments.seed, PACE, LINK_BYTES_PER_S)
-            runs[scheme.name].append(run_scheme(scheme, config, requests, faults, arguments.seed, console))
+            runs[scheme.name].append(
+                run_scheme(scheme, config, requests, faults, arguments.seed, console)
+            )
     clean = runs["oracle"][0]
     rows = {name: [row(run, clean) for run in found] for name, found in runs.items()}
     result = {
@@ -131,16 +172,24 @@ def main() -> int:
         "requests_per_s": REQUESTS_PER_S,
         "repeats": arguments.repeats,
         "kill": f"d0 killed 100 ms after request {arguments.requests // 2}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
+        f"{platform.python_version()}",
         "took_s": round(time.monotonic() - started_s, 1),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "raidserve_recovery.json").write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    (arguments.out / "raidserve_recovery.json").write_text(
+        json.dumps({**result, "rows": rows}, indent=1) + "\n"
+    )
     text = as_text(rows, result)
     (arguments.out / "raidserve_recovery.txt").write_text(text)
     draw_cdf(rows, arguments.out / "max_tbt.png")
     print(text, end="")
-    wrong = sum(run[key] for found in rows.values() for run in found for key in ("errors", "lost", "repeated", "different"))
+    wrong = sum(
+        run[key]
+        for found in rows.values()
+        for run in found
+        for key in ("errors", "lost", "repeated", "different")
+    )
     return 0 if wrong == 0 else 1
 
 

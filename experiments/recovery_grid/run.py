@@ -1,8 +1,10 @@
-"""Is `auto` as fast as the best static policy everywhere, and faster over all; and what does splitting bring at the crossover?
+"""Is `auto` as fast as the best static policy everywhere, and faster over all; and what does
+splitting bring at the crossover?
 
     python -m experiments.recovery_grid.run [--repeats 9] [--lengths 256 512 1024 2048 4096]
 
-The policy object decides, real engine processes on another GPU's clock carry it out, until the first new token.
+The policy object decides, real engine processes on another GPU's clock carry it out, until the
+first new token.
 """
 
 import argparse
@@ -26,12 +28,13 @@ from rich.progress import Progress
 
 from experiments.processes import Processes, cpu_ticks, share_used
 from experiments.rig import Rig, draw, interval, session_for, stretched
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
+from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.actions import Action, Plan, Recovered, Start
-from kvrs.policy.config import PolicyName, PolicySettings, RecoverySettings, SloSettings
-from kvrs.policy.costs import Instance, Option
-from kvrs.policy.events import (
+from kvrs.policy.model.actions import Action, Plan, Recovered, Start
+from kvrs.policy.model.cluster_view import Instance
+from kvrs.policy.model.estimates import Option
+from kvrs.policy.model.events import (
     InstanceLost,
     InstanceUp,
     LinkMeasured,
@@ -42,17 +45,19 @@ from kvrs.policy.events import (
 )
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import PageRun
+from kvrs.protocol.instance import SourceRange
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 PROFILE = "opt-13b-a100-distserve-tp1"
-# So many times slower, for cells that last at least 200 ms; and far longer than the tiny model's own work for so many tokens.
+# So many times slower, for cells that last at least 200 ms; and far longer than the tiny model's
+# own work for so many tokens.
 STRETCH = {256: 8.0, 512: 6.0, 1024: 3.5, 2048: 3.5, 4096: 3.5}
 # Each group has engines of its own; they sleep most of the time, so the groups run side by side.
 GROUPS = ((256,), (512,), (1024, 2048), (4096,))
-# Times the bandwidth at which migrating and recomputing cost the same: geometric, and symmetric about 1.
+# Times the bandwidth at which migrating and recomputing cost the same: geometric, and symmetric
+# about 1.
 FACTORS = tuple(2 ** (-1.5 + 3 * step / 7) for step in range(8))
 POLICIES = (PolicyName.ALWAYS_MIGRATE, PolicyName.ALWAYS_RECOMPUTE, PolicyName.AUTO)
 PRODUCED_TOKENS = 16
@@ -71,8 +76,12 @@ class Cell:
     prompt_tokens: int
     factor: float
     bytes_per_s: float  # Of the tiny model's pages.
-    seconds: dict[PolicyName, list[float]] = field(default_factory=lambda: {name: [] for name in POLICIES})
-    options: dict[PolicyName, list[Option]] = field(default_factory=lambda: {name: [] for name in POLICIES})
+    seconds: dict[PolicyName, list[float]] = field(
+        default_factory=lambda: {name: [] for name in POLICIES}
+    )
+    options: dict[PolicyName, list[Option]] = field(
+        default_factory=lambda: {name: [] for name in POLICIES}
+    )
 
     def median(self, name: PolicyName) -> float:
         return statistics.median(self.seconds[name])
@@ -87,23 +96,30 @@ class Cell:
 
 
 def settings(profile: Path) -> Config:
-    # A whole history in one batch, as in the measurements behind the profile: each batch has its overhead.
+    # A whole history in one batch, as in the measurements behind the profile: each batch has its
+    # overhead.
     engine = {"pace": str(profile), "max_batch_tokens": 8192, "max_model_len": 8192, "pages": 1536}
     nodes = [
         {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}]},
-        {"id": "n1", "instances": [{"id": "p1", "role": "prefill"}, {"id": "d1", "role": "decode"}]},
+        {
+            "id": "n1",
+            "instances": [{"id": "p1", "role": "prefill"}, {"id": "d1", "role": "decode"}],
+        },
     ]
     return parse_config(
         {
             "cluster": {"engine": engine, "allow_faults": True, "nodes": nodes},
-            # Pages stay with p0 for the whole run; probes would share the link with what is measured.
+            # Pages stay with p0 for the whole run; probes would share the link with what is
+            # measured.
             "transfer": {"lease_s": 3600.0, "probe_interval_s": 3600.0, "stall_timeout_s": 60.0},
         }
     )
 
 
 class Decider:
-    """One policy object for all takes of one policy, told of a stream whose decode instance d0 is lost each time."""
+    """One policy object for all takes of one policy, for streams whose decode instance d0 is lost
+    each time.
+    """
 
     def __init__(self, name: PolicyName, instances: list[Instance]) -> None:
         recovery = RecoverySettings(gather_s=0.0)
@@ -115,10 +131,18 @@ class Decider:
         self._d0 = Instance(D0, N0, d1.role, 0, d1.geometry, d1.prefill, d1.capabilities)
 
     def lose(self, prompt_tokens: int, bytes_per_s: float) -> tuple[Plan, Option, StreamId]:
-        """A stream that p0 and d0 work on loses d0; how it goes on."""
+        """A stream of p0 and d0 loses d0; return the policy's plan."""
         self._streams += 1
         stream = StreamId(f"s{self._streams}")
-        d0 = Instance(D0, N0, self._d0.role, self._streams, self._d0.geometry, self._d0.prefill, self._d0.capabilities)
+        d0 = Instance(
+            D0,
+            N0,
+            self._d0.role,
+            self._streams,
+            self._d0.geometry,
+            self._d0.prefill,
+            self._d0.capabilities,
+        )
         self._tell(InstanceUp(d0))
         self._tell(LinkMeasured(N0, N1, bytes_per_s))
         started = self._only(self._tell(StreamArrived(stream, prompt_tokens)), Start)
@@ -129,7 +153,7 @@ class Decider:
         return self._only(actions, Start).plan, self._only(actions, Recovered).option, stream
 
     def back(self, stream: StreamId) -> None:
-        """The recovery brought its first token: the policy learns what it took."""
+        """The first token after the recovery: the policy learns the real cost."""
         self._tell(StreamResumed(stream, 2))
         self._tell(StreamEnded(stream, 2))
 
@@ -153,7 +177,15 @@ class Bench:
         self._produced = draw(rng, PRODUCED_TOKENS)
         self._tokens: dict[int, int] = {}
         self.instances = [
-            Instance(i.id, i.node, i.role, i.epoch, i.geometry, PrefillTable.from_measured(i.prefill), frozenset(i.capabilities))
+            Instance(
+                i.id,
+                i.node,
+                i.role,
+                i.epoch,
+                i.geometry,
+                PrefillTable.from_measured(i.prefill),
+                frozenset(i.capabilities),
+            )
             for i in rig.infos.values()
         ]
         self.deciders = {name: Decider(name, self.instances) for name in POLICIES}
@@ -163,7 +195,9 @@ class Bench:
             await self._rig.prefill("p0", prompt, len(prompt))
 
     async def take(self, cell: Cell, name: PolicyName) -> None:
-        """Decide, carry it out on emptied caches, and note the seconds until the first new token."""
+        """Decide, carry it out on emptied caches, and note the seconds until the first new
+        token.
+        """
         rig, decider, length = self._rig, self.deciders[name], cell.prompt_tokens
         await rig.empty("p1", "d1")
         history = self._prompts[length] + self._produced
@@ -173,18 +207,24 @@ class Bench:
         if plan.prefill is not None:
             hand_off = await rig.prefill(plan.prefill, history, length)
             decider.prefilled(stream, len(history))
-        sources = [PageRun(run.holder, run.first_page, run.pages, run.generation) for run in plan.runs]
+        sources = [
+            SourceRange(run.holder, run.first_page, run.pages, run.generation) for run in plan.runs
+        ]
         token = await rig.decode(plan.decode, history, length, sources=sources, hand_off=hand_off)
         cell.seconds[name].append(time.perf_counter() - started_s)
         cell.options[name].append(option)
         decider.back(stream)
         # Greedy and exact: however the KV came, the next token is the same.
         if self._tokens.setdefault(length, token) != token:
-            raise RuntimeError(f"{option.value} continued a prompt of {length} tokens with another token")
+            raise RuntimeError(
+                f"{option.value} continued a prompt of {length} tokens with another token"
+            )
 
 
 def crossover_bytes_per_s(instances: list[Instance], prompt_tokens: int) -> float:
-    """Where both static ways are predicted to cost the same: migrating is `fixed + bytes / bandwidth`."""
+    """Where both static ways are predicted to cost the same: migrating is `fixed + bytes /
+    bandwidth`.
+    """
     d1 = next(instance for instance in instances if instance.id == "d1")
     history = prompt_tokens + PRODUCED_TOKENS
     pages = prompt_tokens // d1.geometry.page_size_tokens
@@ -204,9 +244,14 @@ async def measure_group(
         bench = Bench(rig, seed, lengths)
         await bench.prepare()
         crossings = {length: crossover_bytes_per_s(bench.instances, length) for length in lengths}
-        cells = [Cell(length, factor, factor * crossings[length]) for length in lengths for factor in (*FACTORS, 1.0)]
+        cells = [
+            Cell(length, factor, factor * crossings[length])
+            for length in lengths
+            for factor in (*FACTORS, 1.0)
+        ]
         for _ in range(repeats):
-            # Another order every time, and all policies in turns: a busy moment hits no cell and no side for good.
+            # Another order every time, and all policies in turns: a busy moment hits no cell and no
+            # side for good.
             for cell in order.sample(cells, len(cells)):
                 await rig.set_link("p0", "n1", cell.bytes_per_s)
                 for name in order.sample(POLICIES, len(POLICIES)):
@@ -215,14 +260,19 @@ async def measure_group(
         return cells
 
 
-async def measure(groups: Sequence[tuple[Processes, Sequence[int]]], repeats: int, seed: int) -> tuple[list[Cell], float]:
+async def measure(
+    groups: Sequence[tuple[Processes, Sequence[int]]], repeats: int, seed: int
+) -> tuple[list[Cell], float]:
     """All cells, and the share of the CPUs that was in use meanwhile."""
     before = cpu_ticks()
     with Progress(disable=not sys.stderr.isatty()) as progress:
         cells = sum(len(lengths) for _, lengths in groups) * (len(FACTORS) + 1)
         task = progress.add_task("cells", total=repeats * cells)
         found = await asyncio.gather(
-            *(measure_group(processes, lengths, repeats, seed, lambda: progress.advance(task)) for processes, lengths in groups)
+            *(
+                measure_group(processes, lengths, repeats, seed, lambda: progress.advance(task))
+                for processes, lengths in groups
+            )
         )
     return [cell for cells in found for cell in cells], share_used(before, cpu_ticks())
 
@@ -243,36 +293,49 @@ def summary(grid: list[Cell], middle: list[Cell], cpu: float, repeats: int) -> d
         "sum_s": {name.value: round(seconds, 3) for name, seconds in sums.items()},
         "auto_below_better_static": round(1 - sums[PolicyName.AUTO] / better, 3),
         "split_speed_up_at_crossover": {
-            cell.prompt_tokens: round(cell.best_static_s / cell.median(PolicyName.AUTO), 3) for cell in middle
+            cell.prompt_tokens: round(cell.best_static_s / cell.median(PolicyName.AUTO), 3)
+            for cell in middle
         },
         "cpu_share": round(cpu, 3),
         "shortest_cell_s": round(shortest_s, 3),
         "void": cpu > MOST_CPU or shortest_s < SHORTEST_CELL_S,
-        "wanted": {"of_best_static": WANTED_OF_BEST, "below_better_static": WANTED_BELOW, "split_speed_up": WANTED_SPLIT},
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "wanted": {
+            "of_best_static": WANTED_OF_BEST,
+            "below_better_static": WANTED_BELOW,
+            "split_speed_up": WANTED_SPLIT,
+        },
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
+        f"{platform.python_version()}",
     }
 
 
 def as_text(grid: list[Cell], middle: list[Cell], result: dict[str, Any]) -> str:
     lines = [
-        f"recovery time, {result['profile']}, {result['repeats']} interleaved repeats, medians and 95 % intervals",
+        f"recovery time, {result['profile']}, {result['repeats']} interleaved repeats, "
+        f"medians and 95 % intervals",
         f"{result['machine']}; CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%}), "
         f"shortest cell {result['shortest_cell_s']} s (void below {SHORTEST_CELL_S} s)",
         "",
-        f"{'tokens':>7}{'stretch':>8}{'x cross':>9}{'migrate s':>16}{'recompute s':>16}{'auto s':>16}{'of best':>9}  auto took",
+        f"{'tokens':>7}{'stretch':>8}{'x cross':>9}{'migrate s':>16}{'recompute s':>16}"
+        f"{'auto s':>16}{'of best':>9}  auto took",
     ]
     for cell in grid + middle:
-        times = "".join(f"{cell.median(name):>8.3f} ± {interval(cell.seconds[name]):.3f}" for name in POLICIES)
+        times = "".join(
+            f"{cell.median(name):>8.3f} ± {interval(cell.seconds[name]):.3f}" for name in POLICIES
+        )
         taken = ", ".join(sorted({option.value for option in cell.options[PolicyName.AUTO]}))
         whose = f"{cell.prompt_tokens:>7,}{STRETCH[cell.prompt_tokens]:>8g}{cell.factor:>9.2f}"
         lines.append(f"{whose}{times}{cell.auto_of_best:>9.2f}  {taken}")
     lines += [
         "",
-        f"auto within 10 % of the best static way in {result['cells_within_10_percent']} of {result['cells']} cells "
+        f"auto within 10 % of the best static way in {result['cells_within_10_percent']} "
+        f"of {result['cells']} cells "
         f"(worst {result['auto_of_best_static_worst']:.2f} at {result['worst_cell']})",
-        f"summed over the grid: {result['sum_s']}; auto {result['auto_below_better_static']:.1%} below the better static policy "
+        f"summed over the grid: {result['sum_s']}; auto "
+        f"{result['auto_below_better_static']:.1%} below the better static policy "
         f"(wanted {WANTED_BELOW:.0%})",
-        f"at the crossover auto is faster than the better static way by {result['split_speed_up_at_crossover']} "
+        f"at the crossover auto is faster than the better static way by "
+        f"{result['split_speed_up_at_crossover']} "
         f"(wanted {WANTED_SPLIT})",
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -280,16 +343,29 @@ def as_text(grid: list[Cell], middle: list[Cell], result: dict[str, Any]) -> str
 
 def draw_plot(grid: list[Cell], middle: list[Cell], path: Path) -> None:
     lengths = sorted({cell.prompt_tokens for cell in grid})
-    figure, axes = pyplot.subplots(1, len(lengths), figsize=(3.2 * len(lengths), 3.2), layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, len(lengths), figsize=(3.2 * len(lengths), 3.2), layout="constrained", squeeze=False
+    )
     for axis, length in zip(axes[0], lengths, strict=True):
-        cells = sorted((cell for cell in grid + middle if cell.prompt_tokens == length), key=lambda cell: cell.factor)
+        cells = sorted(
+            (cell for cell in grid + middle if cell.prompt_tokens == length),
+            key=lambda cell: cell.factor,
+        )
         for name in POLICIES:
             medians = [cell.median(name) for cell in cells]
             spread = [interval(cell.seconds[name]) for cell in cells]
             axis.errorbar(
-                [cell.factor for cell in cells], medians, yerr=spread, label=name.value, marker="o", markersize=3, capsize=2
+                [cell.factor for cell in cells],
+                medians,
+                yerr=spread,
+                label=name.value,
+                marker="o",
+                markersize=3,
+                capsize=2,
             )
-        axis.set(xscale="log", title=f"{length:,} tokens", xlabel="bandwidth / crossover", ylim=(0, None))
+        axis.set(
+            xscale="log", title=f"{length:,} tokens", xlabel="bandwidth / crossover", ylim=(0, None)
+        )
         axis.set_xticks([], minor=True)
         axis.set_xticks([0.4, 0.7, 1.0, 1.6, 2.8], ["0.4", "0.7", "1", "1.6", "2.8"])
     axes[0][0].set_ylabel("recovery time, s")
@@ -298,14 +374,22 @@ def draw_plot(grid: list[Cell], middle: list[Cell], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--lengths", type=int, nargs="+", choices=list(STRETCH), default=list(STRETCH))
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", choices=list(STRETCH), default=list(STRETCH)
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     started_s = time.monotonic()
-    groups = [chosen for group in GROUPS if (chosen := [length for length in group if length in arguments.lengths])]
+    groups = [
+        chosen
+        for group in GROUPS
+        if (chosen := [length for length in group if length in arguments.lengths])
+    ]
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrs-grid-")))
         running = []
@@ -319,7 +403,9 @@ def main() -> int:
         cells, cpu = asyncio.run(measure(running, arguments.repeats, arguments.seed))
     grid = [cell for cell in cells if cell.factor != 1.0]
     middle = [cell for cell in cells if cell.factor == 1.0]
-    result = summary(grid, middle, cpu, arguments.repeats) | {"took_s": round(time.monotonic() - started_s, 1)}
+    result = summary(grid, middle, cpu, arguments.repeats) | {
+        "took_s": round(time.monotonic() - started_s, 1)
+    }
     rows = [
         {
             "prompt_tokens": cell.prompt_tokens,
@@ -331,7 +417,9 @@ def main() -> int:
         for cell in grid + middle
     ]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "recovery_grid.json").write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+    (arguments.out / "recovery_grid.json").write_text(
+        json.dumps({**result, "rows": rows}, indent=1) + "\n"
+    )
     text = as_text(grid, middle, result)
     (arguments.out / "recovery_grid.txt").write_text(text)
     draw_plot(grid, middle, arguments.out / "recovery_grid.png")

@@ -1,9 +1,10 @@
-"""Does the replay client keep to its trace? Offered against asked rate, streaming, and how long a trace takes to load.
+"""Does the replay client keep to its trace? Offered against asked rate, streaming, and how long a
+trace takes to load.
 
     python -m experiments.replay_client.run [--rate 200] [--seconds 20] [--trace FILE]
 
-The server is a process of its own that answers every request with a stream of tokens at a fixed pace, so that whatever is late
-here is the client.
+The server is a process of its own that answers every request with a stream of tokens at a fixed
+pace, so that whatever is late here is the client.
 """
 
 import argparse
@@ -22,12 +23,12 @@ import uvloop
 from aiohttp import web
 
 from experiments.page_transfer.run import busy_share
-from kvrs.replay import metrics
-from kvrs.replay.formats import load_trace
-from kvrs.replay.generator import GeneratorSettings, generate
-from kvrs.replay.load import replay
-from kvrs.replay.records import ReplayRequest
-from kvrs.replay.traces import write_mooncake
+from kvrs.load.open_loop import replay
+from kvrs.report import metrics
+from kvrs.traces.formats import load_trace
+from kvrs.traces.generator import GeneratorSettings, generate
+from kvrs.traces.mooncake import write_mooncake
+from kvrs.traces.records import ReplayRequest
 
 RATE_TOLERANCE = 0.01
 LOADER_REQUESTS = 12_031
@@ -59,8 +60,15 @@ async def _complete(request: web.Request) -> web.StreamResponse:
     await response.prepare(request)
     for token in range(TOKENS):
         await asyncio.sleep(TOKEN_PAUSE_S)
-        choice = {"text": "x", "index": 0, "finish_reason": "length" if token + 1 == TOKENS else None, "token_ids": [token]}
-        await response.write(b"data: " + json.dumps({"id": "cmpl-s", "choices": [choice]}).encode() + b"\n\n")
+        choice = {
+            "text": "x",
+            "index": 0,
+            "finish_reason": "length" if token + 1 == TOKENS else None,
+            "token_ids": [token],
+        }
+        await response.write(
+            b"data: " + json.dumps({"id": "cmpl-s", "choices": [choice]}).encode() + b"\n\n"
+        )
     await response.write(b"data: [DONE]\n\n")
     return response
 
@@ -103,7 +111,12 @@ def measure_loader(path: Path | None) -> dict[str, Any]:
             path = Path(directory) / "generated.jsonl"
             write_mooncake(generate(GeneratorSettings(requests=LOADER_REQUESTS), seed=1), path)
         requests, seconds = load_seconds(path)
-    return {"trace": source, "requests": requests, "seconds_p50": median(seconds), "seconds_max": max(seconds)}
+    return {
+        "trace": source,
+        "requests": requests,
+        "seconds_p50": median(seconds),
+        "seconds_max": max(seconds),
+    }
 
 
 def measure_client(rate: float, seconds: float) -> dict[str, Any]:
@@ -123,24 +136,34 @@ def words(document: dict[str, Any]) -> str:
     lag, tbt = client["lag_s"], client["tbt_s"]
     return "\n".join(
         (
-            f"client: {client['completed']} of {client['requests']} streams, offered {client['offered_per_s']:.2f} of "
-            f"{client['asked_per_s']:.2f} requests/s (off by {client['off_by']:.3%}; at most {RATE_TOLERANCE:.0%}): "
+            f"client: {client['completed']} of {client['requests']} streams, offered "
+            f"{client['offered_per_s']:.2f} of "
+            f"{client['asked_per_s']:.2f} requests/s (off by {client['off_by']:.3%}; at "
+            f"most {RATE_TOLERANCE:.0%}): "
             f"{'met' if document['client_met'] else 'MISSED'}",
-            f"  send lag p50 {lag['p50'] * 1000:.2f} ms, p99 {lag['p99'] * 1000:.2f} ms, worst {lag['max'] * 1000:.1f} ms; "
-            f"TBT p50 {tbt['p50'] * 1000:.1f} ms of {TOKEN_PAUSE_S * 1000:.0f} ms; client CPU {client['client_cpu_s']:.1f} s",
-            f"loader: {loader['requests']} requests ({loader['trace']}) in {loader['seconds_p50']:.3f} s, worst "
-            f"{loader['seconds_max']:.3f} s (at most {LOADER_LIMIT_S:.0f} s): {'met' if document['loader_met'] else 'MISSED'}",
+            f"  send lag p50 {lag['p50'] * 1000:.2f} ms, p99 {lag['p99'] * 1000:.2f} ms, "
+            f"worst {lag['max'] * 1000:.1f} ms; "
+            f"TBT p50 {tbt['p50'] * 1000:.1f} ms of {TOKEN_PAUSE_S * 1000:.0f} ms; "
+            f"client CPU {client['client_cpu_s']:.1f} s",
+            f"loader: {loader['requests']} requests ({loader['trace']}) in "
+            f"{loader['seconds_p50']:.3f} s, worst "
+            f"{loader['seconds_max']:.3f} s (at most {LOADER_LIMIT_S:.0f} s): "
+            f"{'met' if document['loader_met'] else 'MISSED'}",
             f"CPUs: {document['cpus']}, used by others before: {document['used_by_others']:.0%}",
         )
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument(
-        "--trace", type=Path, help="Mooncake's conversation_trace.jsonl; without it, a generated trace of its size"
+        "--trace",
+        type=Path,
+        help="Mooncake's conversation_trace.jsonl; without it, a generated trace of its size",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
@@ -150,9 +173,11 @@ def main() -> None:
 
     document = {
         "client": client,
-        "client_met": client["off_by"] <= RATE_TOLERANCE and client["completed"] == client["requests"],
+        "client_met": client["off_by"] <= RATE_TOLERANCE
+        and client["completed"] == client["requests"],
         "loader": loader,
-        "loader_met": loader["seconds_max"] <= LOADER_LIMIT_S and loader["requests"] >= LOADER_REQUESTS,
+        "loader_met": loader["seconds_max"] <= LOADER_LIMIT_S
+        and loader["requests"] >= LOADER_REQUESTS,
         "cpus": os.cpu_count(),
         "used_by_others": round(others, 3),
     }

@@ -1,4 +1,5 @@
-"""Streams under load while every process of a cluster is restarted, one at a time: none may fail, none may differ.
+"""Streams under load while every process of a cluster is restarted, one at a time: none may fail,
+none may differ.
 
 python -m experiments.rolling_upgrade.run [--proxies 2] [--rounds 1]
 """
@@ -18,10 +19,10 @@ import aiohttp
 import uvloop
 
 from experiments.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
-from kvrs.cluster.faults import rows_of
+from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.rolling import RollingRestart
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.demo import BACKUP_BYTES, PACE
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,14 +32,18 @@ WAYS = [Way.CONTINUE, Way.PLAIN, Way.REPLAY, Way.PLAIN] * 4
 
 
 def settings(seed: int) -> Config:
-    # Decode instances first: their streams would have ended by themselves while the prefill instance of their node drained.
+    # Decode instances first: their streams would have ended by themselves while the prefill
+    # instance of their node drained.
     nodes = [
-        {"id": f"n{n}", "instances": [{"id": f"d{n}", "role": "decode"}, {"id": f"p{n}", "role": "prefill"}]} for n in range(2)
+        {
+            "id": f"n{n}",
+            "instances": [{"id": f"d{n}", "role": "decode"}, {"id": f"p{n}", "role": "prefill"}],
+        }
+        for n in range(2)
     ]
     return parse_config(
         {
-            # As long as the longest stream without a key may take.
-            "proxy": {"port": 0, "admin_port": 0, "drain_s": 60.0},
+            "proxy": {"port": 0, "admin_port": 0},
             "cluster": {"engine": {"seed": seed, "pace": PACE}, "nodes": nodes},
             "backup": {"mode": "both", "capacity_bytes": BACKUP_BYTES},
             "gossip": {"enabled": True},
@@ -51,8 +56,8 @@ def pids(cluster: Cluster) -> dict[str, int]:
     return found | {str(name): int(row["pid"]) for name, row in rows_of(cluster.state()).items()}
 
 
-class Diary:
-    """What the restart says, with the time, and how many streams had come by then."""
+class ProgressLog:
+    """The restart's progress lines, with the time and the number of streams so far."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -60,7 +65,9 @@ class Diary:
         self.lines: list[str] = []
 
     def say(self, line: str) -> None:
-        self.lines.append(f"{time.monotonic() - self._began_s:6.1f} s, {len(self._load.found):4} streams: {line}")
+        self.lines.append(
+            f"{time.monotonic() - self._began_s:6.1f} s, {len(self._load.found):4} streams: {line}"
+        )
         print(self.lines[-1], flush=True)
 
 
@@ -74,9 +81,9 @@ async def measure(cluster: Cluster, rounds: int, seed: int) -> dict[str, Any]:
         load = Load(clients, WAYS, REQUESTS, seed)
         loading = asyncio.create_task(load.run())
         await asyncio.sleep(3.0)
-        diary = Diary(load)
+        progress_log = ProgressLog(load)
         for _ in range(rounds):
-            await asyncio.to_thread(RollingRestart(cluster, diary.say, lambda: True).run)
+            await asyncio.to_thread(RollingRestart(cluster, progress_log.say, lambda: True).run)
         load.stop()
         await loading
     states = [cluster.state(number) for number in range(len(cluster.proxies))]
@@ -88,15 +95,17 @@ async def measure(cluster: Cluster, rounds: int, seed: int) -> dict[str, Any]:
         # Of those that happened since the proxies were restarted, which came first.
         "recoveries": dict(Counter(row["cause"] for row in recoveries)),
         "recovered_by": dict(Counter(f"{row['option']}: {row['outcome']}" for row in recoveries)),
-        "diary": diary.lines,
+        "progress_log": progress_log.lines,
     } | verdict(load.found, quiet)
 
 
 def as_text(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['processes']} processes, {result['restarted']} restarted, {result['rounds']} round(s); {result['machine']}",
-        *result["diary"],
-        f"streams {result['streams']} {result['by_way']}, {result['tokens']} tokens; {result['streams_that_broke']} broke off "
+        f"{result['processes']} processes, {result['restarted']} restarted, "
+        f"{result['rounds']} round(s); {result['machine']}",
+        *result["progress_log"],
+        f"streams {result['streams']} {result['by_way']}, {result['tokens']} tokens; "
+        f"{result['streams_that_broke']} broke off "
         "and went on elsewhere",
         ", ".join(f"{bar} {result[bar]}" for bar in BARS),
         f"what clients were told meanwhile: {result['refusals']}",
@@ -108,7 +117,9 @@ def as_text(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--proxies", type=int, default=2, choices=range(2, 9), metavar="2..8")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -117,7 +128,9 @@ def main() -> int:
     with Cluster(settings(arguments.seed), print, arguments.proxies) as cluster:
         measured = uvloop.run(measure(cluster, arguments.rounds, arguments.seed))
     result = {key: getattr(arguments, key) for key in ("proxies", "rounds", "seed")} | measured
-    result["machine"] = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    result["machine"] = (
+        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    )
     result["passed"] = is_exact(result) and result["restarted"] == result["processes"]
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "rolling_upgrade.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,10 +1,11 @@
-"""Two proxies, one target, 200 victims at once: how many recovery transfers hold a slot at the target's agent at a time.
+"""Two proxies, one target, 200 victims at once: how many recovery transfers hold a slot at the
+target's agent at a time.
 
     python -m experiments.two_proxies.run [--streams 200] [--tokens 200] [--gbit 0.16]
 
-Each proxy has half of the streams, all on one decode instance, for the other one is stopped (SIGSTOP) until they run. Then that
-one comes up, the first is killed, and all must go to the one target.
-What every stream has to say is known from a run before, in which nobody dies.
+Each proxy has half of the streams, all on one decode instance, for the other one is stopped
+(SIGSTOP) until they run. Then that one comes up, the first is killed, and all must go to the one
+target. The expected answer of every stream is that of an earlier run without a kill.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import uvloop
 from experiments.processes import Processes, cpu_ticks, share_used
 from experiments.rig import draw, session_for
 from kvrs.cluster.ports import resolve_ports
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentReport, SlotCounts
 
@@ -42,9 +43,17 @@ VICTIM, TARGET = InstanceId("d0"), InstanceId("d1")
 
 def settings(streams: int, tokens: int, gbit_per_s: float) -> Config:
     pages = streams * ((PROMPT_TOKENS + tokens) // PAGE_TOKENS + 1) + 64
-    engine = {"pages": pages, "max_running": streams, "max_batch_tokens": 2 * streams, "max_model_len": PROMPT_TOKENS + tokens}
+    engine = {
+        "pages": pages,
+        "max_running": streams,
+        "max_batch_tokens": 2 * streams,
+        "max_model_len": PROMPT_TOKENS + tokens,
+    }
     nodes = [
-        {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},
+        {
+            "id": "n0",
+            "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}],
+        },
         {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
     ]
     return parse_config(
@@ -52,8 +61,12 @@ def settings(streams: int, tokens: int, gbit_per_s: float) -> Config:
             # A stream that starts among 200 others waits for its first token.
             "proxy": {"port": 0, "admin_port": 0, "token_gap_s": 60.0},
             "cluster": {"engine": engine, "nodes": nodes},
-            # All by fetching, and nobody loses patience: the worst case for the slots.
-            "policy": {"name": "always_migrate", "recovery": {"wait_s": 300.0}, "slot_lease_s": 120.0},
+            # All by fetching, with a long `wait_s`: the worst case for the slots.
+            "policy": {
+                "name": "always_migrate",
+                "recovery": {"wait_s": 300.0},
+                "slot_lease_s": 120.0,
+            },
             "slo": {"recovery_gap_s": 600.0},
             "transfer": {"link_bytes_per_s": gbit_per_s / 8 * 1e9},
             # Agents run; there is no room for checkpoints, which are not what this is about.
@@ -62,7 +75,7 @@ def settings(streams: int, tokens: int, gbit_per_s: float) -> Config:
     )
 
 
-def front_door(config: Config) -> Config:
+def proxy_config(config: Config) -> Config:
     """The same cluster, seen from a proxy with ports of its own."""
     own = resolve_ports(parse_config({"proxy": {"port": 0, "admin_port": 0}})).proxy
     document = config.model_dump(mode="json")
@@ -71,9 +84,15 @@ def front_door(config: Config) -> Config:
 
 
 class Clients:
-    def __init__(self, session: aiohttp.ClientSession, doors: list[Config], prompts: list[list[int]], tokens: int) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        proxies: list[Config],
+        prompts: list[list[int]],
+        tokens: int,
+    ) -> None:
         self._session = session
-        self._doors = doors
+        self._proxies = proxies
         self._prompts = prompts
         self._tokens = tokens
 
@@ -82,17 +101,28 @@ class Clients:
 
     async def _ask(self, number: int) -> tuple[int, ...] | str:
         """The ids of the answer, or what went wrong."""
-        door = self._doors[number % len(self._doors)].proxy
-        body = {"prompt": self._prompts[number], "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True}
-        url = f"http://{door.host}:{door.port}/v1/completions"
+        config = self._proxies[number % len(self._proxies)].proxy
+        body = {
+            "prompt": self._prompts[number],
+            "max_tokens": self._tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        url = f"http://{config.host}:{config.port}/v1/completions"
         async with self._session.post(url, json=body | {"return_token_ids": True}) as answer:
             said = await answer.json()
-        return tuple(said["choices"][0]["token_ids"]) if answer.status == 200 else f"HTTP {answer.status}: {said}"
+        return (
+            tuple(said["choices"][0]["token_ids"])
+            if answer.status == 200
+            else f"HTTP {answer.status}: {said}"
+        )
 
     async def states(self) -> list[Any]:
         found = []
-        for door in self._doors:
-            async with self._session.get(f"http://{door.proxy.host}:{door.proxy.admin_port}/kvrs/v1/state") as answer:
+        for config in self._proxies:
+            async with self._session.get(
+                f"http://{config.proxy.admin_host}:{config.proxy.admin_port}/kvrs/v1/state"
+            ) as answer:
                 found.append(await answer.json())
         return found
 
@@ -108,7 +138,12 @@ async def until_all_decode(clients: Clients, count: int) -> None:
 
 async def until_up(clients: Clients, name: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not all(row["health"] == "up" for s in await clients.states() for row in s["instances"] if row["id"] == name):
+        while not all(
+            row["health"] == "up"
+            for s in await clients.states()
+            for row in s["instances"]
+            if row["id"] == name
+        ):
             await asyncio.sleep(0.1)
 
 
@@ -129,18 +164,26 @@ class AgentWatch:
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def measure(processes: Processes, doors: list[Config], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+async def measure(
+    processes: Processes, proxies: list[Config], prompts: list[list[int]], tokens: int
+) -> dict[str, Any]:
     agent = next(node.agent for node in processes.config.cluster.nodes if node.id == "n1")
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, session_for(processes) as inner:
-        clients, watch = Clients(session, doors, prompts, tokens), AgentWatch(inner, agent.url)
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+        session_for(processes) as inner,
+    ):
+        clients, watch = Clients(session, proxies, prompts, tokens), AgentWatch(inner, agent.url)
         quiet = await asyncio.gather(*clients.ask_all())
         asked = clients.ask_all()
         await until_all_decode(clients, len(prompts))
         os.kill(processes.pid(TARGET), signal.SIGCONT)
         await until_up(clients, TARGET)
-        open_ = [sum(row["decode"] == VICTIM for row in state["streams"]) for state in await clients.states()]
+        open_ = [
+            sum(row["decode"] == VICTIM for row in state["streams"])
+            for state in await clients.states()
+        ]
         watching = asyncio.create_task(watch.run())
         killed_s = time.monotonic()
         processes.kill(VICTIM)
@@ -167,31 +210,46 @@ def figures(recoveries: list[Any]) -> dict[str, Any]:
     gaps_s = sorted(row["gap_s"] for row in recoveries if row["gap_s"] is not None)
     return {
         "outcomes": dict(Counter(row["outcome"] for row in recoveries)),
-        "options": dict(Counter(row["option"] for row in recoveries if row["outcome"] == "resumed")),
-        "gap_s": {"median": round(statistics.median(gaps_s), 3), "longest": round(gaps_s[-1], 3)} if gaps_s else None,
+        "options": dict(
+            Counter(row["option"] for row in recoveries if row["outcome"] == "resumed")
+        ),
+        "gap_s": {"median": round(statistics.median(gaps_s), 3), "longest": round(gaps_s[-1], 3)}
+        if gaps_s
+        else None,
     }
 
 
 def as_text(result: dict[str, Any]) -> str:
     agent = result["agent"]
     lines = [
-        f"{sum(result['victims'])} victims at once ({' + '.join(map(str, result['victims']))}), one target, "
-        f"at most {result['slots_max']} slots; {result['machine']}, CPU in use {result['cpu_share']:.0%}",
-        f"slots held at the agent at a time, at most: {agent['most']} by its own count, {result['most_held_seen']} seen in "
+        f"{sum(result['victims'])} victims at once "
+        f"({' + '.join(map(str, result['victims']))}), one target, "
+        f"at most {result['slots_max']} slots; {result['machine']}, CPU in use "
+        f"{result['cpu_share']:.0%}",
+        f"slots held at the agent at a time, at most: {agent['most']} by its own count, "
+        f"{result['most_held_seen']} seen in "
         f"{result['looks']} looks",
-        f"granted {agent['granted']}, denied {agent['denied']}, expired {agent['expired']}, left {agent['held']}",
-        f"served {result['served']} of {result['streams']}, equal to the quiet run {result['exact']}",
+        f"granted {agent['granted']}, denied {agent['denied']}, expired "
+        f"{agent['expired']}, left {agent['held']}",
+        f"served {result['served']} of {result['streams']}, equal to the quiet run "
+        f"{result['exact']}",
     ]
     for name, found in zip(PROXIES, result["proxies"], strict=True):
-        lines.append(f"{name}: {found['outcomes']}, resumed by {found['options']}, gap {found['gap_s']}")
+        lines.append(
+            f"{name}: {found['outcomes']}, resumed by {found['options']}, gap {found['gap_s']}"
+        )
     return "\n".join([*lines, *result["errors"]]) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=200, help="of every answer")
-    parser.add_argument("--gbit", type=float, default=0.16, help="rate of the link to the target, in Gbit/s")
+    parser.add_argument(
+        "--gbit", type=float, default=0.16, help="rate of the link to the target, in Gbit/s"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
@@ -202,11 +260,11 @@ def main() -> int:
         processes.start(*names)
         processes.wait_ready(*names)
         os.kill(processes.pid(TARGET), signal.SIGSTOP)
-        doors = [front_door(processes.config) for _ in PROXIES]
-        for name, door in zip(PROXIES, doors, strict=True):
-            processes.start_proxy(door, name)
+        proxies = [proxy_config(processes.config) for _ in PROXIES]
+        for name, config in zip(PROXIES, proxies, strict=True):
+            processes.start_proxy(config, name)
         before = cpu_ticks()
-        measured = uvloop.run(measure(processes, doors, prompts, arguments.tokens))
+        measured = uvloop.run(measure(processes, proxies, prompts, arguments.tokens))
         cpu = share_used(before, cpu_ticks())
         slots_max = processes.config.policy.slots_max
     result = {
@@ -216,7 +274,8 @@ def main() -> int:
         "slots_max": slots_max,
         **measured,
         "cpu_share": round(cpu, 3),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
+        f"{platform.python_version()}",
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "two_proxies.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,8 +1,9 @@
-"""Real vLLM under a proxy: decode servers die in three ways in mid-stream, and every stream must end as if none had.
+"""Real vLLM under a proxy: decode servers die in three ways in mid-stream, and every stream must
+end as if none had.
 
-For each option requests run in waves; in each wave one decode server is hit when all its streams are under way, so that whatever
-the other one pulls from then on is the recovery's doing. The same requests run undisturbed afterwards, so that no prefix cache
-helps a recovery.
+For each option requests run in waves; in each wave one decode server is hit when all its streams
+are under way, so that whatever the other one pulls from then on is the recovery's doing. The same
+requests run undisturbed afterwards, so that no prefix cache helps a recovery.
 """
 
 import argparse
@@ -28,18 +29,19 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from experiments.vllm_servers import PYTHON_ENV, Part, VllmServers, vllm_config
-from kvrs.policy.config import PolicyName
-from kvrs.replay import oracle
-from kvrs.replay.admin import AdminPort
-from kvrs.replay.load import Progress, replay
-from kvrs.replay.records import ReplayRequest, StreamRecord
+from kvrs.config.policy import PolicyName
+from kvrs.load.admin import AdminPort
+from kvrs.load.open_loop import Progress, replay
+from kvrs.report import oracle
+from kvrs.traces.records import ReplayRequest, StreamRecord
 
 RESULTS = Path(__file__).parent / "results"
 OPTIONS = {"recompute": PolicyName.ALWAYS_RECOMPUTE, "migrate": PolicyName.ALWAYS_MIGRATE}
 HIT_AT_LEAST = 8
 UNDER_WAY_TOKENS = (5, 100)  # How far the last stream of a wave is when death comes.
 PROMPT_TOKENS = (40, 200)
-OUTPUT_TOKENS = (500, 700)  # A survivor holds all streams of a wave at once: at most 30,000 of its 32,768 tokens.
+# A survivor holds all streams of a wave at once: at most 30,000 of its 32,768 tokens.
+OUTPUT_TOKENS = (500, 700)
 ARRIVALS_S = 1.0
 STREAM_TIMEOUT_S = 240.0
 UP_TIMEOUT_S = 60.0
@@ -76,11 +78,16 @@ class Wave:
 def make_requests(model: str, count: int, seed: int) -> list[ReplayRequest]:
     """Greedy, because nothing else continues exactly in vLLM; no two share a beginning.
 
-    Prompts are of whole characters, as text is: after half a one vLLM's first chunk repeats the prompt's text.
+    Prompts are of whole characters, as text is: after half a one vLLM's first chunk repeats the
+    prompt's text.
     """
     choose = random.Random(seed)
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
-    ids = [token for token in range(tokenizer.get_vocab_size()) if "\ufffd" not in (tokenizer.decode([token]) or "\ufffd")]
+    ids = [
+        token
+        for token in range(tokenizer.get_vocab_size())
+        if "\ufffd" not in (tokenizer.decode([token]) or "\ufffd")
+    ]
     return [
         ReplayRequest(
             arrival_s=choose.uniform(0, ARRIVALS_S),
@@ -92,7 +99,7 @@ def make_requests(model: str, count: int, seed: int) -> list[ReplayRequest]:
 
 
 def waves_of(requests: Sequence[ReplayRequest]) -> list[Sequence[ReplayRequest]]:
-    """One for each death, as equal as can be."""
+    """The requests in one part per death, of equal sizes but for one request."""
     cuts = [round(number * len(requests) / len(DEATHS)) for number in range(len(DEATHS) + 1)]
     return [requests[first:end] for first, end in pairwise(cuts)]
 
@@ -103,7 +110,7 @@ class Series:
         self._console = console
         proxy = servers.config.proxy
         self._url = f"http://{proxy.host}:{proxy.port}"
-        self._admin_url = f"http://{proxy.host}:{proxy.admin_port}"
+        self._admin_url = f"http://{proxy.admin_host}:{proxy.admin_port}"
 
     def run(self, count: int, seed: int) -> list[dict[str, Any]]:
         """The rows of the table."""
@@ -113,7 +120,11 @@ class Series:
             self._start_proxy(policy)
             requests = make_requests(self._servers.model, count, seed + len(waves))
             for death, part in zip(DEATHS, waves_of(requests), strict=True):
-                waves.append(wave := asyncio.run(self._wave(option, death, part, choose.randint(*UNDER_WAY_TOKENS))))
+                waves.append(
+                    wave := asyncio.run(
+                        self._wave(option, death, part, choose.randint(*UNDER_WAY_TOKENS))
+                    )
+                )
                 self._say(f"{option}, {death.value}: {wave.hit} of {len(part)} streams hit")
                 self._bring_back(wave.victim, death)
         self._say("the same requests, undisturbed")
@@ -127,7 +138,9 @@ class Series:
     def _start_proxy(self, policy: PolicyName) -> None:
         config = self._servers.config
         self._servers.stop_proxy()
-        self._servers.start_proxy(config.model_copy(update={"policy": config.policy.model_copy(update={"name": policy})}))
+        self._servers.start_proxy(
+            config.model_copy(update={"policy": config.policy.model_copy(update={"name": policy})})
+        )
         asyncio.run(self._all_up())
         self._say(f"a proxy with policy {policy.value}")
 
@@ -146,13 +159,19 @@ class Series:
     async def _undisturbed(self, requests: Sequence[ReplayRequest]) -> list[StreamRecord]:
         return await replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S)
 
-    async def _wave(self, option: str, death: Death, requests: Sequence[ReplayRequest], tokens: int) -> Wave:
+    async def _wave(
+        self, option: str, death: Death, requests: Sequence[ReplayRequest], tokens: int
+    ) -> Wave:
         start_s = time.time()
         async with AdminPort(self._admin_url, None) as port:
             progress = Progress(len(requests))
-            load = asyncio.create_task(replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S, progress=progress))
+            load = asyncio.create_task(
+                replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S, progress=progress)
+            )
             try:
-                streams = await asyncio.wait_for(under_way(port, progress, tokens), STREAM_TIMEOUT_S)
+                streams = await asyncio.wait_for(
+                    under_way(port, progress, tokens), STREAM_TIMEOUT_S
+                )
                 victim, hit = Counter(stream["decode"] for stream in streams).most_common(1)[0]
                 (survivor,) = {"d0", "d1"} - {victim}
                 before = self._servers.counters(survivor)
@@ -161,15 +180,29 @@ class Series:
             finally:
                 load.cancel()
             after = self._servers.counters(survivor)
-            recoveries = [row for row in (await port.state())["recoveries"] if row["at_s"] >= start_s]
+            recoveries = [
+                row for row in (await port.state())["recoveries"] if row["at_s"] >= start_s
+            ]
         prompts = {stream["id"]: stream["prompt_tokens"] for stream in streams}
         rise = {key: after[key] - before[key] for key in after}
         pulled_tokens, pulled_bytes = rise["pulled_tokens"], rise["pulled_bytes"]
-        return Wave(option, death, victim, hit, requests, records, recoveries, prompts, pulled_tokens, pulled_bytes)
+        return Wave(
+            option,
+            death,
+            victim,
+            hit,
+            requests,
+            records,
+            recoveries,
+            prompts,
+            pulled_tokens,
+            pulled_bytes,
+        )
 
 
 async def under_way(port: AdminPort, progress: Progress, tokens: int) -> list[dict[str, Any]]:
-    """The proxy's open streams, when all have given their clients so many tokens; the first ones may have ended by then.
+    """The proxy's open streams, when all have given their clients so many tokens; the first ones
+    may have ended by then.
 
     No hand-off is left that could be taken for a recovery's.
     """
@@ -193,7 +226,9 @@ def strike(servers: VllmServers, victim: str, death: Death) -> None:
 
 
 def figures_of(wave: Wave, clean: Sequence[StreamRecord]) -> dict[str, Any]:
-    """A row of the table. `moved_tokens` is what the migrated streams had: so much the other server must have pulled."""
+    """A row of the table. `moved_tokens` is what the migrated streams had: so much the other server
+    must have pulled.
+    """
     verdicts = oracle.judge(wave.records, clean)
     difference = oracle.total(verdicts)
     migrated = [row for row in wave.recoveries if row["option"] == "migrate"]
@@ -211,7 +246,9 @@ def figures_of(wave: Wave, clean: Sequence[StreamRecord]) -> dict[str, Any]:
         "repeated": difference.repeated,
         "different": difference.different,
         "text_different": sum(not verdict.text_equal for verdict in verdicts),
-        "moved_tokens": sum(wave.prompt_tokens[row["stream"]] + row["produced_tokens"] for row in migrated),
+        "moved_tokens": sum(
+            wave.prompt_tokens[row["stream"]] + row["produced_tokens"] for row in migrated
+        ),
         "pulled_tokens": round(wave.pulled_tokens),
         "pulled_bytes": round(wave.pulled_bytes),
         "gap_s_p50": round(gaps_s[len(gaps_s) // 2], 3) if gaps_s else None,
@@ -230,7 +267,9 @@ def faults_of(row: dict[str, Any]) -> list[str]:
     if recoveries.get(option, 0) < hit:
         faults.append(f"{recoveries.get(option, 0)} of {hit} streams were recovered by {option}")
     if option == "migrate" and row["pulled_tokens"] < row["moved_tokens"]:
-        faults.append(f"{row['moved_tokens']} tokens were to be moved, {row['pulled_tokens']} were pulled")
+        faults.append(
+            f"{row['moved_tokens']} tokens were to be moved, {row['pulled_tokens']} were pulled"
+        )
     if option == "recompute" and row["pulled_tokens"]:
         faults.append(f"{row['pulled_tokens']} tokens were pulled")
     return faults
@@ -238,25 +277,62 @@ def faults_of(row: dict[str, Any]) -> list[str]:
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(
-        "option", "death", "streams", "hit", "exact", "lost", "repeated", "different", "to move", "pulled", "gap p50/max s"
+        "option",
+        "death",
+        "streams",
+        "hit",
+        "exact",
+        "lost",
+        "repeated",
+        "different",
+        "to move",
+        "pulled",
+        "gap p50/max s",
     )
     for row in rows:
         numbers = (
-            row[key] for key in ("streams", "hit", "exact", "lost", "repeated", "different", "moved_tokens", "pulled_tokens")
+            row[key]
+            for key in (
+                "streams",
+                "hit",
+                "exact",
+                "lost",
+                "repeated",
+                "different",
+                "moved_tokens",
+                "pulled_tokens",
+            )
         )
-        table.add_row(row["option"], row["death"], *map(str, numbers), f"{row['gap_s_p50']} / {row['gap_s_max']}")
+        table.add_row(
+            row["option"],
+            row["death"],
+            *map(str, numbers),
+            f"{row['gap_s_p50']} / {row['gap_s_max']}",
+        )
     return table
 
 
-def kill_series(servers: VllmServers, streams: int, seed: int, console: Console, results: Path = RESULTS) -> list[str]:
-    """Run it on servers that are up; print and keep the table; what was not as claimed."""
+def kill_series(
+    servers: VllmServers, streams: int, seed: int, console: Console, results: Path
+) -> list[str]:
+    """Run the series on servers that are up, print its table and write it under `results`.
+
+    Returns what was not as claimed.
+    """
     start_s = time.monotonic()
     rows = Series(servers, console).run(streams, seed)
-    faults = [f"{row['option']}, {row['death']}: {fault}" for row in rows for fault in faults_of(row)]
+    faults = [
+        f"{row['option']}, {row['death']}: {fault}" for row in rows for fault in faults_of(row)
+    ]
     console.print(table_of(rows))
     console.print("\n".join(faults) or "PASSED", markup=False)
     results.mkdir(exist_ok=True)
-    document = {"streams_per_option": streams, "seed": seed, "seconds": round(time.monotonic() - start_s), "waves": rows}
+    document = {
+        "streams_per_option": streams,
+        "seed": seed,
+        "seconds": round(time.monotonic() - start_s),
+        "waves": rows,
+    }
     (results / "kill_series.json").write_text(json.dumps(document, indent=2) + "\n")
     (results / "kill_series.txt").write_text(console.export_text())
     return faults
@@ -268,12 +344,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if PYTHON_ENV not in os.environ:
-        parser.error(f"{PYTHON_ENV} must name the interpreter of an environment with vLLM; `make test-vllm` makes one")
+        parser.error(
+            f"{PYTHON_ENV} must name the interpreter of an environment with vLLM; `make "
+            f"test-vllm` makes one"
+        )
     console = Console(record=True, width=130)
-    with tempfile.TemporaryDirectory() as directory, VllmServers(vllm_config(Path(directory)), os.environ[PYTHON_ENV]) as servers:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        VllmServers(vllm_config(Path(directory)), os.environ[PYTHON_ENV]) as servers,
+    ):
         servers.start(*servers.names)
         servers.wait_ready(*servers.names)
-        return 1 if kill_series(servers, arguments.streams, arguments.seed, console) else 0
+        faults = kill_series(servers, arguments.streams, arguments.seed, console, RESULTS)
+        return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run one agent by hand: `python -m kvrs.agent --config FILE --node ID`, until SIGTERM or Ctrl-C."""
+"""Runs one agent until SIGTERM or Ctrl-C: `python -m kvrs.agent --config FILE --node ID`."""
 
 import argparse
 import asyncio
@@ -11,14 +11,14 @@ from pathlib import Path
 import uvloop
 
 from kvrs.agent.server import serve
-from kvrs.config import Config, load_config, read_secrets
+from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
 from kvrs.logs import log_to_stderr
 
 
 def run_agent(config: Config, node: NodeId) -> None:
-    """Serve until SIGTERM or Ctrl-C; a line on standard output says when requests are taken.
+    """Serve until SIGTERM or Ctrl-C; prints `ready` once requests are served.
 
     Raises:
         ConfigError: see `serve`; or there is no secret.
@@ -36,9 +36,13 @@ async def _serve(config: Config, node: NodeId, secrets: Sequence[bytes]) -> None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvrs.agent", description="Run the agent of one node.")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvrs.agent", description="Run the agent of one node."
+    )
     parser.add_argument("--config", type=Path, required=True, help="YAML file with all ports given")
-    parser.add_argument("--node", type=NodeId, required=True, help="id of the node in cluster.nodes")
+    parser.add_argument(
+        "--node", type=NodeId, required=True, help="id of the node in cluster.nodes"
+    )
     arguments = parser.parse_args()
     try:
         run_agent(load_config(arguments.config), arguments.node)

@@ -1,31 +1,38 @@
-"""Ends transfers whose slots have ended: the owner of such a stream is gone, or has been silent for a whole lease."""
+"""Fences transfers whose slot leases have expired: the proxy that owns the stream died, or did not
+renew for a whole lease.
+"""
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import aiohttp
 import msgspec
 
-from kvrs.config import NodeSettings
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import FenceRequest, SlotAsked
-from kvrs.protocol.secrets import http_token
+from kvrs.proving import Keys, ProvingConnector
+from kvrs.tls import Certificates
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1.0
-_PAUSE_S = 0.5
-_TRIES = 5  # An instance that does not answer by then is dead, or is fenced as a whole when it wakes.
+_RETRY_S = 0.5
+# An instance that does not answer by then is dead, or is fenced as a whole when it runs again.
+_TRIES = 5
 
 
-class Fences:
-    """Tells the instances of one node."""
+class FenceSender:
+    """Sends fence requests to the instances of one node."""
 
-    def __init__(self, node: NodeSettings, secret: bytes) -> None:
-        self._urls = {instance.id: instance.url for instance in node.instances}
-        self._headers = {"Authorization": f"Bearer {http_token(secret)}"}
+    def __init__(
+        self, urls: Mapping[InstanceId, str], keys: Keys, tls: Certificates | None
+    ) -> None:
+        """`urls` and `keys`: of the instances."""
+        self._urls = urls
+        self._keys = keys
+        self._tls = tls
         self._waiting: asyncio.Queue[dict[InstanceId, list[SlotAsked]]] = asyncio.Queue()
 
     @property
@@ -40,26 +47,35 @@ class Fences:
             self._waiting.put_nowait(by_target)
 
     async def run(self) -> None:
-        """Tell them until cancelled."""
+        """Send until cancelled."""
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session, asyncio.TaskGroup() as group:
+        async with (
+            aiohttp.ClientSession(
+                connector=ProvingConnector(self._keys, self._tls), timeout=timeout
+            ) as session,
+            asyncio.TaskGroup() as group,
+        ):
             while True:
                 for target, transfers in (await self._waiting.get()).items():
-                    group.create_task(self._tell(session, target, transfers))
+                    group.create_task(self._send(session, target, transfers))
 
-    async def _tell(self, session: aiohttp.ClientSession, target: InstanceId, transfers: list[SlotAsked]) -> None:
+    async def _send(
+        self, session: aiohttp.ClientSession, target: InstanceId, transfers: list[SlotAsked]
+    ) -> None:
         request = FenceRequest(
             {each.stream: each.attempt + 1 for each in transfers},
             {each.stream: each.owner_epoch for each in transfers},
             slots_only=True,
         )
-        log.warning("slots ended by themselves", extra={"instance": target, "streams": len(transfers)})
+        log.warning("slot leases expired", extra={"instance": target, "streams": len(transfers)})
         for _ in range(_TRIES):
             try:
-                async with session.post(f"{self._urls[target]}/kvrs/v1/fence", data=msgspec.json.encode(request)) as answer:
+                async with session.post(
+                    f"{self._urls[target]}/kvrs/v1/fence", data=msgspec.json.encode(request)
+                ) as answer:
                     if answer.status == 200:
                         return
             except (aiohttp.ClientError, OSError, TimeoutError):
                 pass
-            await asyncio.sleep(_PAUSE_S)
-        log.warning("transfers not ended", extra={"instance": target, "streams": len(transfers)})
+            await asyncio.sleep(_RETRY_S)
+        log.warning("transfers not fenced", extra={"instance": target, "streams": len(transfers)})

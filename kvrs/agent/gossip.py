@@ -1,4 +1,6 @@
-"""The agent as its node's member: it watches the instances beside it, over loopback, and says what it sees."""
+"""Gossip of an agent: watches the instances of its node over loopback, and publishes their
+state.
+"""
 
 import asyncio
 import logging
@@ -10,21 +12,22 @@ import aiohttp
 import msgspec
 
 from kvrs.agent.gpu import GpuMonitor, open_sensor
-from kvrs.agent.news import LOOK_S, NodeNews
 from kvrs.agent.node import NodeAgent
-from kvrs.config import Config, InstanceSettings, gossip_seeds
+from kvrs.agent.record_publisher import POLL_INTERVAL_S, RecordPublisher
+from kvrs.config.cluster import InstanceSettings
+from kvrs.config.file import Config, gossip_seeds
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import HolderFact
 from kvrs.gossip.membership import Membership
+from kvrs.http import naming_port
 from kvrs.protocol.instance import InstanceInfo, LoadReport
-from kvrs.protocol.secrets import http_token
-from kvrs.transfer.http import naming_port
+from kvrs.proving import ProvingConnector, instance_keys
 
 log = logging.getLogger(__name__)
 
-_WATCH_S = 0.25
-_PAUSE_S = 0.5
-_TIMEOUT_S = 2.0  # Of small calls.
+_REPORT_INTERVAL_S = 0.25
+_RECONNECT_S = 0.5
+_TIMEOUT_S = 2.0  # To connect, and for a whole small request.
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -34,78 +37,96 @@ class NodeGossip:
     def __init__(self, config: Config, agent: NodeAgent, ring: Sequence[bytes]) -> None:
         self._agent = agent
         self._config = config
-        self._token = http_token(ring[0])
-        self._news = NodeNews(instance.id for instance in agent.node.instances)
+        self._keys = instance_keys(ring[0], agent.node.instances)
+        self._publisher = RecordPublisher(instance.id for instance in agent.node.instances)
         self.membership = Membership(agent.node.id, config.gossip, ring)
-        # The judgements are read at every look.
+        # The health of GPUs is read at every publication.
         self._monitor = GpuMonitor(open_sensor, lambda _: None, time.monotonic)
-        self._full = False
+        self._failed = False
 
     async def start(self) -> None:
         """Raises ConfigError: its port is in use."""
         settings, me = self._agent.node.agent, self.membership.id
-        with naming_port(f"agent of node {me}", "gossip_port", settings.host, settings.gossip_port):
-            await self.membership.start(settings.host, settings.gossip_port, gossip_seeds(self._config, me))
+        host, port = settings.gossip_at, settings.gossip_port
+        with naming_port(f"agent of node {me}", "gossip_port", host, port):
+            await self.membership.start(host, port, gossip_seeds(self._config, me))
 
     async def run(self) -> None:
-        """Watch and tell until cancelled; ends with an exception only for a bug of ours."""
+        """Watch and publish until cancelled; an exception is an internal error."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S)
-        headers = {"Authorization": f"Bearer {self._token}"}
         async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, timeout=timeout))
+            http = await stack.enter_async_context(
+                aiohttp.ClientSession(
+                    connector=ProvingConnector(self._keys, self._agent.tls), timeout=timeout
+                )
+            )
             group = await stack.enter_async_context(asyncio.TaskGroup())
             for instance in self._agent.node.instances:
                 group.create_task(self._watch(http, instance))
             group.create_task(self._monitor.run())
-            group.create_task(self._tell())
+            group.create_task(self._publish())
 
     async def close(self) -> None:
         await self.membership.close()
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         while True:
-            self.look()
-            await asyncio.sleep(LOOK_S)
+            self.publish()
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    def look(self) -> None:
+    def publish(self) -> None:
         """Bring the node's record up to date."""
         agent, now_s = self._agent, time.monotonic()
-        slots = {name: agent.slots.outlook(name, now_s) for name in agent.targets}
+        slots = {name: agent.slots.availability(name, now_s) for name in agent.targets}
         holder = agent.node.agent_id, HolderFact(agent.capacity_bytes, agent.store.reserved_bytes)
-        news = self._news.look(slots, holder, self._monitor.health, now_s)
-        for kind, name in news.withdrawn:
+        changes = self._publisher.changes(slots, holder, self._monitor.health, now_s)
+        for kind, name in changes.withdrawn:
             self.membership.withdraw(kind, name)
-        for name, fact in news.written:
+        for name, fact in changes.written:
             try:
                 self.membership.publish(name, fact)
             except GossipError as error:
-                if not self._full:
-                    log.warning("not published", extra={"about": name, "cause": str(error)})
-                self._full = True
+                if not self._failed:
+                    log.warning("fact not published", extra={"fact": name, "cause": str(error)})
+                self._failed = True
 
     async def _watch(self, http: aiohttp.ClientSession, instance: InstanceSettings) -> None:
-        """One instance, whenever it can be reached."""
+        """Follow the reports of one instance, and reconnect whenever the connection ends."""
         while True:
             try:
-                await self._hear(http, instance)
+                await self._read_reports(http, instance)
                 cause = "its connection closed"
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, ValueError) as error:
+            except (
+                aiohttp.ClientError,
+                OSError,
+                TimeoutError,
+                msgspec.DecodeError,
+                ValueError,
+            ) as error:
                 cause = f"connection lost: {error or type(error).__name__}"
-            self._news.lost(instance.id, cause, time.monotonic())
-            await asyncio.sleep(_PAUSE_S)
+            self._publisher.on_lost(instance.id, cause, time.monotonic())
+            await asyncio.sleep(_RECONNECT_S)
 
-    async def _hear(self, http: aiohttp.ClientSession, instance: InstanceSettings) -> None:
+    async def _read_reports(self, http: aiohttp.ClientSession, instance: InstanceSettings) -> None:
         info: InstanceInfo | None = None
-        async with http.get(f"{instance.url}/kvrs/v1/load?watch={_WATCH_S}", read_bufsize=_MAX_LINE_BYTES) as answer:
+        async with http.get(
+            f"{self._config.url_of(instance)}/kvrs/v1/load?watch={_REPORT_INTERVAL_S}",
+            read_bufsize=_MAX_LINE_BYTES,
+        ) as answer:
             answer.raise_for_status()
             async for line in answer.content:
                 report = msgspec.json.decode(line, type=LoadReport)
                 if info is None or report.epoch != info.epoch:
-                    info = await self._ask(http, instance)
-                    self._news.met(instance.id, info, time.monotonic())
-                self._news.reported(instance.id, report, time.monotonic())
+                    info = await self._fetch_info(http, instance)
+                    self._publisher.on_info(instance.id, info, time.monotonic())
+                self._publisher.on_report(instance.id, report, time.monotonic())
 
-    async def _ask(self, http: aiohttp.ClientSession, instance: InstanceSettings) -> InstanceInfo:
-        async with asyncio.timeout(_TIMEOUT_S), http.get(f"{instance.url}/kvrs/v1/instance") as answer:
+    async def _fetch_info(
+        self, http: aiohttp.ClientSession, instance: InstanceSettings
+    ) -> InstanceInfo:
+        async with (
+            asyncio.timeout(_TIMEOUT_S),
+            http.get(f"{self._config.url_of(instance)}/kvrs/v1/instance") as answer,
+        ):
             answer.raise_for_status()
             return msgspec.json.decode(await answer.read(), type=InstanceInfo)

@@ -1,11 +1,12 @@
-"""Reads the health of a node's GPUs from NVML, and has it judged.
+"""Reads the health of a node's GPUs from NVML, and classifies it.
 
-No library, no driver, or no GPU is a normal state, said once; so is what a GPU does not support. XIDs come as events; where those
-are not supported, the driver's recovery action and the counters must do.
+A node without the library, the driver or a GPU is normal, and logged once; unsupported values are
+normal too. XIDs come as events; where events are not supported, the driver's recovery action and
+the counters have to suffice.
 
-NVML can block for long when a GPU dies, so it is opened and read in a thread of its own, and that it does not come back is a
-sign too; while it is being opened, nobody knows yet against whom.
-The thread is a daemon: nobody waits for it at the end. As long as NVML is open here, the driver cannot be reloaded.
+NVML can block for long when a GPU dies, so it is opened and read in a thread of its own, and a
+blocked call counts as a symptom (of no GPU while NVML is being opened). The thread is a daemon, and
+not joined at the end. While NVML is open here, the driver cannot be reloaded.
 """
 
 import asyncio
@@ -18,18 +19,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvrs.agent.gpu_health import GpuJudge, Reading
+from kvrs.agent.gpu_health import GpuClassifier, Reading
 from kvrs.errors import KvrsError
 from kvrs.protocol.gpus import GpuHealth, GpuState
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_STUCK_S = 2.0  # A look at all GPUs takes milliseconds.
-_PAUSE_S = 0.1  # After an event, lest a flood of them keeps a core busy.
-_MAX_EVENTS = 1000  # At one look.
+_NVML_TIMEOUT_S = 2.0  # A reading of all GPUs takes milliseconds.
+_EVENT_PAUSE_S = 0.1  # After an event, so that a flood of them does not keep a core busy.
+_MAX_EVENTS = 1000  # Per reading.
 
-# Bits of the reasons for lower clocks that mean trouble, in the order of telling. Software power cap and idleness are none.
+# Reasons for reduced clocks that are symptoms, in the order of the reports. The software power cap
+# and idleness are none.
 _SLOWDOWNS = {
     "HwThermalSlowdown": "hw thermal",
     "SwThermalSlowdown": "sw thermal",
@@ -47,7 +49,7 @@ _DRAINS = {
     "DRAIN_AND_RESET": "draining and a reset",
     "RECOVER_IMEX_DOMAIN": "recovering the IMEX domain",
 }
-# What a call that a GPU, its driver or our rights do not offer may end with.
+# Errors of calls that the GPU, its driver or our permissions do not support.
 _UNSUPPORTED = (
     "NOT_SUPPORTED",
     "FUNCTION_NOT_FOUND",
@@ -60,11 +62,13 @@ _GONE = ("GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND")
 
 
 class NoGpusError(KvrsError):
-    """There is nothing to watch; the message says why."""
+    """There is no GPU to read; the message has the reason."""
 
 
-def open_sensor(load: Callable[[], Any] = lambda: importlib.import_module("pynvml")) -> "GpuSensor | None":
-    """A sensor of this node's GPUs; None, with one line in the log, where there are none to be read."""
+def open_sensor(
+    load: Callable[[], Any] = lambda: importlib.import_module("pynvml"),
+) -> "GpuSensor | None":
+    """A sensor of this node's GPUs; None, with one line in the log, if there are none."""
     try:
         return GpuSensor(load())
     except ImportError:
@@ -83,16 +87,25 @@ class _Gpu:
 
 
 class GpuSensor:
-    """Blocking; all calls from one thread. `nvml` is the module `pynvml`."""
+    """Blocking NVML calls, all from one thread. `nvml` is the module `pynvml`."""
 
     def __init__(self, nvml: Any) -> None:
         """Raises NoGpusError: no driver, or no GPU."""
         self._nvml = nvml
         self._unsupported = {getattr(nvml, f"NVML_ERROR_{name}") for name in _UNSUPPORTED}
         self._gone = {getattr(nvml, f"NVML_ERROR_{name}") for name in _GONE}
-        self._resets = {getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}"): what for name, what in _RESETS.items()}
-        self._drains = {getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}"): what for name, what in _DRAINS.items()}
-        self._slowdowns = {getattr(nvml, f"nvmlClocksThrottleReason{name}"): what for name, what in _SLOWDOWNS.items()}
+        self._resets = {
+            getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}"): what
+            for name, what in _RESETS.items()
+        }
+        self._drains = {
+            getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}"): what
+            for name, what in _DRAINS.items()
+        }
+        self._slowdowns = {
+            getattr(nvml, f"nvmlClocksThrottleReason{name}"): what
+            for name, what in _SLOWDOWNS.items()
+        }
         self._xids: defaultdict[str, list[int]] = defaultdict(list)
         try:
             nvml.nvmlInit()
@@ -115,11 +128,11 @@ class GpuSensor:
             self._nvml.nvmlShutdown()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for an event, so that it can be read at once; False, without waiting, where that is not possible."""
+        """Wait for an event; False after the timeout, or at once where events are not supported."""
         return self._take_event(timeout_s) is not None
 
     def read(self) -> list[Reading]:
-        """One reading of every GPU that was there at the start."""
+        """Read every GPU that was present at the start."""
         for _ in range(_MAX_EVENTS):
             if not self._take_event(0.0):
                 break
@@ -130,10 +143,10 @@ class GpuSensor:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
             return _Gpu(index, self._nvml.nvmlDeviceGetUUID(handle), handle)
         except self._nvml.NVMLError:
-            return _Gpu(index, f"index {index}", None)  # Lost before we came; its readings will say so.
+            return _Gpu(index, f"index {index}", None)  # Lost already; its readings report it.
 
     def _register(self) -> Any | None:
-        """The set of all events that there are; None when no GPU has any."""
+        """An event set for all GPUs that support events; None: no GPU does."""
         nvml, wanted, registered = self._nvml, self._nvml.nvmlEventTypeXidCriticalError, False
         try:
             events = nvml.nvmlEventSetCreate()
@@ -141,7 +154,10 @@ class GpuSensor:
             return None
         for gpu in self._gpus:
             with contextlib.suppress(nvml.NVMLError):
-                if gpu.handle is not None and nvml.nvmlDeviceGetSupportedEventTypes(gpu.handle) & wanted:
+                if (
+                    gpu.handle is not None
+                    and nvml.nvmlDeviceGetSupportedEventTypes(gpu.handle) & wanted
+                ):
                     nvml.nvmlDeviceRegisterEvents(gpu.handle, wanted, events)
                     registered = True
         if not registered:
@@ -150,7 +166,7 @@ class GpuSensor:
         return events
 
     def _take_event(self, timeout_s: float) -> bool | None:
-        """Whether there was one; None when events cannot be waited for, or not now."""
+        """Whether an event came; None: waiting failed or is not supported."""
         if self._events is None:
             return None
         nvml = self._nvml
@@ -158,7 +174,7 @@ class GpuSensor:
             event = nvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
         except nvml.NVMLError as error:
             return False if error.value == nvml.NVML_ERROR_TIMEOUT else None
-        # Of a GPU that does not even tell its name, the reading says enough.
+        # If not even the uuid can be read, the reading reports the GPU.
         with contextlib.suppress(nvml.NVMLError):
             if event.eventType & nvml.nvmlEventTypeXidCriticalError:
                 self._xids[nvml.nvmlDeviceGetUUID(event.device)].append(int(event.eventData))
@@ -167,15 +183,17 @@ class GpuSensor:
     def _read(self, gpu: _Gpu) -> Reading:
         xids = tuple(self._xids.pop(gpu.uuid, ()))
         try:
-            return self._look(gpu, xids)
+            return self._read_values(gpu, xids)
         except self._nvml.NVMLError as error:
             if error.value in self._gone:
                 return Reading(uuid=gpu.uuid, index=gpu.index, xids=xids, lost=str(error))
             return Reading(uuid=gpu.uuid, index=gpu.index, xids=xids, silent=str(error))
 
-    def _look(self, gpu: _Gpu, xids: tuple[int, ...]) -> Reading:
+    def _read_values(self, gpu: _Gpu, xids: tuple[int, ...]) -> Reading:
         nvml = self._nvml
-        handle = gpu.handle if gpu.handle is not None else nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+        handle = (
+            gpu.handle if gpu.handle is not None else nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+        )
         rows = self._ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
         action = self._field(handle, nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)
         errors, recoveries, up = self._read_nvlinks(handle)
@@ -184,7 +202,10 @@ class GpuSensor:
             index=gpu.index,
             xids=xids,
             ecc_uncorrected=self._ask(
-                "nvmlDeviceGetTotalEccErrors", handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                "nvmlDeviceGetTotalEccErrors",
+                handle,
+                nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                nvml.NVML_VOLATILE_ECC,
             ),
             remap_pending=bool(rows[2]),
             remap_failed=bool(rows[3]),
@@ -198,14 +219,21 @@ class GpuSensor:
 
     def _read_slowdowns(self, handle: Any) -> tuple[str, ...]:
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:  # Drivers before 535 know them by their old name.
+        if reasons is None:  # Drivers before 535 have the old name.
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return tuple(what for bit, what in self._slowdowns.items() if reasons is not None and reasons & bit)
+        return tuple(
+            what for bit, what in self._slowdowns.items() if reasons is not None and reasons & bit
+        )
 
     def _read_nvlinks(self, handle: Any) -> tuple[int | None, int | None, int | None]:
-        """Corrected errors and recoveries of all links, and how many are up; None where there are no links, or no counters."""
+        """Corrected errors and recoveries of all links, and the number of links that are up; None:
+        there are no links, or no counters.
+        """
         nvml = self._nvml
-        states = [self._ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
+        states = [
+            self._ask("nvmlDeviceGetNvLinkState", handle, link)
+            for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+        ]
         if all(state is None for state in states):
             return None, None, None
         up = [link for link, state in enumerate(states) if state]
@@ -219,22 +247,35 @@ class GpuSensor:
             )
         ]
         recoveries = [
-            self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, nvml.NVML_NVLINK_ERROR_DL_RECOVERY) for link in up
+            self._ask(
+                "nvmlDeviceGetNvLinkErrorCounter", handle, link, nvml.NVML_NVLINK_ERROR_DL_RECOVERY
+            )
+            for link in up
         ]
-        if all(count is None for count in errors + recoveries):  # From the fifth generation of links on.
-            errors = [self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS, link) for link in up]
-            recoveries = [self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS, link) for link in up]
+        # From the fifth generation of links on the counters are fields.
+        if all(count is None for count in errors + recoveries):
+            errors = [
+                self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS, link) for link in up
+            ]
+            recoveries = [
+                self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS, link)
+                for link in up
+            ]
         return _sum(errors), _sum(recoveries), len(up)
 
     def _field(self, handle: Any, field: int, scope: int = 0) -> int | None:
         values = self._ask("nvmlDeviceGetFieldValues", handle, [(field, scope)])
-        return int(values[0].value.ullVal) if values is not None and values[0].nvmlReturn == self._nvml.NVML_SUCCESS else None
+        return (
+            int(values[0].value.ullVal)
+            if values is not None and values[0].nvmlReturn == self._nvml.NVML_SUCCESS
+            else None
+        )
 
     def _ask(self, function: str, *arguments: Any) -> Any | None:
-        """What NVML answers; None when that is not supported.
+        """Result of a call; None: it is not supported.
 
         Raises:
-            NVMLError: it failed in another way.
+            NVMLError: any other failure.
         """
         try:
             return getattr(self._nvml, function)(*arguments)
@@ -245,65 +286,75 @@ class GpuSensor:
 
 
 class GpuMonitor:
-    """Has the GPUs looked at every second, and as soon as there is an XID; `changed` is called with every new judgement."""
+    """Reads the GPUs every second, and on each XID; `changed` is called with every change of
+    health.
+    """
 
     def __init__(
-        self, find: Callable[[], GpuSensor | None], changed: Callable[[GpuHealth], None], clock: Callable[[], float]
+        self,
+        find: Callable[[], GpuSensor | None],
+        changed: Callable[[GpuHealth], None],
+        clock: Callable[[], float],
     ) -> None:
-        """`find`, as `open_sensor`, is called in the thread."""
+        """`find` (`open_sensor`, or a test's) is called in the thread."""
         self._find, self._changed, self._clock = find, changed, clock
-        self._judge = GpuJudge()
+        self._classifier = GpuClassifier()
         self._readings: asyncio.Queue[list[Reading] | Exception | None] = asyncio.Queue()
         self._is_stuck = False
         self._stop = threading.Event()
 
     @property
     def health(self) -> list[GpuHealth]:
-        return self._judge.health
+        return self._classifier.health
 
     async def run(self) -> None:
-        """Watch until cancelled, or until there turns out to be no GPU; the sensor is closed by then, or as soon as NVML comes
-        back.
+        """Watch until cancelled, or until no GPU is found; the sensor is closed then, or when the
+        blocked NVML call returns.
         """
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._look_on, args=(loop,), name="gpu-sensor", daemon=True).start()
+        threading.Thread(target=self._poll, args=(loop,), name="gpu-sensor", daemon=True).start()
         try:
-            while (judgements := await self._next_judgements()) is not None:
-                self._tell(judgements)
+            while (changed := await self._next_health()) is not None:
+                self._report(changed)
         finally:
             self._stop.set()
 
-    async def _next_judgements(self) -> list[GpuHealth] | None:
+    async def _next_health(self) -> list[GpuHealth] | None:
         try:
-            async with asyncio.timeout(_POLL_S + _STUCK_S):
+            async with asyncio.timeout(_POLL_S + _NVML_TIMEOUT_S):
                 readings = await self._readings.get()
         except TimeoutError:
             if not self._is_stuck:
                 log.warning("NVML is stuck")
             self._is_stuck = True
-            return self._judge.no_answer("NVML is stuck", self._clock())
+            return self._classifier.no_answer("NVML is stuck", self._clock())
         if isinstance(readings, Exception):
             raise readings
         self._is_stuck = False
-        return None if readings is None else self._judge.take(readings, self._clock())
+        return None if readings is None else self._classifier.update(readings, self._clock())
 
-    def _tell(self, judgements: list[GpuHealth]) -> None:
-        for health in judgements:
+    def _report(self, changed: list[GpuHealth]) -> None:
+        for health in changed:
             log.log(
                 logging.INFO if health.state is GpuState.HEALTHY else logging.WARNING,
                 "gpu health",
-                extra={"gpu": health.uuid, "index": health.index, "state": health.state, "reason": health.reason},
+                extra={
+                    "gpu": health.uuid,
+                    "index": health.index,
+                    "state": health.state,
+                    "reason": health.reason,
+                },
             )
             self._changed(health)
 
-    def _look_on(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
         sensor: GpuSensor | None = None
         while not self._stop.is_set():
             readings: list[Reading] | Exception | None
             try:
                 sensor = sensor or self._find()
                 readings = None if sensor is None else sensor.read()
-            except Exception as error:  # A bug of ours: it must end whoever awaits `run`, not only this thread.
+            except Exception as error:  # An internal error: `run` raises it.
                 readings = error
                 self._stop.set()
             # The loop may be closed by now.
@@ -311,7 +362,7 @@ class GpuMonitor:
                 loop.call_soon_threadsafe(self._readings.put_nowait, readings)
             if sensor is None:
                 return
-            self._stop.wait(_PAUSE_S if sensor.wait(_POLL_S) else _POLL_S)
+            self._stop.wait(_EVENT_PAUSE_S if sensor.wait(_POLL_S) else _POLL_S)
         if sensor is not None:
             sensor.close()
 

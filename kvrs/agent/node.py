@@ -1,4 +1,4 @@
-"""The agent of one node put together: its store, the page server in front of it, its slots, and what it says of itself."""
+"""The agent of one node: its checkpoint store, page server, slot table and reports."""
 
 import asyncio
 import logging
@@ -6,61 +6,88 @@ import os
 import time
 from collections.abc import Sequence
 
-from kvrs.agent.config import BackupMode
-from kvrs.agent.fences import Fences
+from kvrs.agent.fences import FenceSender
 from kvrs.agent.slots import SlotTable
-from kvrs.config import Config, NodeSettings
+from kvrs.config.backup import BackupMode
+from kvrs.config.cluster import NodeSettings
+from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
-from kvrs.transfer.faults import SendingFaults
+from kvrs.proving import instance_keys
+from kvrs.tls import load_certificates
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
-from kvrs.transfer.store.host import Changes, HostStore
+from kvrs.transfer.store.host import HostStore, UnreportedChanges
 
 log = logging.getLogger(__name__)
 
-# How late the end of a lease may be noticed.
+# Period at which leases are checked.
 _EXPIRE_S = 0.25
 
 
 class NodeAgent:
-    """Reads and verifies what an earlier life left, before anything else; `start` needs a running event loop."""
+    """Reads and verifies the pages that an earlier process left, when it is made; `start` needs a
+    running event loop.
+    """
 
     def __init__(
-        self, config: Config, node: NodeId, secret: bytes, directory: StoreDirectory, older: Sequence[bytes] = ()
+        self,
+        config: Config,
+        node: NodeId,
+        secret: bytes,
+        directory: StoreDirectory,
+        older: Sequence[bytes] = (),
     ) -> None:
-        """Raises ConfigError when the directory has no room for what is to be kept there, or cannot be used."""
+        """Raises ConfigError: the directory has no room for `backup.capacity_bytes`, or cannot be
+        used.
+        """
         self.node = node_of(config, node)
         self._backup = config.backup
         self._keeps = config.backup.mode is not BackupMode.OFF
-        if self._keeps and (room := directory.free_bytes() + directory.used_bytes()) < config.backup.capacity_bytes:
+        if (
+            self._keeps
+            and (room := directory.free_bytes() + directory.used_bytes())
+            < config.backup.capacity_bytes
+        ):
             capacity = config.backup.capacity_bytes
             raise ConfigError(
-                [f"backup.capacity_bytes: got {capacity}; allowed: at most {room}, which {directory.path} has left"]
+                [
+                    f"backup.capacity_bytes: got {capacity}; allowed: at most {room}, "
+                    f"which {directory.path} has left"
+                ]
             )
         try:
-            self.store = HostStore(directory, config.backup.capacity_bytes, config.transfer.lease_s, time.monotonic)
+            self.store = HostStore(
+                directory, config.backup.capacity_bytes, config.transfer.lease_s, time.monotonic
+            )
         except OSError as error:
-            raise ConfigError([f"backup.directory: {directory.path}: {error.strerror or error}"]) from None
+            raise ConfigError(
+                [f"backup.directory: {directory.path}: {error.strerror or error}"]
+            ) from None
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
-        self.page_server = PageServer(self.identity, self.store, secret, config.transfer, links, self.store, older)
-        # Later lives of an agent grant higher tokens, whatever becomes of the wall clock. The targets are processes of this
-        # machine, so none of them has seen a token of before it was started.
+        self.page_server = PageServer(
+            self.identity, self.store, secret, config.transfer, links, self.store, older
+        )
+        # The monotonic clock makes later agents grant higher tokens, whatever the wall clock does.
+        # It restarts with the machine, but so do the targets, which are processes of it.
         self.slots = SlotTable(config.policy.slots_max, first_token=time.monotonic_ns())
-        self.fences = Fences(self.node, secret)
+        self.tls = load_certificates("security.tls", config.security.tls)
+        urls = {instance.id: config.url_of(instance) for instance in self.node.instances}
+        self.fences = FenceSender(urls, instance_keys(secret, self.node.instances), self.tls)
         self._page_port = 0
 
     @property
     def targets(self) -> list[InstanceId]:
-        """Whose slots these are."""
+        """The instances that the slots are for."""
         return self.fences.targets
 
     @property
     def capacity_bytes(self) -> int:
-        """For checkpoints; none are sent while `backup.mode` is off."""
+        """Room for checkpoints; 0 while `backup.mode` is off."""
         return self._backup.capacity_bytes if self._keeps else 0
 
     def identity(self) -> Identity:
@@ -83,8 +110,8 @@ class NodeAgent:
             host_to_device_bytes_per_s=self._backup.host_to_device_bytes_per_s,
         )
 
-    def report(self, changes: Changes) -> AgentReport:
-        """What the watcher of `changes` has not been told yet."""
+    def report(self, changes: UnreportedChanges) -> AgentReport:
+        """The report to a watcher: all state, and the streams in `changes`."""
         streams, denied = changes.take()
         return AgentReport(
             epoch=self.store.epoch,
@@ -97,19 +124,16 @@ class NodeAgent:
         )
 
     def update_slots(self, update: SlotUpdate) -> SlotAnswer:
-        """What ends first makes room for what comes."""
-        slots, now_s = self.slots, time.monotonic()
-        for asked in update.release:
-            slots.release(update.owner, asked, now_s)
-        lost = [each.stream for each in update.renew if not slots.renew(update.owner, each, update.lease_s, now_s)]
-        return SlotAnswer([slots.acquire(update.owner, each, update.lease_s, now_s) for each in update.acquire], lost)
+        return self.slots.apply(update, time.monotonic())
 
     async def start(self) -> None:
-        """Serve pages; the HTTP side is the caller's."""
-        self._page_port = await self.page_server.start(self.node.agent.host, self.node.agent.page_port)
+        """Start to serve pages; the caller serves HTTP."""
+        self._page_port = await self.page_server.start(
+            self.node.agent.pages_at, self.node.agent.page_port
+        )
 
     async def expire_leases(self) -> None:
-        """End reservations and slots that nobody renewed, until cancelled."""
+        """End reservations and slots that were not renewed, until cancelled."""
         while True:
             await asyncio.sleep(_EXPIRE_S)
             self.store.expire()
@@ -117,7 +141,7 @@ class NodeAgent:
 
 
 def node_of(config: Config, node: NodeId) -> NodeSettings:
-    """Raises ConfigError when there is no such node."""
+    """Raises ConfigError: there is no such node."""
     for settings in config.cluster.nodes:
         if settings.id == node:
             return settings
@@ -126,5 +150,7 @@ def node_of(config: Config, node: NodeId) -> NodeSettings:
 
 
 def open_directory(config: Config, node: NodeId, secret: bytes) -> StoreDirectory:
-    """Raises ConfigError when there is no such node, or the directory is not to be had."""
-    return StoreDirectory(store_directory(config.backup.directory, secret, node_of(config, node).id))
+    """Raises ConfigError: there is no such node, or its directory cannot be used."""
+    return StoreDirectory(
+        store_directory(config.backup.directory, secret, node_of(config, node).id)
+    )

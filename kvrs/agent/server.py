@@ -1,17 +1,18 @@
-"""Runs the agent of one node until it is told to stop."""
+"""The process of one agent."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-from aiohttp import web
-
 from kvrs.agent.gossip import NodeGossip
-from kvrs.agent.http import make_app
 from kvrs.agent.node import NodeAgent, open_directory
-from kvrs.config import Config
+from kvrs.agent.routes import make_app
+from kvrs.config.file import Config
+from kvrs.connections import ConnectionLimits
+from kvrs.descriptors import raise_descriptor_limit
+from kvrs.http import HttpPort, naming_port
 from kvrs.ids import NodeId
+from kvrs.protocol.secrets import Door, door_keys
 from kvrs.transfer.fault_route import add_fault_route
-from kvrs.transfer.http import naming_port
 
 
 async def serve(
@@ -22,13 +23,13 @@ async def serve(
     ready: Callable[[], None],
     older: Sequence[bytes] = (),
 ) -> None:
-    """Serve until `stop` is set, then leave nothing behind; `ready` is called once pages and requests are taken.
-    `older`: secrets that are accepted beside the one in use.
+    """Serve until `stop` is set, then remove all pages; `ready` is called once pages and requests
+    are served. `older`: secrets that are accepted beside the one in use.
 
-    Whatever else ends this leaves the pages to the next agent of this node.
+    After any other end the pages stay for the next agent of this node.
 
     Raises:
-        ConfigError: there is no such node, its directory is not to be had, or a port is in use.
+        ConfigError: there is no such node, its directory cannot be used, or a port is in use.
     """
     with open_directory(config, node, secret) as directory:
         agent = NodeAgent(config, node, secret, directory, older)
@@ -48,34 +49,39 @@ async def _serve(
     stop: asyncio.Event,
     ready: Callable[[], None],
 ) -> None:
-    app = make_app(agent, ring[0], None if gossip is None else gossip.membership, ring[1:])
+    app = make_app(agent, None if gossip is None else gossip.membership)
     if config.cluster.allow_faults:
         add_fault_route(app, agent.page_server.faults, {node.id for node in config.cluster.nodes})
-    # A watcher that leaves cancels its handler.
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
-    await runner.setup()
-    who, settings = f"agent of node {agent.node.id}", agent.node.agent
-    works = (agent.expire_leases(), agent.fences.run(), agent.store.grow_ahead(), _wait(stop))
-    tasks = [asyncio.create_task(work) for work in works]
+    raise_descriptor_limit()
+    keys = door_keys(ring, agent.node.agent_id, Door.AGENT, Door.ADMIN)
+    name, settings = f"agent of node {agent.node.id}", agent.node.agent
+    names = {settings.host, *config.security.hosts}
+    limits = ConnectionLimits.of_peers()
+    port = HttpPort(app, limits, shutdown_timeout_s=0.5, names=names, keys=keys, tls=agent.tls)
+    jobs = (agent.expire_leases(), agent.fences.run(), agent.store.grow_ahead(), _wait(stop))
+    tasks = [asyncio.create_task(work) for work in jobs]
+    if agent.tls is not None:
+        tasks.append(asyncio.create_task(agent.tls.run()))
     try:
-        with naming_port(who, "page_port", settings.host, settings.page_port):
+        with naming_port(name, "page_port", settings.pages_at, settings.page_port):
             await agent.start()
-        with naming_port(who, "port", settings.host, settings.port):
-            await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
+        with naming_port(name, "port", settings.host, settings.port):
+            await port.open(settings.host, settings.port)
         if gossip is not None:
             await gossip.start()
             tasks.append(asyncio.create_task(gossip.run()))
         ready()
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            task.result()  # A bug must end the process: who does not keep its promises must not look alive.
+            # Raise internal errors: a process without one of its jobs must not seem alive.
+            task.result()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if gossip is not None:
             await gossip.close()
-        await runner.cleanup()
+        await port.close()
         await agent.page_server.close()
 
 

@@ -1,16 +1,20 @@
-"""Slots as leases: at most `slots_max` recovery transfers into one target at a time, however many proxies ask.
+"""Slots as leases: at most `slots_max` recovery transfers into one target at a time, whatever the
+number of proxies.
 
-Pure: no clock, no socket. The agent of a node keeps the table of the instances there.
+Pure: no clock, no socket. The agent of a node has the table of the instances there.
 
-    asked --> granted (a token, until a time) --> released
-      |                                       +-> expired: its owner is gone, and the transfer is to be ended
-      +-----> denied (a wait) --> asked again
+    requested --> granted (a token, until a time) --> released
+        |                                        +--> expired: its owner is gone, and the transfer
+        |                                             has to be fenced
+        +-------> denied (a wait) --> requested again
 
-Laws: a target has at most `slots_max` leases; tokens only rise; who asks twice for the same attempt gets the same lease; what
-has ended, or has a successor, gets none any more; a stream has one lease or one place in line, because it has one writer.
+Invariants: a target has at most `slots_max` leases; tokens only rise; a repeated request for the
+same attempt gets the same lease; an attempt that has ended, or has a successor, gets none; a stream
+has one lease or one queue entry, because it has one writer.
 
-The line: who was denied comes again when it was told to. Until then others may have what comes free; from then on, whatever
-comes free is kept for those who were first. So nobody is overtaken for ever, and hardly a slot is idle for somebody who sleeps.
+The queue: a denied attempt asks again after its wait. Until then others may have the slots that
+become free; from then on these are reserved for the attempts at the head of the queue. So no
+attempt is overtaken for ever, and slots are hardly idle for one that is still waiting.
 """
 
 from collections import OrderedDict
@@ -19,13 +23,14 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import Slot, SlotAsked, SlotCounts
+from kvrs.protocol.instance import Slot, SlotAnswer, SlotAsked, SlotCounts, SlotUpdate
 
-SHORTEST_WAIT_S = 0.05  # The least that a denial says: a transfer that is late does not end at this very moment.
-PATIENCE_S = 1.0  # Who is later than that has gone another way, and loses its place in line.
-REMEMBERED_S = 60.0  # Messages of an attempt that has ended are not later than that.
-_WEIGHT = 0.2  # Of the last transfer in the usual duration of one.
-# Nobody has looked for so long: this process did not run, and what renews the leases is still to be read.
+SHORTEST_WAIT_S = 0.05  # Least wait of a denial, also if a transfer is overdue.
+QUEUE_TIMEOUT_S = 1.0  # An attempt that asks later than this has lost its place in the queue.
+ENDED_KEEP_S = 60.0  # No message of an ended attempt is later than that.
+_WEIGHT = 0.2  # Of the last transfer in the mean duration (EWMA).
+# Without a call of `expire` for so long this process was stopped, and renewals are still unread:
+# the leases are prolonged by the grace period.
 _STALL_S = 2.0
 _GRACE_S = 2.0
 
@@ -46,19 +51,19 @@ class _Lease:
 
 
 @dataclass(slots=True)
-class _Place:
-    """In the line of one target."""
+class _QueueEntry:
+    """A denied attempt in the queue of one target."""
 
-    due_s: float  # When it was told to come again. From then on nobody behind it is served before it.
+    due_s: float  # Time of its next request. From then on none behind it is served before it.
     until_s: float
 
 
 @dataclass(slots=True)
 class _Target:
-    held: dict[StreamId, _Lease] = field(default_factory=dict)  # The oldest first.
-    line: dict[StreamId, _Place] = field(default_factory=dict)  # In the order of the first denial.
-    usual_s: float | None = None  # How long a transfer takes; None: none has ended yet.
-    most: int = 0
+    held: dict[StreamId, _Lease] = field(default_factory=dict)  # By age.
+    queue: dict[StreamId, _QueueEntry] = field(default_factory=dict)  # By first denial.
+    duration_s: float | None = None  # Of a transfer (EWMA); None: none has ended yet.
+    peak: int = 0
     granted: int = 0
     denied: int = 0
     expired: int = 0
@@ -71,36 +76,55 @@ class SlotTable:
         self._next_token = first_token
         self._targets: dict[InstanceId, _Target] = {}
         self._leased: dict[StreamId, InstanceId] = {}
-        self._lined_up: dict[StreamId, InstanceId] = {}
-        # The last attempt that has ended, and until when that is remembered.
-        self._over: OrderedDict[StreamId, tuple[Number, float]] = OrderedDict()
-        self._superseded: list[SlotAsked] = []  # Other owners' transfers, to be ended.
-        self._looked_s: float | None = None
+        self._queued: dict[StreamId, InstanceId] = {}
+        # The last attempt of each stream that has ended, and until when it is kept.
+        self._ended: OrderedDict[StreamId, tuple[Number, float]] = OrderedDict()
+        self._superseded: list[SlotAsked] = []  # Transfers of former owners, to be fenced.
+        self._checked_s: float | None = None
+
+    def apply(self, update: SlotUpdate, now_s: float) -> SlotAnswer:
+        """Release, renew and acquire, in this order: what ends makes room."""
+        owner, lease_s = update.owner, update.lease_s
+        for asked in update.release:
+            self.release(owner, asked, now_s)
+        lost = [
+            asked.stream for asked in update.renew if not self.renew(owner, asked, lease_s, now_s)
+        ]
+        return SlotAnswer(
+            [self.acquire(owner, asked, lease_s, now_s) for asked in update.acquire], lost
+        )
 
     def acquire(self, owner: str, asked: SlotAsked, lease_s: float, now_s: float) -> Slot:
-        """A lease for this attempt, or token 0 and the expected wait. Ends the leases of lower attempts at the stream."""
+        """Grant a lease, or return token 0 and the expected wait. Ends a lease of an earlier
+        attempt at the stream.
+        """
         lease = self._lease(asked.stream)
         if lease is not None and (lease.asked, lease.owner) == (asked, owner):
             lease.until_s = max(lease.until_s, now_s + lease_s)
             return Slot(lease.token)
-        if self._is_over(asked) or (lease is not None and number_of(lease.asked) >= number_of(asked)):
-            return Slot(0, SHORTEST_WAIT_S)  # It comes too late, so nobody reads this.
+        if self._has_ended(asked) or (
+            lease is not None and number_of(lease.asked) >= number_of(asked)
+        ):
+            return Slot(0, SHORTEST_WAIT_S)  # Too late: the answer is not read.
         if lease is not None:
             self._end(lease, now_s)
             if lease.owner != owner:
                 self._superseded.append(lease.asked)
-        if self._lined_up.get(asked.stream) not in (None, asked.target):
-            self._leave_line(asked.stream)
+        if self._queued.get(asked.stream) not in (None, asked.target):
+            self._leave_queue(asked.stream)
         target = self._targets.setdefault(asked.target, _Target())
-        self._tidy(target, now_s)
-        ahead = list(takewhile(lambda stream: stream != asked.stream, target.line))
-        if len(target.held) + sum(target.line[stream].due_s <= now_s for stream in ahead) >= self._slots_max:
+        self._drop_overdue(target, now_s)
+        ahead = list(takewhile(lambda stream: stream != asked.stream, target.queue))
+        if (
+            len(target.held) + sum(target.queue[stream].due_s <= now_s for stream in ahead)
+            >= self._slots_max
+        ):
             return self._deny(asked, target, len(ahead), now_s)
         return Slot(self._grant(owner, asked, target, now_s, now_s + lease_s))
 
     def renew(self, owner: str, asked: SlotAsked, lease_s: float, now_s: float) -> bool:
-        """Whether the transfer still has a slot. One that this process has never heard of gets one, where there is room: it
-        runs, and was granted by an earlier process.
+        """Prolong a lease; False: the transfer has none. An unknown one is granted if there is
+        room: its lease comes from an earlier process.
         """
         lease = self._lease(asked.stream)
         if lease is not None:
@@ -109,27 +133,33 @@ class SlotTable:
                 lease.until_s = max(lease.until_s, now_s + lease_s)
             return is_same
         target = self._targets.setdefault(asked.target, _Target())
-        if self._is_over(asked) or len(target.held) >= self._slots_max:
+        if self._has_ended(asked) or len(target.held) >= self._slots_max:
             return False
         self._grant(owner, asked, target, now_s, now_s + lease_s)
         return True
 
     def release(self, owner: str, asked: SlotAsked, now_s: float) -> None:
-        """The attempt needs no slot any more, also if it has none yet: what it asked for may come later than this."""
+        """End the lease of an attempt, or keep it from getting one: its request may arrive later
+        than this.
+        """
         lease = self._lease(asked.stream)
-        if lease is not None and lease.owner == owner and number_of(lease.asked) <= number_of(asked):
+        if (
+            lease is not None
+            and lease.owner == owner
+            and number_of(lease.asked) <= number_of(asked)
+        ):
             self._end(lease, now_s)
-            self._learn(self._targets[lease.asked.target], now_s - lease.since_s)
+            self._update_duration(self._targets[lease.asked.target], now_s - lease.since_s)
         self._remember(asked, now_s)
         if lease is None or lease.owner == owner:
-            self._leave_line(asked.stream)
+            self._leave_queue(asked.stream)
 
     def expire(self, now_s: float) -> list[SlotAsked]:
-        """End the leases that nobody renewed. Returns them, and those that other owners have taken over: their transfers are to
-        be ended at their targets.
+        """End the leases that were not renewed. Return them, and those that another owner has
+        replaced: their transfers have to be fenced.
         """
-        looked_s, self._looked_s = self._looked_s, now_s
-        if looked_s is not None and now_s - looked_s > _STALL_S:
+        checked_s, self._checked_s = self._checked_s, now_s
+        if checked_s is not None and now_s - checked_s > _STALL_S:
             for lease in self._leases():
                 lease.until_s = max(lease.until_s, now_s + _GRACE_S)
         ended, self._superseded = self._superseded, []
@@ -138,33 +168,39 @@ class SlotTable:
             self._targets[lease.asked.target].expired += 1
             ended.append(lease.asked)
         for target in self._targets.values():
-            self._tidy(target, now_s)
-        while self._over and next(iter(self._over.values()))[1] <= now_s:
-            self._over.popitem(last=False)
+            self._drop_overdue(target, now_s)
+        while self._ended and next(iter(self._ended.values()))[1] <= now_s:
+            self._ended.popitem(last=False)
         return ended
 
     def counts(self) -> dict[InstanceId, SlotCounts]:
-        """Of every target that was ever asked for."""
+        """Counts of every target that was ever requested."""
         return {
-            name: SlotCounts(len(each.held), len(each.line), each.most, each.granted, each.denied, each.expired)
+            name: SlotCounts(
+                len(each.held), len(each.queue), each.peak, each.granted, each.denied, each.expired
+            )
             for name, each in self._targets.items()
         }
 
-    def outlook(self, target: InstanceId, now_s: float) -> tuple[int, float]:
-        """How many slots are free, and how long one who comes now waits for one."""
+    def availability(self, target: InstanceId, now_s: float) -> tuple[int, float]:
+        """Number of free slots, and the expected wait of a new request."""
         found = self._targets.get(target)
         if found is None:
             return self._slots_max, 0.0
-        free = max(0, self._slots_max - len(found.held) - len(found.line))
-        return free, 0.0 if free else self._expected_wait_s(found, len(found.line), now_s)
+        free = max(0, self._slots_max - len(found.held) - len(found.queue))
+        return free, 0.0 if free else self._expected_wait_s(found, len(found.queue), now_s)
 
     def check(self) -> None:
-        """Assert that the books agree. O(leases)."""
-        assert self._leased == {stream: name for name, each in self._targets.items() for stream in each.held}
-        assert self._lined_up == {stream: name for name, each in self._targets.items() for stream in each.line}
-        assert not self._leased.keys() & self._lined_up.keys()
+        """Assert the invariants. O(leases)."""
+        assert self._leased == {
+            stream: name for name, each in self._targets.items() for stream in each.held
+        }
+        assert self._queued == {
+            stream: name for name, each in self._targets.items() for stream in each.queue
+        }
+        assert not self._leased.keys() & self._queued.keys()
         for target in self._targets.values():
-            assert len(target.held) <= target.most <= self._slots_max
+            assert len(target.held) <= target.peak <= self._slots_max
 
     def _leases(self) -> Iterator[_Lease]:
         return (lease for target in self._targets.values() for lease in target.held.values())
@@ -173,38 +209,40 @@ class SlotTable:
         name = self._leased.get(stream)
         return None if name is None else self._targets[name].held[stream]
 
-    def _grant(self, owner: str, asked: SlotAsked, target: _Target, now_s: float, until_s: float) -> int:
-        self._leave_line(asked.stream)
+    def _grant(
+        self, owner: str, asked: SlotAsked, target: _Target, now_s: float, until_s: float
+    ) -> int:
+        self._leave_queue(asked.stream)
         token, self._next_token = self._next_token, self._next_token + 1
         target.held[asked.stream] = _Lease(asked, owner, token, now_s, until_s)
         self._leased[asked.stream] = asked.target
         target.granted += 1
-        target.most = max(target.most, len(target.held))
+        target.peak = max(target.peak, len(target.held))
         return token
 
     def _deny(self, asked: SlotAsked, target: _Target, ahead: int, now_s: float) -> Slot:
         wait_s = self._expected_wait_s(target, ahead, now_s)
         target.denied += 1
-        place = target.line.setdefault(asked.stream, _Place(now_s + wait_s, 0.0))
-        place.until_s = now_s + wait_s + PATIENCE_S
-        self._lined_up[asked.stream] = asked.target
+        entry = target.queue.setdefault(asked.stream, _QueueEntry(now_s + wait_s, 0.0))
+        entry.until_s = now_s + wait_s + QUEUE_TIMEOUT_S
+        self._queued[asked.stream] = asked.target
         return Slot(0, wait_s)
 
     def _expected_wait_s(self, target: _Target, ahead: int, now_s: float) -> float:
-        """Until the oldest transfer ends, and those ahead have had their turns."""
+        """Time until the oldest transfer ends and the entries ahead are served."""
         oldest = next(iter(target.held.values()), None)
         lasted_s = 0.0 if oldest is None else now_s - oldest.since_s
-        # As long as none has ended, one that has lasted so long may last as long again.
-        usual_s = 2 * lasted_s if target.usual_s is None else target.usual_s
-        return max(SHORTEST_WAIT_S, usual_s - lasted_s) + ahead * usual_s / self._slots_max
+        # Before the first has ended, one that has lasted so long is expected to last as long again.
+        duration_s = 2 * lasted_s if target.duration_s is None else target.duration_s
+        return max(SHORTEST_WAIT_S, duration_s - lasted_s) + ahead * duration_s / self._slots_max
 
-    def _tidy(self, target: _Target, now_s: float) -> None:
-        for stream in [stream for stream, place in target.line.items() if place.until_s <= now_s]:
-            self._leave_line(stream)
+    def _drop_overdue(self, target: _Target, now_s: float) -> None:
+        for stream in [stream for stream, entry in target.queue.items() if entry.until_s <= now_s]:
+            self._leave_queue(stream)
 
-    def _leave_line(self, stream: StreamId) -> None:
-        if (name := self._lined_up.pop(stream, None)) is not None:
-            del self._targets[name].line[stream]
+    def _leave_queue(self, stream: StreamId) -> None:
+        if (name := self._queued.pop(stream, None)) is not None:
+            del self._targets[name].queue[stream]
 
     def _end(self, lease: _Lease, now_s: float) -> None:
         del self._targets[lease.asked.target].held[lease.asked.stream]
@@ -212,14 +250,14 @@ class SlotTable:
         self._remember(lease.asked, now_s)
 
     def _remember(self, asked: SlotAsked, now_s: float) -> None:
-        number, _ = self._over.pop(asked.stream, ((0, 0), 0.0))
-        self._over[asked.stream] = max(number, number_of(asked)), now_s + REMEMBERED_S
+        number, _ = self._ended.pop(asked.stream, ((0, 0), 0.0))
+        self._ended[asked.stream] = max(number, number_of(asked)), now_s + ENDED_KEEP_S
 
-    def _is_over(self, asked: SlotAsked) -> bool:
-        known = self._over.get(asked.stream)
+    def _has_ended(self, asked: SlotAsked) -> bool:
+        known = self._ended.get(asked.stream)
         return known is not None and number_of(asked) <= known[0]
 
     @staticmethod
-    def _learn(target: _Target, lasted_s: float) -> None:
-        usual_s = lasted_s if target.usual_s is None else target.usual_s
-        target.usual_s = usual_s + _WEIGHT * (lasted_s - usual_s)
+    def _update_duration(target: _Target, lasted_s: float) -> None:
+        duration_s = lasted_s if target.duration_s is None else target.duration_s
+        target.duration_s = duration_s + _WEIGHT * (lasted_s - duration_s)

@@ -1,4 +1,4 @@
-"""The processes that Ray places and brings back: instances of the embedded engine, servers of DistServe, agents of the nodes.
+"""Ray actors: instances of the embedded engine, servers of DistServe, agents of the nodes.
 
 Ray only starts, watches and restarts them. Requests, tokens and pages never pass through Ray.
 """
@@ -15,24 +15,26 @@ from pathlib import Path
 
 from kvrs.cluster.processes import processes_of
 from kvrs.cluster.starts import next_start, report_fault
-from kvrs.config import ENV_NAME, Config, load_config, read_secrets
+from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId
 from kvrs.logs import log_to
 
-# The exit status of who was started in a way that cannot work.
+# The exit status of a process with wrong options or configuration.
 USER_ERRED = 2
 
 
 class _Actor:
-    """Serves from a thread of its own; the actor's main thread stays free to answer Ray."""
+    """A process that serves from a thread of its own; the actor's main thread answers Ray."""
 
     def __init__(self, config_path: str, name: str, run_directory: str) -> None:
-        # The log file in the run directory also marks this process as part of the run (see guard.py).
+        # The log file in the run directory also marks this process as part of the run (see
+        # guard.py).
         self._log = (Path(run_directory) / f"{name}.log").open("a", buffering=1)
         log_to(self._log)
         self._ready = threading.Event()
-        self._told: Callable[[], object] | None = None  # What tells the server to end, once there is one.
+        # Drains and ends the server, once there is one.
+        self._end_server: Callable[[], object] | None = None
         self._config_path = Path(config_path)
         self._name = InstanceId(name)
         self._run_directory = Path(run_directory)
@@ -40,15 +42,15 @@ class _Actor:
         threading.Thread(target=self._run, name="server", daemon=True).start()
 
     def wait_ready(self) -> int:
-        """Block until requests are taken; the process id."""
+        """Block until requests are accepted; return the process id."""
         self._ready.wait()
         return os.getpid()
 
     def end(self) -> None:
-        """Let what runs here go on elsewhere, then end; Ray starts the next one."""
-        if (told := self._told) is None:
+        """Drain, then end; Ray restarts the process."""
+        if (end_server := self._end_server) is None:
             os._exit(1)
-        told()
+        end_server()
 
     # Not `async def`: Ray would run an actor that has such a method on an event loop of its own.
     def _serve(self, config: Config, secret: bytes) -> None:
@@ -66,26 +68,30 @@ class _Actor:
         except BaseException:
             traceback.print_exc(file=self._log)
         finally:
-            # Who does not serve must not look alive; Ray starts it again.
+            # A process that does not serve has to end; Ray restarts it.
             os._exit(1)
 
 
 class InstanceActor(_Actor):
-    """An instance; its epochs begin with the number of its start."""
+    """An instance; its epochs are the numbers of its starts."""
 
     def _serve(self, config: Config, secret: bytes) -> None:
         from kvrs.engine.server import serve  # Loads torch, which only this process needs.
 
         async def run() -> None:
             stop = asyncio.Event()
-            self._told = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
-            await serve(config, self._name, self._start, secret, stop, self._ready.set, older=self._older)
+            self._end_server = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
+            await serve(
+                config, self._name, self._start, secret, stop, self._ready.set, older=self._older
+            )
 
         asyncio.run(run())
 
 
 class ServerActor(_Actor):
-    """A DistServe server, as a process of its own with the command line that a user would give; it and this one end together."""
+    """A DistServe server, as a process of its own with a user's command line; server and actor end
+    together.
+    """
 
     def _serve(self, config: Config, secret: bytes) -> None:
         import ray
@@ -93,17 +99,25 @@ class ServerActor(_Actor):
         (node,) = (process.node for process in processes_of(config) if process.name == self._name)
         ours = ["--kvrs-config", str(self._config_path), "--kvrs-node", node]
         ours += ["--epoch", str(self._start), "--end-with", str(os.getpid())]
-        # Where this package is, the other one is too, installed or not.
+        # distserve_patches stands beside this package, installed or not.
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {
             ENV_NAME: b"\n".join([secret, *self._older]).decode(),
             "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
             "PYTHONPATH": os.pathsep.join(paths),
         }
-        command = [sys.executable, "-m", "distserve_patches.api_server", *config.cluster.distserve.flags, *ours]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        command = [
+            sys.executable,
+            "-m",
+            "distserve_patches.api_server",
+            *config.cluster.distserve.flags,
+            *ours,
+        ]
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as server:
             assert server.stdout is not None
-            self._told = server.terminate  # Its streams are recovered as when it dies.
+            self._end_server = server.terminate  # Its streams are recovered as after a death.
             last = ""
             for line in server.stdout:
                 if line == "ready\n":
@@ -116,7 +130,7 @@ class ServerActor(_Actor):
 
 
 class AgentActor(_Actor):
-    """The agent of a node; its epoch is kept beside its segments."""
+    """The agent of a node; its epoch is stored beside its segments."""
 
     def _serve(self, config: Config, secret: bytes) -> None:
         import uvloop
@@ -126,9 +140,13 @@ class AgentActor(_Actor):
         (node,) = (node.id for node in config.cluster.nodes if node.agent_id == self._name)
 
         async def run() -> None:
-            # Cancelled rather than stopped: what it holds is for the agent that comes after it.
-            serving = asyncio.ensure_future(serve(config, node, secret, asyncio.Event(), self._ready.set, self._older))
-            self._told = partial(asyncio.get_running_loop().call_soon_threadsafe, serving.cancel)
+            # Cancelled rather than stopped: its successor adopts the checkpoints.
+            serving = asyncio.ensure_future(
+                serve(config, node, secret, asyncio.Event(), self._ready.set, self._older)
+            )
+            self._end_server = partial(
+                asyncio.get_running_loop().call_soon_threadsafe, serving.cancel
+            )
             await asyncio.wait({serving})
             if not serving.cancelled():
                 serving.result()

@@ -1,10 +1,10 @@
-"""Ends whatever a launcher left behind, however the launcher ended.
+"""Ends the processes that a launcher left behind, however the launcher ended.
 
-`python -m kvrs.cluster.guard RUN_DIRECTORY [SHARED_MEMORY]` reads its standard input until the launcher's end of the pipe
-is closed, by a clean exit or by SIGKILL alike. The run directory is private to one run and every process of the run
-keeps a log file in it open, so "holds a file in the run directory open" is "belongs to the run", whatever the process
-calls itself and whoever its parent is by then. Both directories are removed: agents that were killed have left their
-segments in the second one, for those that come after them, and nobody comes any more.
+`python -m kvrs.cluster.guard RUN_DIRECTORY [SHARED_MEMORY]` reads its standard input until the
+launcher's end of the pipe is closed, by a clean exit or by SIGKILL alike. The run directory is
+private to one run and every process of the run has a log file in it open; so a process belongs to
+the run if it has a file of that directory open, whatever its name and parent. Both directories are
+removed: killed agents have left their segments in the second one.
 """
 
 import contextlib
@@ -17,14 +17,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Ray's helpers start each other while they die; a few quiet looks in a row mean that nobody is left.
+# Ray's helpers start each other while they end; after a few scans without a process none is left.
 QUIET_LOOKS = 3
 LOOK_INTERVAL_S = 0.2
 PATIENCE_S = 20.0
 
 
 def members(run_directory: Path) -> Iterator[int]:
-    """Process ids with a file of `run_directory` open; not our own, nor that of a launcher that waits for us."""
+    """Process ids with a file of `run_directory` open, without the guard itself and a waiting
+    launcher.
+    """
     prefix = str(run_directory.resolve()) + "/"
     spared = {os.getpid(), os.getppid()}
     for entry in Path("/proc").iterdir():
@@ -33,14 +35,18 @@ def members(run_directory: Path) -> Iterator[int]:
 
 
 def _holds(process: Path, prefix: str) -> bool:
-    # A process may end, or be someone else's, while we look at it.
+    # A process may end during the scan, or belong to another user.
     with contextlib.suppress(OSError):
-        return any(os.readlink(link).startswith(prefix) for link in process.joinpath("fd").iterdir())
+        return any(
+            os.readlink(link).startswith(prefix) for link in process.joinpath("fd").iterdir()
+        )
     return False
 
 
 def start_guard(*directories: Path) -> subprocess.Popen[bytes]:
-    """The guard of the run directory and what else is to be removed; it waits until its standard input is closed."""
+    """Start the guard of the run directory and of other directories to remove; it waits until its
+    standard input is closed.
+    """
     command = [sys.executable, "-m", "kvrs.cluster.guard", *map(str, directories)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -61,7 +67,7 @@ def sweep(run_directory: Path, *others: Path) -> None:
 
 
 def main() -> None:
-    # Ctrl-C is meant for the launcher; the guard outlives it on purpose.
+    # Ctrl-C goes to the launcher; the guard has to outlive it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while sys.stdin.buffer.read(4096):
         continue

@@ -1,24 +1,27 @@
-"""Which processes a cluster of some configuration consists of, beside the proxy: what Ray is to start and keep."""
+"""The processes of a cluster beside the proxies: what Ray starts and restarts, by backend."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, assert_never
 
-from kvrs.cluster.config import Backend
-from kvrs.config import Config
+from kvrs.config.cluster import Backend
+from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 
 HOME_ENV = "DISTSERVE_HOME"
+START_TIMEOUT_S = 120.0
+
+Progress = Callable[[str], None]  # Takes a line about what is done.
 
 
 class Kind(StrEnum):
     INSTANCE = "instance"  # Of the embedded engine.
     AGENT = "agent"
-    SERVER = "server"  # Of DistServe: both instances of its node.
+    SERVER = "DistServe server"  # Both instances of its node.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,13 @@ class Process:
                 return str(self.name)
             case Kind.SERVER:
                 return f"DistServe on node {self.node}"
+            case _:
+                assert_never(self.kind)
+
+    @property
+    def start_timeout_s(self) -> float:
+        # DistServe converts the weights of a model before it loads them for the first time.
+        return 1800.0 if self.kind is Kind.SERVER else START_TIMEOUT_S
 
 
 def processes_of(config: Config) -> list[Process]:
@@ -47,30 +57,47 @@ def _processes(config: Config) -> Iterator[Process]:
     cluster = config.cluster
     match cluster.backend:
         case Backend.EMBEDDED:
-            yield from (Process(instance.id, node.id, Kind.INSTANCE) for node, instance in cluster.instances())
+            for node, instance in cluster.instances():
+                yield Process(instance.id, node.id, Kind.INSTANCE)
         case Backend.DISTSERVE:
-            yield from (Process(InstanceId(f"server-{node.id}"), node.id, Kind.SERVER) for node in cluster.nodes)
+            for node in cluster.nodes:
+                yield Process(InstanceId(f"server-{node.id}"), node.id, Kind.SERVER)
         case Backend.VLLM:
-            raise ConfigError(["cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', 'distserve' (see docs/vllm.md)"])
+            raise ConfigError(
+                [
+                    "cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', "
+                    "'distserve' (see docs/vllm.md)"
+                ]
+            )
+        case _:
+            assert_never(cluster.backend)
     if config.agents_run:
         yield from (Process(node.agent_id, node.id, Kind.AGENT) for node in cluster.nodes)
 
 
 def check_home(config: Config, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError: DistServe is to be started, and is not where it is said to be."""
+    """Raises ConfigError: DistServe is to be started, and there is no checkout of it."""
     if config.cluster.backend is not Backend.DISTSERVE:
         return
     key, home = "cluster.distserve.home", config.cluster.distserve.home
     if home is None:
         key, home = f"environment variable {HOME_ENV}", environ.get(HOME_ENV)
     if not home:
-        raise ConfigError([f"cluster.distserve.home: missing, and {HOME_ENV} is not set; allowed: a checkout of DistServe"])
+        raise ConfigError(
+            [
+                f"cluster.distserve.home: missing, and {HOME_ENV} is not set; allowed: a "
+                f"checkout of DistServe"
+            ]
+        )
     if not (Path(home) / "distserve" / "llm.py").is_file():
-        raise ConfigError([f"{key}: {home} has no distserve/llm.py; allowed: a checkout of DistServe"])
+        raise ConfigError(
+            [f"{key}: {home} has no distserve/llm.py; allowed: a checkout of DistServe"]
+        )
 
 
 def gpus_of(config: Config) -> int | None:
-    """How many logical GPUs DistServe's workers need, where no real ones are used; None: Ray counts the real ones.
+    """The logical GPUs that DistServe's workers need where there are no real ones; None: Ray counts
+    the real ones.
 
     Raises:
         ConfigError: a flag of DistServe has no number.

@@ -1,4 +1,4 @@
-"""The proxies of a cluster: one process each, brought back at the same ports whenever it ends."""
+"""The proxies of a cluster: one process each, restarted at the same ports whenever it ends."""
 
 import contextlib
 import http.client
@@ -9,19 +9,21 @@ import time
 import urllib.request
 from collections.abc import Callable
 
+from kvrs.config.proxy import ProxySettings
 from kvrs.errors import KvrsError
-from kvrs.proxy.config import ProxySettings
+from kvrs.tls import pinned_context
 
 LOOK_INTERVAL_S = 0.05
-# A proxy that ends before it has taken a request is started again so often, each time after twice the pause,
+# A proxy that ends before it has taken a request is restarted this often, each time after twice the
+# pause,
 QUICK_ENDS = 5
 FIRST_PAUSE_S = 0.25
-# and then, for others may serve meanwhile and its file may be changed, after this one.
+# and from then on after this pause: others may serve meanwhile, and its file may be mended.
 LONG_PAUSE_S = 5.0
 
 
 class ProxyError(KvrsError):
-    """A proxy ends whenever it is started; the message names it and ends with its last log lines."""
+    """A proxy ends whenever it is started; the message has its name and last log lines."""
 
 
 class ProxyProcess:
@@ -37,50 +39,70 @@ class ProxyProcess:
         self._spawn = spawn
         self._log_tail = log_tail
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # Nobody is started once the end has begun.
+        self._lock = threading.Lock()  # No process is started after `stop` has begun.
         self._closing = threading.Event()
         self._served = threading.Event()
-        self.fault: str | None = None  # Why it cannot be brought back, as long as it cannot.
+        self.fault: str | None = None  # Why it cannot be restarted, while it cannot.
         self._thread = threading.Thread(target=self._keep, name=settings.id, daemon=True)
 
     @property
     def url(self) -> str:
-        return f"http://{self.settings.host}:{self.settings.port}"
+        scheme = "http" if self.settings.tls is None else "https"
+        return f"{scheme}://{self.settings.host}:{self.settings.port}"
 
     @property
     def admin_url(self) -> str:
-        return f"http://{self.settings.host}:{self.settings.admin_port}"
+        scheme = "http" if self.settings.admin_tls is None else "https"
+        return f"{scheme}://{self.settings.admin_host}:{self.settings.admin_port}"
+
+    def read_admin(self, path: str, token: bytes | None, timeout_s: float) -> bytes:
+        """The answer of the admin port.
+
+        Raises:
+            OSError: it does not answer, or not to the end.
+        """
+        headers = {} if token is None else {"Authorization": f"Bearer {token.decode()}"}
+        request = urllib.request.Request(self.admin_url + path, headers=headers)  # noqa: S310 - our own URL
+        tls = self.settings.admin_tls
+        context = None if tls is None else pinned_context(tls.cert)
+        if context is not None and tls is not None and tls.client_ca is not None:
+            context.load_cert_chain(tls.cert, tls.key)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s, context=context) as answer:  # noqa: S310
+                return bytes(answer.read())
+        except http.client.HTTPException as error:
+            raise OSError(f"no answer to {path} at {self.admin_url}: {error!r}") from None
 
     @property
     def pid(self) -> int | None:
-        """Of the process that there is, or was last."""
+        """The process id, of the last process if there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         self._thread.start()
 
     def served(self) -> bool:
-        """Whether it ever took requests."""
+        """Whether it has ever accepted requests."""
         return self._served.is_set()
 
     def check(self) -> None:
-        """Raises ProxyError: it cannot be brought back."""
+        """Raises ProxyError: it cannot be restarted."""
         if self.fault is not None:
             raise ProxyError(self.fault)
 
     def signal(self, number: signal.Signals) -> int:
-        """To the process that there is; its id. It will be brought back if it ends of it."""
+        """Signal the process; return its id. It is restarted if it ends."""
         with self._lock:
             assert self._process is not None
             self._process.send_signal(number)
             return self._process.pid
 
-    def tell_to_end(self) -> None:
-        """Without a successor, and without waiting for its streams: everything ends."""
+    def stop(self) -> None:
+        """End the process without a successor and without draining."""
         with self._lock:
             self._closing.set()
             if self._process is not None:
-                # Two different ones, because two of a kind may arrive as one.
+                # Two different signals, because two of a kind may arrive as one.
                 self._process.send_signal(signal.SIGTERM)
                 self._process.send_signal(signal.SIGINT)
 
@@ -95,7 +117,7 @@ class ProxyProcess:
             try:
                 if (process := self._start_one()) is None:
                     return
-                quick_ends = 0 if self._see_it_serve(process) else quick_ends + 1
+                quick_ends = 0 if self._wait_until_served(process) else quick_ends + 1
                 end = f"ended with status {process.wait()}"
             except OSError as error:
                 quick_ends, end = quick_ends + 1, f"cannot be started: {error}"
@@ -105,8 +127,11 @@ class ProxyProcess:
                 often = "" if quick_ends == 1 else f", {quick_ends} times before it took a request"
                 self.fault = f"{self.settings.id} {end}{often}\n{self._log_tail()}"
             if not self.served():
-                return  # What cannot be started at all is a mistake of the user's, and better told at once.
-            self._closing.wait(LONG_PAUSE_S if is_hopeless else FIRST_PAUSE_S * 2 ** (quick_ends - 1))
+                # A proxy that never served has a wrong configuration, which is reported at once.
+                return
+            self._closing.wait(
+                LONG_PAUSE_S if is_hopeless else FIRST_PAUSE_S * 2 ** (quick_ends - 1)
+            )
 
     def _start_one(self) -> subprocess.Popen[bytes] | None:
         with self._lock:
@@ -115,13 +140,11 @@ class ProxyProcess:
             self._process = self._spawn()
             return self._process
 
-    def _see_it_serve(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait until it takes requests, or ends before it does."""
+    def _wait_until_served(self, process: subprocess.Popen[bytes]) -> bool:
+        """Wait until it accepts requests, or ends before; True if it accepts them."""
         while process.poll() is None:
-            with (
-                contextlib.suppress(OSError, http.client.HTTPException),
-                urllib.request.urlopen(f"{self.admin_url}/healthz", timeout=1),  # noqa: S310 - our own URL
-            ):
+            with contextlib.suppress(OSError):
+                self.read_admin("/healthz", None, 1.0)
                 self._served.set()
                 self.fault = None
                 return True

@@ -1,11 +1,13 @@
-"""Every process of a running cluster restarted, one at a time, so that no stream has to fail for it."""
+"""Rolling restart: every process of a running cluster is restarted, one at a time, without a failed
+stream.
+"""
 
 import time
 from collections.abc import Callable
 
-from kvrs.cluster.faults import rows_of
-from kvrs.cluster.launcher import DISTSERVE_START_TIMEOUT_S, START_TIMEOUT_S, Cluster
-from kvrs.cluster.processes import Kind, Process
+from kvrs.cluster.fault_injection import rows_of
+from kvrs.cluster.launcher import Cluster
+from kvrs.cluster.processes import START_TIMEOUT_S, Kind, Process
 from kvrs.cluster.starts import forget_fault, start_fault
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
@@ -14,28 +16,34 @@ LOOK_INTERVAL_S = 0.1
 
 
 class RestartError(KvrsError):
-    """Somebody did not come back; the others were left alone, and the cluster runs on without it."""
+    """A process failed to restart; the rollout stops, and the other processes run on."""
 
 
 class RollingRestart:
-    """`run` restarts proxies, then instances, then agents. Each has to be up again, as every proxy sees it, before the next."""
+    """`run` restarts proxies, then instances, then agents. Each has to be up in the state of every
+    proxy before the next one.
+    """
 
-    def __init__(self, cluster: Cluster, say: Callable[[str], None], goes_on: Callable[[], bool]) -> None:
-        """`goes_on` is asked all the time; where it says no, nothing further is restarted."""
+    def __init__(
+        self, cluster: Cluster, say: Callable[[str], None], goes_on: Callable[[], bool]
+    ) -> None:
+        """`goes_on` is polled; when it returns False, no further process is restarted."""
         self._cluster = cluster
         self._say = say
         self._goes_on = goes_on
 
     def run(self) -> bool:
-        """Whether it came to its end.
+        """Restart all; False if `goes_on` ended it.
 
         Raises:
-            RestartError: somebody did not come back.
-            LaunchError, ProxyError: the cluster cannot go on at all: nobody serves.
+            RestartError: a process failed to restart.
+            LaunchError, ProxyError: no proxy serves any more, or Ray has ended.
         """
         cluster = self._cluster
-        # Whoever is being brought back already is waited for.
-        if not self._until(lambda: not cluster.down(), "the restart has not begun", START_TIMEOUT_S):
+        # Wait for processes that are being restarted already.
+        if not self._until(
+            lambda: not cluster.down(), "the restart has not begun", START_TIMEOUT_S
+        ):
             return False
         for number in range(len(cluster.proxies)):
             if not self._restart_proxy(number):
@@ -56,14 +64,18 @@ class RollingRestart:
                 raise RestartError(proxy.fault)
             return proxy.pid != former and not cluster.down()
 
-        return self._until(is_new, name, START_TIMEOUT_S + proxy.settings.drain_s) and self._all_up(name, START_TIMEOUT_S)
+        return self._until(is_new, name, START_TIMEOUT_S + proxy.settings.drain_s) and self._all_up(
+            name, START_TIMEOUT_S
+        )
 
     def _restart(self, process: Process) -> bool:
         cluster = self._cluster
         former: dict[int, set[int]] = {}
 
         def is_known() -> bool:
-            former.update({number: self._pids(number, process) for number in range(len(cluster.proxies))})
+            former.update(
+                {number: self._pids(number, process) for number in range(len(cluster.proxies))}
+            )
             return all(former.values())
 
         if not self._until(is_known, process.label, START_TIMEOUT_S):
@@ -77,12 +89,12 @@ class RollingRestart:
             found = {number: self._pids(number, process) for number in former}
             return all(found[number] and not former[number] & found[number] for number in former)
 
-        start_s = DISTSERVE_START_TIMEOUT_S if process.kind is Kind.SERVER else START_TIMEOUT_S
+        start_s = process.start_timeout_s
         within_s = start_s + cluster.config.cluster.drain_s
         return self._until(is_new, process.label, within_s) and self._all_up(process.label, start_s)
 
     def _pids(self, proxy: int, process: Process) -> set[int]:
-        """What a proxy takes for the process, under whatever names."""
+        """The process ids of a process in the state of a proxy, under all of its names."""
         try:
             rows = rows_of(self._cluster.state(proxy))
         except OSError:
@@ -92,7 +104,11 @@ class RollingRestart:
     def _names(self, process: Process) -> list[InstanceId]:
         if process.kind is not Kind.SERVER:
             return [process.name]
-        return [instance.id for node, instance in self._cluster.config.cluster.instances() if node.id == process.node]
+        return [
+            instance.id
+            for node, instance in self._cluster.config.cluster.instances()
+            if node.id == process.node
+        ]
 
     def _all_up(self, name: str, within_s: float) -> bool:
         if not self._until(lambda: not self._cluster.down(), name, within_s):
@@ -101,13 +117,15 @@ class RollingRestart:
         return True
 
     def _until(self, holds: Callable[[], bool], name: str, within_s: float) -> bool:
-        """Wait for it; False: nobody wants to any more."""
+        """Wait for a condition; False: `goes_on` ended it."""
         give_up_s = time.monotonic() + within_s
         while not holds():
             if not self._goes_on():
                 return False
             self._cluster.check()
             if time.monotonic() > give_up_s:
-                raise RestartError(f"{name}: {within_s:.0f} s later these are not up: {self._cluster.down()}")
+                raise RestartError(
+                    f"{name}: {within_s:.0f} s later these are not up: {self._cluster.down()}"
+                )
             time.sleep(LOOK_INTERVAL_S)
         return self._goes_on()

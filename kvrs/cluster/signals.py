@@ -1,4 +1,4 @@
-"""What the signals that ask a launcher to end do while a cluster starts, runs and ends."""
+"""Handlers of the signals that end a launcher, while a cluster starts, runs and ends."""
 
 import signal
 import threading
@@ -6,40 +6,56 @@ from types import FrameType
 from typing import Any
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A callback of a library may swallow an interrupt: it is raised again until the end has begun.
+_AGAIN_S = 1.0
 
 
 class EndingSignals:
-    """Takes the handlers that it finds and gives them back at the end. Does nothing outside of the main thread, which has none.
+    """Replaces the handlers and restores them at the end. Does nothing outside of the main thread.
 
-    Ray puts handlers of its own in place while it starts, so who had some before must get them back afterwards.
+    Ray installs handlers of its own while it starts, so earlier ones have to be restored.
     """
 
     def __init__(self) -> None:
         self._found: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            # Who started us with a signal ignored (nohup) wants it ignored, and a handler not set from Python cannot be put back.
-            self._found = {one: found for one in _ENDING if (found := signal.getsignal(one)) not in (signal.SIG_IGN, None)}
+            # An ignored signal (nohup) stays ignored, and a handler not set from Python cannot be
+            # restored.
+            self._found = {
+                one: found
+                for one in _ENDING
+                if (found := signal.getsignal(one)) not in (signal.SIG_IGN, None)
+            }
 
     def interrupt(self) -> None:
-        """Each raises KeyboardInterrupt, whatever we are waiting for: a start is not worth waiting for its end."""
+        """Each signal raises KeyboardInterrupt, also during a start, and again until `ignore`."""
         for one in self._found:
             signal.signal(one, _raise_interrupt)
 
     def hand_back(self) -> None:
-        """Each does what it did before; but where that was to end the process at once, it still raises: we clean up first."""
+        """Each signal has its former effect; but one that would end the process at once raises, so
+        that the cluster is ended first.
+        """
         for one, found in self._found.items():
             signal.signal(one, _raise_interrupt if found is signal.SIG_DFL else found)
 
     def ignore(self) -> None:
-        """None does anything: the end is under way already, and half an end would leave things behind."""
+        """No signal has an effect: the end is under way, and half an end would leave processes
+        behind.
+        """
+        if self._found:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
         for one in self._found:
             signal.signal(one, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Exactly what was found."""
+        """Restore the former handlers."""
         for one, found in self._found.items():
             signal.signal(one, found)
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    if number != signal.SIGALRM:
+        signal.signal(signal.SIGALRM, _raise_interrupt)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
     raise KeyboardInterrupt

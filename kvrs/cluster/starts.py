@@ -1,4 +1,6 @@
-"""What an instance leaves in the run directory about its starts, for its next one and for the launcher."""
+"""Files in the run directory about the starts of a process, for its next start and for the
+launcher.
+"""
 
 from pathlib import Path
 
@@ -6,20 +8,22 @@ from kvrs.ids import InstanceId
 
 
 def next_start(run_directory: Path, instance: InstanceId) -> int:
-    """Its number: one more than the last start's, whatever the clock says; kept in a file because the process is not."""
+    """The number of this start: one more than the last one's; in a file, so that it outlives the
+    process.
+    """
     epoch = starts(run_directory, instance) + 1
     _write(run_directory / f"{instance}.epoch", str(epoch))
     return epoch
 
 
 def starts(run_directory: Path, instance: InstanceId) -> int:
-    """How often it was started."""
+    """The number of starts so far."""
     path = run_directory / f"{instance}.epoch"
     return int(path.read_text()) if path.exists() else 0
 
 
 def report_fault(run_directory: Path, instance: InstanceId, fault: str) -> None:
-    """Say why a start failed, where another one would fail for the same reason."""
+    """Record why a start failed, where a restart would fail for the same reason."""
     _write(run_directory / f"{instance}.fault", fault)
 
 
@@ -29,12 +33,12 @@ def start_fault(run_directory: Path, instance: InstanceId) -> str | None:
 
 
 def forget_fault(run_directory: Path, instance: InstanceId) -> None:
-    """It is about to be started anew, and may fail for another reason, or not at all."""
+    """Remove the record before a restart."""
     (run_directory / f"{instance}.fault").unlink(missing_ok=True)
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: whoever reads it may do so at any moment."""
+    """Replace the file atomically: it may be read at any time."""
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(text)
     temporary.replace(path)

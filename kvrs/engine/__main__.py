@@ -1,6 +1,7 @@
-"""Run one instance by hand: `python -m kvrs.engine --config FILE --instance ID [--epoch N]`, until SIGTERM or Ctrl-C.
+"""Run one instance by hand: `python -m kvrs.engine --config FILE --instance ID [--epoch N]`, until
+SIGTERM or Ctrl-C.
 
-It ends when its streams are elsewhere (`cluster.drain_s`); told a second time, it ends at once.
+It ends when its streams are elsewhere (`cluster.drain_s`), and at a second signal at once.
 """
 
 import argparse
@@ -11,30 +12,40 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from kvrs.config import load_config, read_secrets
-from kvrs.engine.server import serve
-from kvrs.errors import ConfigError
+from kvrs.config.file import load_config, read_secrets
+from kvrs.errors import ConfigError, MissingExtraError, check_extras
 from kvrs.ids import InstanceId
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
+    check_extras("engine")
+    from kvrs.engine.server import serve
+
     config = load_config(arguments.config)
     stop, at_once = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, lambda: (at_once if stop.is_set() else stop).set())
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: (at_once if stop.is_set() else stop).set()
+        )
     secret, *older = read_secrets(config.security, os.environ)
     ready = partial(print, "ready", flush=True)
     await serve(config, arguments.instance, arguments.epoch, secret, stop, ready, at_once, older)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvrs.engine", description="Run one instance of the embedded engine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvrs.engine", description="Run one instance of the embedded engine."
+    )
     parser.add_argument("--config", type=Path, required=True, help="YAML file with all ports given")
-    parser.add_argument("--instance", type=InstanceId, required=True, help="id of the instance in cluster.nodes")
-    parser.add_argument("--epoch", type=int, default=1, help="must rise with every start of the same instance")
+    parser.add_argument(
+        "--instance", type=InstanceId, required=True, help="id of the instance in cluster.nodes"
+    )
+    parser.add_argument(
+        "--epoch", type=int, default=1, help="must rise with every start of the same instance"
+    )
     try:
         asyncio.run(_serve(parser.parse_args()))
-    except ConfigError as error:
+    except (ConfigError, MissingExtraError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

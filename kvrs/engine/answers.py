@@ -1,25 +1,23 @@
-"""What a run produced, in the shapes of OpenAI's two endpoints. Pure translation."""
+"""Output of a run in the shapes of OpenAI's two endpoints. Pure translation."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
-from kvrs.engine.requests import OutputToken, Run, StepOutput
-from kvrs.engine.sampler import Logprobs as SampledLogprobs
+from kvrs.engine.requests import GenerationRun, OutputToken, StepOutput
+from kvrs.engine.sampler import SampledLogprobs
 from kvrs.protocol.instance import KvTransferParams
-from kvrs.protocol.openai import (
+from kvrs.protocol.openai.chunks import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    ChatRequest,
     Choice,
     Completion,
-    CompletionRequest,
-    Delta,
     FunctionCall,
     Logprobs,
     TokenLogprob,
@@ -27,6 +25,7 @@ from kvrs.protocol.openai import (
     TopLogprob,
     Usage,
 )
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.text import output
 from kvrs.text.output import TextDelta
 from kvrs.text.pieces import TokenPieces
@@ -42,12 +41,21 @@ class Answer(Protocol):
 
     def usage_event(self) -> msgspec.Struct: ...
 
-    def whole(self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None) -> msgspec.Struct: ...
+    def whole(
+        self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None
+    ) -> msgspec.Struct: ...
 
 
 class CompletionAnswer:
     def __init__(
-        self, asked: CompletionRequest, run: Run, model: str, created: int, pieces: TokenPieces, *, names_prompt: bool = False
+        self,
+        asked: CompletionRequest,
+        run: GenerationRun,
+        model: str,
+        created: int,
+        pieces: TokenPieces,
+        *,
+        names_prompt: bool = False,
     ) -> None:
         """`names_prompt`: the first event has the prompt's ids."""
         self._asked = asked
@@ -95,7 +103,9 @@ class CompletionAnswer:
         )
 
     def _top(self, token_id: int, logprobs: SampledLogprobs) -> dict[str, float]:
-        """The likeliest, and the sampled one even where it is not among them. Of tokens with one text the likelier counts."""
+        """The likeliest tokens, and the sampled one even where it is not among them. Of tokens with
+        one text the likelier counts.
+        """
         top: dict[str, float] = {}
         for other, logprob in (*logprobs.top, (token_id, logprobs.logprob)):
             top.setdefault(self._pieces.text(other), logprob)
@@ -104,7 +114,14 @@ class CompletionAnswer:
 
 class ChatAnswer:
     def __init__(
-        self, asked: ChatRequest, run: Run, model: str, created: int, pieces: TokenPieces, *, names_prompt: bool = False
+        self,
+        asked: ChatRequest,
+        run: GenerationRun,
+        model: str,
+        created: int,
+        pieces: TokenPieces,
+        *,
+        names_prompt: bool = False,
     ) -> None:
         """As for a completion."""
         self._asked = asked
@@ -115,10 +132,12 @@ class ChatAnswer:
 
     def opening(self) -> ChatChunk | None:
         sequence = self._run.sequence
-        # Who continues a stream speaks in a message that was opened long ago.
+        # A continued stream goes on in a message that was opened before.
         if sequence.history_tokens > sequence.prompt_tokens:
             return None
-        chunk = ChatChunk(*self._head, [ChatChunkChoice(delta=Delta(role="assistant", content=""))])
+        chunk = ChatChunk(
+            *self._head, [ChatChunkChoice(delta=ChatDelta(role="assistant", content=""))]
+        )
         if self._names_prompt:
             chunk.prompt_token_ids = prompt_ids_of(self._run)
         return chunk
@@ -136,7 +155,9 @@ class ChatAnswer:
     def usage_event(self) -> ChatChunk:
         return ChatChunk(*self._head, [], usage=usage_of(self._run))
 
-    def whole(self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None) -> ChatCompletion:
+    def whole(
+        self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None
+    ) -> ChatCompletion:
         step = joined(steps)
         choice = ChatChoice(
             message=_message(step.delta),
@@ -183,21 +204,23 @@ def joined(steps: Sequence[StepOutput]) -> StepOutput:
     )
 
 
-def usage_of(run: Run) -> Usage:
+def usage_of(run: GenerationRun) -> Usage:
     """Counted over the whole stream, earlier attempts included."""
     prompt, produced = run.sequence.prompt_tokens, run.produced_tokens
     return Usage(prompt_tokens=prompt, completion_tokens=produced, total_tokens=prompt + produced)
 
 
-def prompt_ids_of(run: Run) -> list[int]:
+def prompt_ids_of(run: GenerationRun) -> list[int]:
     return run.sequence.token_ids[: run.sequence.prompt_tokens]
 
 
-def _delta(delta: TextDelta) -> Delta:
+def _delta(delta: TextDelta) -> ChatDelta:
     calls = [_tool_call(call) for call in delta.tool_calls]
     for call, shown in zip(delta.tool_calls, calls, strict=True):
         shown.index = call.index
-    return Delta(content=delta.text or None, reasoning_content=delta.reasoning or None, tool_calls=calls)
+    return ChatDelta(
+        content=delta.text or None, reasoning_content=delta.reasoning or None, tool_calls=calls
+    )
 
 
 def _message(delta: TextDelta) -> ChatMessage:
@@ -209,5 +232,5 @@ def _message(delta: TextDelta) -> ChatMessage:
     return message
 
 
-def _tool_call(call: output.ToolCall) -> ToolCall:
+def _tool_call(call: output.ParsedToolCall) -> ToolCall:
     return ToolCall(call.id, FunctionCall(call.name, call.arguments))

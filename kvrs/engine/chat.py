@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import msgspec
@@ -15,48 +15,77 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrs.errors import ConfigError, RequestError
-from kvrs.protocol.openai import ChatRequest
+from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.protocol.openai.structure import MAX_TEMPLATE_VALUES, check_structure
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_MESSAGES = msgspec.json.Decoder(list[dict[str, Any]])
+Decoded = TypeVar("Decoded")
+
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
+_OBJECTS: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(list[dict[str, Any]])
+_ARGUMENTS = msgspec.json.Decoder(dict[str, Any] | None)
 
 
 class ChatTemplate:
-    """The template of one model. It is a program, so it runs in Jinja's sandbox, with the settings of Hugging Face."""
+    """The template of one model. It is a program, so it runs in Jinja's sandbox, with the settings
+    of Hugging Face.
+    """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], where: Path) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], where: Path
+    ) -> None:
         """Compile the templates by name; `default` is used where there is no better one.
 
         Raises:
             ConfigError: a template is no valid Jinja.
         """
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals.update(
-            raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace, dict=_new_dict
+            raise_exception=_raise_exception,
+            strftime_now=_strftime_now,
+            namespace=_Namespace,
+            dict=_new_dict,
         )
         try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+            self._templates = {
+                name: environment.from_string(source) for name, source in sources.items()
+            }
         except jinja2.TemplateError as error:
             raise ConfigError([f"{where}: chat_template: {error}"]) from None
         self._special_tokens = dict(special_tokens)
 
     def render(self, request: ChatRequest) -> str:
-        """The prompt for a request, ready for the answer to begin.
+        """The prompt for a request, ready for the answer to begin. Large ones take a second: not
+        for the event loop.
 
         Raises:
             RequestError: the messages are not what the template takes.
         """
-        tools = request.tools if request.may_call_tools else None
+        tools = _decoded(request.tools, "tools", _OBJECTS) if request.may_call_tools else None
+        messages = _decoded(request.messages, "messages", _OBJECTS)
         variables: dict[str, Any] = {
             **self._special_tokens,
-            "messages": [_flatten(message, index) for index, message in enumerate(_messages_of(request))],
+            "messages": [_flatten(message, index) for index, message in enumerate(messages)],
             "tools": tools,
-            "add_generation_prompt": True,
+            "add_generation_prompt": request.add_generation_prompt,
         }
-        extra = dict(request.chat_template_kwargs or {})
+        if bytes(request.documents) != b"null":
+            variables["documents"] = _decoded(request.documents, "documents", _OBJECTS)
+        extra = _decoded(request.chat_template_kwargs, "chat_template_kwargs", _ARGUMENTS) or {}
         if taken := sorted(extra.keys() & variables.keys()):
-            raise RequestError(f"chat_template_kwargs must not set {taken[0]!r}", param="chat_template_kwargs")
+            raise RequestError(
+                f"chat_template_kwargs must not set {taken[0]!r}", param="chat_template_kwargs"
+            )
         if request.reasoning_effort is not None:
             extra["reasoning_effort"] = request.reasoning_effort
         template = self._templates.get("tool_use") if tools else None
@@ -65,29 +94,45 @@ class ChatTemplate:
             raise RequestError("this model has a chat template for tools only", param="tools")
         try:
             return template.render(**variables, **extra)
-        except Exception as error:  # A template may raise anything, and the messages are what provoked it.
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+        except (
+            Exception
+        ) as error:  # A template may raise anything, and the messages are what provoked it.
+            raise RequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from None
 
 
 def load_chat_template(model_directory: Path) -> ChatTemplate | None:
-    """Read `chat_template.jinja` or `chat_template` of `tokenizer_config.json`; None where there is neither.
+    """Read `chat_template.jinja` or `chat_template` of `tokenizer_config.json`; None where there is
+    neither.
 
     Raises:
         ConfigError: what is there is not a template.
     """
     where = model_directory / "tokenizer_config.json"
     config = _read_config(where)
-    tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
+    tokens = {
+        name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None
+    }
     own_file = model_directory / "chat_template.jinja"
-    match own_file.read_text(encoding="utf-8") if own_file.is_file() else config.get("chat_template"):
+    match (
+        own_file.read_text(encoding="utf-8") if own_file.is_file() else config.get("chat_template")
+    ):
         case None:
             return None
         case str() as source:
             return ChatTemplate({"default": source}, tokens, where)
         case [*named] if named and all(_is_named(entry) for entry in named):
-            return ChatTemplate({entry["name"]: entry["template"] for entry in named}, tokens, where)
+            return ChatTemplate(
+                {entry["name"]: entry["template"] for entry in named}, tokens, where
+            )
         case _:
-            raise ConfigError([f"{where}: chat_template: allowed: a string, or a list of objects with name and template"])
+            raise ConfigError(
+                [
+                    f"{where}: chat_template: allowed: a string, or a list of objects "
+                    f"with name and template"
+                ]
+            )
 
 
 def _read_config(where: Path) -> dict[str, Any]:
@@ -100,35 +145,51 @@ def _read_config(where: Path) -> dict[str, Any]:
 
 
 def _is_named(entry: object) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+    )
 
 
 def _token_text(token: object) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
-def _messages_of(request: ChatRequest) -> list[dict[str, Any]]:
+def _decoded(value: msgspec.Raw, param: str, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
+    text = bytes(value)
+    check_structure(text, param, max_values=MAX_TEMPLATE_VALUES)
     try:
-        return _MESSAGES.decode(request.messages)
+        return decoder.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"messages cannot be read: {error}", param="messages") from None
+        raise RequestError(f"{param} cannot be read: {error}", param=param) from None
 
 
 def _flatten(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """A message as templates expect it: its content one text, the arguments of its calls objects."""
+    """A message as templates expect it: its content one text, the arguments of its calls
+    objects.
+    """
     match message.get("content"):
         case None:
             message["content"] = ""
         case list() as parts:
-            message["content"] = "\n".join(_part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(parts))
+            message["content"] = "\n".join(
+                _part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(parts)
+            )
         case str():
             pass
         case other:
-            raise RequestError(f"content must be text or a list of parts, got {other!r:.80}", param=f"messages[{index}].content")
+            raise RequestError(
+                f"content must be text or a list of parts, got {other!r:.80}",
+                param=f"messages[{index}].content",
+            )
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError("tool_calls must be a list", param=f"messages[{index}].tool_calls")
-        message["tool_calls"] = [_with_arguments(call, f"messages[{index}].tool_calls[{i}]") for i, call in enumerate(calls)]
+        message["tool_calls"] = [
+            _with_arguments(call, f"messages[{index}].tool_calls[{i}]")
+            for i, call in enumerate(calls)
+        ]
     return message
 
 
@@ -143,16 +204,29 @@ def _part_text(part: object, where: str) -> str:
 
 
 def _with_arguments(call: object, where: str) -> dict[str, Any]:
-    """Clients send back arguments as the JSON text that they got; templates write JSON themselves."""
+    """Clients send back arguments as the JSON text that they got; templates write JSON
+    themselves.
+    """
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if (
+        not isinstance(call, dict)
+        or not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+    ):
         raise RequestError("a tool call needs a function with a name", param=where)
     arguments = function.get("arguments", "")
     if isinstance(arguments, str):
+        check_structure(
+            arguments.encode(errors="replace"),
+            f"{where}.function.arguments",
+            max_values=MAX_TEMPLATE_VALUES,
+        )
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"arguments must be JSON: {error}", param=f"{where}.function.arguments") from None
+            raise RequestError(
+                f"arguments must be JSON: {error}", param=f"{where}.function.arguments"
+            ) from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -164,7 +238,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -176,7 +252,9 @@ def _strftime_now(form: str) -> str:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's own lets a template write attributes that begin with an underscore, which its sandbox then trusts."""
+    """Jinja's own lets a template write attributes that begin with an underscore, which its sandbox
+    then trusts.
+    """
 
     def __init__(self, **values: Any) -> None:
         for name in values:

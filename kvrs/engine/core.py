@@ -1,60 +1,38 @@
-"""The one loop of an instance: admit, pull, compute, emit.
+"""The loop of the embedded engine: admit, pull, compute, emit.
 
-Scheduler and page manager are touched on the event loop only; the computing thread sees nothing but chunks and
-tensors. So no lock is needed, and a page changes hands only between two batches.
+Scheduler and page manager are used on the event loop only; the computing thread gets chunks and
+tensors. So no lock is needed, and a page changes its owner only between two batches.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
-from kvrs.engine.fencing import AttemptBook
 from kvrs.engine.fetching import PageFetcher
-from kvrs.engine.requests import Run, Sampled, StepOutput
+from kvrs.engine.requests import GenerationRun, Sampled, StepOutput
+from kvrs.engine.runs import CheckpointHooks, RunCore
 from kvrs.engine.worker import Worker
-from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
-from kvrs.scheduling.batches import BatchScheduler
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.places import PlaceWait
-from kvrs.scheduling.sequences import Phase, Pull, Sequence
-from kvrs.scheduling.sources import Source, next_source
+from kvrs.scheduling.scheduler import BatchScheduler
+from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase
+from kvrs.scheduling.sources import PullSource, next_source
 from kvrs.text.output import TextDelta
-from kvrs.transfer.peers import Peer
-from kvrs.transfer.puller import PagePuller
 
 Batch = list[tuple[Sequence, Chunk]]
 
 
-class CheckpointHooks(Protocol):
-    """What is told to whoever sends newly filled pages to agents. No call waits for anything, and none may fail."""
-
-    def began(self, run: Run) -> None:
-        """A run with checkpoints is about to be computed."""
-
-    def filled(self, sequence: Sequence) -> None:
-        """It has more full pages than before, computed, fetched or found here, or has them again after it was preempted.
-
-        Called after a batch, while it owns them.
-        """
-
-    def ended(self, sequence: Sequence) -> None:
-        """Nothing more is computed for it; its pages are only leased or cached from now on, if they are kept at all."""
-
-
-class EngineCore:
-    """Drives one worker. All methods run on the event loop."""
+class EngineCore(RunCore):
+    """Drives one worker: admits, pulls, batches and emits tokens."""
 
     def __init__(
         self,
         worker: Worker,
         scheduler: BatchScheduler,
         pages: PageManager,
-        puller: PagePuller,
-        registry: Mapping[InstanceId, Peer],
+        fetcher: PageFetcher,
         *,
         clock: Callable[[], float],
         lease_s: float,
@@ -62,6 +40,7 @@ class EngineCore:
         pace: Pace | None,
         checkpoints: CheckpointHooks | None = None,
     ) -> None:
+        super().__init__(checkpoints)
         self.worker = worker
         self.scheduler = scheduler
         self.pages = pages
@@ -69,66 +48,38 @@ class EngineCore:
         self._clock = clock
         self._lease_s = lease_s
         self._pace = pace
-        self._checkpoints = checkpoints
-        self._places = PlaceWait()
-        self._fetcher = PageFetcher(worker.pool, puller, registry)
-        self._runs: dict[Sequence, Run] = {}
-        self._attempts = AttemptBook()
+        self._admission_wait = AdmissionWaitEstimator()
+        self._fetcher = fetcher
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
-        self.keep_aborted_s = 0.0  # So long the pages of a run stay, which goes on elsewhere, for whoever fetches them.
-        self._bug: BaseException | None = None  # It ended a pull, and is to end `run`.
+        self.fetched_pages = 0  # From other instances and agents, since the start.
+        # Lease on the pages of an aborted run, whose stream may fetch them from elsewhere.
+        self.keep_aborted_s = 0.0
+        self._bug: BaseException | None = None  # An exception of a pull, to be raised by `run`.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
 
-    def submit(self, run: Run) -> None:
-        """Queue a run; a lower attempt at the same stream is over from now on.
-
-        Raises:
-            FencedError: a higher attempt was already seen.
-        """
-        sequence = run.sequence
-        self._attempts.admit(sequence.stream, sequence.attempt)
-        self.fence({sequence.stream: sequence.attempt})
-        if run.ending is not None:
-            run.outputs.put_nowait(run.ending)
-            return
-        self._runs[sequence] = run
-        if self._checkpoints is not None and run.checkpoints:
-            self._checkpoints.began(run)
-        self.scheduler.add(sequence)
+    def _begin(self, run: GenerationRun) -> None:
+        self.scheduler.add(run.sequence)
         self.wake()
 
-    def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> None:
-        """Drop every run below the attempt named for its stream, and refuse such from now on."""
-        self._attempts.fence(attempts)
-        for run in [r for s, r in self._runs.items() if s.stream in attempts and s.attempt < attempts[s.stream]]:
-            self.abort(run)
-
-    def end_transfers(self, attempts: Mapping[StreamId, tuple[int, int]]) -> None:
-        """Drop every run below the attempt named for its stream that still holds a slot, and refuse such from now on."""
-        self._attempts.fence(attempts)
-        for run in [r for s, r in self._runs.items() if r.holds_slot and s.attempt < attempts.get(s.stream, (0, 0))]:
-            self.abort(run)
-
-    def abort(self, run: Run) -> None:
-        """Forget a run; nothing happens if it has ended."""
-        if run.sequence in self._runs:
-            self._end(run, None, retain_until_s=self._clock() + self.keep_aborted_s if self.keep_aborted_s else None)
-            self.wake()
-
-    @property
-    def runs(self) -> int:
-        return len(self._runs)
+    def _cancel(self, run: GenerationRun) -> None:
+        retain_until_s = self._clock() + self.keep_aborted_s if self.keep_aborted_s else None
+        self._end(run, None, retain_until_s=retain_until_s)
+        self.wake()
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Let the loop look for work."""
         self._wake.set()
 
     def queue_delay_s(self) -> float:
-        """Predicted time until a request that arrives now starts its prefill: what is to be computed before, or the wait for a
-        place among those that run, where there is none left. Both pass at the same time, so the longer one counts.
+        """Predicted time until a request that arrives now starts its prefill: the longer of the
+        time to compute what is queued and, if the engine is full, the wait for admission, since
+        both pass at the same time.
         """
-        return max(self.scheduler.queued_s(self.prefill), self._places.expected_s(self._clock(), self.scheduler.waiting))
+        return max(
+            self.scheduler.queued_s(self.prefill),
+            self._admission_wait.expected_s(self._clock(), self.scheduler.waiting),
+        )
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -138,7 +89,9 @@ class EngineCore:
                 self.pages.expire(self._clock())
                 for pull in self.scheduler.admit():
                     self._start_pull(pull)
-                self._places.observe(self._clock(), self.scheduler.released_places, self.scheduler.full)
+                self._admission_wait.observe(
+                    self._clock(), self.scheduler.departures, self.scheduler.full
+                )
                 batch = self.scheduler.next_batch()
                 if not batch:
                     await self._sleep()
@@ -146,7 +99,10 @@ class EngineCore:
                 started_s = self._clock()
                 sampled = await loop.run_in_executor(self._thread, self._compute, batch)
                 if self._pace is not None:
-                    await asyncio.sleep(self._pace.batch_s([chunk for _, chunk in batch]) - (self._clock() - started_s))
+                    await asyncio.sleep(
+                        self._pace.batch_s([chunk for _, chunk in batch])
+                        - (self._clock() - started_s)
+                    )
                 self._take(batch, sampled)
                 # Outputs reach their sockets before the next batch takes the interpreter.
                 await asyncio.sleep(0)
@@ -157,7 +113,9 @@ class EngineCore:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _sleep(self) -> None:
-        """Wait for work; leases are looked at once a second all the same, and in a quiet second the books are checked."""
+        """Wait for work, for at most a second, so that leases expire in time; after an idle second
+        the invariants are checked.
+        """
         self._wake.clear()
         try:
             async with asyncio.timeout(1.0):
@@ -167,25 +125,33 @@ class EngineCore:
             self.scheduler.check()
 
     def _compute(self, batch: Batch) -> dict[Sequence, Sampled]:
-        """On the worker thread: one forward pass and the next token of every sequence that wants one."""
+        """On the worker thread: one forward pass and the next token of every sequence that wants
+        one.
+        """
         logits = self.worker.execute([chunk for _, chunk in batch])
         wanted = [sequence for sequence, chunk in batch if chunk.wants_logits]
         runs = [self._runs.get(sequence) for sequence in wanted]
         return {
-            # Aborted meanwhile: the scheduler ignores what is sampled for it.
+            # A run aborted meanwhile: the scheduler ignores the token.
             sequence: Sampled(0) if run is None else run.choose(row)
             for sequence, run, row in zip(wanted, runs, logits, strict=True)
         }
 
     def _take(self, batch: Batch, sampled: dict[Sequence, Sampled]) -> None:
-        """Give a finished batch back to the scheduler and its tokens to the streams."""
-        prefilled = self.scheduler.complete(batch, {sequence: one.token_id for sequence, one in sampled.items()})
-        if self._checkpoints is not None:
-            for sequence, _ in batch:
-                self._tell_filled(sequence)
+        """Apply a computed batch to the scheduler, and emit its tokens."""
+        prefilled = self.scheduler.complete(
+            batch, {sequence: one.token_id for sequence, one in sampled.items()}
+        )
+        for sequence, _ in batch:
+            if (run := self._runs.get(sequence)) is not None and run.checkpoints:
+                self._note_filled(run)
         for sequence in prefilled:
             if (run := self._runs.get(sequence)) is not None:
-                self._end(run, StepOutput([], TextDelta(""), "length"), retain_until_s=self._clock() + self._lease_s)
+                self._end(
+                    run,
+                    StepOutput([], TextDelta(""), "length"),
+                    retain_until_s=self._clock() + self._lease_s,
+                )
         for sequence, one in sampled.items():
             run = self._runs.get(sequence)
             if run is None:
@@ -196,45 +162,42 @@ class EngineCore:
             else:
                 run.outputs.put_nowait(output)
 
-    def _tell_filled(self, sequence: Sequence) -> None:
-        run = self._runs.get(sequence)
-        if self._checkpoints is None or run is None or not run.checkpoints:
-            return
-        # Fewer than before: it was preempted, and has some of them again.
-        if (full_pages := sequence.computed_tokens // self.pages.page_size_tokens) != run.told_pages:
-            run.told_pages = full_pages
-            self._checkpoints.filled(sequence)
+    def _note_filled(self, run: GenerationRun) -> None:
+        full_pages = run.sequence.computed_tokens // self.pages.page_size_tokens
+        # Fewer than before after a preemption: some of them are computed again.
+        if full_pages != run.reported_pages:
+            run.reported_pages = full_pages
+            self._report_filled(run)
 
-    def _end(self, run: Run, output: StepOutput | None, retain_until_s: float | None = None) -> None:
-        """Say the last word of a run; None: it was aborted."""
-        sequence = run.sequence
-        del self._runs[sequence]
-        self.scheduler.finish(sequence, retain_until_s)
-        if self._checkpoints is not None and run.checkpoints:
-            self._checkpoints.ended(sequence)
-        run.outputs.put_nowait(output)
+    def _end(
+        self, run: GenerationRun, output: StepOutput | None, retain_until_s: float | None = None
+    ) -> None:
+        self.scheduler.finish(run.sequence, retain_until_s)
+        super()._end(run, output)
 
     def _start_pull(self, pull: Pull) -> None:
-        # Who was aborted before it was admitted is not admitted, so there is a run.
-        task = asyncio.get_running_loop().create_task(self._pull(pull, list(self._runs[pull.sequence].sources)))
+        # A sequence that was aborted before its admission is not admitted, so there is a run.
+        task = asyncio.get_running_loop().create_task(
+            self._pull(pull, list(self._runs[pull.sequence].sources))
+        )
         self._pulls.add(task)
         task.add_done_callback(self._pull_ended)
 
     def _pull_ended(self, task: asyncio.Task[None]) -> None:
         self._pulls.discard(task)
         if not task.cancelled() and (bug := task.exception()) is not None:
-            # Its stream would wait for ever.
+            # Without this its stream would wait for ever.
             self._bug = bug
             self.wake()
 
-    async def _pull(self, pull: Pull, sources: list[Source]) -> None:
-        """Fetch what peers hold, one after the other, each from where the last one ended. Whatever does not arrive is computed
-        here, in the same attempt.
+    async def _pull(self, pull: Pull, sources: list[PullSource]) -> None:
+        """Fetch what peers hold, one after the other, each from where the last one ended. What does
+        not arrive is computed here, in the same attempt.
         """
         sequence = pull.sequence
         arrived, tail = range(pull.first_page, pull.first_page), False
         step = next_source(sources, pull, arrived.stop)
-        while step is not None and sequence.phase is not Phase.FINISHED:
+        while step is not None and sequence.phase is not SequencePhase.FINISHED:
             source, wanted = step
             result = await self._fetcher.fetch(pull, source, wanted)
             arrived, tail = range(wanted.start, wanted.start + result.full_pages), result.tail
@@ -243,6 +206,14 @@ class EngineCore:
                 arrived = range(arrived.stop, arrived.stop)
         self._pulled(sequence, arrived, tail=tail)
 
-    def _pulled(self, sequence: Sequence, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:
+    def _pulled(
+        self,
+        sequence: Sequence,
+        arrived: range,
+        *,
+        tail: bool = False,
+        more_from: int | None = None,
+    ) -> None:
+        self.fetched_pages += len(arrived) + tail
         self.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
         self.wake()

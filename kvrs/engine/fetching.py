@@ -1,26 +1,31 @@
-"""Brings pages of a sequence from peers into the pool of this engine."""
+"""Fetching pages of a sequence from peers into the pool of this engine."""
 
 from collections.abc import Mapping
 
 from kvrs.engine.staging import PagePool
 from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import Pull
-from kvrs.scheduling.sources import Source
+from kvrs.scheduling.sources import PullSource
 from kvrs.transfer.peers import Peer, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
 
 
 class PageFetcher:
-    def __init__(self, pool: PagePool, puller: PagePuller, registry: Mapping[InstanceId, Peer]) -> None:
+    """Pulls the pages of one source into the pages that a sequence owns."""
+
+    def __init__(
+        self, pool: PagePool, puller: PagePuller, registry: Mapping[InstanceId, Peer]
+    ) -> None:
         self._pool = pool
         self._puller = puller
         self._registry = registry
 
-    async def fetch(self, pull: Pull, source: Source, wanted: range) -> PullResult:
-        """The full pages `wanted` from one source, then the partial one if the source has it and all before it arrives.
+    async def fetch(self, pull: Pull, source: PullSource, wanted: range) -> PullResult:
+        """The full pages `wanted` from one source, then the partial one if the source has it and
+        all before it arrives.
 
         Raises:
-            TransferError: the pool is gone, or full. What a peer does wrong is told in the result.
+            TransferError: the pool is gone, or full. Errors of a peer stand in the result.
         """
         sequence = pull.sequence
         has_tail = source.handoff is not None and wanted.stop == pull.tail_index

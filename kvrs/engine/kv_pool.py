@@ -13,7 +13,9 @@ _DTYPES = {4: torch.float32, 2: torch.bfloat16}
 
 
 class KvStore(Protocol):
-    """Where the layers of a model write and read KV, whoever owns the memory; `KvPool` is one, and says what each part means."""
+    """The memory to which the layers of a model write KV and from which they read it; `KvPool` is
+    one, and documents each member.
+    """
 
     geometry: KvGeometry
     device: torch.device
@@ -23,7 +25,9 @@ class KvStore(Protocol):
 
     def begin(self, pages: Tensor) -> None: ...
 
-    def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None: ...
+    def write(
+        self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+    ) -> None: ...
 
     def first_runs(self, pages: Tensor) -> Tensor: ...
 
@@ -31,17 +35,27 @@ class KvStore(Protocol):
 
 
 class KvPool:
-    """Pages `0 .. pages - 1` as `[layers, 2, kv_heads, page_size_tokens, head_dim]`, in float32 or bfloat16 by their geometry.
+    """Pages `0 .. pages - 1` as `[layers, 2, kv_heads, page_size_tokens, head_dim]`, in float32 or
+    bfloat16 by their geometry.
 
-    One more page lies behind them: it is always zero and fills up blocks of pages that a sequence has only begun.
+    One more page lies behind them: it is always zero and fills up blocks of pages that a sequence
+    has only begun.
     """
 
     def __init__(self, geometry: KvGeometry, pages: int, device: torch.device) -> None:
         self.geometry = geometry
         self.pages = pages
         self.device = device
-        shape = (pages + 1, geometry.layers, 2, geometry.kv_heads, geometry.page_size_tokens, geometry.head_dim)
-        # Masked positions are multiplied by zero, so whatever lies there must be finite from the start.
+        shape = (
+            pages + 1,
+            geometry.layers,
+            2,
+            geometry.kv_heads,
+            geometry.page_size_tokens,
+            geometry.head_dim,
+        )
+        # Masked positions are multiplied by zero, so whatever lies there must be finite from the
+        # start.
         self.tensor = torch.zeros(shape, dtype=_DTYPES[geometry.dtype_bytes], device=device)
         self._bytes = self.tensor.view(pages + 1, -1).view(torch.uint8)
         self._area = StagingArea(self._bytes) if device.type == "cuda" else None
@@ -52,7 +66,9 @@ class KvPool:
         return self.pages
 
     def stage(self, pages: Sequence[int]) -> Staged:
-        """The bytes of pages for a socket: to be sent after `save`, or received before `restore`. The caller frees them."""
+        """The bytes of pages for a socket: to be sent after `save`, or received before `restore`.
+        The caller frees them.
+        """
         return Staged(pages, self._bytes if self._area is None else self._area)
 
     def view(self, page: int) -> memoryview:
@@ -60,7 +76,9 @@ class KvPool:
         return self._bytes[page].numpy().data
 
     def begin(self, pages: Tensor) -> None:
-        """Clear pages that get their first position: an older owner's overflow (inf, nan) must not reach the new one."""
+        """Clear pages that get their first position: an older owner's overflow (inf, nan) must not
+        reach the new one.
+        """
         self.tensor.index_fill_(0, pages, 0.0)
 
     def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -74,7 +92,9 @@ class KvPool:
         return pages.unsqueeze(-1) * per_page + torch.arange(self.geometry.kv_heads)
 
     def gather(self, layer: int, runs: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[len(runs), page_size_tokens * head_dim]` of one layer at indices from `first_runs`."""
+        """Keys and values `[len(runs), page_size_tokens * head_dim]` of one layer at indices from
+        `first_runs`.
+        """
         first = layer * 2 * self.geometry.kv_heads
         keys = self._runs[first:].index_select(0, runs)
         return keys, self._runs[first + self.geometry.kv_heads :].index_select(0, runs)

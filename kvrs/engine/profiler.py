@@ -1,7 +1,8 @@
 """`kvrs profile`: measure an engine on this machine, into a profile file.
 
-Prefill in two dimensions, decode by batch and context, page bytes out of and into the KV pool, and the page port over
-loopback. KV that is only read by a measurement is left as it is: the time of a step does not depend on what it holds.
+Prefill in two dimensions, decode by batch and context, page bytes out of and into the KV pool, and
+the page port over loopback. KV that is only read by a measurement is left as it is: the time of a
+step does not depend on what it holds.
 """
 
 import os
@@ -22,15 +23,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvrs.engine.config import EngineSettings
+from kvrs.config.engine import EngineSettings
 from kvrs.engine.profiler_links import measure_link
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.profiles.catalog import parse_profile
 from kvrs.profiles.fits import fit_transfer
-from kvrs.profiles.schema import DecodeRows, Link, ModelLoad, PageTimes, PrefillRows, Profile
-from kvrs.scheduling.chunks import Chunk
+from kvrs.profiles.schema import DecodeRows, ModelLoad, PageTimes, PrefillRows, Profile, ProfileLink
+from kvrs.scheduling.sequences import Chunk
 
 NEW_INTERVALS = 8
 CACHED_INTERVALS = 4
@@ -41,15 +42,19 @@ PAGE_COUNTS = (1, 4, 16, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """What was said on the command line."""
+    """Options of the command line."""
 
     out: Path
     model: Path | None = None  # A Hugging Face directory; None: the tiny generated model.
     label: str | None = None  # None: from model and device.
     device: str = "cpu"
-    longest_tokens: int | None = None  # New tokens at most, and cached ones; None: 1,024, or what the model takes.
+    longest_tokens: int | None = (
+        None  # New tokens at most, and cached ones; None: 1,024, or what the model takes.
+    )
     max_batch: int = 16
-    max_batch_tokens: int = EngineSettings().max_batch_tokens  # Prefill goes in chunks of this, as it does in the engine.
+    max_batch_tokens: int = (
+        EngineSettings().max_batch_tokens
+    )  # Prefill goes in chunks of this, as it does in the engine.
     repeats: int = 3  # Of which the median counts.
     seed: int = 0  # Of the generated model.
 
@@ -74,15 +79,24 @@ def run_profile(options: ProfileOptions, console: Console | None = None) -> Path
 def _check(options: ProfileOptions) -> None:
     wrong = []
     limits = (("--max-batch", options.max_batch, 2, 1024), ("--repeats", options.repeats, 1, 100))
-    wrong += [f"{name}: got {value}; allowed: {low} to {high}" for name, value, low, high in limits if not low <= value <= high]
+    wrong += [
+        f"{name}: got {value}; allowed: {low} to {high}"
+        for name, value, low, high in limits
+        if not low <= value <= high
+    ]
     if options.longest_tokens is not None and not 16 <= options.longest_tokens <= 1 << 20:
         wrong.append(f"--longest-tokens: got {options.longest_tokens}; allowed: 16 to {1 << 20}")
     if options.device not in ("cpu", "cuda"):
         wrong.append(f"--device: got {options.device!r}; allowed: 'cpu', 'cuda'")
     if options.model is not None and not (options.model / "config.json").is_file():
-        wrong.append(f"--model: {options.model} has no config.json; allowed: a Hugging Face model directory")
+        wrong.append(
+            f"--model: {options.model} has no config.json; allowed: a Hugging Face model directory"
+        )
     if options.out.suffix != ".json" or options.out.is_dir():
-        wrong.append(f"--out: got {options.out}; allowed: a file whose name ends in .json, by which `profiles.prefill` knows it")
+        wrong.append(
+            f"--out: got {options.out}; allowed: a file whose name ends in .json, by "
+            f"which `profiles.prefill` knows it"
+        )
     if not wrong:
         try:
             options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +124,11 @@ def _measure(options: ProfileOptions, model: Path, console: Console) -> Profile:
     load_s = time.perf_counter() - started_s
     longest = _longest(options, worker)
     with Progress(
-        TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
     ) as bar:
         rig = _Rig(worker, options, longest, bar)
         prefill, decode, pages, link = rig.prefill(), rig.decode(), rig.pages(), rig.link()
@@ -120,7 +138,14 @@ def _measure(options: ProfileOptions, model: Path, console: Console) -> Profile:
         bytes_per_s=weight_bytes / load_s,
         source="measured: start of a worker, from files that may have been in the page cache",
     )
-    return Profile(**_labels(options, model, worker), prefill=prefill, decode=decode, load=load, pages=pages, links=[link])
+    return Profile(
+        **_labels(options, model, worker),
+        prefill=prefill,
+        decode=decode,
+        load=load,
+        pages=pages,
+        links=[link],
+    )
 
 
 def _engine_settings(options: ProfileOptions) -> EngineSettings:
@@ -143,10 +168,17 @@ def _longest(options: ProfileOptions, worker: Worker) -> int:
     fits = worker.max_positions // 2
     if options.longest_tokens is not None and options.longest_tokens > fits:
         raise ConfigError(
-            [f"--longest-tokens: got {options.longest_tokens}; allowed: at most {fits}, half of the model's positions"]
+            [
+                f"--longest-tokens: got {options.longest_tokens}; allowed: at most "
+                f"{fits}, half of the model's positions"
+            ]
         )
     # A multiple of the intervals, so that every grid point is a whole number of tokens.
-    return (options.longest_tokens or min(DEFAULT_LONGEST_TOKENS, fits)) // NEW_INTERVALS * NEW_INTERVALS
+    return (
+        (options.longest_tokens or min(DEFAULT_LONGEST_TOKENS, fits))
+        // NEW_INTERVALS
+        * NEW_INTERVALS
+    )
 
 
 def _labels(options: ProfileOptions, model: Path, worker: Worker) -> dict[str, Any]:
@@ -163,7 +195,8 @@ def _labels(options: ProfileOptions, model: Path, worker: Worker) -> dict[str, A
         "version": version("kvrs"),
         "kind": "measured",
         "source": (
-            f"kvrs profile, {time.strftime('%Y-%m-%d')}: medians of {options.repeats} repeats, torch {torch.__version__}, "
+            f"kvrs profile, {time.strftime('%Y-%m-%d')}: medians of {options.repeats} "
+            f"repeats, torch {torch.__version__}, "
             f"chunks of at most {options.max_batch_tokens} tokens"
         ),
         "geometry": worker.geometry,
@@ -176,13 +209,18 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 class _Rig:
     """One worker under measurement, and the bar that shows how far it is."""
 
-    def __init__(self, worker: Worker, options: ProfileOptions, longest: int, bar: Progress) -> None:
+    def __init__(
+        self, worker: Worker, options: ProfileOptions, longest: int, bar: Progress
+    ) -> None:
         self._worker = worker
         self._options = options
         self._longest = longest
@@ -192,9 +230,14 @@ class _Rig:
     def prefill(self) -> PrefillRows:
         """One new token stands for none: it is the overhead of a step."""
         step, cached_step = self._longest // NEW_INTERVALS, self._longest // CACHED_INTERVALS
-        lengths, prefixes = range(0, self._longest + 1, step), range(0, self._longest + 1, cached_step)
+        lengths, prefixes = (
+            range(0, self._longest + 1, step),
+            range(0, self._longest + 1, cached_step),
+        )
         self._prefill(0, self._longest)  # Warms up.
-        cells = [partial(self._prefill, cached, max(1, new)) for cached in prefixes for new in lengths]
+        cells = [
+            partial(self._prefill, cached, max(1, new)) for cached in prefixes for new in lengths
+        ]
         rows = _in_rows(self._medians("prefill (new given cached)", cells), len(lengths))
         return PrefillRows(new_step_tokens=step, cached_step_tokens=cached_step, rows=rows)
 
@@ -207,7 +250,9 @@ class _Rig:
         return DecodeRows(batches=batches, contexts=contexts, rows=rows)
 
     def pages(self) -> PageTimes:
-        """Save: out of the pool, as before pages are sent or checkpointed. Load: into it, as after they were received."""
+        """Save: out of the pool, as before pages are sent or checkpointed. Load: into it, as after
+        they were received.
+        """
         pool, host = self._worker.pool, bytearray(self._worker.geometry.page_bytes)
 
         def save(count: int) -> None:
@@ -231,20 +276,25 @@ class _Rig:
         cells = [partial(_timed, move, count) for move in (save, load) for count in PAGE_COUNTS]
         size = self._worker.geometry.page_bytes
         saved, loaded = (
-            fit_transfer([(count * size, seconds) for count, seconds in zip(PAGE_COUNTS, times, strict=True)])
+            fit_transfer(
+                [(count * size, seconds) for count, seconds in zip(PAGE_COUNTS, times, strict=True)]
+            )
             for times in _in_rows(self._medians("pages (save and load)", cells), len(PAGE_COUNTS))
         )
         return PageTimes(page_bytes=size, save=saved, load=loaded)
 
-    def link(self) -> Link:
+    def link(self) -> ProfileLink:
         done = self._stage("link (pages over loopback)", len(PAGE_COUNTS))
-        points = measure_link(self._worker.geometry.page_bytes, PAGE_COUNTS, self._options.repeats, done)
-        return Link(
+        points = measure_link(
+            self._worker.geometry.page_bytes, PAGE_COUNTS, self._options.repeats, done
+        )
+        return ProfileLink(
             label="loopback",
             gpu="none",
             scope="loopback",
             kind="measured",
-            source=f"kvrs page port between two processes of one machine, {PAGE_COUNTS[0]} to {PAGE_COUNTS[-1]} pages at a time",
+            source=f"kvrs page port between two processes of one machine, {PAGE_COUNTS[0]} to "
+            f"{PAGE_COUNTS[-1]} pages at a time",
             transfer=fit_transfer(points),
         )
 
@@ -254,7 +304,10 @@ class _Rig:
         end, limit = cached + new, self._options.max_batch_tokens
         chunks = [
             Chunk(
-                token_ids=self._ids(min(limit, end - first)), first_position=first, pages=pages, wants_logits=first + limit >= end
+                token_ids=self._ids(min(limit, end - first)),
+                first_position=first,
+                pages=pages,
+                wants_logits=first + limit >= end,
             )
             for first in range(cached, end, limit)
         ]
@@ -266,7 +319,12 @@ class _Rig:
     def _decode(self, batch: int, context: int) -> float:
         held = -(-context // self._size)
         chunks = [
-            Chunk(token_ids=self._ids(1), first_position=context - 1, pages=range(i * held, (i + 1) * held), wants_logits=True)
+            Chunk(
+                token_ids=self._ids(1),
+                first_position=context - 1,
+                pages=range(i * held, (i + 1) * held),
+                wants_logits=True,
+            )
             for i in range(batch)
         ]
         started_s = time.perf_counter()

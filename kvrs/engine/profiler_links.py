@@ -1,7 +1,9 @@
-"""The link of a profile: pages pulled over loopback from another process, as an instance on another node would pull them.
+"""The link of a profile: pages pulled over loopback from another process, as an instance on another
+node would pull them.
 
-Loads no torch. Run as a program, it is that other process: it reads one line of JSON from its standard input (size and
-number of pages, secret), prints the port of its page server, and serves until its input ends.
+Loads no torch. Run as a program, it is that other process: it reads one line of JSON from its
+standard input (size and number of pages, secret), prints the port of its page server, and serves
+until its input ends.
 """
 
 import asyncio
@@ -15,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest
 from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 
 HOST = "127.0.0.1"
@@ -37,13 +39,17 @@ class _Numbered:
 
     async def pin(self, request: PullRequest) -> PinnedPages:
         starts = [int.from_bytes(tag, "big") * self._page_bytes for tag in request.tags]
-        return PinnedPages([self._region[start : start + self._page_bytes] for start in starts], None, None)
+        return PinnedPages(
+            [self._region[start : start + self._page_bytes] for start in starts], None, None
+        )
 
     def unpin(self, pinned: PinnedPages) -> None:
         assert pinned.token is None
 
 
-def measure_link(page_bytes: int, counts: Sequence[int], repeats: int, done: Callable[[], None]) -> list[tuple[int, float]]:
+def measure_link(
+    page_bytes: int, counts: Sequence[int], repeats: int, done: Callable[[], None]
+) -> list[tuple[int, float]]:
     """Median time to pull so many pages, as (bytes, seconds); `done` is called after each count.
 
     Raises:
@@ -61,7 +67,10 @@ def _other_process(page_bytes: int, pages: int) -> Iterator[tuple[int, bytes]]:
         assert process.stdin is not None
         assert process.stdout is not None
         # The end of its input ends the process, however this one ends.
-        process.stdin.write(json.dumps({"page_bytes": page_bytes, "pages": pages, "secret": secret}).encode() + b"\n")
+        process.stdin.write(
+            json.dumps({"page_bytes": page_bytes, "pages": pages, "secret": secret}).encode()
+            + b"\n"
+        )
         process.stdin.flush()
         port = process.stdout.readline()
         if not port.strip().isdigit():
@@ -73,9 +82,16 @@ def _other_process(page_bytes: int, pages: int) -> Iterator[tuple[int, bytes]]:
 
 
 async def _pull_all(
-    port: int, secret: bytes, page_bytes: int, counts: Sequence[int], repeats: int, done: Callable[[], None]
+    port: int,
+    secret: bytes,
+    page_bytes: int,
+    counts: Sequence[int],
+    repeats: int,
+    done: Callable[[], None],
 ) -> list[tuple[int, float]]:
-    puller = PagePuller(lambda: _identity("receiver", "n1", page_bytes), secret, TransferSettings(), time.monotonic)
+    puller = PagePuller(
+        lambda: _identity("receiver", "n1", page_bytes), secret, TransferSettings(), time.monotonic
+    )
     peer = Peer(instance=InstanceId("sender"), node=NodeId("n0"), host=HOST, port=port)
     views = [memoryview(bytearray(page_bytes)) for _ in range(max(counts))]
     points = []
@@ -99,7 +115,9 @@ async def _pull(puller: PagePuller, peer: Peer, views: list[memoryview]) -> floa
 
 
 def _identity(instance: str, node: str, page_bytes: int) -> Identity:
-    return Identity(InstanceId(instance), NodeId(node), epoch=1, fingerprint="profile", page_bytes=page_bytes)
+    return Identity(
+        InstanceId(instance), NodeId(node), epoch=1, fingerprint="profile", page_bytes=page_bytes
+    )
 
 
 async def _serve() -> None:
@@ -110,7 +128,9 @@ async def _serve() -> None:
     secret = str(asked["secret"]).encode()
     settings = TransferSettings()
     links = SendingLinks(settings, SendingFaults(), NodeId("n0"))
-    server = PageServer(lambda: _identity("sender", "n0", page_bytes), source, secret, settings, links)
+    server = PageServer(
+        lambda: _identity("sender", "n0", page_bytes), source, secret, settings, links
+    )
     print(await server.start(HOST, 0), flush=True)
     await loop.run_in_executor(None, sys.stdin.readline)
     await server.close()

@@ -1,26 +1,28 @@
-"""What one stream asks of an engine, and what it gets back."""
+"""Generation runs: one stream's request to an engine, and its outputs."""
 
 import asyncio
+import secrets
 from dataclasses import dataclass, field
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from kvrs.engine.biases import Biases, tokenised_words
 from kvrs.engine.penalties import Penalties
-from kvrs.engine.sampler import Logprobs, SamplingParams, logprobs_of, sample
+from kvrs.engine.sampler import SampledLogprobs, SamplingParams, logprobs_of, sample
 from kvrs.errors import RequestError
-from kvrs.protocol.instance import Checkpoint
-from kvrs.protocol.openai import ChatRequest, CompletionRequest
+from kvrs.protocol.instance import CheckpointTarget
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
-from kvrs.scheduling.sources import Source
+from kvrs.scheduling.sources import PullSource
 from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What a run needs to know of the model."""
+class Vocabulary:
+    """Tokenizer and token ids of a model."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -32,7 +34,7 @@ class Sampled:
     """The outcome of one step for one stream."""
 
     token_id: int
-    logprobs: Logprobs | None = None  # None: not asked for.
+    logprobs: SampledLogprobs | None = None  # None: not asked for.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,40 +42,47 @@ class OutputToken:
     """A token that has log probabilities."""
 
     token_id: int
-    logprobs: Logprobs
+    logprobs: SampledLogprobs
     text_offset: int  # Characters of the stream's output before it.
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step adds to a stream. `finish_reason` is set on the last one."""
+    """Output of one step of a stream. `finish_reason` is set on the last one."""
 
     token_ids: list[int]
     delta: TextDelta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    tokens: tuple[OutputToken, ...] = ()  # Those of `token_ids`, if log probabilities were asked for.
+    tokens: tuple[
+        OutputToken, ...
+    ] = ()  # Those of `token_ids`, if log probabilities were asked for.
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """One attempt at one stream, while this engine works on it."""
+class GenerationRun:
+    """One attempt at one stream, while this engine generates it."""
 
     sequence: Sequence
     params: SamplingParams
+    biases: Biases | None
     penalties: Penalties | None
-    logprobs: int | None  # How many of the likeliest tokens to name beside each; None: no log probabilities.
+    logprobs: (
+        int | None
+    )  # How many of the likeliest tokens to name beside each; None: no log probabilities.
     text: OutputText | ChatOutput
     max_tokens: int
     min_tokens: int
     end_token_ids: frozenset[int]  # Tokens that end the stream; not sampled before `min_tokens`.
     stop_token_ids: frozenset[int]  # Those among them that the client named.
-    sources: tuple[Source, ...]  # In the order of their pages.
-    checkpoints: tuple[Checkpoint, ...] = ()  # Where its newly filled pages go.
+    sources: tuple[PullSource, ...]  # In the order of their pages.
+    checkpoints: tuple[CheckpointTarget, ...] = ()  # Where its newly filled pages go.
     slot_token: int = 0  # Under which it fetches; 0: no agent counts its transfer.
-    told_pages: int = 0  # How many full pages it had when those who send them were last told.
-    ending: StepOutput | None = None  # The history is complete already: this is all that there is left to say.
-    outputs: asyncio.Queue[StepOutput | None] = field(default_factory=asyncio.Queue)  # None: aborted, or failed.
+    reported_pages: int = 0  # Full pages at the last report to the checkpointer.
+    ending: StepOutput | None = None  # The only output, where the history is complete already.
+    outputs: asyncio.Queue[StepOutput | None] = field(
+        default_factory=asyncio.Queue
+    )  # None: aborted, or failed.
     failure: str | None = None  # Why the engine lost it, if it did.
 
     @property
@@ -88,19 +97,33 @@ class Run:
 
     def choose(self, logits: Tensor) -> Sampled:
         """The token that comes after the sequence, from its logits `[vocab]`."""
-        row = logits if self.penalties is None else self.penalties.apply(logits)
+        row = logits
+        if self.biases is not None:
+            first = max(
+                self.sequence.prompt_tokens, len(self.sequence.token_ids) - self.biases.reach
+            )
+            row = self.biases.apply(row, self.sequence.token_ids[first:])
+        if self.penalties is not None:
+            row = self.penalties.apply(row)
         if self.produced_tokens < self.min_tokens and self.end_token_ids:
             row = row.clone()
             row[list(self.end_token_ids)] = -torch.inf
         token_id = sample(row, self.params, position=len(self.sequence.token_ids))
-        return Sampled(token_id, None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs))
+        return Sampled(
+            token_id,
+            None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs),
+        )
 
     def take(self, sampled: Sampled) -> StepOutput:
         """Turn the token that was just appended to the sequence into output."""
         token_id = sampled.token_id
         if self.penalties is not None:
             self.penalties.count(token_id)
-        tokens = () if sampled.logprobs is None else (OutputToken(token_id, sampled.logprobs, self.text.characters),)
+        tokens = (
+            ()
+            if sampled.logprobs is None
+            else (OutputToken(token_id, sampled.logprobs, self.text.characters),)
+        )
         if token_id in self.end_token_ids:
             delta = self.text.finish()
             return StepOutput([token_id], delta, self._stop(), self._named(token_id), tokens)
@@ -112,8 +135,9 @@ class Run:
         return StepOutput([token_id], delta, tokens=tokens)
 
     def replay(self, history: list[int]) -> StepOutput | None:
-        """Bring the text machine to where an output history ends, so that held-back bytes, half-seen stop strings and half a
-        tool call are as they were when it was written. Returns the end of the stream if the history is complete.
+        """Feed an output history to the text machine, so that held-back bytes, partial stop strings
+        and a partial tool call are as they were when it was written. Returns the end of the stream
+        if the history is complete.
 
         Raises:
             RequestError: the history goes on after its end.
@@ -124,7 +148,9 @@ class Run:
                 return StepOutput([], delta, self._stop(), self._named(token_id))
             stopped = self.text.feed(token_id).stopped
             if stopped is not None and index < len(history):
-                raise RequestError(f"the output so far goes on after the stop string {stopped!r}", param="stop")
+                raise RequestError(
+                    f"the output so far goes on after the stop string {stopped!r}", param="stop"
+                )
             if stopped is not None:
                 return StepOutput([], TextDelta(""), self._stop(), stopped)
         if len(history) >= self.max_tokens:
@@ -139,23 +165,37 @@ class Run:
 
 
 def make_run(
-    request: CompletionRequest | ChatRequest, max_tokens: int, sequence: Sequence, sources: tuple[Source, ...], model: Model
-) -> Run:
+    request: CompletionRequest | ChatRequest,
+    max_tokens: int,
+    sequence: Sequence,
+    sources: tuple[PullSource, ...],
+    model: Vocabulary,
+) -> GenerationRun:
     """A run that continues exactly where the history of `sequence` ends.
 
     Raises:
         RequestError: the history is no possible beginning of the answer.
     """
     stop_token_ids = frozenset(request.stop_token_ids)
-    run = Run(
+    run = GenerationRun(
         sequence=sequence,
-        params=SamplingParams(temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, seed=request.seed or 0),
+        params=SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            # Unseeded requests differ from each other, also where nobody keeps their seeds.
+            seed=secrets.randbits(62) if request.seed is None else request.seed,
+        ),
+        biases=_biases(request, sequence, model),
         penalties=_penalties(request, sequence, model.vocab_size),
         logprobs=request.wanted_logprobs,
         text=_text_machine(request, sequence, model.tokenizer),
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
-        end_token_ids=stop_token_ids if request.ignore_eos else stop_token_ids | model.eos_token_ids,
+        end_token_ids=stop_token_ids
+        if request.ignore_eos
+        else stop_token_ids | model.eos_token_ids,
         stop_token_ids=stop_token_ids,
         sources=sources,
         checkpoints=() if request.kvrs is None else tuple(request.kvrs.checkpoints),
@@ -166,7 +206,9 @@ def make_run(
     return run
 
 
-def _text_machine(request: CompletionRequest | ChatRequest, sequence: Sequence, tokenizer: Tokenizer) -> OutputText | ChatOutput:
+def _text_machine(
+    request: CompletionRequest | ChatRequest, sequence: Sequence, tokenizer: Tokenizer
+) -> OutputText | ChatOutput:
     if isinstance(request, CompletionRequest):
         return OutputText(tokenizer, request.stop_strings)
     return ChatOutput(
@@ -179,7 +221,24 @@ def _text_machine(request: CompletionRequest | ChatRequest, sequence: Sequence, 
     )
 
 
-def _penalties(request: CompletionRequest | ChatRequest, sequence: Sequence, vocab_size: int) -> Penalties | None:
+def _biases(
+    request: CompletionRequest | ChatRequest, sequence: Sequence, model: Vocabulary
+) -> Biases | None:
+    allowed = request.allowed_token_ids
+    has_biases = request.logit_bias or request.bad_words or allowed is not None
+    if not has_biases or sequence.prefill_only:
+        return None
+    return Biases(
+        model.vocab_size,
+        logit_bias=request.logit_bias,
+        allowed_ids=allowed,
+        bad_words=tokenised_words(request.bad_words, model.tokenizer),
+    )
+
+
+def _penalties(
+    request: CompletionRequest | ChatRequest, sequence: Sequence, vocab_size: int
+) -> Penalties | None:
     if not request.has_penalties or sequence.prefill_only:
         return None
     return Penalties(

@@ -1,4 +1,5 @@
-"""Choosing the next token from logits: a function of (logits, parameters, seed, position) and nothing else.
+"""Choosing the next token from logits: a function of (logits, parameters, seed, position) and
+nothing else.
 
 So an attempt that continues a stream elsewhere draws what the lost one would have drawn.
 """
@@ -19,11 +20,12 @@ class SamplingParams:
     temperature: float = 1.0  # 0: the likeliest token.
     top_p: float = 1.0  # The likeliest tokens that together reach this probability.
     top_k: int = 0  # That many of the likeliest tokens; 0 and -1: all.
+    min_p: float = 0.0  # Those at least so likely, compared with the likeliest.
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
+class SampledLogprobs:
     """How likely the model itself found a token and, the likeliest first, the other candidates."""
 
     logprob: float
@@ -40,15 +42,26 @@ def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
         return int(logits.argmax())
     ids = _candidates(logits, params.top_k)
     scaled = logits[ids].astype(np.float64) / params.temperature
-    cumulative = np.cumsum(np.exp(scaled - scaled[0]))
-    kept = int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1 if params.top_p < 1 else len(ids)
+    weights = np.exp(scaled - scaled[0])
+    if params.min_p > 0 or not np.isfinite(scaled[-1]):
+        # Those that are impossible have no weight.
+        weights = weights[(weights >= params.min_p) & (weights > 0)]
+    cumulative = np.cumsum(weights)
+    kept = (
+        int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1
+        if params.top_p < 1
+        else len(weights)
+    )
     # The last kept token is the answer when rounding puts the target at the very end.
-    chosen = np.searchsorted(cumulative[: kept - 1], uniform(params.seed, position) * cumulative[kept - 1], side="right")
+    chosen = np.searchsorted(
+        cumulative[: kept - 1], uniform(params.seed, position) * cumulative[kept - 1], side="right"
+    )
     return int(ids[chosen])
 
 
-def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> Logprobs:
-    """Log probabilities of a token and of the `top` likeliest, under the model's own distribution (temperature 1, no penalties).
+def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> SampledLogprobs:
+    """Log probabilities of a token and of the `top` likeliest, under the model's own distribution
+    (temperature 1, no penalties).
 
     The sum over the vocabulary has one order of additions, so every engine finds the same bits.
     """
@@ -57,12 +70,17 @@ def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> Logprobs:
     shifted = logits - logits.max()
     logprobs = (shifted - torch.log(fold_sum(torch.exp(shifted)))).numpy()
     likeliest = _candidates(logits.numpy(), top) if top else ()
-    return Logprobs(float(logprobs[token_id]), tuple((int(other), float(logprobs[other])) for other in likeliest))
+    return SampledLogprobs(
+        float(logprobs[token_id]),
+        tuple((int(other), float(logprobs[other])) for other in likeliest),
+    )
 
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1), evenly spread over seeds and positions."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8, person=b"kvrs-sample").digest()
+    digest = hashlib.blake2b(
+        f"{seed}:{position}".encode(), digest_size=8, person=b"kvrs-sample"
+    ).digest()
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
@@ -70,7 +88,8 @@ def _candidates(logits: npt.NDArray[np.float32], top_k: int) -> npt.NDArray[np.i
     """Ids from the likeliest on; a stable sort keeps the lowest id first among equals."""
     if not 0 < top_k < len(logits):
         return np.argsort(-logits, kind="stable")
-    # Sorting a whole vocabulary costs milliseconds, so first everything below the k-th value is dropped (its equals stay).
+    # Sorting a whole vocabulary costs milliseconds, so first everything below the k-th value is
+    # dropped (its equals stay).
     threshold = np.partition(logits, -top_k)[-top_k]
     above = np.flatnonzero(logits >= threshold)
     return above[np.argsort(-logits[above], kind="stable")][:top_k]

@@ -1,82 +1,141 @@
-"""What the HTTP face needs of an instance, whichever engine computes behind it."""
+"""What an instance shows to its HTTP side, whichever engine computes behind it."""
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from kvrs.config import InstanceSettings
 from kvrs.engine.chat import ChatTemplate
-from kvrs.engine.fencing import Attempt
-from kvrs.engine.requests import Model, Run
-from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import InstanceInfo, LoadReport
-from kvrs.protocol.openai import ChatRequest, CompletionRequest
-from kvrs.protocol.tags import Tag
+from kvrs.engine.page_port import InstancePlace, PagePort
+from kvrs.engine.requests import Vocabulary
+from kvrs.engine.runs import Attempt, RunCore
+from kvrs.ids import StreamId
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, MeasuredPrefill
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
+from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling.pages import PageManager
 from kvrs.text.pieces import TokenPieces
-from kvrs.transfer.faults import SendingFaults
-from kvrs.transfer.peers import Peer
-
-# Within one start of the process an instance's epoch rises with every fence, and where a stage can come back with its lives.
-EPOCHS_PER_START = 1 << 20
+from kvrs.transfer.send_faults import SendingFaults
 
 
-class Runs(Protocol):
-    """Who works on runs. All calls come from the event loop."""
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model that an instance serves, as its clients and peers see it."""
 
-    def submit(self, run: Run) -> None:
-        """Begin a run; a lower attempt at the same stream is over from now on. Raises FencedError."""
-
-    def abort(self, run: Run) -> None:
-        """Forget a run; nothing happens if it has ended."""
-
-
-class ServedInstance(Protocol):
-    """One instance of the configuration."""
-
-    secret: bytes
-    older: Sequence[bytes]  # Secrets that are accepted beside it.
-    model: str
-    served: Model
+    name: str
+    vocabulary: Vocabulary
     pieces: TokenPieces
     chat_template: ChatTemplate | None
+    fingerprint: str
+    geometry: KvGeometry
     max_model_len: int
-    registry: dict[InstanceId, Peer]
-    settings: InstanceSettings
-    # A stream may come without a prefill call before, so its first event names the prompt's ids.
-    one_call: bool
+
+
+class ServedInstance(ABC):
+    """One instance of the configuration. `start` needs a running event loop."""
+
+    def __init__(self, place: InstancePlace, model: ServedModel) -> None:
+        self.settings, self.ring = place.settings, [place.secret, *place.older]
+        self.security = place.config.security
+        self.model, self.vocabulary, self.pieces = model.name, model.vocabulary, model.pieces
+        self.chat_template, self.max_model_len = model.chat_template, model.max_model_len
+        # A stream may come without a prefill call before; its first event then has the prompt's
+        # ids.
+        self.one_call = False
+        self.port = PagePort(place, model.fingerprint, model.geometry.page_bytes)
+        self.registry = self.port.registry
+        self.tasks: list[asyncio.Task[None]] = []  # None of them ends by itself.
+        self._place, self._model = place, model
 
     @property
-    def core(self) -> Runs: ...
+    @abstractmethod
+    def core(self) -> RunCore: ...
 
     @property
+    @abstractmethod
     def pages(self) -> PageManager: ...
 
     @property
+    def epoch(self) -> int:
+        return self.port.epoch
+
+    @property
     def faults(self) -> SendingFaults:
-        """What may be done on purpose to all that it sends."""
+        """Faults that may be injected into all that the instance sends."""
+        return self.port.server.faults
 
     def root(self, cache_salt: str) -> Tag:
         """The tag from which all pages of one tenant are chained."""
+        return root_tag(self._model.fingerprint, cache_salt)
 
-    def info(self) -> InstanceInfo: ...
-    def load(self) -> LoadReport: ...
-
-    def refuse(self, asked: CompletionRequest | ChatRequest) -> None:
+    def refuse(self, asked: CompletionRequest | ChatRequest) -> None:  # noqa: B027  # Optional.
         """Raises RequestError: this engine cannot do what is asked."""
 
     def fence(self, attempts: Mapping[StreamId, Attempt]) -> None:
-        """Drop lower attempts, and raise the epoch."""
+        """Drop lower attempts, and raise the epoch: what others knew of this instance is void."""
+        self.core.fence(attempts)
+        self.port.epoch += 1
 
     def end_transfers(self, attempts: Mapping[StreamId, Attempt]) -> None:
-        """Drop lower attempts that still fetch under a slot, and refuse such from now on; nothing else changes."""
+        """Drop lower attempts that still fetch under a slot, and refuse such from now on; nothing
+        else changes.
+        """
+        self.core.end_transfers(attempts)
 
     def down(self) -> str | None:
-        """Why it cannot serve now, though its process lives."""
+        """Why the instance cannot serve now although its process lives; None: it can."""
+        return None
+
+    @abstractmethod
+    def info(self) -> InstanceInfo: ...
+
+    @abstractmethod
+    def load(self) -> LoadReport: ...
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Serve pages and begin to compute; the HTTP side is the caller's."""
 
     def failed(self) -> BaseException | None:
-        """The bug that ended its work: it must not look alive any more."""
+        """The exception that ended one of the tasks, if one did: the instance must then not look
+        alive.
+        """
+        ended = (task for task in self._running() if task.done() and not task.cancelled())
+        return next((task.exception() for task in ended), None)
 
-    async def start(self) -> None:
-        """Serve pages and begin to compute."""
+    async def close(self) -> None:
+        running = self._running()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self.port.close()
 
-    async def close(self) -> None: ...
+    def _running(self) -> list[asyncio.Task[None]]:
+        """All tasks that must not end before `close`."""
+        return self.tasks
+
+    def _describe(
+        self, prefill: PrefillTable, capabilities: list[Capability], gpus: list[str] | None
+    ) -> InstanceInfo:
+        return InstanceInfo(
+            id=self.settings.id,
+            node=self._place.node.id,
+            role=self.settings.role,
+            epoch=self.epoch,
+            pid=os.getpid(),
+            model=self.model,
+            fingerprint=self._model.fingerprint,
+            geometry=self._model.geometry,
+            max_model_len=self.max_model_len,
+            page_port=self.settings.page_port,
+            capabilities=capabilities,
+            prefill=MeasuredPrefill(
+                label=prefill.label,
+                step_tokens=prefill.step_tokens,
+                seconds=list(prefill.seconds),
+            ),
+            gpus=gpus,
+        )

@@ -1,4 +1,4 @@
-"""Runs one instance until it is told to stop."""
+"""The server of one instance of the embedded engine."""
 
 import asyncio
 import time
@@ -7,15 +7,20 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from kvrs.config import Config
-from kvrs.engine.http import make_app
+from kvrs.config.file import Config
+from kvrs.connections import ConnectionLimits
+from kvrs.descriptors import raise_descriptor_limit
 from kvrs.engine.instance import EngineInstance
-from kvrs.engine.served import EPOCHS_PER_START, ServedInstance
+from kvrs.engine.page_port import EPOCHS_PER_START
+from kvrs.engine.routes import make_app
+from kvrs.engine.served import ServedInstance
+from kvrs.http import HttpPort, naming_port, watches
 from kvrs.ids import InstanceId
+from kvrs.protocol.secrets import Door, door_keys
+from kvrs.tls import load_certificates
 from kvrs.transfer.fault_route import add_fault_route
-from kvrs.transfer.http import naming_port, watches
 
-_LOOK_AGAIN_S = 0.05
+_DRAIN_POLL_S = 0.05
 
 
 async def serve(
@@ -28,7 +33,8 @@ async def serve(
     at_once: asyncio.Event | None = None,
     older: Sequence[bytes] = (),
 ) -> None:
-    """Serve until `stop` is set, then until nothing is left that others need, at most for `cluster.drain_s` or until `at_once`.
+    """Serve until `stop` is set, then until no stream or page here is needed, at most for
+    `cluster.drain_s` or until `at_once`.
 
     `ready` is called once requests are taken. `start` must rise with every start of the instance.
     `older`: secrets that are accepted beside the one in use.
@@ -37,9 +43,11 @@ async def serve(
         ConfigError: a port is in use.
     """
     instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret, older)
-    async with face_of(instance, allow_faults=config.cluster.allow_faults) as app:
+    async with serve_http(instance, allow_faults=config.cluster.allow_faults) as app:
         ready()
-        stopping = asyncio.ensure_future(_drained(instance, app, stop, at_once or asyncio.Event(), config.cluster.drain_s))
+        stopping = asyncio.ensure_future(
+            _drained(instance, app, stop, at_once or asyncio.Event(), config.cluster.drain_s)
+        )
         await asyncio.wait({stopping, *instance.tasks}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if (bug := instance.failed()) is not None:
@@ -47,19 +55,31 @@ async def serve(
 
 
 async def _drained(
-    instance: EngineInstance, app: web.Application, stop: asyncio.Event, at_once: asyncio.Event, drain_s: float
+    instance: EngineInstance,
+    app: web.Application,
+    stop: asyncio.Event,
+    at_once: asyncio.Event,
+    drain_s: float,
 ) -> None:
-    """Until it may end. Who does not watch will not take its streams away, and its leases run out."""
+    """Wait for `stop`, then until the instance may end. Streams of proxies that do not watch are
+    not moved, and their leases run out.
+    """
     await stop.wait()
     instance.drain()
     until_s = time.monotonic() + drain_s
-    while not instance.drained(watched=watches(app) > 0) and not at_once.is_set() and time.monotonic() < until_s:
-        await asyncio.sleep(_LOOK_AGAIN_S)
+    while (
+        not instance.drained(watched=watches(app) > 0)
+        and not at_once.is_set()
+        and time.monotonic() < until_s
+    ):
+        await asyncio.sleep(_DRAIN_POLL_S)
 
 
 @asynccontextmanager
-async def face_of(instance: ServedInstance, *, allow_faults: bool) -> AsyncIterator[web.Application]:
-    """Start an instance and take requests on its port; both end when the block is left.
+async def serve_http(
+    instance: ServedInstance, *, allow_faults: bool
+) -> AsyncIterator[web.Application]:
+    """Start an instance and serve requests on its port, until the block is left.
 
     Raises:
         ConfigError: a port is in use.
@@ -67,16 +87,20 @@ async def face_of(instance: ServedInstance, *, allow_faults: bool) -> AsyncItera
     app = make_app(instance)
     if allow_faults:
         add_fault_route(app, instance.faults, {peer.node for peer in instance.registry.values()})
-    # A client that leaves cancels its handler, and with it the run.
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
-    await runner.setup()
-    settings, who = instance.settings, f"instance {instance.settings.id}"
+    raise_descriptor_limit()
+    settings, name = instance.settings, f"instance {instance.settings.id}"
+    keys = door_keys(instance.ring, settings.id, Door.INSTANCE, Door.ADMIN)
+    names, limits = {settings.host, *instance.security.hosts}, ConnectionLimits.of_peers()
+    tls = load_certificates("security.tls", instance.security.tls)
+    port = HttpPort(app, limits, shutdown_timeout_s=0.5, names=names, keys=keys, tls=tls)
     try:
-        with naming_port(who, "page_port", settings.host, settings.page_port):
+        with naming_port(name, "page_port", settings.pages_at, settings.page_port):
             await instance.start()
-        with naming_port(who, "port", settings.host, settings.port):
-            await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
+        with naming_port(name, "port", settings.host, settings.port):
+            await port.open(settings.host, settings.port)
+        if tls is not None:
+            instance.tasks.append(asyncio.create_task(tls.run()))
         yield app
     finally:
-        await runner.cleanup()
+        await port.close()
         await instance.close()

@@ -1,7 +1,8 @@
-"""Where pages of a pool meet sockets: in place on a CPU, in pinned host buffers beside a GPU.
+"""Host memory between a pool and sockets: in place on a CPU, in pinned buffers beside a GPU.
 
-Copies to and from a GPU run on a stream of their own. They wait on the device for the kernels that were launched before them,
-and no kernel waits for them; whoever needs their result waits on the host (`Staged.wait`), off the event loop.
+Copies to and from a GPU run on a stream of their own. They wait on the device for the kernels that
+were launched before them, and no kernel waits for them; a user of their result waits on the host
+(`Staged.wait`), off the event loop.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ _BLOCK_BYTES = 64 << 20
 
 
 class StagedPages(Protocol):
-    """Pages on their way between a pool and sockets, whoever's pool it is; `Staged` is one."""
+    """Pages on their way between a pool and sockets; `Staged` is one."""
 
     views: list[memoryview]  # One per page; they are the caller's until `free`.
 
@@ -31,7 +32,8 @@ class StagedPages(Protocol):
         ...
 
     async def restore(self, count: int) -> None:
-        """Fill the first `count` pages from their views. Who is cancelled here comes back when nothing writes any more.
+        """Fill the first `count` pages from their views. A cancelled call returns when the pages
+        are not written any more.
 
         Raises:
             TransferError: the pool is gone.
@@ -44,12 +46,13 @@ class StagedPages(Protocol):
 
 
 class PagePool(Protocol):
-    """What holds the pages of one instance; `kvrs.engine.kv_pool.KvPool` is one."""
+    """The memory of an instance's pages; `kvrs.engine.kv_pool.KvPool` is one."""
 
     geometry: KvGeometry
 
     def stage(self, pages: Sequence[int]) -> StagedPages:
-        """Room on the host for the bytes of pages: to be sent after `save`, or received before `restore`. The caller frees it.
+        """Room on the host for the bytes of pages: to be sent after `save`, or received before
+        `restore`. The caller frees it.
 
         Raises:
             TransferError: there is not so much room.
@@ -58,7 +61,9 @@ class PagePool(Protocol):
 
 
 class StagingArea:
-    """Host buffers of one page each, used again and again; as many as were ever in use at a time."""
+    """Host buffers of one page each, used again and again; as many as were ever in use at a
+    time.
+    """
 
     def __init__(self, rows: Tensor) -> None:
         """`rows`: the pool as `[pages, page_bytes]` of bytes on its device."""
@@ -72,7 +77,9 @@ class StagingArea:
         page_bytes = self.rows.shape[1]
         while missing > 0:
             block = min(missing, max(1, _BLOCK_BYTES // page_bytes))
-            pinned = torch.empty((block, page_bytes), dtype=torch.uint8, pin_memory=self.stream is not None)
+            pinned = torch.empty(
+                (block, page_bytes), dtype=torch.uint8, pin_memory=self.stream is not None
+            )
             self._free += pinned.unbind()
             missing -= block
         return [self._free.pop() for _ in range(count)]
@@ -82,16 +89,21 @@ class StagingArea:
 
 
 class Staged:
-    """Pages on their way. `views[i]` are the writable bytes that are sent, or received into, for the i-th of them.
+    """Pages on their way. `views[i]` are the writable bytes that are sent, or received into, for
+    the i-th of them.
 
     The pages are the caller's from before `save` or `restore` until after `free`.
     """
 
     def __init__(self, pages: Sequence[int], where: Tensor | StagingArea) -> None:
-        """`where`: the pool as `[pages, page_bytes]` of bytes on the host, or the buffers beside a GPU."""
+        """`where`: the pool as `[pages, page_bytes]` of bytes on the host, or the buffers beside a
+        GPU.
+        """
         self._pages = pages
         self._area = where if isinstance(where, StagingArea) else None
-        self._buffers = [where[page] for page in pages] if isinstance(where, Tensor) else where.take(len(pages))
+        self._buffers = (
+            [where[page] for page in pages] if isinstance(where, Tensor) else where.take(len(pages))
+        )
         self._copied: torch.cuda.Event | None = None
         self.views = [buffer.numpy().data for buffer in self._buffers]
 
@@ -129,7 +141,7 @@ class Staged:
             return
         rows, stream = self._area.rows, self._area.stream
         if stream is not None:
-            # What fills a page, or still used it under its last owner, was launched before we were told of it.
+            # Kernels that fill a page, or used it under its last owner, were launched before.
             stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(stream):
             for buffer, page in zip(self._buffers[:count], self._pages, strict=False):

@@ -37,7 +37,8 @@ _CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {{- message.role + ": " + message.content }}
     {%- for call in message.tool_calls or [] %}
-        {{- "<tool_call>" + {"name": call.function.name, "arguments": call.function.arguments} | tojson + "</tool_call>" }}
+        {{- "<tool_call>" + {"name": call.function.name, \
+"arguments": call.function.arguments} | tojson + "</tool_call>" }}
     {%- endfor %}
     {{- eos_token + "\\n" }}
 {%- endfor %}
@@ -49,13 +50,40 @@ _CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-_SYLLABLES = ("ka", "lo", "mi", "ren", "sta", "vor", "ti", "el", "an", "dra", "shi", "pu", "ne", "go", "bri", "sol", "tek", "qui")
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+_SYLLABLES = (
+    "ka",
+    "lo",
+    "mi",
+    "ren",
+    "sta",
+    "vor",
+    "ti",
+    "el",
+    "an",
+    "dra",
+    "shi",
+    "pu",
+    "ne",
+    "go",
+    "bri",
+    "sol",
+    "tek",
+    "qui",
+)
 _FOREIGN = ("é", "ü", "ñ", "ø", "ж", "я", "λ", "中", "文", "日", "本", "한", "🙂", "🚀")
 
 
 def write_tiny_model(directory: Path, seed: int) -> None:
-    """Write a Hugging Face directory: the same seed gives the same bytes. Nothing is done when it is complete."""
+    """Write a Hugging Face directory: the same seed gives the same bytes. Nothing is done when it
+    is complete.
+    """
     if _complete(directory):
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -81,8 +109,14 @@ def _complete(directory: Path) -> bool:
 def _write_files(directory: Path, seed: int) -> None:
     tokenizer = _tokenizer(seed)
     tokenizer.save(str(directory / "tokenizer.json"))
-    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BEGIN, "eos_token": END}
-    _write_json(directory / "tokenizer_config.json", {**tokenizer_config, "chat_template": _CHAT_TEMPLATE})
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+    }
+    _write_json(
+        directory / "tokenizer_config.json", {**tokenizer_config, "chat_template": _CHAT_TEMPLATE}
+    )
     ids = {"bos_token_id": _BEGIN_ID, "eos_token_id": _END_ID}
     _write_json(directory / "generation_config.json", ids)
     _write_json(directory / "config.json", {**_config(), **ids})
@@ -140,7 +174,9 @@ def _weights(seed: int, tokenizer: Tokenizer) -> dict[str, Tensor]:
 
 
 def _preference(tokenizer: Tokenizer) -> Tensor:
-    """`[vocab, 1]`: shrinks the logits of tokens that would end every stream early or litter its text with broken characters."""
+    """`[vocab, 1]`: shrinks the logits of tokens that would end every stream early or litter its
+    text with broken characters.
+    """
     scale = torch.ones(VOCAB, 1)
     for token in range(VOCAB):
         if "\ufffd" in tokenizer.decode([token]):
@@ -150,11 +186,16 @@ def _preference(tokenizer: Tokenizer) -> Tensor:
 
 
 def _tokenizer(seed: int) -> Tokenizer:
-    """A byte-level BPE trained on a text of made-up words, some with characters of several bytes."""
+    """A byte-level BPE trained on a text of made-up words, some with characters of several
+    bytes.
+    """
     choose = random.Random(seed)
     words = ["".join(choose.choices(_SYLLABLES, k=choose.randint(1, 3))) for _ in range(300)]
     words += ["".join(choose.choices(_FOREIGN, k=choose.randint(1, 2))) for _ in range(40)]
-    sentences = [" ".join(choose.choices(words, k=choose.randint(3, 12))) + choose.choice(".,!?\n") for _ in range(1500)]
+    sentences = [
+        " ".join(choose.choices(words, k=choose.randint(3, 12))) + choose.choice(".,!?\n")
+        for _ in range(1500)
+    ]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -166,7 +207,9 @@ def _tokenizer(seed: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(sentences, trainer)
     assert tokenizer.get_vocab_size() == VOCAB
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, _BEGIN_ID)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, _BEGIN_ID)]
+    )
     return tokenizer
 
 

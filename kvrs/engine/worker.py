@@ -1,4 +1,6 @@
-"""The part of an engine that owns weights and KV: it computes batches, and knows nothing of requests."""
+"""The part of an engine that owns weights and KV: it computes batches, and knows nothing of
+requests.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvrs.engine.config import EngineSettings
+from kvrs.config.engine import EngineSettings
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.layers.step import build_step, pages_per_block
 from kvrs.engine.layers.tiles import TILE_ROWS, check_batched_products
@@ -17,7 +19,7 @@ from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.weights import Weights
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
 
 _DTYPE_BYTES = 4  # Everything is computed and kept in float32.
 
@@ -25,8 +27,9 @@ _DTYPE_BYTES = 4  # Everything is computed and kept in float32.
 class Worker:
     """One copy of a model with its KV pages.
 
-    The logits of a token depend on the tokens before it in its own sequence and on nothing else, to the last bit: not on the
-    batch, not on how a prompt was cut into chunks, not on whether KV was computed here or brought in as pages.
+    The logits of a token depend on the tokens before it in its own sequence and on nothing else, to
+    the last bit: not on the batch, not on how a prompt was cut into chunks, not on whether KV was
+    computed here or brought in as pages.
     """
 
     def __init__(self, model_directory: Path, settings: EngineSettings) -> None:
@@ -38,7 +41,8 @@ class Worker:
         """
         self.settings = settings
         device = _device(settings.device)
-        # Four engines share a machine; and a loop split between threads would end in other SIMD remainders.
+        # Four engines share a machine; and a loop split between threads would end in other SIMD
+        # remainders.
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
         config = ModelConfig.from_directory(model_directory)
@@ -52,7 +56,9 @@ class Worker:
         )
         self.vocab_size = config.vocab
         # Some checkpoints name end tokens that their weights do not have.
-        self.eos_token_ids = frozenset(token_id for token_id in config.eos_token_ids if token_id < config.vocab)
+        self.eos_token_ids = frozenset(
+            token_id for token_id in config.eos_token_ids if token_id < config.vocab
+        )
         self.max_positions = min(settings.max_model_len, config.max_positions)
         self.gpus = _gpus(device)
         self.fingerprint = _fingerprint(config, weights, self.geometry, device)
@@ -65,13 +71,17 @@ class Worker:
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute one batch: its KV goes into the chunks' pages.
 
-        Returns:
-            Logits `[number of chunks that want them, vocab]`, float32, on the CPU, in the order of the chunks.
+        Returns: Logits `[number of chunks that want them, vocab]`, float32, on the CPU, in the
+            order of the chunks.
         """
         assert chunks, "a batch has at least one chunk"
         for chunk in chunks:
-            assert chunk.first_position + len(chunk.token_ids) <= self.max_positions, "the scheduler keeps to max_positions"
-            assert all(0 <= token < self.vocab_size for token in chunk.token_ids), "token ids are checked on arrival"
+            assert chunk.first_position + len(chunk.token_ids) <= self.max_positions, (
+                "the scheduler keeps to max_positions"
+            )
+            assert all(0 <= token < self.vocab_size for token in chunk.token_ids), (
+                "token ids are checked on arrival"
+            )
         with torch.inference_mode():
             return self._model.forward(build_step(chunks, self.pool), self.pool).cpu()
 
@@ -79,13 +89,16 @@ class Worker:
 def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            ["cluster.engine.device: got 'cuda'; allowed: 'cpu' (this machine has no CUDA device that torch can use)"]
+            [
+                "cluster.engine.device: got 'cuda'; allowed: 'cpu' (this machine has no "
+                "CUDA device that torch can use)"
+            ]
         )
     return torch.device(name)
 
 
 def _gpus(device: torch.device) -> list[str] | None:
-    """Which boards, as NVML names them; None where this torch cannot say."""
+    """The boards' NVML uuids; None where this torch does not report them."""
     if device.type != "cuda":
         return []
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -104,16 +117,32 @@ def check_attention(config: ModelConfig, page_size_tokens: int, device: torch.de
     check_batched_products(rows, block_tokens, config.head_dim, device)
 
 
-def _fingerprint(config: ModelConfig, weights: Weights, geometry: KvGeometry, device: torch.device) -> str:
+def _fingerprint(
+    config: ModelConfig, weights: Weights, geometry: KvGeometry, device: torch.device
+) -> str:
     """Equal for two workers exactly when their KV pages are the same bits.
 
-    The same weights on other hardware, or under another release of torch, give nearly the same numbers: near enough to
-    look right, not near enough to continue a stream exactly. So the arithmetic is part of the fingerprint.
+    The same weights on other hardware, or under another release of torch, give nearly the same
+    numbers: near enough to look right, not near enough to continue a stream exactly. So the
+    arithmetic is part of the fingerprint. So are the names of the fields of ModelConfig and
+    KvGeometry, but no name of a class or module.
     """
     total = hashlib.blake2b(digest_size=16, person=b"kvrs-model")
     # A set has no order of its own, and the end token is no part of what KV means.
-    fields = {name: value for name, value in msgspec.to_builtins(config).items() if name != "eos_token_ids"}
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    total.update(msgspec.json.encode([fields, geometry, device.type, where, str(torch.__version__)], order="sorted"))
+    fields = {
+        name: value
+        for name, value in msgspec.to_builtins(config).items()
+        if name != "eos_token_ids"
+    }
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability()
+    )
+    total.update(
+        msgspec.json.encode(
+            [fields, geometry, device.type, where, str(torch.__version__)], order="sorted"
+        )
+    )
     total.update(weights.digest())
     return total.hexdigest()

@@ -1,6 +1,7 @@
-"""Who is alive, and what every node says of itself.
+"""Membership, failure detection and replicated records of facts, by gossip.
 
-SWIM with Lifeguard finds out who is dead (`detector`), scuttlebutt carries each node's own record to all others (`records`,
-`exchange`), and `Gossip` in `node` puts both behind three calls: `handle`, `tick`, `next_tick_s`. That is pure: no clock, socket
-or randomness of its own. `transport` carries the packets, sealed by `seal`.
+SWIM with Lifeguard detects failures (`detector`), scuttlebutt replicates each node's own record
+(`records`, `exchange`), and `Gossip` in `node` combines both behind three calls: `handle`, `tick`,
+`next_tick_s`. That part is pure: no clock, socket or randomness of its own. `transport` carries the
+packets, `authenticator` seals them.
 """

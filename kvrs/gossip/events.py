@@ -1,4 +1,4 @@
-"""What comes out of gossip: packets to send, and what has become known."""
+"""Outputs of gossip: packets to send, and events."""
 
 from typing import NamedTuple
 
@@ -9,23 +9,26 @@ from kvrs.ids import NodeId
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    to: NodeId  # `Gossip.address_of` says where that is.
+    to: NodeId  # `Gossip.address_of` has its address.
     packet: Packet
-    stream: bool = False  # Over TCP: too large for a datagram, or a last try where datagrams may be what fails.
+    # Over TCP: too large for a datagram, or a last try where datagrams may be what fails.
+    stream: bool = False
 
 
 class MemberChanged(NamedTuple):
-    """Another node has become known, suspected, dead, gone, or alive again, or lives a new life (`epoch`)."""
+    """Another node has joined, left, become suspect, dead or alive again, or was restarted (a new
+    `epoch`).
+    """
 
     id: NodeId
     epoch: int
     incarnation: int
     status: Status
-    by: tuple[NodeId, ...]  # Of a suspicion and a death: by whose word.
+    suspectors: tuple[NodeId, ...]  # Of a suspicion and a death: the nodes that could not reach it.
 
 
 class RecordChanged(NamedTuple):
-    """An entry of a living node's record was written or taken out; `Gossip.facts` has it already."""
+    """An entry of a reachable node's record was written or removed; `Gossip.facts` reflects it."""
 
     node: NodeId
     kind: int
@@ -33,7 +36,7 @@ class RecordChanged(NamedTuple):
 
 
 class Superseded(NamedTuple):
-    """Another process runs under this node's name, with this epoch; this one is the older, and silent from now on."""
+    """A newer process runs under this node's name, with this epoch; this one sends nothing more."""
 
     epoch: int
 

@@ -1,32 +1,34 @@
-"""Anti-entropy: two nodes compare what they know of everybody, and each sends the other what that one lacks.
+"""Anti-entropy: two nodes compare digests of all members, and each sends the deltas that the other
+lacks (scuttlebutt; van Renesse et al., LADIS 2008).
 
-Statements travel here as well as records, so whatever news missed a node finds it in the end, a partition's other side too.
+Member updates are exchanged as well as records, so that updates which piggybacking missed arrive in
+the end, also after a partition.
 """
 
-from kvrs.gossip.config import GossipSettings
+from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.detector import Detector
 from kvrs.gossip.events import RecordChanged
 from kvrs.gossip.facts import Facts
 from kvrs.gossip.members import Member, Random
-from kvrs.gossip.records import Record, start_for
+from kvrs.gossip.records import FactRecord, start_for
 from kvrs.gossip.wire import (
     HEADER_BYTES,
     MAX_PACKET_BYTES,
-    MAX_STATEMENTS,
+    MAX_UPDATES,
     Delta,
     Digest,
-    Known,
+    KnownMember,
+    MemberUpdate,
     RecordDelta,
-    Statement,
     Status,
-    known_bytes,
+    known_member_bytes,
     text_bytes,
 )
 from kvrs.ids import NodeId
 
-_WANTS_SHARE = 0.5  # Of an answer may be questions.
-# For two intervals after an exchange that brought something this share of one is waited: there may be more where that came from.
-# Two, because an exchange that brings nothing may just have been lost.
+_WANTS_SHARE = 0.5  # Maximum share of `wants` in a delta.
+# After an exchange that brought records the next ones follow after this share of an interval, for
+# two intervals. Two, because an exchange that brings nothing may have been lost.
 _BUSY_SHARE = 0.2
 _BUSY_INTERVALS = 2.0
 
@@ -47,7 +49,7 @@ class Exchange:
         self._settings = settings
         self._seeds = seeds
         self._random = random
-        self._after = ""  # Where the last digest ended.
+        self._after = ""  # Last id of the last digest.
         self._sync_at_s = self._synced_s = self._busy_until_s = now_s
         self._reconnect_at_s = now_s + settings.reconnect_interval_s
         self._first = True
@@ -57,125 +59,159 @@ class Exchange:
         return min(self._sync_at_s, self._reconnect_at_s)
 
     def tick(self, now_s: float) -> None:
-        """`now_s` is the node's own time, as everywhere but where ages are told."""
+        """`now_s` is the node's own time."""
         if now_s >= self._sync_at_s:
             self._synced_s = now_s
             share = _BUSY_SHARE if now_s < self._busy_until_s else 1.0
-            self._sync_at_s = now_s + share * self._settings.sync_interval_s * (0.9 + 0.2 * self._random())
+            self._sync_at_s = now_s + share * self._settings.sync_interval_s * (
+                0.9 + 0.2 * self._random()
+            )
             self._sync(now_s)
         if now_s >= self._reconnect_at_s:
             self._reconnect_at_s = now_s + self._settings.reconnect_interval_s
             self._reconnect()
 
-    def soon(self, now_s: float) -> None:
+    def sync_now(self, now_s: float) -> None:
         self._sync_at_s = self._reconnect_at_s = now_s
 
     def _sync(self, now_s: float) -> None:
         if self._first:
-            # All that is known is asked for at once, and over a stream, where it finds room.
+            # The first digests go over a stream, whose answers have room for everything.
             self._first = False
             seeds = list(self._seeds)
             for _ in range(min(self._settings.fanout, len(seeds))):
-                self._ask(seeds.pop(int(self._random() * len(seeds))), MAX_PACKET_BYTES)
+                self._send_digest(seeds.pop(int(self._random() * len(seeds))), MAX_PACKET_BYTES)
             return
         peers = self._members.random_peers(1)
         if peers:
-            self._ask(peers[0].id, self._settings.packet_bytes)
+            self._send_digest(peers[0].id, self._settings.packet_bytes)
         elif self._seeds:
             self._reconnect()
         self._forget(now_s)
 
     def _reconnect(self) -> None:
-        """Somebody who is not among the peers is asked: one of the dead may live behind a partition that has healed."""
-        lost = [node for node in self._seeds if node not in self._members.table and node != self._detector.me.id]
-        lost += [member.id for member in self._members.table.values() if member.status is Status.DEAD]
+        """Send a digest to a node that is not among the peers: a dead one may be alive behind a
+        partition that has healed.
+        """
+        lost = [
+            node
+            for node in self._seeds
+            if node not in self._members.table and node != self._detector.me.id
+        ]
+        lost += [
+            member.id for member in self._members.table.values() if member.status is Status.DEAD
+        ]
         if lost:
-            self._ask(lost[int(self._random() * len(lost))], MAX_PACKET_BYTES)
+            self._send_digest(lost[int(self._random() * len(lost))], MAX_PACKET_BYTES)
 
     def _forget(self, now_s: float) -> None:
         before_s = now_s - self._settings.forget_s
         me = self._detector.me
         if len(self._members.peers) + 1 == len(self._members.table):
             return
-        for member in [m for m in self._members.table.values() if m is not me and not m.reachable and m.since_s < before_s]:
+        for member in [
+            m
+            for m in self._members.table.values()
+            if m is not me and not m.reachable and m.since_s < before_s
+        ]:
             self._detector.forget(member)
 
-    # The asker.
+    # Digests.
 
-    def _ask(self, node: NodeId, room_bytes: int) -> None:
+    def _send_digest(self, node: NodeId, room_bytes: int) -> None:
         me, stream = self._detector.me, room_bytes > self._settings.packet_bytes
-        # Whoever is asked must know where the answer goes.
-        news = (me.statement()[0],)
-        room = room_bytes - HEADER_BYTES - me.statement()[1]
-        known, until = self._known(room)
+        # With this node's address, for the answer.
+        updates = (me.update()[0],)
+        room = room_bytes - HEADER_BYTES - me.update()[1]
+        known, until = self._digest_part(room)
         after, self._after = self._after, until
-        self._detector.send(node, Digest(me.epoch, me.incarnation, room_bytes, after, until, known, news), stream)
+        self._detector.sender.send(
+            node, Digest(me.epoch, me.incarnation, room_bytes, after, until, known, updates), stream
+        )
 
-    def _known(self, room: int) -> tuple[tuple[Known, ...], str]:
-        """From where the last digest ended, as much as fits; and up to where that is, "" for the end."""
-        table, found = self._members.table, list[Known]()
+    def _digest_part(self, room: int) -> tuple[tuple[KnownMember, ...], str]:
+        """Entries from the end of the last digest on, as many as fit, and the last id; "" for the
+        end of the table.
+        """
+        table, found = self._members.table, list[KnownMember]()
         room -= text_bytes(self._after)
         for node in self._members.between(self._after, "") if self._after else self._members.ids:
             known, size = table[node].known()
             room -= size
-            if room < 0 or len(found) == MAX_STATEMENTS:
+            if room < 0 or len(found) == MAX_UPDATES:
                 break
             found.append(known)
         else:
             return tuple(found), ""
-        # The bound that has to be named now needs room too.
+        # The upper bound needs room too.
         room += size
         while room < text_bytes(found[-1].id):
             room += table[found.pop().id].known()[1]
         return tuple(found), found[-1].id
 
-    # The answer.
+    # Deltas.
 
     def on_digest(self, sender: NodeId, digest: Digest, now_s: float, clock_s: float) -> None:
-        """`clock_s` is the caller's clock, by which ages are told."""
+        """`clock_s` is the caller's clock, which ages are computed by."""
         lacking, wants, matched = self._compare(digest.known, now_s)
         ids = self._members.between(digest.after, digest.until)
         if matched < len(ids):
             named = {known.id for known in digest.known}
             table = self._members.table
-            lacking += [(table[node], None) for node in ids if node not in named and self._worth_telling(table[node], now_s)]
-        self._answer(sender, digest.room_bytes, lacking, wants, clock_s)
+            lacking += [
+                (table[node], None)
+                for node in ids
+                if node not in named and self._is_worth_sending(table[node], now_s)
+            ]
+        self._send_delta(sender, digest.room_bytes, lacking, wants, clock_s)
 
     def on_delta(self, sender: NodeId, delta: Delta, now_s: float, clock_s: float) -> None:
         for record in delta.records:
-            self._take(record, clock_s)
+            self._apply_record(record, clock_s)
         if delta.records:
             interval_s = self._settings.sync_interval_s
             self._busy_until_s = now_s + _BUSY_INTERVALS * interval_s
             self._sync_at_s = min(self._sync_at_s, self._synced_s + _BUSY_SHARE * interval_s)
         if delta.wants:
             lacking, _, _ = self._compare(delta.wants, now_s)
-            self._answer(sender, delta.room_bytes, lacking, [], clock_s)
+            self._send_delta(sender, delta.room_bytes, lacking, [], clock_s)
 
-    def _compare(self, theirs: tuple[Known, ...], now_s: float) -> tuple[list[tuple[Member, Known | None]], list[Known], int]:
-        """Of which members they lack something, what is to be asked of them, and how many members they named."""
+    def _compare(
+        self, theirs: tuple[KnownMember, ...], now_s: float
+    ) -> tuple[list[tuple[Member, KnownMember | None]], list[KnownMember], int]:
+        """Compare digest entries: the members of which the sender lacks something, the entries to
+        request from it, and the number of entries whose members are known here.
+        """
         table, me = self._members.table, self._detector.me
-        lacking, wants, matched = list[tuple[Member, Known | None]](), list[Known](), 0
+        lacking, wants, matched = list[tuple[Member, KnownMember | None]](), list[KnownMember](), 0
         for known in theirs:
             member = table.get(known.id)
             if member is None:
                 if known.status <= Status.SUSPECT:
-                    wants.append(Known(known.id, 0, 0, Status.ALIVE, 0, 0))
+                    wants.append(KnownMember(known.id, 0, 0, Status.ALIVE, 0, 0))
                 continue
             matched += 1
             mine = member.known()[0]
             if known == mine:
                 continue
             if member is me:
-                self._hear_of_my_record(known, now_s)
+                self._check_own_record(known, now_s)
                 lacking.append((member, known))
                 continue
             if known.epoch == mine.epoch:
-                ahead = member.newer(known.epoch, known.incarnation, known.status)
-                behind = not ahead and (known.incarnation != mine.incarnation or known.status != mine.status)
-                if ahead or (member.reachable and start_for(mine.version, mine.floor, known.version, known.floor) is not None):
+                ahead = member.is_superseded_by(known.epoch, known.incarnation, known.status)
+                behind = not ahead and (
+                    known.incarnation != mine.incarnation or known.status != mine.status
+                )
+                if ahead or (
+                    member.reachable
+                    and start_for(mine.version, mine.floor, known.version, known.floor) is not None
+                ):
                     wants.append(mine)
-                if behind or start_for(known.version, known.floor, mine.version, mine.floor) is not None:
+                if (
+                    behind
+                    or start_for(known.version, known.floor, mine.version, mine.floor) is not None
+                ):
                     lacking.append((member, known))
             elif known.epoch > mine.epoch:
                 wants.append(mine)
@@ -183,15 +219,22 @@ class Exchange:
                 lacking.append((member, known))
         return lacking, wants, matched
 
-    def _hear_of_my_record(self, known: Known, now_s: float) -> None:
-        self._detector.hear_of_me(known.epoch, known.incarnation, known.status, now_s)
+    def _check_own_record(self, known: KnownMember, now_s: float) -> None:
+        self._detector.on_update_about_self(known.epoch, known.incarnation, known.status, now_s)
         me = self._detector.me
         if known.epoch == me.epoch and me.stored is not None and known.version > me.stored.version:
-            # Somebody has edits of this epoch that this process did not make.
-            self._detector.hear_of_me(known.epoch, me.incarnation + 1, Status.ALIVE, now_s)
+            # A node has edits of this epoch that this process did not make.
+            self._detector.on_update_about_self(
+                known.epoch, me.incarnation + 1, Status.ALIVE, now_s
+            )
 
-    def _answer(
-        self, to: NodeId, room_bytes: int, lacking: list[tuple[Member, Known | None]], wants: list[Known], clock_s: float
+    def _send_delta(
+        self,
+        to: NodeId,
+        room_bytes: int,
+        lacking: list[tuple[Member, KnownMember | None]],
+        wants: list[KnownMember],
+        clock_s: float,
     ) -> None:
         if not lacking and not wants:
             return
@@ -199,56 +242,70 @@ class Exchange:
         room_bytes = own_bytes if room_bytes <= own_bytes else min(room_bytes, MAX_PACKET_BYTES)
         room = room_bytes - HEADER_BYTES
         asked, room = _as_fits(wants, room)
-        news, records = list[Statement](), list[RecordDelta]()
-        # Where not all of it fits, everybody's turn comes.
+        updates, records = list[MemberUpdate](), list[RecordDelta]()
+        # From a random start: where not everything fits, all get their turn.
         first = int(self._random() * len(lacking)) if lacking else 0
         for member, known in lacking[first:] + lacking[:first]:
-            if known is None or member.newer_than(known):
-                statement, size = member.statement()
-                if size > room or len(news) == MAX_STATEMENTS:
+            if known is None or member.is_newer_than(known):
+                update, size = member.update()
+                if size > room or len(updates) == MAX_UPDATES:
                     break
-                news.append(statement)
+                updates.append(update)
                 room -= size
-            delta = self._delta(member, known, room, clock_s) if len(records) < MAX_STATEMENTS else None
+            delta = (
+                self._delta(member, known, room, clock_s) if len(records) < MAX_UPDATES else None
+            )
             if delta is not None:
                 records.append(delta[0])
                 room -= delta[1]
-        packet = Delta(me.epoch, me.incarnation, room_bytes, tuple(news), tuple(records), asked)
-        self._detector.send(to, packet, room_bytes > own_bytes)
+        packet = Delta(me.epoch, me.incarnation, room_bytes, tuple(updates), tuple(records), asked)
+        self._detector.sender.send(to, packet, room_bytes > own_bytes)
 
-    def _delta(self, member: Member, known: Known | None, room: int, clock_s: float) -> tuple[RecordDelta, int] | None:
+    def _delta(
+        self, member: Member, known: KnownMember | None, room: int, clock_s: float
+    ) -> tuple[RecordDelta, int] | None:
         record = member.stored
         if record is None or not member.reachable:
             return None
         same = known is not None and known.epoch == member.epoch
-        start = start_for(known.version, known.floor, record.version, record.floor) if known is not None and same else 0
-        return None if start is None else record.delta(member.id, member.epoch, start, room, clock_s)
+        start = (
+            start_for(known.version, known.floor, record.version, record.floor)
+            if known is not None and same
+            else 0
+        )
+        return (
+            None if start is None else record.delta(member.id, member.epoch, start, room, clock_s)
+        )
 
-    def _take(self, delta: RecordDelta, clock_s: float) -> None:
+    def _apply_record(self, delta: RecordDelta, clock_s: float) -> None:
         member = self._members.table.get(delta.id)
-        # Only the node itself writes its record, and only in the life that is known.
+        # Only the node itself writes its record, and each epoch has a record of its own.
         if member is None or member is self._detector.me or member.epoch != delta.epoch:
             return
         if member.stored is None:
-            member.stored = Record()
+            member.stored = FactRecord()
         changed = member.stored.apply(delta, clock_s)
         member.record_changed()
         if member.reachable:
             for kind, name in changed:
                 held = member.stored.entries.get((kind, name))
-                value, written_s = (held.value, held.written_s) if held is not None else (None, clock_s)
+                value, written_s = (
+                    (held.value, held.written_s) if held is not None else (None, clock_s)
+                )
                 self._facts.put(member.id, kind, name, value, written_s)
                 self._detector.events.append(RecordChanged(member.id, kind, name))
 
-    def _worth_telling(self, member: Member, now_s: float) -> bool:
-        """The long dead are not: whoever has forgotten them already would be told again and again."""
+    def _is_worth_sending(self, member: Member, now_s: float) -> bool:
+        """Members that are dead for long are not sent: nodes that have forgotten them would get
+        them again and again.
+        """
         return member.reachable or now_s - member.since_s < self._settings.forget_s / 2
 
 
-def _as_fits(wants: list[Known], room: int) -> tuple[tuple[Known, ...], int]:
-    kept, most = list[Known](), int(room * _WANTS_SHARE)
-    for want in wants[:MAX_STATEMENTS]:
-        size = known_bytes(want)
+def _as_fits(wants: list[KnownMember], room: int) -> tuple[tuple[KnownMember, ...], int]:
+    kept, most = list[KnownMember](), int(room * _WANTS_SHARE)
+    for want in wants[:MAX_UPDATES]:
+        size = known_member_bytes(want)
         if size > most:
             break
         kept.append(want)

@@ -1,6 +1,8 @@
-"""What nodes tell each other of themselves, and the table in which a decision finds it: a look into a dictionary, no I/O.
+"""Facts that nodes publish about themselves, and the tables that decisions read them from, without
+I/O.
 
-A node's record is a set of entries, each with a kind and a name. The kind says how the value is read.
+A node's record is a set of entries, each with a kind and a name. The kind determines the encoding
+of the value.
 """
 
 from collections.abc import Iterator
@@ -20,13 +22,13 @@ Rate = Annotated[float, msgspec.Meta(ge=0)]
 Cause = Annotated[str, msgspec.Meta(max_length=128)]
 
 
-class Kind(IntEnum):
-    INSTANCE = 1  # Named by the instance.
-    LINK = 2  # Into this node; named by the node at the other end.
-    SLOTS = 3  # Named by the instance that they lead into.
-    HOLDER = 4  # Named by the agent.
-    FAILURE = 5  # Named by who failed: an instance, or an agent.
-    GPU = 6  # Named by the board's uuid.
+class FactKind(IntEnum):
+    INSTANCE = 1  # Name: the instance.
+    LINK = 2  # Into this node. Name: the node at the other end.
+    SLOTS = 3  # Name: the target instance.
+    HOLDER = 4  # Name: the agent.
+    FAILURE = 5  # Name: the instance or agent that failed.
+    GPU = 6  # Name: the board's uuid.
 
 
 class InstanceFact(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +43,7 @@ class InstanceFact(msgspec.Struct, frozen=True, array_like=True):
 class LinkFact(msgspec.Struct, frozen=True, array_like=True):
     bytes_per_s: Rate  # EWMA.
     spread: Rate  # Its mean deviation, in the same unit.
-    age_s: Seconds  # Since the last transfer that was measured, when this was written.
+    age_s: Seconds  # Since the last measured transfer, when this was written.
 
 
 class SlotsFact(msgspec.Struct, frozen=True, array_like=True):
@@ -55,9 +57,9 @@ class HolderFact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FailureFact(msgspec.Struct, frozen=True, array_like=True):
-    """By whose word it died is the node in whose record this stands."""
+    """A death, as observed by the node whose record this is in."""
 
-    epoch: Natural  # Which of its lives ended.
+    epoch: Natural  # Of the process that died.
     cause: Cause
     age_s: Seconds  # Since it failed, when this was written.
 
@@ -65,24 +67,24 @@ class FailureFact(msgspec.Struct, frozen=True, array_like=True):
 Fact = InstanceFact | LinkFact | SlotsFact | HolderFact | FailureFact | GpuHealth
 
 _TYPES: dict[int, type[Fact]] = {
-    Kind.INSTANCE: InstanceFact,
-    Kind.LINK: LinkFact,
-    Kind.SLOTS: SlotsFact,
-    Kind.HOLDER: HolderFact,
-    Kind.FAILURE: FailureFact,
-    Kind.GPU: GpuHealth,
+    FactKind.INSTANCE: InstanceFact,
+    FactKind.LINK: LinkFact,
+    FactKind.SLOTS: SlotsFact,
+    FactKind.HOLDER: HolderFact,
+    FactKind.FAILURE: FailureFact,
+    FactKind.GPU: GpuHealth,
 }
-_KINDS = {cls: Kind(kind) for kind, cls in _TYPES.items()}
+_KINDS = {cls: FactKind(kind) for kind, cls in _TYPES.items()}
 _decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in _TYPES.items()}
 _encoder = msgspec.msgpack.Encoder()
 
 
-def kind_of(fact: Fact) -> Kind:
+def kind_of(fact: Fact) -> FactKind:
     return _KINDS[type(fact)]
 
 
 def encode_fact(fact: Fact) -> bytes:
-    """Raises GossipError: too long, or a number that no reader would take."""
+    """Raises GossipError: the fact is too long, or out of its bounds."""
     value = _encoder.encode(fact)
     if len(value) > MAX_VALUE_BYTES:
         raise GossipError(f"a fact of {len(value)} bytes; allowed: at most {MAX_VALUE_BYTES}")
@@ -91,13 +93,13 @@ def encode_fact(fact: Fact) -> bytes:
 
 
 def decode_fact(kind: int, value: bytes) -> Fact:
-    """Raises GossipError: a kind that is not known here, or a value of another shape."""
+    """Raises GossipError: the kind is unknown, or the value of another shape."""
     try:
         fact: Fact = _decoders[kind].decode(value)
     except KeyError:
         raise GossipError(f"a fact of unknown kind {kind}") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise GossipError(f"a fact of kind {Kind(kind).name.lower()}: {error}") from None
+        raise GossipError(f"a fact of kind {FactKind(kind).name.lower()}: {error}") from None
     return fact
 
 
@@ -106,7 +108,7 @@ F = TypeVar("F", bound=Fact)
 
 @dataclass(frozen=True, slots=True)
 class Report(Generic[F]):
-    """A fact, and when its owner wrote it, by the clock of whoever reads it here."""
+    """A fact, and the time at which its owner wrote it, by this node's clock."""
 
     fact: F
     written_s: float
@@ -116,7 +118,7 @@ Table = dict[tuple[NodeId, str], Report[F]]
 
 
 class Facts:
-    """Of all nodes that are not held dead, by (whose word it is, what it is about)."""
+    """Facts of all reachable nodes, by (publishing node, name)."""
 
     def __init__(self) -> None:
         self.instances: Table[InstanceFact] = {}
@@ -125,17 +127,20 @@ class Facts:
         self.holders: Table[HolderFact] = {}
         self.failures: Table[FailureFact] = {}
         self.gpus: Table[GpuHealth] = {}
-        self.unread = 0  # Values that could not be read: malformed, or of a newer release.
+        self.unread = 0  # Values that could not be decoded: malformed, or of a newer release.
         self._tables: dict[int, Table[Fact]] = {
-            Kind.INSTANCE: self.instances,  # type: ignore[dict-item] # Which table holds which type is what _TYPES says.
-            Kind.LINK: self.links,  # type: ignore[dict-item]
-            Kind.SLOTS: self.slots,  # type: ignore[dict-item]
-            Kind.HOLDER: self.holders,  # type: ignore[dict-item]
-            Kind.FAILURE: self.failures,  # type: ignore[dict-item]
-            Kind.GPU: self.gpus,  # type: ignore[dict-item]
+            # `_TYPES` has the type of each table.
+            FactKind.INSTANCE: self.instances,  # type: ignore[dict-item]
+            FactKind.LINK: self.links,  # type: ignore[dict-item]
+            FactKind.SLOTS: self.slots,  # type: ignore[dict-item]
+            FactKind.HOLDER: self.holders,  # type: ignore[dict-item]
+            FactKind.FAILURE: self.failures,  # type: ignore[dict-item]
+            FactKind.GPU: self.gpus,  # type: ignore[dict-item]
         }
 
-    def put(self, node: NodeId, kind: int, name: str, value: bytes | None, written_s: float) -> None:
+    def put(
+        self, node: NodeId, kind: int, name: str, value: bytes | None, written_s: float
+    ) -> None:
         table = self._tables.get(kind)
         if table is None:
             self.unread += 1
@@ -148,10 +153,12 @@ class Facts:
         except GossipError:
             self.unread += 1
 
-    def all(self) -> Iterator[tuple[Kind, NodeId, str, Report[Fact]]]:
-        """For people: kind, whose word, what about, and the report."""
+    def all(self) -> Iterator[tuple[FactKind, NodeId, str, Report[Fact]]]:
+        """Kind, publishing node, name and report of every fact."""
         for kind, table in self._tables.items():
-            yield from ((Kind(kind), node, name, report) for (node, name), report in table.items())
+            yield from (
+                (FactKind(kind), node, name, report) for (node, name), report in table.items()
+            )
 
     def forget(self, node: NodeId) -> None:
         for table in self._tables.values():

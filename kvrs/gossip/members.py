@@ -1,65 +1,82 @@
-"""The member table: one entry per node that was ever heard of and is not forgotten, this node among them."""
+"""The member table: one entry per known node, with this node."""
 
 from bisect import bisect_right, insort
 from collections.abc import Callable
 
-from kvrs.gossip.records import Record
-from kvrs.gossip.wire import Known, Statement, Status, known_bytes, statement_bytes
+from kvrs.gossip.records import FactRecord
+from kvrs.gossip.wire import KnownMember, MemberUpdate, Status, known_member_bytes, update_bytes
 from kvrs.ids import NodeId
 
 Random = Callable[[], float]  # Uniform in [0, 1).
 
 
 class Member:
-    """What is held of one node. `statement` and `known` are made when they are needed and kept until something changes."""
+    """State of one node. `update` and `known` are built on demand and cached until a change."""
 
-    __slots__ = ("_known", "_statement", "address", "by", "epoch", "id", "incarnation", "since_s", "status", "stored")
+    __slots__ = (
+        "_known",
+        "_update",
+        "address",
+        "epoch",
+        "id",
+        "incarnation",
+        "since_s",
+        "status",
+        "stored",
+        "suspectors",
+    )
 
-    def __init__(self, statement: Statement, since_s: float) -> None:
-        self.id = statement.id
-        self.stored: Record | None = None
-        self.set(statement, since_s)
+    def __init__(self, update: MemberUpdate, since_s: float) -> None:
+        self.id = update.id
+        self.stored: FactRecord | None = None
+        self.set(update, since_s)
 
-    def set(self, statement: Statement, since_s: float) -> None:
-        self.address = statement.address
-        self.epoch = statement.epoch
-        self.incarnation = statement.incarnation
-        self.status = statement.status
-        self.by = statement.by
+    def set(self, update: MemberUpdate, since_s: float) -> None:
+        self.address = update.address
+        self.epoch = update.epoch
+        self.incarnation = update.incarnation
+        self.status = update.status
+        self.suspectors = update.suspectors
         self.since_s = since_s
-        self._statement: tuple[Statement, int] | None = None
-        self._known: tuple[Known, int] | None = None
+        self._update: tuple[MemberUpdate, int] | None = None
+        self._known: tuple[KnownMember, int] | None = None
 
-    def newer(self, epoch: int, incarnation: int, status: Status) -> bool:
-        """Whether that is newer than what is held."""
+    def is_superseded_by(self, epoch: int, incarnation: int, status: Status) -> bool:
+        """Whether that state is newer than this member's."""
         if epoch != self.epoch:
             return epoch > self.epoch
         if incarnation != self.incarnation:
             return incarnation > self.incarnation
         return status > self.status
 
-    def newer_than(self, known: Known) -> bool:
-        """Whether what is held is newer than that."""
-        return (self.epoch, self.incarnation, self.status) > (known.epoch, known.incarnation, known.status)
+    def is_newer_than(self, known: KnownMember) -> bool:
+        """Whether this member's state is newer than the digest entry."""
+        return (self.epoch, self.incarnation, self.status) > (
+            known.epoch,
+            known.incarnation,
+            known.status,
+        )
 
     @property
     def reachable(self) -> bool:
         return self.status <= Status.SUSPECT
 
-    def statement(self) -> tuple[Statement, int]:
-        """And its size."""
-        if self._statement is None:
-            made = Statement(self.id, self.epoch, self.incarnation, self.status, self.address, self.by)
-            self._statement = made, statement_bytes(made)
-        return self._statement
+    def update(self) -> tuple[MemberUpdate, int]:
+        """The state as an update, and its size in bytes."""
+        if self._update is None:
+            made = MemberUpdate(
+                self.id, self.epoch, self.incarnation, self.status, self.address, self.suspectors
+            )
+            self._update = made, update_bytes(made)
+        return self._update
 
-    def known(self) -> tuple[Known, int]:
-        """And its size."""
+    def known(self) -> tuple[KnownMember, int]:
+        """The digest entry, and its size in bytes."""
         if self._known is None:
             record = self.stored
             version, floor = (record.version, record.floor) if record else (0, 0)
-            made = Known(self.id, self.epoch, self.incarnation, self.status, version, floor)
-            self._known = made, known_bytes(made)
+            made = KnownMember(self.id, self.epoch, self.incarnation, self.status, version, floor)
+            self._known = made, known_member_bytes(made)
         return self._known
 
     def record_changed(self) -> None:
@@ -67,7 +84,7 @@ class Member:
 
 
 class Members:
-    """All of them by id, and those that can be talked to in a list, so that one is drawn in constant time."""
+    """Members by id, and the reachable ones in a list, so that one is drawn in constant time."""
 
     def __init__(self, me: Member, random: Random) -> None:
         self._me = me.id
@@ -76,14 +93,14 @@ class Members:
         self.ids: list[NodeId] = [me.id]  # Sorted: a digest covers a range.
         self.peers: list[Member] = []  # Alive or suspected, without this node.
         self._place: dict[NodeId, int] = {}
-        self._round: list[Member] = []  # Whom this round of probes has still before it.
+        self._round: list[Member] = []  # Members that are still to be probed in this round.
 
     def add(self, member: Member) -> None:
         self.table[member.id] = member
         insort(self.ids, member.id)
-        self.sort_in(member)
+        self.on_status(member)
         if member.reachable:
-            # A newcomer is probed at a random place of the round that is under way (SWIM, section 4.3).
+            # A new member is probed at a random place of the present round (SWIM, section 4.3).
             self._round.insert(int(self._random() * (len(self._round) + 1)), member)
 
     def remove(self, member: Member) -> None:
@@ -91,8 +108,8 @@ class Members:
         del self.table[member.id]
         self.ids.remove(member.id)
 
-    def sort_in(self, member: Member) -> None:
-        """After a change of status: whether it is among the peers."""
+    def on_status(self, member: Member) -> None:
+        """Add the member to the peers or remove it, after a change of its status."""
         place = self._place.get(member.id)
         if member.reachable and place is None:
             self._place[member.id] = len(self.peers)
@@ -105,7 +122,7 @@ class Members:
                 self._place[last.id] = place
 
     def random_peers(self, count: int, but: tuple[NodeId, ...] = ()) -> list[Member]:
-        """Up to `count` different ones, none of `but`."""
+        """Up to `count` distinct peers, none of `but`."""
         found = list[Member]()
         peers, random = self.peers, self._random
         if len(peers) <= count + len(but):
@@ -117,7 +134,9 @@ class Members:
         return found
 
     def next_to_probe(self) -> Member | None:
-        """Round robin in an order that is drawn anew every round, so that nobody waits longer than two rounds."""
+        """The next target: round robin in an order that is drawn anew every round (SWIM, section
+        4.3), so that no member waits longer than two rounds.
+        """
         while True:
             while self._round:
                 member = self._round.pop()
@@ -131,7 +150,7 @@ class Members:
                 self._round[i], self._round[j] = self._round[j], self._round[i]
 
     def between(self, after: str, until: str) -> list[NodeId]:
-        """Ids in (after, until]; an empty bound is none."""
+        """Ids in (after, until]; an empty bound is open."""
         first = bisect_right(self.ids, after) if after else 0
         last = bisect_right(self.ids, until) if until else len(self.ids)
         return self.ids[first:last]

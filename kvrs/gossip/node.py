@@ -1,51 +1,54 @@
-"""One member of the cluster, as a transport and a clock drive it.
+"""One member of the cluster, driven by a transport and a clock.
 
-    for send in gossip.handle(packet, sender, now_s): ...   a packet came in, authenticated and decoded
-    for send in gossip.tick(now_s): ...                     at `gossip.next_tick_s`, or any earlier
+    for send in gossip.handle(packet, sender, now_s): ...   on an authenticated, decoded packet
+    for send in gossip.tick(now_s): ...                     at `gossip.next_tick_s`, or earlier
     for event in gossip.take_events(): ...                  after either
 
-`now_s` is any clock of this machine; no two machines' clocks are ever compared. Whatever it jumps by, the node's own time only
-moves on while it is attended to:
+`now_s` is any clock of this machine; clocks of two machines are never compared. Whatever it jumps
+by, the node's own time advances only while the node is called:
 
     now_s      ---tick---tick------(stopped, or the clock jumped)------tick---tick---
-    own time   ---tick---tick|tick---tick---                the same instant left and right of the bar
+    own time   ---tick---tick|tick---tick---      the same instant on both sides of the bar
 
-so a node that slept has not waited for anybody, and cannot conclude from silence that it did not listen to.
+so time in which a node was stopped never counts as silence of another node.
 """
 
 from collections.abc import Mapping
 from math import inf
+from typing import assert_never
 
+from kvrs.config.gossip import GossipSettings
 from kvrs.errors import GossipError
-from kvrs.gossip.config import GossipSettings
 from kvrs.gossip.detector import Detector
 from kvrs.gossip.events import Event, MemberChanged, Send
 from kvrs.gossip.exchange import Exchange
-from kvrs.gossip.facts import Fact, Facts, Kind, encode_fact, kind_of
+from kvrs.gossip.facts import Fact, FactKind, Facts, encode_fact, kind_of
 from kvrs.gossip.members import Member, Random
-from kvrs.gossip.records import Record
+from kvrs.gossip.records import FactRecord
 from kvrs.gossip.wire import (
     MAX_ADDRESS_CHARS,
     MAX_ENTRIES,
     MAX_NAME_CHARS,
     Ack,
-    Ask,
     Delta,
     Digest,
+    IndirectAck,
+    MemberUpdate,
     Nack,
     Packet,
     Ping,
-    Statement,
+    PingReq,
+    Push,
     Status,
-    Vouch,
 )
 from kvrs.ids import NodeId
 
-_LATE_SHARE = 0.1  # Of an interval; what a busy event loop is late by is not worth a thought.
+# Share of an interval; smaller delays of a busy event loop do not stop the node's own time.
+_LATE_SHARE = 0.1
 
 
 class Gossip:
-    """All that is known here. Deciding needs no call: `facts` and `members` are dictionaries."""
+    """State of one member of the gossip. `facts` and `members` are dictionaries, for decisions."""
 
     def __init__(
         self,
@@ -57,7 +60,9 @@ class Gossip:
         now_s: float,
         seeds: Mapping[NodeId, str] | None = None,
     ) -> None:
-        """`epoch` is higher than that of every earlier process of this name; `seeds` says where to find others at first."""
+        """`epoch` is higher than that of every earlier process of this name; `seeds` has the
+        addresses of the first nodes to contact.
+        """
         assert epoch >= 1
         assert 0 < len(me) <= MAX_NAME_CHARS
         assert len(address) <= MAX_ADDRESS_CHARS
@@ -65,18 +70,21 @@ class Gossip:
         self.facts = Facts()
         self._settings = settings
         self._seeds = {node: where for node, where in (seeds or {}).items() if node != me}
-        self._detector = Detector(Statement(me, epoch, 0, Status.ALIVE, address), settings, random, now_s)
+        self._detector = Detector(
+            MemberUpdate(me, epoch, 0, Status.ALIVE, address), settings, random, now_s
+        )
         self._exchange = Exchange(self._detector, self.facts, settings, self._seeds, random, now_s)
-        self._record = self._detector.me.stored = Record()
-        self._shown: dict[NodeId, int] = {me: epoch}  # Of which life of whom the facts are.
-        self._read = 0  # How many of the events that nobody has taken yet the facts reflect.
+        self._record = self._detector.me.stored = FactRecord()
+        # Epochs of the nodes whose facts are in the tables.
+        self._fact_epochs: dict[NodeId, int] = {me: epoch}
+        self._events_read = 0  # Number of pending events that the facts reflect.
         self._own_s = now_s
         self._missed_s = 0.0  # now_s less this is the node's own time.
         self._late_s = settings.probe_interval_s * _LATE_SHARE
         self._due_s = now_s
         self._collect_at_s = now_s + settings.tombstone_s
 
-    # The transport's side.
+    # Driven by the transport.
 
     @property
     def next_tick_s(self) -> float:
@@ -84,33 +92,41 @@ class Gossip:
         return self._due_s + self._missed_s
 
     def handle(self, packet: Packet, sender: NodeId, now_s: float) -> list[Send]:
-        """A packet from `sender`, who was authenticated; returns what to send now."""
-        own_s, detector = self._attend(now_s), self._detector
-        if detector.over or sender == self.id or not detector.hear(sender, packet.epoch, packet.incarnation, own_s):
-            return self._finish()
-        for statement in packet.news:
-            detector.believe(statement, own_s)
+        """Process a packet of an authenticated sender; return the packets to send."""
+        own_s, detector = self._advance(now_s), self._detector
+        if (
+            detector.over
+            or sender == self.id
+            or not detector.on_heard_from(sender, packet.epoch, packet.incarnation, own_s)
+        ):
+            return self._take_sends()
+        for update in packet.updates:
+            detector.apply_update(update, own_s)
         match packet:
             case Ping():
-                detector.on_ping(sender, packet)
+                detector.prober.on_ping(sender, packet)
             case Ack():
                 detector.on_ack(sender, packet, own_s)
-            case Ask():
-                detector.on_ask(sender, packet, own_s)
-            case Vouch():
-                detector.on_vouch(packet, own_s)
+            case PingReq():
+                detector.prober.on_ping_req(sender, packet, own_s)
+            case IndirectAck():
+                detector.on_indirect_ack(packet, own_s)
             case Nack():
-                detector.on_nack(sender, packet)
+                detector.prober.on_nack(sender, packet)
             case Digest():
                 self._exchange.on_digest(sender, packet, own_s, now_s)
             case Delta():
                 self._exchange.on_delta(sender, packet, own_s, now_s)
-        return self._finish()
+            case Push():
+                pass  # Its updates are applied.
+            case _:
+                assert_never(packet)
+        return self._take_sends()
 
     def tick(self, now_s: float) -> list[Send]:
-        own_s = self._attend(now_s)
+        own_s = self._advance(now_s)
         if self._detector.over:
-            return self._finish()
+            return self._take_sends()
         self._detector.tick(own_s)
         if own_s >= self._exchange.due_s:
             self._exchange.tick(own_s)
@@ -118,34 +134,40 @@ class Gossip:
             self._collect_at_s = own_s + self._settings.tombstone_s
             self._record.collect(now_s - self._settings.tombstone_s)
             self._detector.me.record_changed()
-        return self._finish()
+        return self._take_sends()
 
     def take_events(self) -> list[Event]:
-        """What has become known since the last call."""
+        """The events since the last call."""
         events, self._detector.events = self._detector.events, []
-        self._read = 0
+        self._events_read = 0
         return events
 
     def address_of(self, node: NodeId) -> str | None:
-        """As the node itself says, or else the configuration."""
+        """As the node has published it, or else as configured."""
         member = self._detector.members.table.get(node)
         return member.address if member is not None else self._seeds.get(node)
 
-    # The node's side.
+    # Driven by the node.
 
     def publish(self, name: str, fact: Fact, now_s: float) -> None:
-        """Write into this node's record. Raises GossipError: the record is full, or the fact cannot be carried."""
+        """Write a fact into this node's record.
+
+        Raises:
+            GossipError: the record is full, or the fact cannot be encoded.
+        """
         kind, value = kind_of(fact), encode_fact(fact)
         if not 0 < len(name) <= MAX_NAME_CHARS:
             raise GossipError(f"a name of {len(name)} characters; allowed: 1 to {MAX_NAME_CHARS}")
         if (kind, name) not in self._record.entries and len(self._record.entries) >= MAX_ENTRIES:
-            raise GossipError(f"a record of more than {MAX_ENTRIES} entries, those taken out of late among them")
+            raise GossipError(
+                f"a record of more than {MAX_ENTRIES} entries, recent tombstones included"
+            )
         self._record.write((kind, name), value, now_s)
         self._detector.me.record_changed()
         self.facts.put(self.id, kind, name, value, now_s)
 
-    def withdraw(self, kind: Kind, name: str, now_s: float) -> None:
-        """Take an entry out of this node's record."""
+    def withdraw(self, kind: FactKind, name: str, now_s: float) -> None:
+        """Remove a fact from this node's record."""
         held = self._record.entries.get((kind, name))
         if held is None or held.value is None:
             return
@@ -153,41 +175,43 @@ class Gossip:
         self._detector.me.record_changed()
         self.facts.put(self.id, kind, name, None, now_s)
 
-    def doubt(self, node: NodeId, now_s: float) -> list[Send]:
-        """Something outside of gossip, a closed connection for example, says that the node may be gone: it is probed now."""
-        self._detector.doubt(node, self._attend(now_s))
-        return self._finish()
+    def probe_now(self, node: NodeId, now_s: float) -> list[Send]:
+        """Probe a node out of turn: a closed connection, for example, indicates its death."""
+        self._detector.probe_now(node, self._advance(now_s))
+        return self._take_sends()
 
     def leave(self, now_s: float) -> list[Send]:
-        """Say goodbye, so that nobody has to find out; nothing is sent or believed after that."""
-        self._detector.leave(self._attend(now_s))
-        return self._finish()
+        """Announce that this node leaves; after that it sends and applies nothing."""
+        self._detector.leave(self._advance(now_s))
+        return self._take_sends()
 
-    # To be read.
+    # State.
 
     @property
     def members(self) -> Mapping[NodeId, Member]:
-        """Everybody who is known, this node and the dead among them. Not to be changed."""
+        """All known members, this node and dead ones included. Read-only."""
         return self._detector.members.table
 
     @property
     def epoch(self) -> int:
-        """As given at the start, unless the process before this one was found to have had it."""
+        """As given at the start, or higher, if an earlier process had that epoch."""
         return self._detector.me.epoch
 
     @property
     def health(self) -> int:
-        """0: this node trusts itself; the higher, the more time it gives others."""
+        """Lifeguard's local health score (0 = healthy); a higher one gives others more time."""
         return self._detector.health.score
 
     @property
     def over(self) -> bool:
-        """Another process has this node's name, or it has left: it is silent for good."""
+        """Whether this node has left, or another process has its name: it sends nothing any
+        more.
+        """
         return self._detector.over
 
-    def _attend(self, now_s: float) -> float:
+    def _advance(self, now_s: float) -> float:
         own_s = now_s - self._missed_s
-        if now_s >= self.next_tick_s:  # A rounded difference must not make it too early for ever.
+        if now_s >= self.next_tick_s:  # Despite rounding the tick is never too early.
             own_s = max(own_s, self._due_s)
         if own_s < self._own_s:  # The clock went back.
             self._missed_s -= self._own_s - own_s
@@ -197,38 +221,40 @@ class Gossip:
             self._missed_s += missed_s
             own_s -= missed_s
             if missed_s > self._settings.probe_interval_s and not self._detector.over:
-                self._detector.woke(own_s)
-                self._exchange.soon(own_s)
+                self._detector.on_wakeup(own_s)
+                self._exchange.sync_now(own_s)
         self._own_s = own_s
         return own_s
 
-    def _finish(self) -> list[Send]:
+    def _take_sends(self) -> list[Send]:
         detector = self._detector
-        sends, detector.sends = detector.sends, []
+        sends, detector.sender.sends = detector.sender.sends, []
         if detector.over:
             self._due_s = inf
         else:
-            self._due_s = max(min(detector.due_s, min(self._exchange.due_s, self._collect_at_s)), self._own_s)
-        if len(detector.events) > self._read:
-            self._show(detector.events[self._read :])
-            self._read = len(detector.events)
+            self._due_s = max(
+                min(detector.due_s, min(self._exchange.due_s, self._collect_at_s)), self._own_s
+            )
+        if len(detector.events) > self._events_read:
+            self._update_facts(detector.events[self._events_read :])
+            self._events_read = len(detector.events)
         return sends
 
-    def _show(self, events: list[Event]) -> None:
-        """Keep the facts to those of the living, and of the life that they live now."""
+    def _update_facts(self, events: list[Event]) -> None:
+        """Keep the tables to facts of reachable nodes, of their present epochs."""
         for event in events:
             if not isinstance(event, MemberChanged):
                 continue
             member = self._detector.members.table.get(event.id)
             living = member is not None and member.reachable
             epoch = member.epoch if member is not None and living else None
-            if self._shown.get(event.id) == epoch:
+            if self._fact_epochs.get(event.id) == epoch:
                 continue
             self.facts.forget(event.id)
             if member is None or epoch is None:
-                self._shown.pop(event.id, None)
+                self._fact_epochs.pop(event.id, None)
                 continue
-            self._shown[event.id] = epoch
+            self._fact_epochs[event.id] = epoch
             if member.stored is not None:
                 for (kind, name), held in member.stored.entries.items():
                     if held.value is not None:

@@ -1,9 +1,9 @@
-"""Probes that are under way, and pings made on behalf of others.
+"""Probes in progress, and pings on behalf of other nodes (SWIM, section 3.1).
 
-one interval, with a silent target and three relays:
+One interval, with a silent target and three relays:
 
-0            1/3                        2/3                                 1
-Ping ------- Ping, Ask to 3 relays ---- Ping (stream), Ask to 3 others ---- failed
+0            1/3                            2/3                                     1
+Ping ------- Ping, PingReq to 3 relays ---- Ping (stream), PingReq to 3 others ---- failed
 """
 
 from collections import deque
@@ -12,11 +12,11 @@ from math import inf
 from kvrs.ids import NodeId
 
 WAVES = 3
-_RELAYED_MAX = 1024  # Pings on behalf of others at a time; the oldest gives way.
+_MAX_RELAYED = 1024  # At a time; the oldest is dropped.
 
 
 class Probe:
-    __slots__ = ("asked", "due_s", "epoch", "gap_s", "nacks", "seq", "target", "waves")
+    __slots__ = ("due_s", "epoch", "gap_s", "nacks", "relays", "seq", "target", "waves")
 
     def __init__(self, target: NodeId, epoch: int, seq: int, gap_s: float) -> None:
         self.target = target
@@ -25,12 +25,12 @@ class Probe:
         self.gap_s = gap_s
         self.due_s = 0.0
         self.waves = 0
-        self.asked: tuple[NodeId, ...] = ()
-        self.nacks: set[NodeId] = set()  # Who of them answered that it heard nothing.
+        self.relays: tuple[NodeId, ...] = ()
+        self.nacks: set[NodeId] = set()  # Relays that answered without an ack of the target.
 
 
 class Probes:
-    """By sequence number and by target: a member is probed once at a time."""
+    """Probes by sequence number and by target; at most one per target."""
 
     def __init__(self) -> None:
         self._by_seq: dict[int, Probe] = {}
@@ -69,7 +69,7 @@ class Probes:
         self.due_s = inf
 
     def due(self, now_s: float) -> list[Probe]:
-        """Those whose next wave, or verdict, is due; the caller lets each wait again or ends it."""
+        """Probes whose next wave or failure is due; the caller lets each wait again or ends it."""
         found = [probe for probe in self._by_seq.values() if probe.due_s <= now_s]
         for probe in found:
             probe.due_s = inf
@@ -80,42 +80,46 @@ class Probes:
         self.due_s = min((probe.due_s for probe in self._by_seq.values()), default=inf)
 
 
-class Relayed:
-    """Pings on behalf of others: who wants to know, under which number, and when he is told that nothing came."""
+class RelayedPings:
+    """Pings on behalf of other nodes: the requester, its sequence number, and when it gets a
+    nack.
+    """
 
     def __init__(self) -> None:
-        self._all: dict[int, tuple[NodeId, NodeId, int]] = {}
+        self._requests: dict[int, tuple[NodeId, NodeId, int]] = {}
         self._nacks: deque[tuple[float, int]] = deque()
 
     @property
     def due_s(self) -> float:
         return self._nacks[0][0] if self._nacks else inf
 
-    def add(self, seq: int, target: NodeId, asker: NodeId, asker_seq: int, nack_s: float) -> None:
-        self._all[seq] = target, asker, asker_seq
+    def add(
+        self, seq: int, target: NodeId, requester: NodeId, requester_seq: int, nack_s: float
+    ) -> None:
+        self._requests[seq] = target, requester, requester_seq
         self._nacks.append((nack_s, seq))
-        if len(self._nacks) > _RELAYED_MAX:
-            self._all.pop(self._nacks.popleft()[1], None)
+        if len(self._nacks) > _MAX_RELAYED:
+            self._requests.pop(self._nacks.popleft()[1], None)
 
-    def answered(self, seq: int, target: NodeId) -> tuple[NodeId, int] | None:
-        """Who asked for this answer, if it is one that was asked for."""
-        found = self._all.get(seq)
+    def acked(self, seq: int, target: NodeId) -> tuple[NodeId, int] | None:
+        """The requester and its sequence number; None: the ack answers no relayed ping."""
+        found = self._requests.get(seq)
         if found is None or found[0] != target:
             return None
-        del self._all[seq]
-        if not self._all:
+        del self._requests[seq]
+        if not self._requests:
             self._nacks.clear()
         return found[1:]
 
-    def unanswered(self, now_s: float) -> list[tuple[NodeId, int]]:
-        """Those whose time is over."""
-        over = []
+    def expired(self, now_s: float) -> list[tuple[NodeId, int]]:
+        """Requesters, with their sequence numbers, that get a nack now."""
+        expired = []
         while self._nacks and self._nacks[0][0] <= now_s:
-            found = self._all.pop(self._nacks.popleft()[1], None)
+            found = self._requests.pop(self._nacks.popleft()[1], None)
             if found is not None:
-                over.append(found[1:])
-        return over
+                expired.append(found[1:])
+        return expired
 
     def clear(self) -> None:
-        self._all.clear()
+        self._requests.clear()
         self._nacks.clear()

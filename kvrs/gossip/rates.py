@@ -1,14 +1,15 @@
-"""How many packets are looked at: token buckets per source and in all. Pure: `now_s` is an argument.
+"""Limits on the packets that are authenticated: token buckets per source and in total. Pure.
 
-Looking costs a hash of the packet, so it is rationed before anybody has proved anything. A source from which an authentic packet
-came has a bucket of its own; all others share one that is much smaller than the total, so a flood from strangers costs members
-nothing. Who forges the address of a member can use up that member's bucket, and no other.
+Authentication costs a hash of the packet, so it is limited before anything is known of the sender.
+A source from which an authentic packet came has a bucket of its own for packets that echo the run
+of this process; all other packets share one that is much smaller than the total. So a flood costs
+members nothing, whatever source addresses it forges, unless the attacker reads their packets.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-Address = tuple[str, int]  # A numeric address: nothing is looked up by name.
+Address = tuple[str, int]  # Numeric: no name is looked up.
 
 _MAX_SOURCES = 4096
 
@@ -29,10 +30,12 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Packets per second; each bucket holds what comes in `burst_s`. A member of 1,000 hears about 50 packets per second."""
+    """Packets per second; each bucket holds those of `burst_s`. A member of 1,000 receives about 50
+    packets per second.
+    """
 
     member_per_s: float = 200.0
-    strangers_per_s: float = 500.0
+    unknown_per_s: float = 500.0
     total_per_s: float = 5000.0
     burst_s: float = 2.0
 
@@ -41,19 +44,24 @@ class ReceiveRates:
     def __init__(self, rates: Rates, now_s: float) -> None:
         self._rates = rates
         self._total = self._bucket(rates.total_per_s, now_s)
-        self._strangers = self._bucket(rates.strangers_per_s, now_s)
+        self._unknown = self._bucket(rates.unknown_per_s, now_s)
         self._members: OrderedDict[Address, TokenBucket] = OrderedDict()
 
     @property
     def sources(self) -> int:
         return len(self._members)
 
-    def admit(self, source: Address, now_s: float) -> bool:
-        """Whether to look at one more packet from there."""
-        return self._members.get(source, self._strangers).take(now_s) and self._total.take(now_s)
+    def admit(self, source: Address, is_answer: bool, now_s: float) -> bool:
+        """Whether one more packet from this source may be authenticated; `is_answer`: it echoes
+        the run of this process.
+        """
+        own = self._members.get(source) if is_answer else None
+        return (own or self._unknown).take(now_s) and self._total.take(now_s)
 
-    def trust(self, source: Address, now_s: float) -> None:
-        """An authentic packet came from there. Whoever was silent for longest is a stranger again when there are too many."""
+    def on_authentic(self, source: Address, now_s: float) -> None:
+        """Give this source a bucket of its own, in place of that which is silent for longest when
+        there are too many.
+        """
         if source in self._members:
             self._members.move_to_end(source)
             return

@@ -1,39 +1,46 @@
-"""How long a node is suspected before it is declared dead, and how much a node trusts itself (Lifeguard, arXiv 1707.00788)."""
+"""Length of a suspicion, and the local health score (Lifeguard, arXiv 1707.00788)."""
 
 from math import log, log10
 
-from kvrs.gossip.config import GossipSettings
+from kvrs.config.gossip import GossipSettings
 
 
 class Suspicion:
-    """Of one incarnation of one member.
+    """Suspicion of one incarnation of one member (SWIM, section 4.2).
 
-    It lasts long while only one node says so, and the shorter the more others confirm it: a dead node is missed by all who
-    ask it, while a lost packet, or a deaf accuser, has no witnesses. Nobody declares dead whom he has not himself failed to
-    reach during this suspicion (`evidence`), whatever he was told.
+    Each further suspector shortens it: probes of a dead node fail from everywhere, while a lost
+    packet, or a suspector that does not receive, is confirmed by no other node. A node declares a
+    member dead only if a probe of its own failed during this suspicion (`own_probe_failed`).
     """
 
-    __slots__ = ("asking", "evidence", "least_s", "most_s", "since_s", "wanted")
+    __slots__ = ("confirmations", "least_s", "most_s", "own_probe_failed", "probing", "since_s")
 
     def __init__(self, settings: GossipSettings, members: int, since_s: float) -> None:
-        """`members`: how many there are, this node and the suspect counted in."""
+        """`members`: number of reachable members, with this node and the suspect."""
         self.since_s = since_s
-        self.least_s = settings.suspicion_mult * max(1.0, log10(members)) * settings.probe_interval_s
+        self.least_s = (
+            settings.suspicion_mult * max(1.0, log10(members)) * settings.probe_interval_s
+        )
         self.most_s = self.least_s * settings.suspicion_max_mult
-        self.wanted = max(0, min(settings.confirmations, members - 2))  # All but the suspect and the first accuser may confirm.
-        self.evidence = False
-        self.asking = False  # Its time is over, and this node is probing it to have evidence of its own.
+        # All but the suspect and the first suspector may confirm.
+        self.confirmations = max(0, min(settings.confirmations, members - 2))
+        self.own_probe_failed = False
+        self.probing = False  # Its time is over, and a probe of this node is in progress.
 
-    def ends_s(self, accusers: int) -> float:
-        """The end, after `most - (most - least) * log(c + 1) / log(k + 1)` when c of k wanted nodes have confirmed it."""
-        if self.wanted == 0:
+    def ends_s(self, suspectors: int) -> float:
+        """The end, after `most - (most - least) * log(c + 1) / log(k + 1)` with c of k
+        confirmations (Lifeguard, LHA-Suspicion).
+        """
+        if self.confirmations == 0:
             return self.since_s + self.least_s
-        share = min(1.0, log(max(1, accusers)) / log(self.wanted + 1))
+        share = min(1.0, log(max(1, suspectors)) / log(self.confirmations + 1))
         return self.since_s + self.most_s - (self.most_s - self.least_s) * share
 
 
-class Health:
-    """0: trusts itself. A node whose own probes fail where others' do not, or who must refute, gives everybody more time."""
+class LocalHealth:
+    """Lifeguard's local health score: 0 is healthy. A node whose own probes fail where those of
+    others do not, or that has to refute, gives other members more time.
+    """
 
     __slots__ = ("_max", "score")
 

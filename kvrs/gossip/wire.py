@@ -1,13 +1,15 @@
-"""What gossip packets hold, and their encoding: MessagePack arrays, every length bounded before anything is believed.
+"""Gossip packets and their encoding: MessagePack arrays, with every length bounded on decoding.
 
     prober -> target    Ping, answered with Ack of the same `seq`
-    prober -> relay     Ask; the relay pings the target itself and answers Vouch, or Nack when it heard nothing
-    anyone -> anyone    Push: news that cannot wait for a ping to ride on
-    anyone -> anyone    Digest, answered with Delta: what the asker lacks, and in `wants` what the asker has and the other lacks;
-                        a Delta with `wants` is answered with a Delta without
+    prober -> relay     PingReq; the relay pings the target and answers IndirectAck, or Nack
+                        without an ack of the target
+    any -> any          Push: updates that do not wait for a packet to be piggybacked on
+    any -> any          Digest, answered with Delta: what the sender of the digest lacks, and in
+                        `wants` what it has and the other lacks; a Delta with `wants` is answered
+                        with a Delta without
 
-Every packet begins with its sender's epoch and incarnation: whoever hears from a node has heard that it is alive.
-Who the sender is comes from the transport, which has authenticated it.
+Every packet begins with its sender's epoch and incarnation, and shows that the sender is alive. The
+sender's name comes from the transport, which has authenticated the packet.
 """
 
 from enum import IntEnum
@@ -20,8 +22,8 @@ from kvrs.ids import NodeId
 
 MAX_NAME_CHARS = 64
 MAX_ADDRESS_CHARS = 128
-MAX_ACCUSERS = 8
-MAX_STATEMENTS = 2048
+MAX_SUSPECTORS = 8
+MAX_UPDATES = 2048
 MAX_ENTRIES = 256  # Of one node's record.
 MAX_VALUE_BYTES = 512
 MAX_PACKET_BYTES = 65536  # Over a stream; datagrams are bounded by `gossip.packet_bytes`.
@@ -37,30 +39,33 @@ Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
 
 
 class Status(IntEnum):
-    """In the order of their weight: of two words with equal epoch and incarnation, the heavier one holds."""
+    """In order of precedence: of two updates with equal epoch and incarnation the higher holds."""
 
     ALIVE = 0
     SUSPECT = 1
     DEAD = 2
-    LEFT = 3  # Said goodbye; nobody but the node itself says so.
+    LEFT = 3  # Announced by the node itself.
 
 
-class Statement(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What is held of a node. The larger (epoch, incarnation, status) is the newer; only the node itself raises the first two."""
+class MemberUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """State of a member. The larger (epoch, incarnation, status) is the newer; only the node itself
+    raises the first two.
+    """
 
     id: Node
     epoch: Epoch
     incarnation: Natural
     status: Status
     address: Address
-    by: Annotated[tuple[Node, ...], msgspec.Meta(max_length=MAX_ACCUSERS)] = ()  # Who could not reach it, first accuser first.
+    # Nodes that could not reach it, in the order of their suspicions.
+    suspectors: Annotated[tuple[Node, ...], msgspec.Meta(max_length=MAX_SUSPECTORS)] = ()
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How much of one node somebody knows: the newest statement, and the record up to `version`."""
+class KnownMember(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Entry of a digest: a member's newest state and record version at the sender."""
 
     id: Node
-    epoch: Natural  # 0: nothing is known.
+    epoch: Natural  # 0: the member is unknown.
     incarnation: Natural
     status: Status
     version: Natural
@@ -68,15 +73,17 @@ class Known(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    kind: Natural  # Of `facts.Kind`; one that this release does not know is carried on unread.
+    kind: Natural  # Of `facts.Kind`; unknown kinds are passed on undecoded.
     name: Name
     version: Natural
-    age_ms: Natural  # Since its owner wrote it, by the clocks of those who held it: no two clocks are compared.
-    value: Value | None  # None: taken out.
+    # Since its owner wrote it, summed over the clocks of the nodes that passed it on: no two clocks
+    # are compared.
+    age_ms: Natural
+    value: Value | None  # None: a tombstone.
 
 
 class RecordDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """All that changed in a node's record from version `start` (exclusive) to `end`."""
+    """Changes of a node's record from version `start` (exclusive) to `end`."""
 
     id: Node
     epoch: Natural
@@ -86,78 +93,78 @@ class RecordDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
-Statements = Annotated[tuple[Statement, ...], msgspec.Meta(max_length=MAX_STATEMENTS)]
-Knowns = Annotated[tuple[Known, ...], msgspec.Meta(max_length=MAX_STATEMENTS)]
+MemberUpdates = Annotated[tuple[MemberUpdate, ...], msgspec.Meta(max_length=MAX_UPDATES)]
+KnownMembers = Annotated[tuple[KnownMember, ...], msgspec.Meta(max_length=MAX_UPDATES)]
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=1):
     epoch: Natural
     incarnation: Natural
     seq: Natural
-    stream: bool = False  # Came over a stream, and the answer is to go over one.
-    news: Statements = ()
+    stream: bool = False  # The ping came over a stream, and so does the ack.
+    updates: MemberUpdates = ()
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=2):
     epoch: Natural
     incarnation: Natural
     seq: Natural
-    news: Statements = ()
+    updates: MemberUpdates = ()
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
+class PingReq(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
     epoch: Natural
     incarnation: Natural
     seq: Natural
     target: Node
-    news: Statements = ()
+    updates: MemberUpdates = ()
 
 
-class Vouch(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
+class IndirectAck(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
     epoch: Natural
     incarnation: Natural
     seq: Natural
     target: Node
     target_epoch: Natural
     target_incarnation: Natural
-    news: Statements = ()
+    updates: MemberUpdates = ()
 
 
 class Nack(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
     epoch: Natural
     incarnation: Natural
     seq: Natural
-    news: Statements = ()
+    updates: MemberUpdates = ()
 
 
 class Push(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
     epoch: Natural
     incarnation: Natural
-    news: Statements
+    updates: MemberUpdates
 
 
 class Digest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=7):
-    """Of every node whose id lies in (after, until]; an empty bound is none."""
+    """Covers every node whose id lies in (after, until]; an empty bound is open."""
 
     epoch: Natural
     incarnation: Natural
-    room_bytes: Natural  # How large the answer may be.
+    room_bytes: Natural  # Maximum size of the answer.
     after: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     until: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
-    known: Knowns
-    news: Statements = ()
+    known: KnownMembers
+    updates: MemberUpdates = ()
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
     epoch: Natural
     incarnation: Natural
     room_bytes: Natural
-    news: Statements
-    records: Annotated[tuple[RecordDelta, ...], msgspec.Meta(max_length=MAX_STATEMENTS)]
-    wants: Knowns = ()
+    updates: MemberUpdates
+    records: Annotated[tuple[RecordDelta, ...], msgspec.Meta(max_length=MAX_UPDATES)]
+    wants: KnownMembers = ()
 
 
-Packet = Ping | Ack | Ask | Vouch | Nack | Push | Digest | Delta
+Packet = Ping | Ack | PingReq | IndirectAck | Nack | Push | Digest | Delta
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Packet)
@@ -168,7 +175,9 @@ def encode(packet: Packet) -> bytes:
 
 
 def decode(data: bytes) -> Packet:
-    """Raises GossipError: longer than any packet, not MessagePack, another shape, or a bound exceeded."""
+    """Raises GossipError: the data is too long, not MessagePack, of another shape, or exceeds a
+    bound.
+    """
     if len(data) > MAX_PACKET_BYTES:
         raise GossipError(f"a packet of {len(data)} bytes; allowed: at most {MAX_PACKET_BYTES}")
     try:
@@ -178,10 +187,13 @@ def decode(data: bytes) -> Packet:
     return packet
 
 
-# Sizes are summed up before encoding, so that no packet is built that does not fit. They bound what `encode` makes of a part.
+# Sizes are upper bounds of the encoded parts. They are summed before encoding, so that no packet is
+# built that does not fit.
 
-HEADER_BYTES = 64  # Of any packet, without its names and what is in its lists.
-_INTEGER_BYTES = tuple(1 if bits < 8 else 3 if bits <= 16 else 5 if bits <= 32 else 9 for bits in range(65))
+HEADER_BYTES = 64  # Of any packet, without its names and list entries.
+_INTEGER_BYTES = tuple(
+    1 if bits < 8 else 3 if bits <= 16 else 5 if bits <= 32 else 9 for bits in range(65)
+)
 
 
 def integer_bytes(value: int) -> int:
@@ -192,21 +204,30 @@ def text_bytes(text: str) -> int:
     return 2 + (len(text) if text.isascii() else len(text.encode()))
 
 
-def statement_bytes(statement: Statement) -> int:
-    names = text_bytes(statement.id) + text_bytes(statement.address) + sum(map(text_bytes, statement.by))
-    return 3 + names + integer_bytes(statement.epoch) + integer_bytes(statement.incarnation)
+def update_bytes(update: MemberUpdate) -> int:
+    names = (
+        text_bytes(update.id) + text_bytes(update.address) + sum(map(text_bytes, update.suspectors))
+    )
+    return 3 + names + integer_bytes(update.epoch) + integer_bytes(update.incarnation)
 
 
-def known_bytes(known: Known) -> int:
+def known_member_bytes(known: KnownMember) -> int:
     numbers = (known.epoch, known.incarnation, known.version, known.floor)
     return 2 + text_bytes(known.id) + sum(map(integer_bytes, numbers))
 
 
 def entry_bytes(name: str, version: int, value: bytes | None) -> int:
-    # Header, kind and age (ten years in milliseconds take nine bytes) are taken at their largest.
-    return 1 + 9 + 9 + text_bytes(name) + integer_bytes(version) + (3 + len(value) if value is not None else 1)
+    # Upper bounds: header 1, kind 9, age 9 bytes.
+    return (
+        1
+        + 9
+        + 9
+        + text_bytes(name)
+        + integer_bytes(version)
+        + (3 + len(value) if value is not None else 1)
+    )
 
 
 def record_bytes(node: str) -> int:
-    """A record delta without its entries."""
+    """Size of a record delta without its entries."""
     return 1 + 3 + text_bytes(node) + 4 * 9

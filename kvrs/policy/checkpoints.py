@@ -1,17 +1,18 @@
-"""Where the streams' checkpoints are kept: chosen when an attempt starts, and believed as far as agents report them.
+"""Checkpoints of streams: their agents are chosen when an attempt starts (`placement.py`), their
+pages are counted as agents report them.
 
-A checkpoint that is no longer written to stays a source until its stream flows again; then it is forgotten here, as the
-driver releases what is reserved for it there.
+A checkpoint that is no longer written to stays a source until its stream brings a token again; then
+it is forgotten here, as the driver releases its reservation.
 """
 
 from typing import Any
 
-from kvrs.agent.config import BackupMode, BackupSettings
+from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.ids import InstanceId, NodeId
-from kvrs.policy.actions import Place
-from kvrs.policy.cluster_view import Agent, ClusterView, Member
-from kvrs.policy.placement import Candidate, place
-from kvrs.policy.streams import Checkpoint, Stream
+from kvrs.policy.model.actions import Place
+from kvrs.policy.model.cluster_view import Agent, ClusterView, Member
+from kvrs.policy.model.streams import StoredCheckpoint, Stream
+from kvrs.policy.placement import PlacementCandidate, place
 from kvrs.protocol.geometry import KvGeometry
 
 
@@ -21,19 +22,23 @@ class Checkpoints:
         self._settings = settings
 
     def place(self, stream: Stream, decode: Member, prefill: Member | None) -> tuple[Place, ...]:
-        """Choose and book where an attempt that decodes there sends its pages. What still serves is kept."""
+        """Choose and book the agents for the pages of an attempt that decodes there. Present ones
+        are kept where they still serve.
+        """
         mode = self._settings.mode
         if mode is BackupMode.OFF:
             return ()
         node, need_bytes = decode.instance.node, _need_bytes(stream, decode)
         chosen: list[Agent] = []
         if not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
-            # Room that nobody fills would be missing to others.
+            # Room that is reserved and never filled would be missing to other streams.
             stream.unprotected = f"{decode.instance.id} sends no checkpoints"
             mode = BackupMode.OFF
         if mode is BackupMode.LOCAL or mode is BackupMode.BOTH:
             local = self._view.agent_on(node)
-            stream.unprotected = f"no agent is up on {node}" if local is None else f"no room at {local.id}"
+            stream.unprotected = (
+                f"no agent is up on {node}" if local is None else f"no room at {local.id}"
+            )
             if local is not None and _has_room(stream, local, need_bytes):
                 chosen.append(local)
         if mode is BackupMode.REMOTE or mode is BackupMode.BOTH:
@@ -51,26 +56,28 @@ class Checkpoints:
         return tuple(Place(agent.id, need_bytes) for agent in chosen)
 
     def reported(self, stream: Stream, agent: Agent, pages: int) -> None:
-        """The agent has so many leading pages. It counts only for a stream that was told to keep them there."""
+        """The agent stores so many leading pages; counted only for a stream whose plan names it."""
         checkpoint = stream.checkpoints.get(agent.id)
-        if checkpoint is None and pages and stream.plan is not None and stream.decodes_on is not None:
-            # It was lost or denied, and the instances have found their way to it again.
-            asked = next((place for place in stream.plan.places if place.holder == agent.id), None)
+        plan, decode = stream.attempt.plan, stream.attempt.decodes_on
+        if checkpoint is None and pages and plan is not None and decode is not None:
+            # It was lost or denied, and the instances have reconnected to it.
+            asked = next((place for place in plan.places if place.holder == agent.id), None)
             if asked is not None:
-                checkpoint = self._keep(stream, agent, stream.decodes_on.instance.geometry, asked.reserved_bytes)
+                geometry = decode.instance.geometry
+                checkpoint = self._keep(stream, agent, geometry, asked.reserved_bytes)
                 stream.unprotected = ""
         if checkpoint is not None:
             checkpoint.pages = pages
 
     def adopt(self, stream: Stream, agent: Agent, pages: int) -> None:
-        """The agent was told to keep pages of it by another proxy: a source, whose room that proxy has booked."""
+        """The agent stores pages of it for another proxy, which has booked the room: a source."""
         geometries = [member.instance.geometry for member in self._view.members.values()]
         if pages and geometries:
-            stream.checkpoints[agent.id] = Checkpoint(agent, geometries[0], pages=pages)
+            stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometries[0], pages=pages)
             agent.streams.add(stream.id)
 
     def lose(self, stream: Stream, holder: InstanceId, why: str) -> None:
-        """What this agent had of the stream is gone."""
+        """The agent stores nothing of the stream any more."""
         checkpoint = stream.checkpoints.pop(holder, None)
         if checkpoint is None:
             return
@@ -81,8 +88,12 @@ class Checkpoints:
             stream.unprotected = why
 
     def drop_former(self, stream: Stream) -> None:
-        """The stream flows: only what it is still sent to stays."""
-        for holder in [holder for holder, checkpoint in stream.checkpoints.items() if not checkpoint.booked_bytes]:
+        """Keep only the checkpoints that are still written to."""
+        for holder in [
+            holder
+            for holder, checkpoint in stream.checkpoints.items()
+            if not checkpoint.booked_bytes
+        ]:
             self.lose(stream, holder, "")
 
     def forget(self, stream: Stream) -> None:
@@ -98,7 +109,7 @@ class Checkpoints:
         if kept:
             return max(kept, key=lambda checkpoint: checkpoint.pages).agent
         candidates = [
-            Candidate(
+            PlacementCandidate(
                 holder=agent.id,
                 node=agent.node,
                 queueing_delay_s=self._view.queueing_delay_s(agent.node),
@@ -110,41 +121,51 @@ class Checkpoints:
             for agent in self._view.agents.values()
         ]
         settings = self._settings
-        found = place(settings.placement, candidates, serving, need_bytes, settings.alpha, stream.number)
+        found = place(
+            settings.placement, candidates, serving, need_bytes, settings.alpha, stream.number
+        )
         return None if found is None else self._view.agents[found.holder]
 
-    def _keep(self, stream: Stream, agent: Agent, geometry: KvGeometry, need_bytes: int) -> Checkpoint:
+    def _keep(
+        self, stream: Stream, agent: Agent, geometry: KvGeometry, need_bytes: int
+    ) -> StoredCheckpoint:
         checkpoint = stream.checkpoints.get(agent.id)
         if checkpoint is None or checkpoint.geometry != geometry:
             if checkpoint is not None:
                 _rebook(checkpoint, 0)
-            checkpoint = stream.checkpoints[agent.id] = Checkpoint(agent, geometry)
+            checkpoint = stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometry)
             agent.streams.add(stream.id)
         _rebook(checkpoint, need_bytes)
         return checkpoint
 
 
 def protection(stream: Stream) -> dict[str, Any]:
-    """Who keeps how many pages of it, or why nobody does."""
+    """The pages by agent, or the reason why no agent stores any."""
     return {
-        "pages": {holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes},
+        "pages": {
+            holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes
+        },
         "unprotected": stream.unprotected,
     }
 
 
 def _need_bytes(stream: Stream, decode: Member) -> int:
-    """Room for all that the stream may come to; for what it is now, when nobody knows where it ends."""
-    ends = [most for most in (stream.most_tokens, decode.instance.max_model_len) if most is not None]
+    """Room for the stream's longest possible history; for the present one where no limit is
+    known.
+    """
+    ends = [
+        most for most in (stream.most_tokens, decode.instance.max_model_len) if most is not None
+    ]
     tokens = max(min(ends, default=0), stream.history_tokens)
     return max(1, tokens // decode.page_size_tokens) * decode.page_bytes
 
 
 def _has_room(stream: Stream, agent: Agent, need_bytes: int) -> bool:
-    """Of what is reserved there, the stream's own is as good as room."""
+    """The stream's own reservation there counts as room."""
     own = stream.checkpoints.get(agent.id)
     return agent.has_room(need_bytes - (own.booked_bytes if own is not None else 0))
 
 
-def _rebook(checkpoint: Checkpoint, booked_bytes: int) -> None:
+def _rebook(checkpoint: StoredCheckpoint, booked_bytes: int) -> None:
     checkpoint.agent.booked_bytes += booked_bytes - checkpoint.booked_bytes
     checkpoint.booked_bytes = booked_bytes

@@ -1,51 +1,67 @@
-"""What a stream that has no attempt should do next, and what that is predicted to cost. Decides, and books nothing."""
+"""The decision for a stream that has no attempt, and what it is predicted to cost. Nothing is
+booked.
+"""
 
 from collections.abc import Sequence
 from math import inf
 
-from kvrs.policy.actions import Plan, Settled
-from kvrs.policy.cluster_view import ClusterView, Member
-from kvrs.policy.config import PolicyName, PolicySettings, SloSettings
-from kvrs.policy.costs import Estimate, Option, decide
+from kvrs.config.policy import Dispatch, PolicySettings, SloSettings
 from kvrs.policy.deadlines import due_s
 from kvrs.policy.learning import Corrections
-from kvrs.policy.options import Options
+from kvrs.policy.model.actions import Plan, Settled
+from kvrs.policy.model.cluster_view import ClusterView, Member
+from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.model.lifecycle import Stage
+from kvrs.policy.model.streams import Decision, Stream
+from kvrs.policy.options import plan_of, takes_slot
+from kvrs.policy.options.base import Books
 from kvrs.policy.routing import pair_for, targets_for
+from kvrs.policy.rules import BY_NAME
 from kvrs.policy.slots import SlotBook
-from kvrs.policy.streams import Decision, Stage, Stream
 from kvrs.policy.timers import is_past
 
 
 class Decisions:
-    def __init__(self, view: ClusterView, slots: SlotBook, settings: PolicySettings, slo: SloSettings) -> None:
+    def __init__(
+        self, view: ClusterView, slots: SlotBook, settings: PolicySettings, slo: SloSettings
+    ) -> None:
         self.corrections = Corrections(settings.correction_max)
         self._view = view
+        self._slots = slots
+        self._factors: dict[Option, float] = {}
+        self.reload(settings, slo)
+
+    def reload(self, settings: PolicySettings, slo: SloSettings) -> None:
+        """Decide by these settings from now on, with what has been learned."""
         self._settings = settings
         self._slo = slo
-        self._factors: dict[Option, float] = {}
-        self._options = Options(view, slots, settings, self._factors)
+        self._books = Books(self._view, self._slots, settings, self._factors)
+        self._rule = BY_NAME[settings.name]
+        self.corrections.reload(settings.correction_max)
 
     def begin(self, now_s: float) -> None:
-        """Predictions from here on are multiplied by what has been learned until now."""
+        """Update the factors of predictions to what has been learned until now."""
         self._factors.clear()
         for option in self.corrections.snapshot():
             self._factors[Option(option)] = self.corrections.factor(Option(option), now_s)
 
     def start(self, stream: Stream, now_s: float) -> Decision | None:
-        """From the beginning; None: there is no pair."""
+        """Start a stream from its beginning; None: there is no pair of instances for it."""
         pair = pair_for(self._view, stream, barred_too=False)
-        if pair is None and is_past(stream.retry_at_s, now_s):
+        if pair is None and is_past(stream.recovery.retry_at_s, now_s):
             pair = pair_for(self._view, stream, barred_too=True)
         if pair is None:
             return None
         prefill, decode = pair
-        compute_s, transfer_s = prefill.instance.prefill.seconds_for(stream.prompt_tokens), 0.0
+        # The length of a text is a guess, and more than the model takes is refused at once.
+        tokens = min(stream.prompt_tokens, prefill.instance.max_model_len or stream.prompt_tokens)
+        compute_s, transfer_s = prefill.instance.prefill.seconds_for(tokens), 0.0
         if prefill is not decode:
-            size_bytes = stream.prompt_tokens * prefill.instance.geometry.bytes_per_token
+            size_bytes = tokens * prefill.instance.geometry.bytes_per_token
             bytes_per_s = self._view.bytes_per_s(prefill.instance.node, decode.instance.node)
             transfer_s = self._settings.handshake_s + size_bytes / bytes_per_s
         total_s = prefill.queue_s + compute_s + transfer_s
-        extrapolated = not prefill.instance.prefill.covers(stream.prompt_tokens)
+        extrapolated = not prefill.instance.prefill.covers(tokens)
         source = None if prefill is decode else prefill.instance.id
         estimate = Estimate(
             Option.START,
@@ -60,48 +76,78 @@ class Decisions:
         )
         budget_s = self.budget_s(stream, now_s)
         in_time = budget_s is None or total_s <= budget_s
-        return Decision(estimate, (estimate,), Plan(decode.instance.id, source) if in_time else None)
+        return Decision(
+            estimate, (estimate,), Plan(decode.instance.id, source) if in_time else None
+        )
 
     def recover(self, stream: Stream, assigned: Member, limit: int, now_s: float) -> Decision:
-        """From its history, at the assigned target or at another one that has fewer than `limit` streams."""
-        targets = targets_for(self._view, stream, assigned, limit, self._settings)
-        estimates = self._options.weigh(stream, targets, now_s)
-        chosen = decide(self._settings.name, self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s))
-        plan = None if chosen.option is Option.ABORT else self._options.plan(stream, chosen)
+        """Bring a stream back with its history, at the assigned target or at another one that has
+        fewer than `limit` streams.
+        """
+        targets = [assigned]
+        if self._rule.several_targets and self._settings.dispatch is Dispatch.REBALANCE:
+            targets = targets_for(self._view, stream, assigned, limit)
+        estimates = self._rule.weigh(self._books, stream, targets, now_s)
+        chosen = self._rule.decide(
+            self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s)
+        )
+        plan = None if chosen.option is Option.ABORT else plan_of(self._books, stream, chosen)
         return Decision(chosen, tuple(estimates), plan)
 
     def budget_s(self, stream: Stream, now_s: float) -> float | None:
-        """How long the next token may take; None: as long as it takes."""
+        """The time that the next token may take; None: no limit."""
         if not self._slo.abort:
             return None
         due = due_s(stream)
         return due - now_s if due < inf else None
 
     def settle(self, stream: Stream, now_s: float) -> Settled | None:
-        """The attempt has brought a token: what its recovery has cost, from which predictions learn. None: it was none."""
-        decision, stream.decision = stream.decision, None
-        if decision is None:
+        """The record of a recovery whose attempt has brought a token, after learning from it; None:
+        the attempt was no recovery.
+        """
+        attempt, decision = stream.attempt, stream.attempt.decision
+        if decision is None or not stream.recovers:
             return None
-        chosen, real_s = decision.chosen, now_s - stream.decided_s
-        best_other_s = min((each.total_s for each in decision.estimates if each is not chosen), default=real_s)
-        # A start was predicted from a guess at the prompt's length, what was handed off elsewhere for another target; and the
-        # seed's rule is left as the seed has it.
-        as_predicted = chosen.option is not Option.START and stream.plan is not None and stream.plan.decode == chosen.target
-        if as_predicted and self._settings.name is not PolicyName.ROM:
+        chosen, real_s = decision.chosen, now_s - attempt.started_s
+        best_other_s = min(
+            (each.total_s for each in decision.estimates if each is not chosen), default=real_s
+        )
+        # A start was predicted from a guess at the prompt's length, and a hand-off that went
+        # elsewhere for another target.
+        as_predicted = (
+            chosen.option is not Option.START
+            and attempt.plan is not None
+            and attempt.plan.decode == chosen.target
+        )
+        if as_predicted and self._rule.learns:
             self.corrections.observe(chosen.option, chosen.raw_s, real_s, now_s)
         return Settled(
-            stream.id, stream.attempt, chosen.option, chosen.raw_s, chosen.total_s, real_s, regret_s=real_s - best_other_s
+            stream.id,
+            attempt.number,
+            chosen.option,
+            chosen.raw_s,
+            chosen.total_s,
+            real_s,
+            regret_s=real_s - best_other_s,
         )
 
-    def _eligible(self, stream: Stream, estimates: Sequence[Estimate], now_s: float) -> Sequence[Estimate]:
-        """What has not just failed. Never empty, and never only what failed last: then nothing would replace that attempt."""
+    def _eligible(
+        self, stream: Stream, estimates: Sequence[Estimate], now_s: float
+    ) -> Sequence[Estimate]:
+        """The estimates of options that have not just failed. Never empty, and never only the
+        option that failed last, unless there is no other.
+        """
         waited_s = self._settings.recovery.wait_s
-        is_tired = stream.stage is Stage.QUEUED and is_past(stream.waiting_since_s + waited_s, now_s)
-        if stream.slot_expired or is_tired:
-            # Whose slot has expired may still be fetching, and is replaced at once only by what needs none. Who has queued
-            # for as long as anybody waits takes the other way, so that no policy queues for ever.
-            return [estimate for estimate in estimates if not estimate.fetches]
-        if not stream.removed:
+        queued_too_long = stream.stage is Stage.QUEUED and is_past(
+            stream.waiting_since_s + waited_s, now_s
+        )
+        recovery, last = stream.recovery, stream.attempt.option
+        if recovery.slot_expired or queued_too_long:
+            # A stream whose slot has expired may still be fetching: only an option that needs no
+            # slot may replace that at once. One that has queued for `recovery.wait_s` takes such an
+            # option too, so that no policy queues for ever.
+            return [estimate for estimate in estimates if not takes_slot(estimate)]
+        if not recovery.removed:
             return estimates
-        allowed = [estimate for estimate in estimates if estimate.option not in stream.removed]
-        return allowed or [estimate for estimate in estimates if estimate.option is not stream.option] or estimates
+        allowed = [estimate for estimate in estimates if estimate.option not in recovery.removed]
+        return allowed or [each for each in estimates if each.option is not last] or estimates

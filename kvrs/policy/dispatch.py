@@ -1,13 +1,14 @@
-"""Where the victims of one event go (seed LUMEN, section 4.3): to their KV, then away from where that is too many.
+"""Targets of the victims of one event (LUMEN section 4.3, locality-aware recovery scheduling): to
+their KV, then rebalanced away from overloaded targets.
 
-The load of a target is its number of streams. Everything here is counted from what the caller says; nothing is booked.
+The load of a target is its number of streams. Loads are those of the caller; nothing is booked.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrs.config.policy import Dispatch
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.config import Dispatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,15 +16,21 @@ class Victim:
     stream: StreamId
     homes: tuple[InstanceId, ...] = ()  # Targets on the node of its holder.
     held_pages: int = 0  # Of its history, at that holder.
-    barred: frozenset[InstanceId] = frozenset()  # Where it must not go.
+    excluded_epochs: frozenset[InstanceId] = frozenset()  # Instances that failed it.
 
 
-def assign(how: Dispatch, victims: Sequence[Victim], loads: Mapping[InstanceId, int]) -> dict[StreamId, InstanceId]:
-    """A target of each victim, for those that have any; `loads` names the targets, without the victims."""
+def assign(
+    how: Dispatch, victims: Sequence[Victim], loads: Mapping[InstanceId, int]
+) -> dict[StreamId, InstanceId]:
+    """A target for each victim that has any; `loads` names the targets, without the victims."""
     loads = dict(loads)
     assigned: dict[StreamId, InstanceId] = {}
-    at_home = [victim for victim in victims if how is not Dispatch.LEAST_LOADED and _open(victim, loads, victim.homes)]
-    # Who has a holder goes there first, so that the others fill what is left.
+    at_home = [
+        victim
+        for victim in victims
+        if how is not Dispatch.LEAST_LOADED and _open(victim, loads, victim.homes)
+    ]
+    # Victims with a holder are placed first, so that the others fill what is left.
     for victim in at_home:
         _send(victim, _least(_open(victim, loads, victim.homes), loads), assigned, loads)
     for victim in victims:
@@ -35,14 +42,20 @@ def assign(how: Dispatch, victims: Sequence[Victim], loads: Mapping[InstanceId, 
 
 
 def ceiling(victims: int, loads: Mapping[InstanceId, int]) -> int:
-    """The mean load once so many victims are placed, rounded up; without any target 0."""
+    """The mean load once so many victims are placed, rounded up (LUMEN section 4.3); without any
+    target 0.
+    """
     return -(-(sum(loads.values()) + victims) // len(loads)) if loads else 0
 
 
-def _rebalance(victims: Sequence[Victim], assigned: dict[StreamId, InstanceId], loads: dict[InstanceId, int]) -> None:
-    """From the most loaded target first, smallest checkpoint first, to the least loaded; each victim moves at most once.
+def _rebalance(
+    victims: Sequence[Victim], assigned: dict[StreamId, InstanceId], loads: dict[InstanceId, int]
+) -> None:
+    """From the most loaded target first, smallest checkpoint first, to the least loaded; each
+    victim moves at most once.
 
-    It ends when no target that has victims to give is above the ceiling of the mean, or no move would help.
+    It ends when no target that has victims to give is above the ceiling of the mean, or no move
+    would help.
     """
     limit = ceiling(0, loads)
     movable: dict[InstanceId, list[Victim]] = {}
@@ -50,7 +63,9 @@ def _rebalance(victims: Sequence[Victim], assigned: dict[StreamId, InstanceId], 
         if victim.stream in assigned:
             movable.setdefault(assigned[victim.stream], []).append(victim)
     while True:
-        overloaded = [target for target, there in movable.items() if there and loads[target] > limit]
+        overloaded = [
+            target for target, there in movable.items() if there and loads[target] > limit
+        ]
         if not overloaded:
             return
         source = max(overloaded, key=lambda target: (loads[target], target))
@@ -61,13 +76,20 @@ def _rebalance(victims: Sequence[Victim], assigned: dict[StreamId, InstanceId], 
             _send(victim, target, assigned, loads)
 
 
-def _send(victim: Victim, target: InstanceId, assigned: dict[StreamId, InstanceId], loads: dict[InstanceId, int]) -> None:
+def _send(
+    victim: Victim,
+    target: InstanceId,
+    assigned: dict[StreamId, InstanceId],
+    loads: dict[InstanceId, int],
+) -> None:
     assigned[victim.stream] = target
     loads[target] += 1
 
 
-def _open(victim: Victim, loads: Mapping[InstanceId, int], among: Iterable[InstanceId]) -> list[InstanceId]:
-    return [target for target in among if target in loads and target not in victim.barred]
+def _open(
+    victim: Victim, loads: Mapping[InstanceId, int], among: Iterable[InstanceId]
+) -> list[InstanceId]:
+    return [target for target in among if target in loads and target not in victim.excluded_epochs]
 
 
 def _least(targets: Iterable[InstanceId], loads: Mapping[InstanceId, int]) -> InstanceId:

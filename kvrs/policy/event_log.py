@@ -1,11 +1,12 @@
-"""The event log: what a policy was told and what it asked for, so that an incident can be run again.
+"""The event log: a policy's events and actions, so that an incident can be run again.
 
-JSON lines; text in, text out. The first line names the version and the settings, each further one an event, its time and the
-actions that it led to. Numbers come back exactly as they were, so a policy that is told the same asks for the same.
+JSON lines; text in, text out. The first line names the version and the settings, each further one
+an event, its time and the actions that it led to. Numbers come back exactly as they were, so that
+the same events lead to the same actions.
 
-A log that outgrows its file goes on in the next one, whose header says which part it is; the file before it is kept as
-`PATH.1`. To be run again, the parts are read one after another from the first: a policy remembers what it was told long ago.
-A part 1 behind other lines is a new proxy.
+A log that outgrows its file goes on in the next one, whose header numbers the part; the file before
+it is kept as `PATH.1`. To be run again, the parts are read one after another from the first: the
+policy's state depends on all earlier events. A part 1 behind other lines is a new proxy.
 """
 
 import json
@@ -17,22 +18,22 @@ from typing import Annotated, Any, TypeVar, get_args
 import msgspec
 from pydantic import ValidationError
 
-from kvrs.agent.config import BackupSettings
+from kvrs.config.backup import BackupSettings
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.settings import Settings
 from kvrs.errors import LogError
 from kvrs.ids import InstanceId, NodeId
-from kvrs.policy.actions import Action
-from kvrs.policy.config import PolicySettings, SloSettings
-from kvrs.policy.costs import Instance
-from kvrs.policy.events import Event, InstanceUp
+from kvrs.policy.model.actions import Action
+from kvrs.policy.model.cluster_view import Instance
+from kvrs.policy.model.events import Event, InstanceUp
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry, Positive
 from kvrs.protocol.instance import Capability, Natural, Role, Seconds
-from kvrs.settings import Settings
 
 VERSION = 1
-# A clock to which a moment cannot be added, or that is no number, never reaches an alarm.
+# A time to which a moment cannot be added, or that is no number, never reaches an alarm.
 _LATEST_S = 1e9
 _NO_HEADER = "no header; allowed: an event log of kvrs, from its first line on"
 
@@ -52,7 +53,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     line: int
     now_s: float
     event: Event
@@ -60,10 +61,10 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """The first event to which the policy now answers otherwise."""
+class RerunDifference:
+    """The first event for which the policy now returns other actions."""
 
-    entry: Entry
+    entry: LogEntry
     again: tuple[Action, ...]
 
 
@@ -71,7 +72,7 @@ class Difference:
 class Rerun:
     lines: int
     counts: dict[str, int]  # Events and actions by name, up to the difference.
-    difference: Difference | None
+    difference: RerunDifference | None
 
 
 class _Grid(msgspec.Struct):
@@ -99,6 +100,8 @@ class _Instance(msgspec.Struct):
     capabilities: frozenset[Capability]
     max_model_len: Natural | None = None
     own_prefill: InstanceId | None = None
+    moves_kv: bool = True
+    tokens: str = ""
 
 
 class _Up(msgspec.Struct):
@@ -112,19 +115,29 @@ class _Line(msgspec.Struct):
     actions: list[dict[str, Any]]
 
 
-def header_line(policy: PolicySettings, slo: SloSettings, backup: BackupSettings, part: int = 1) -> str:
-    """The first line of a file, without its end. `part` goes up when a log goes on in another file."""
-    settings = {"policy": policy.model_dump(), "slo": slo.model_dump(), "backup": backup.model_dump()}
+def header_line(
+    policy: PolicySettings, slo: SloSettings, backup: BackupSettings, part: int = 1
+) -> str:
+    """The first line of a file, without its end. `part` goes up when a log goes on in another
+    file.
+    """
+    settings = {
+        "policy": policy.model_dump(),
+        "slo": slo.model_dump(),
+        "backup": backup.model_dump(),
+    }
     return json.dumps({"kvrs_event_log": VERSION, "part": part, **settings})
 
 
 def event_line(now_s: float, event: Event, actions: Sequence[Action]) -> str:
-    """One line, without its end: what the policy was told at `now_s`, and its answer."""
+    """One line, without its end: an event at `now_s`, and the actions it led to."""
     # `json` rather than msgspec's own writer, which has null for what is not finite.
-    return json.dumps({"at_s": now_s, "event": _plain(event), "actions": [_plain(action) for action in actions]})
+    return json.dumps(
+        {"at_s": now_s, "event": _plain(event), "actions": [_plain(action) for action in actions]}
+    )
 
 
-def read(lines: Iterable[str]) -> Iterator[Header | Entry]:
+def read(lines: Iterable[str]) -> Iterator[Header | LogEntry]:
     """The records of a log, one by one.
 
     Raises:
@@ -140,15 +153,18 @@ def read(lines: Iterable[str]) -> Iterator[Header | Entry]:
                 raise ValueError(_NO_HEADER)
             line = msgspec.convert(found, _Line)
             actions = tuple(_record(action, _ACTIONS, "action") for action in line.actions)
-            yield Entry(number, line.at_s, _event(line.event), actions)
+            yield LogEntry(number, line.at_s, _event(line.event), actions)
         except json.JSONDecodeError as error:
-            raise LogError(f"line {number}: not JSON: {error.msg} at character {error.pos}") from None
+            raise LogError(
+                f"line {number}: not JSON: {error.msg} at character {error.pos}"
+            ) from None
         except (ValueError, ArithmeticError, RecursionError) as error:
             raise LogError(f"line {number}: {' '.join(str(error).split())}") from None
 
 
 def rerun(lines: Iterable[str]) -> Rerun:
-    """Tell a fresh policy everything again, and compare what it asks for with what is written, up to the first difference.
+    """Give a fresh policy all events again, and compare its actions with those recorded, up to the
+    first difference.
 
     Raises:
         LogError: a line is none, the log begins in the middle, or the policy fails on an event.
@@ -162,31 +178,44 @@ def rerun(lines: Iterable[str]) -> Rerun:
             if record.part == 1:
                 policy = RecoveryPolicy(record.policy, record.slo, record.backup)
             elif header is None or record.part != header.part + 1:
-                raise LogError(f"line {number}: got part {record.part}; allowed: part 1, or the one behind the part before it")
+                raise LogError(
+                    f"line {number}: got part {record.part}; allowed: part 1, or the one "
+                    f"behind the part before it"
+                )
             header = record
             continue
         assert policy is not None
         if not abs(record.now_s) <= _LATEST_S:
-            raise LogError(f"line {record.line}: at_s: got {record.now_s}; allowed: seconds up to {_LATEST_S:g}")
-        again = _told(policy, record)
+            raise LogError(
+                f"line {record.line}: at_s: got {record.now_s}; allowed: seconds up to "
+                f"{_LATEST_S:g}"
+            )
+        again = _handled(policy, record)
         counts.update(type(each).__name__ for each in (record.event, *record.actions))
         if not _same(record.actions, again):
-            return Rerun(number, dict(counts), Difference(record, again))
+            return Rerun(number, dict(counts), RerunDifference(record, again))
     if header is None:
         raise LogError(f"line 1: {_NO_HEADER}")
     return Rerun(number, dict(counts), None)
 
 
-def _told(policy: RecoveryPolicy, entry: Entry) -> tuple[Action, ...]:
+def _handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[Action, ...]:
     try:
         return tuple(policy.handle(entry.event, entry.now_s))
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # What a driver cannot have said, or a bug: either way the line is what one wants to know.
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
+        # An event that no driver sends, or a bug: either way the line is the useful information.
         raise LogError(f"line {entry.line}: the policy fails on it: {error!r}") from error
 
 
 def _same(recorded: tuple[Action, ...], again: tuple[Action, ...]) -> bool:
-    # As text too, because what is not a number does not equal itself.
+    # As text too, because NaN does not equal itself.
     return recorded == again or _text(recorded) == _text(again)
 
 
@@ -195,7 +224,7 @@ def _text(actions: tuple[Action, ...]) -> str:
 
 
 def _plain(record: Event | Action) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_mapping)
+    plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
     if isinstance(record, InstanceUp):
         instance = plain["instance"]
         instance["capabilities"].sort()
@@ -205,14 +234,16 @@ def _plain(record: Event | Action) -> dict[str, Any]:
     return {"kind": type(record).__name__, **plain}
 
 
-def _mapping(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, Settings):
+        return value.model_dump(mode="json")
     raise NotImplementedError(f"{type(value).__name__} has no place in an event log")
 
 
 def _public(fields: dict[str, Any]) -> dict[str, Any]:
-    """Without what a table works out for itself when it is made."""
+    """Without the fields that a table derives when it is made."""
     return {name: value for name, value in fields.items() if not name.startswith("_")}
 
 
@@ -252,6 +283,8 @@ def _event(fields: dict[str, Any]) -> Event:
             found.capabilities,
             found.max_model_len,
             found.own_prefill,
+            found.moves_kv,
+            found.tokens,
         ),
         up.lives_on,
     )
@@ -261,13 +294,27 @@ def _record(fields: dict[str, Any], kinds: dict[str, Any], what: str) -> Any:
     kind = kinds.get(str(fields.get("kind")))
     if kind is None:
         raise ValueError(f"{what}: got {fields.get('kind')!r}; allowed: {', '.join(kinds)}")
-    return msgspec.convert(fields, kind)
+    return msgspec.convert(fields, kind, dec_hook=_as_settings)
+
+
+def _as_settings(kind: type, found: Any) -> Any:
+    if issubclass(kind, Settings):
+        return _section(kind, {kind.__name__: found}, kind.__name__)
+    raise NotImplementedError(f"{kind.__name__} has no place in an event log")
 
 
 def _table(found: _Table) -> PrefillTable:
     grid = None
     if found.grid is not None:
         if len({len(row) for row in found.grid.rows}) > 1:
-            raise ValueError("prefill.grid.rows: got rows of different lengths; allowed: one length")
-        grid = PrefixGrid(found.grid.new_step_tokens, found.grid.cached_step_tokens, tuple(map(tuple, found.grid.rows)))
-    return PrefillTable(found.label, found.source, found.step_tokens, found.seconds, found.covered_from_tokens, grid)
+            raise ValueError(
+                "prefill.grid.rows: got rows of different lengths; allowed: one length"
+            )
+        grid = PrefixGrid(
+            found.grid.new_step_tokens,
+            found.grid.cached_step_tokens,
+            tuple(map(tuple, found.grid.rows)),
+        )
+    return PrefillTable(
+        found.label, found.source, found.step_tokens, found.seconds, found.covered_from_tokens, grid
+    )

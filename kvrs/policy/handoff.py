@@ -1,18 +1,19 @@
-"""Which decode instance gets a hand-off, now that prefill is done (DESIGN section 4).
+"""The decode instance that gets a hand-off, once prefill is done (DESIGN section 4).
 
-The own decode instance's queue is weighed against a transfer to another one and the queue there. The seed's crossover
-follows: with more than `q* = (KV bytes / bandwidth) / service time` requests in the own queue, an idle remote one is sooner.
+The own decode instance's queue is weighed against a transfer to another one and the queue there.
+The crossover of seed KVRS follows: with more than `q* = (KV bytes / bandwidth) / service time`
+requests in the own queue, an idle remote instance is sooner.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvrs.config.policy import Handoff
 from kvrs.ids import InstanceId
-from kvrs.policy.config import Handoff
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class HandoffCandidate:
     """A decode instance that could take the hand-off."""
 
     instance: InstanceId
@@ -21,17 +22,27 @@ class Candidate:
     bytes_ahead: int = 0  # On that link already.
 
 
-def choose(how: Handoff, own: Candidate, others: Sequence[Candidate], kv_bytes: int, handshake_s: float) -> Candidate:
-    """The candidate at which the stream goes on soonest; a tie goes to `own`, which was planned with."""
+def choose(
+    how: Handoff,
+    own: HandoffCandidate,
+    others: Sequence[HandoffCandidate],
+    kv_bytes: int,
+    handshake_s: float,
+) -> HandoffCandidate:
+    """The candidate at which the stream goes on soonest; a tie goes to `own`, the planned one."""
     if how is Handoff.OWN_PAIR or not others:
         return own
-    return min((own, *others), key=lambda each: hand_off_s(how, each, each is own, kv_bytes, handshake_s))
+    return min(
+        (own, *others), key=lambda each: hand_off_s(how, each, each is own, kv_bytes, handshake_s)
+    )
 
 
-def hand_off_s(how: Handoff, candidate: Candidate, is_own: bool, kv_bytes: int, handshake_s: float) -> float:
-    """Seconds until the stream goes on there: as the seed has it, or with every term."""
+def hand_off_s(
+    how: Handoff, candidate: HandoffCandidate, is_own: bool, kv_bytes: int, handshake_s: float
+) -> float:
+    """Seconds until the stream goes on there: by seed KVRS (`rom`), or by all terms."""
     if how is Handoff.ROM:
-        # The own pair's link is taken to cost nothing: NVLink in the seed.
+        # The own pair's link is taken to cost nothing: NVLink in seed KVRS.
         return candidate.queue_s + (0.0 if is_own else kv_bytes / candidate.bytes_per_s)
     # What is ahead on the link drains while the stream queues.
     wait_s = max(candidate.queue_s, candidate.bytes_ahead / candidate.bytes_per_s)

@@ -1,18 +1,20 @@
-"""Where a stream's checkpoint is kept: the agent of another node that would restore it soonest (seed LUMEN, section 4.2).
+"""The agent that stores a stream's checkpoint: that of another node which would restore it soonest
+(LUMEN section 4.2, Eq. 1).
 
-The ring is the order of the nodes' ids, so nobody has to keep a book of who comes after whom, and every proxy sees the same one.
+The ring is the order of the nodes' ids: it needs no membership protocol, and every proxy sees the
+same one.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from kvrs.agent.config import Placement
+from kvrs.config.backup import Placement
 from kvrs.ids import InstanceId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlacementCandidate:
     """A row of the load table: an agent that is up."""
 
     holder: InstanceId
@@ -25,25 +27,35 @@ class Candidate:
 
 
 def place(
-    how: Placement, candidates: Sequence[Candidate], serving: NodeId, need_bytes: int, alpha: float, draw: int
-) -> Candidate | None:
-    """Who keeps a checkpoint of `need_bytes` of a stream that `serving` decodes; None: nobody can.
+    how: Placement,
+    candidates: Sequence[PlacementCandidate],
+    serving: NodeId,
+    need_bytes: int,
+    alpha: float,
+    draw: int,
+) -> PlacementCandidate | None:
+    """The agent for a checkpoint of `need_bytes` of a stream that `serving` decodes, if any.
 
-    Never the serving node, which may take both copies with it, and never one without room. `alpha` weighs restore pressure
-    against queueing delay; `draw` is any number of the stream, the same one for the same answer.
+    Never the serving node, which may take both copies with it, and never one without room. `alpha`
+    weighs restore pressure against queueing delay; `draw` is a fixed number of the stream, so that
+    the answer is the same every time.
     """
     others = [candidate for candidate in candidates if candidate.node != serving]
     if not others:
         return None
 
-    def steps(candidate: Candidate) -> tuple[bool, NodeId]:
-        """How far along the ring it comes after the serving node."""
+    def steps(candidate: PlacementCandidate) -> tuple[bool, NodeId]:
+        """The distance along the ring from the serving node."""
         return candidate.node < serving, candidate.node
 
     match how:
         case Placement.LOAD:
             roomy = [other for other in others if _has_room(other, need_bytes)]
-            return min(roomy, key=lambda other: (load_s(other, need_bytes, alpha), steps(other)), default=None)
+            return min(
+                roomy,
+                key=lambda other: (load_s(other, need_bytes, alpha), steps(other)),
+                default=None,
+            )
         case Placement.FIXED:
             following = min(others, key=steps)
             return following if _has_room(following, need_bytes) else None
@@ -54,20 +66,20 @@ def place(
             assert_never(how)
 
 
-def load_s(candidate: Candidate, need_bytes: int, alpha: float) -> float:
-    """LUMEN Eq. 1: queueing delay plus alpha times restore pressure, which is how long the mean checkpoint kept there, the
-    new one included, takes from host memory into the device.
+def load_s(candidate: PlacementCandidate, need_bytes: int, alpha: float) -> float:
+    """LUMEN Eq. 1: queueing delay plus alpha times restore pressure, which is how long the mean
+    checkpoint kept there, the new one included, takes from host memory into the device.
     """
     mean_bytes = (candidate.reserved_bytes + need_bytes) / (candidate.checkpoints + 1)
     return candidate.queueing_delay_s + alpha * mean_bytes / candidate.host_to_device_bytes_per_s
 
 
-def _has_room(candidate: Candidate, need_bytes: int) -> bool:
+def _has_room(candidate: PlacementCandidate, need_bytes: int) -> bool:
     return candidate.reserved_bytes + need_bytes <= candidate.capacity_bytes
 
 
 def _mixed(number: int) -> int:
-    """SplitMix64's finalizer: streams are numbered one after another, and a remainder of that would be a round robin."""
+    """SplitMix64's finalizer: a remainder of consecutive stream numbers would be a round robin."""
     mask = (1 << 64) - 1
     number = (number + 0x9E3779B97F4A7C15) & mask
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & mask

@@ -1,100 +1,175 @@
-"""Where work goes: new streams to the least predicted work, own pair first; recoveries to the few targets worth weighing."""
+"""Routing: new streams to the prefill instance with the least predicted work and its own pair;
+recoveries to the few targets worth weighing.
+"""
 
 from itertools import islice
 
+from kvrs.config.policy import Handoff, PolicySettings
 from kvrs.ids import InstanceId
 from kvrs.policy import handoff
-from kvrs.policy.cluster_view import ClusterView, Member
-from kvrs.policy.config import Dispatch, Handoff, PolicyName, PolicySettings
 from kvrs.policy.dispatch import Victim
-from kvrs.policy.streams import Stream
+from kvrs.policy.model.cluster_view import ClusterView, Member
+from kvrs.policy.model.streams import Stream
 
-# How many targets are looked at per victim: a decision takes the same time in a large cluster as in a small one.
+# How many targets are looked at per victim: a bound on the time of one decision.
 TARGETS_MAX = 4
 
 
-def pair_for(view: ClusterView, stream: Stream, *, barred_too: bool) -> tuple[Member, Member] | None:
-    """Prefill and decode instance for a stream from its beginning; the same one twice where an instance does both."""
+def pair_for(
+    view: ClusterView, stream: Stream, *, barred_too: bool
+) -> tuple[Member, Member] | None:
+    """Prefill and decode instance for a stream from its beginning; the same one twice where an
+    instance does both.
+    """
     prefill = least_work(view, stream, barred_too=barred_too)
     if prefill is None:
         return None
-    decode = own_decode(view, prefill, stream, barred_too=barred_too)
+    return _pair_of(view, prefill, stream, barred_too=barred_too, closed_too=False) or _pair_of(
+        view, prefill, stream, barred_too=barred_too, closed_too=True
+    )
+
+
+def _pair_of(
+    view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool, closed_too: bool
+) -> tuple[Member, Member] | None:
+    """A pair with this prefill instance, or else with that of a decode instance's own server.
+
+    `closed_too`: also with a decode instance whose answers do not allow a new request.
+    """
+    decode = own_decode(view, prefill, stream, barred_too=barred_too, closed_too=closed_too)
     if decode is not None:
         return prefill, decode
-    allowed = [member for member in view.decoders() if barred_too or not stream.bars(member)]
+    allowed = [
+        member
+        for member in view.decoders()
+        if _may_have(view, member, stream, barred_too=barred_too)
+        and (closed_too or _takes(view, member, stream))
+    ]
     for decode in allowed:
         if decode.takes_from(prefill):
             return prefill, decode
-    # All that are left have only the prefill of their own server.
+    # The others take hand-offs from their own server's prefill instance only.
     for decode in allowed:
         own = _own_prefill(view, decode)
-        if own is not None and (barred_too or not stream.bars(own)):
+        if own is not None and _may_have(view, own, stream, barred_too=barred_too):
             return own, decode
     return None
 
 
 def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
-    """The prefill instance with the least predicted work; among equals the one whose own pair decodes least."""
+    """The prefill instance with the least predicted work; among equals the one whose own pair
+    decodes least. One that fails at once is idle for that reason: it comes after all others.
+    """
 
-    def burden(member: Member) -> tuple[float, int, InstanceId]:
-        decode = own_decode(view, member, stream, barred_too=True)
-        return member.queue_s, decode.streams if decode else 0, member.instance.id
+    def burden(member: Member) -> tuple[bool, float, int, InstanceId]:
+        decode = own_decode(view, member, stream, barred_too=True, closed_too=True)
+        streams = decode.streams if decode else 0
+        return not _takes(view, member, stream), member.queue_s, streams, member.instance.id
 
-    allowed = (member for member in view.prefillers() if barred_too or not stream.bars(member))
+    allowed = (
+        member
+        for member in view.prefillers()
+        if _may_have(view, member, stream, barred_too=barred_too)
+    )
     return min(allowed, key=burden, default=None)
 
 
-def own_decode(view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool) -> Member | None:
+def own_decode(
+    view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool, closed_too: bool
+) -> Member | None:
     """The least loaded decode instance on the node of `prefill` that can have its hand-off."""
     on_node = view.on_node(prefill.instance.node)
     allowed = (
         member
         for member in on_node
-        if member.decodes and not member.is_drained and member.takes_from(prefill) and (barred_too or not stream.bars(member))
+        if member.decodes
+        and not member.is_drained
+        and member.takes_from(prefill)
+        and _may_have(view, member, stream, barred_too=barred_too)
+        and (closed_too or _takes(view, member, stream))
     )
     return min(allowed, key=lambda member: member.rank, default=None)
 
 
 def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
-    """What the dispatcher has to know of a stream. Where it has just failed it goes only when there is nothing else."""
-    barred: frozenset[InstanceId] = frozenset()
-    if stream.barred:
+    """The dispatcher's view of a stream. With `barred_too` it may go back to an instance that
+    failed it, if there is no other. To an instance that computes other tokens it goes only if there
+    is no other.
+    """
+    excluded_epochs: frozenset[InstanceId] = frozenset()
+    if stream.excluded_epochs:
         targets = view.targets()
-        barred = frozenset(member.instance.id for member in targets if stream.bars(member))
-        if barred_too and len(barred) == len(targets):
-            barred = frozenset()
-    # With equal pages an agent comes first: what it has survives the instances beside it.
+        excluded_epochs = frozenset(member.instance.id for member in targets if stream.bars(member))
+        if barred_too and len(excluded_epochs) == len(targets):
+            excluded_epochs = frozenset()
+    if stream.tokens and view.tokens_differ:
+        excluded_epochs |= _foreign(view, stream, excluded_epochs)
+    # With equal pages an agent comes first: its checkpoint survives the instances beside it.
     holders = [(kept.pages, kept.agent.node) for kept in stream.checkpoints.values() if kept.pages]
-    holders += [(kept.pages, kept.member.instance.node) for kept in stream.holders.values() if kept.pages]
+    holders += [
+        (kept.pages, kept.member.instance.node) for kept in stream.holders.values() if kept.pages
+    ]
     holders.sort(key=lambda holder: holder[0], reverse=True)
     for pages, node in holders:
-        open_ = (member for member in view.on_node(node) if member.decodes and not member.is_drained and view.is_whole(member))
-        homes = tuple(member.instance.id for member in open_ if member.instance.id not in barred)
+        open_ = (
+            member
+            for member in view.on_node(node)
+            if member.decodes and not member.is_drained and view.is_healthy(member)
+        )
+        homes = tuple(
+            member.instance.id for member in open_ if member.instance.id not in excluded_epochs
+        )
         if homes:
-            return Victim(stream.id, homes, pages, barred)
-    return Victim(stream.id, barred=barred)
+            return Victim(stream.id, homes, pages, excluded_epochs)
+    return Victim(stream.id, excluded_epochs=excluded_epochs)
 
 
-def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int, settings: PolicySettings) -> list[Member]:
-    """Whom to weigh: the assigned target, and where the policy may choose the least loaded ones below the limit beside it.
-
-    The limit holds for the assigned one as well, unless nobody is below it.
+def apart_for(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
+    """The decode instance where a suspected stream can go on apart: one without streams, if there
+    is any.
     """
-    if settings.name is not PolicyName.AUTO or settings.dispatch is not Dispatch.REBALANCE:
-        return [assigned]
+    targets = view.targets()
+    for barred in (False, True) if barred_too else (False,):
+        for member in targets:
+            if _may_have(view, member, stream, barred_too=barred):
+                return member
+    return None
+
+
+def _foreign(
+    view: ClusterView, stream: Stream, excluded: frozenset[InstanceId]
+) -> frozenset[InstanceId]:
+    """The targets at which the stream would go on with other tokens, if there are better ones."""
+    open_ = [member for member in view.targets() if member.instance.id not in excluded]
+    foreign = [member for member in open_ if not member.continues(stream.tokens)]
+    is_left = len(foreign) < len(open_)
+    return frozenset(member.instance.id for member in foreign if is_left)
+
+
+def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int) -> list[Member]:
+    """The targets to weigh: the assigned one and the least loaded ones beside it, as far as they
+    have fewer than `limit` streams; where none has, the assigned one.
+    """
     targets = [assigned] if assigned.streams < limit else []
     for member in view.decoders():
         if len(targets) == TARGETS_MAX or member.streams >= limit:
             break
-        if member is not assigned and view.is_whole(member) and not (stream.barred and stream.bars(member)):
+        if (
+            member is not assigned
+            and view.is_healthy(member)
+            and _may_have(view, member, stream, barred_too=False)
+            and (member.continues(stream.tokens) or not assigned.continues(stream.tokens))
+        ):
             targets.append(member)
     return targets or [assigned]
 
 
-def hand_off_to(view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings) -> Member:
+def hand_off_to(
+    view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
+) -> Member:
     """The decode instance that gets the hand-off of a prefill that is done."""
-    if settings.handoff is Handoff.OWN_PAIR or planned.own_prefill == prefill.instance.id:
-        return planned  # What is one call decodes already.
+    if planned.own_prefill == prefill.instance.id:
+        return planned  # One call for both stages: it decodes already.
     geometry = prefill.instance.geometry
     others = (
         member
@@ -102,8 +177,15 @@ def hand_off_to(view: ClusterView, stream: Stream, prefill: Member, planned: Mem
         if member is not planned
         and member.instance.geometry == geometry
         and (member.pulls or member.own_prefill is None)
-        and not stream.bars(member)
+        and _may_have(view, member, stream, barred_too=False)
+        and member.continues(stream.tokens)
+        and view.is_healthy(member)
     )
+    is_kept = planned.quarantined_for not in (None, stream.id)
+    if is_kept or (view.is_busy(planned) and planned.health.tried_by != stream.id):
+        return next(others, planned)
+    if settings.handoff is Handoff.OWN_PAIR:
+        return planned
     found = handoff.choose(
         settings.handoff,
         _candidate(view, prefill, planned),
@@ -114,29 +196,57 @@ def hand_off_to(view: ClusterView, stream: Stream, prefill: Member, planned: Mem
     return view.members[found.instance]
 
 
-def _candidate(view: ClusterView, prefill: Member, decode: Member) -> handoff.Candidate:
+def _candidate(view: ClusterView, prefill: Member, decode: Member) -> handoff.HandoffCandidate:
     link = view.link(prefill.instance.node, decode.instance.node)
-    return handoff.Candidate(decode.instance.id, decode.queue_s, link.bytes_per_s, link.in_flight_bytes)
+    return handoff.HandoffCandidate(
+        decode.instance.id, decode.queue_s, link.bytes_per_s, link.in_flight_bytes
+    )
 
 
 def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
-    """Who computes a whole history for the target: its own pair, else the prefill instance with the least work.
-
-    When none is left the target does it itself: every engine computes a prompt of which it is given no KV.
+    """The instance that computes a whole history for the target: its own pair, else the prefill
+    instance with the least work, else the target itself (every engine can compute a prompt).
     """
     if target.own_prefill is not None:
         own = _own_prefill(view, target)
-        if own is not None and not stream.bars(own):
+        if (
+            own is not None
+            and _may_have(view, own, stream, barred_too=False)
+            and not own.health.is_ejected
+        ):
             return own
         if not target.pulls:
             return target
     best: Member | None = None
     for member in view.on_node(target.instance.node):
-        if not member.prefills or member.is_drained or (stream.barred and stream.bars(member)):
+        if (
+            not member.prefills
+            or member.is_drained
+            or not view.takes_recovery(member)
+            or not _may_have(view, member, stream, barred_too=False)
+        ):
             continue
         if best is None or member.queue_s < best.queue_s:
             best = member
-    return best or least_work(view, stream, barred_too=False) or target
+    best = best or least_work(view, stream, barred_too=False)
+    return target if best is None or not view.takes_recovery(best) else best
+
+
+def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
+    """Whether an instance may get this stream at all, however well or ill it does: it has asked for
+    no pause, has not failed the stream, and a suspected stream would run apart there.
+    """
+    if view.is_busy(member) or member.instance.id in stream.shunned:
+        return False
+    return barred_too or not stream.bars(member)
+
+
+def _takes(view: ClusterView, member: Member, stream: Stream) -> bool:
+    """Whether the answers of an instance allow this stream. Only one that has had no attempt yet
+    probes an instance that failed others.
+    """
+    is_new = stream.attempt.number == 0
+    return view.takes_start(member) if is_new else view.takes_recovery(member)
 
 
 def _own_prefill(view: ClusterView, decode: Member) -> Member | None:

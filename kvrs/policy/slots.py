@@ -1,8 +1,10 @@
-"""Slots: at most `slots_max` recovery transfers into one target at a time, and who waits for the next one.
+"""Slots: at most `slots_max` recovery transfers into one target at a time (seed KVRS, "Slot
+Reservation"), and the queue of streams for the next one.
 
-First in, first out: a stream may take a slot only when one is left over for everybody who asked before it.
+First in, first out: a stream may take a slot only when one is left over for every stream before it.
 
-This is one proxy's own book, and a first filter: where the target's node has an agent, that one says what other proxies hold.
+This is one proxy's own book, and a first filter: where the target's node has an agent, the agent
+arbitrates between proxies.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.timers import is_past
 
-# The least that a denial says: a transfer that is late by its prediction does not free its slot at this very moment.
+# The shortest wait: a transfer that is late by its prediction does not free its slot at once.
 SHORTEST_WAIT_S = 0.05
 
 
@@ -26,10 +28,10 @@ class _Target:
     held: dict[StreamId, _Held] = field(default_factory=dict)
     waiting: dict[StreamId, int] = field(default_factory=dict)  # Ticket numbers, in order.
     next_ticket: int = 0
-    # Kept up to date at every change, so that a look is O(1):
+    # Kept up to date at every change, so that a look-up is O(1):
     first_end_s: float = 0.0
     mean_duration_s: float = 0.0
-    # Other proxies hold slots too: until then this one is not given more than so many. 0: nobody has said so.
+    # By the agent's last denial this proxy gets no more slots than these until then; 0: no denial.
     most: int = 0
     most_until_s: float = 0.0
 
@@ -37,14 +39,16 @@ class _Target:
         return slots_max if is_past(self.most_until_s, now_s) else min(self.most, slots_max)
 
     def ticket_of(self, stream: StreamId) -> int:
-        """That of its place in the queue, or a new one."""
+        """The ticket of its place in the queue, or a new one."""
         ticket = self.waiting.get(stream)
         if ticket is None:
             ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
         return ticket
 
     def ahead_of(self, stream: StreamId) -> int:
-        """How many wait before this stream; an upper bound when some have left the middle of the queue."""
+        """The number of streams before this one; an upper bound when some have left the middle of
+        the queue.
+        """
         ticket = self.waiting.get(stream)
         if ticket is None:
             return len(self.waiting)
@@ -53,7 +57,9 @@ class _Target:
     def recount(self) -> None:
         if self.held:
             self.first_end_s = min(each.ends_s for each in self.held.values())
-            self.mean_duration_s = sum(each.duration_s for each in self.held.values()) / len(self.held)
+            self.mean_duration_s = sum(each.duration_s for each in self.held.values()) / len(
+                self.held
+            )
 
 
 class SlotBook:
@@ -63,23 +69,33 @@ class SlotBook:
         self._target_held: dict[StreamId, InstanceId] = {}
         self._target_awaited: dict[StreamId, InstanceId] = {}
 
+    def reload(self, slots_max: int) -> None:
+        """Allow another number of transfers. Where more are held, they run to their end."""
+        self._slots_max = slots_max
+
     def expected_wait_s(self, target: InstanceId, stream: StreamId, now_s: float) -> float:
-        """0 when the stream may take a slot now; else until the first transfer ends, or the agent has said that one may be had,
-        and its turn among those waiting comes.
+        """0 when the stream may take a slot now; else until the first transfer ends, or the time
+        that the agent's denial named, and its turn in the queue comes.
         """
         book = self._targets.get(target)
         if book is None:
             return 0.0
         ahead = book.ahead_of(stream) if book.waiting else 0
-        # Asked here, because a decision counts calls.
+        # Tested here, because calls make up the time of a decision.
         room = book.room(self._slots_max, now_s) if book.most_until_s else self._slots_max
         if len(book.held) + ahead < room:
             return 0.0
         first_s = (book.first_end_s if room == self._slots_max else book.most_until_s) - now_s
-        return (first_s if first_s > SHORTEST_WAIT_S else SHORTEST_WAIT_S) + ahead * book.mean_duration_s / self._slots_max
+        return (
+            first_s if first_s > SHORTEST_WAIT_S else SHORTEST_WAIT_S
+        ) + ahead * book.mean_duration_s / self._slots_max
 
-    def acquire(self, target: InstanceId, stream: StreamId, now_s: float, predicted_s: float) -> bool:
-        """Take a slot for a transfer that is predicted to last this long, and leave the queue; False: denied."""
+    def acquire(
+        self, target: InstanceId, stream: StreamId, now_s: float, predicted_s: float
+    ) -> bool:
+        """Take a slot for a transfer that is predicted to last this long, and leave the queue;
+        False: denied.
+        """
         assert stream not in self._target_held, stream
         book = self._targets.setdefault(target, _Target())
         ahead = book.ahead_of(stream) if book.waiting else 0
@@ -101,13 +117,17 @@ class SlotBook:
             book.recount()
 
     def deny(self, stream: StreamId, until_s: float) -> None:
-        """The target's agent has no slot for it before then, and for nobody else of this proxy; it goes back to its place."""
+        """The target's agent has no slot for this proxy before then; the stream goes back to its
+        place in the queue.
+        """
         target = self._target_held[stream]
         book = self._targets[target]
         ticket = book.held[stream].ticket
         self.release(stream)
         book.most, book.most_until_s = len(book.held), until_s
-        book.waiting = dict(sorted([*book.waiting.items(), (stream, ticket)], key=lambda waiting: waiting[1]))
+        book.waiting = dict(
+            sorted([*book.waiting.items(), (stream, ticket)], key=lambda waiting: waiting[1])
+        )
         self._target_awaited[stream] = target
 
     def enqueue(self, target: InstanceId, stream: StreamId) -> None:

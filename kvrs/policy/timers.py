@@ -1,24 +1,26 @@
-"""One alarm per stream, and one promise to be woken for the earliest of them.
+"""One alarm per stream, and one wake-up that is requested from the driver for the earliest of them.
 
-The policy asks for a new `WakeAt` only when the earliest alarm comes before the wake-up that it was promised last; a
-driver may keep one timer or many, and a wake-up too many does nothing.
+A new `WakeAt` is requested only when the earliest alarm comes before the wake-up requested last; a
+driver may keep one timer or many, and a superfluous wake-up does nothing.
 """
 
 from heapq import heappop, heappush
 
 from kvrs.ids import StreamId
-from kvrs.policy.actions import WakeAt
+from kvrs.policy.model.actions import WakeAt
 
-# Event loops round to milliseconds; an alarm that is this near counts as due, or it would be asked for again and again.
+# Event loops round to milliseconds; an alarm that is this near counts as due, or it would be
+# requested again and again.
 SLACK_S = 0.005
 
 
 class Timers:
     def __init__(self) -> None:
         self._alarm_s: dict[StreamId, float] = {}
-        self._heap: list[tuple[float, int, StreamId]] = []  # May hold alarms that were moved or cleared since.
-        self._count = 0  # Equal times ring in the order in which they were set.
-        self._promised_s: float | None = None
+        # May hold alarms that were moved or cleared since.
+        self._heap: list[tuple[float, int, StreamId]] = []
+        self._count = 0  # Equal times are due in the order in which they were set.
+        self._requested_s: float | None = None
 
     def set(self, stream: StreamId, at_s: float) -> None:
         self._alarm_s[stream] = at_s
@@ -29,12 +31,14 @@ class Timers:
         self._alarm_s.pop(stream, None)
 
     def woken(self, now_s: float) -> None:
-        """The driver woke us: for the promise if its time has come, else for an older one that no longer matters."""
-        if self._promised_s is not None and self._promised_s <= now_s + SLACK_S:
-            self._promised_s = None
+        """The driver's wake-up: the requested one if its time has come, else an older one that no
+        longer matters.
+        """
+        if self._requested_s is not None and self._requested_s <= now_s + SLACK_S:
+            self._requested_s = None
 
     def next_due(self, now_s: float) -> StreamId | None:
-        """Take the next alarm that rings; None: no more are due."""
+        """Take the next alarm that is due; None: no more are."""
         earliest_s = self._earliest_s()
         if earliest_s is None or earliest_s > now_s + SLACK_S:
             return None
@@ -42,15 +46,15 @@ class Timers:
         del self._alarm_s[stream]
         return stream
 
-    def promise(self, now_s: float) -> WakeAt | None:
-        """What to ask of the driver so that the earliest alarm is not missed."""
+    def next_wake(self, now_s: float) -> WakeAt | None:
+        """The request to the driver without which the earliest alarm would be missed."""
         earliest_s = self._earliest_s()
         if earliest_s is None:
             return None
-        promised_s = self._promised_s
-        if promised_s is not None and now_s <= promised_s + SLACK_S and promised_s <= earliest_s:
+        requested_s = self._requested_s
+        if requested_s is not None and now_s <= requested_s + SLACK_S and requested_s <= earliest_s:
             return None
-        self._promised_s = earliest_s
+        self._requested_s = earliest_s
         return WakeAt(earliest_s)
 
     def _earliest_s(self) -> float | None:
@@ -63,5 +67,5 @@ class Timers:
 
 
 def is_past(at_s: float, now_s: float) -> bool:
-    """Whether an alarm for this time would ring now."""
+    """Whether an alarm for this time would be due now."""
     return at_s <= now_s + SLACK_S

@@ -1,7 +1,8 @@
 """Profiles by name, as they come with kvrs, or by path, as `kvrs profile` writes them.
 
-Profiles of different software generations differ by up to a factor of two on the same GPU, so a table without its
-labels is worth little: model, GPU, degree of tensor parallelism, engine, version, measured or estimated, source.
+Profiles of different software generations differ by up to a factor of two on the same GPU, so a
+table needs its labels: model, GPU, degree of tensor parallelism, engine, version,
+measured or estimated, source.
 """
 
 from functools import cache
@@ -14,7 +15,16 @@ import msgspec
 
 from kvrs.errors import ConfigError
 from kvrs.profiles.prefix_grid import PrefixGrid
-from kvrs.profiles.schema import DecodeFit, DecodeRows, Link, PrefillPoints, PrefillQuadratic, PrefillRows, Profile, faults
+from kvrs.profiles.schema import (
+    DecodeFit,
+    DecodeRows,
+    PrefillPoints,
+    PrefillQuadratic,
+    PrefillRows,
+    Profile,
+    ProfileLink,
+    faults,
+)
 from kvrs.profiles.tables import DecodeGrid, DecodeTable, PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 
@@ -24,19 +34,23 @@ _LINKS = "links.json"  # Beside the profiles, and not one of them.
 
 def names() -> list[str]:
     files = (file.name for file in _folder().iterdir())
-    return sorted(name.removesuffix(".json") for name in files if name.endswith(".json") and name != _LINKS)
+    return sorted(
+        name.removesuffix(".json") for name in files if name.endswith(".json") and name != _LINKS
+    )
 
 
 @cache
 def profile(name: str) -> Profile:
-    """The whole file: one that comes with kvrs, or the user's own if `name` is a path (it has a `/` or ends in `.json`).
+    """The whole file: one that comes with kvrs, or the user's own if `name` is a path (it has a `/`
+    or ends in `.json`).
 
     Raises:
-        ConfigError: there is none, or the user's file is wrong; the message names the place and the reason.
+        ConfigError: there is none, or the user's file is wrong; the message names path and reason.
     """
     if "/" in name or name.endswith(".json"):
         return _read(Path(name))
-    # Compared with the listing, never joined to a path first: a name is not a way out of the folder.
+    # Compared with the listing, never joined to a path first: a name is not a way out of the
+    # folder.
     if name not in names():
         raise ConfigError([f"got {name!r}; allowed: a path to a profile, or {', '.join(names())}"])
     found = msgspec.json.decode(_folder().joinpath(f"{name}.json").read_bytes(), type=Profile)
@@ -56,22 +70,31 @@ def prefill_table(name: str) -> PrefillTable:
                 return line
             # The term is a product of both lengths, which two rows of a bilinear grid give exactly.
             far = [
-                value + j * line.step_tokens * cached.max_cached_tokens * cached.seconds_per_token_pair
+                value
+                + j * line.step_tokens * cached.max_cached_tokens * cached.seconds_per_token_pair
                 for j, value in enumerate(line.seconds)
             ]
             grid = PrefixGrid(line.step_tokens, cached.max_cached_tokens, [line.seconds, far])
-            return PrefillTable.from_grid(found.label, found.source, grid, covered_from_tokens=line.covered_from_tokens)
+            return PrefillTable.from_grid(
+                found.label, found.source, grid, covered_from_tokens=line.covered_from_tokens
+            )
         case PrefillQuadratic(coefficients_ms=coefficients_ms, max_tokens=max_tokens):
-            return PrefillTable.from_quadratic(found.label, found.source, coefficients_ms, max_tokens=max_tokens)
-        case PrefillRows(new_step_tokens=new_step_tokens, cached_step_tokens=cached_step_tokens, rows=rows):
-            return PrefillTable.from_grid(found.label, found.source, PrefixGrid(new_step_tokens, cached_step_tokens, rows))
+            return PrefillTable.from_quadratic(
+                found.label, found.source, coefficients_ms, max_tokens=max_tokens
+            )
+        case PrefillRows(
+            new_step_tokens=new_step_tokens, cached_step_tokens=cached_step_tokens, rows=rows
+        ):
+            return PrefillTable.from_grid(
+                found.label, found.source, PrefixGrid(new_step_tokens, cached_step_tokens, rows)
+            )
         case _:
             assert_never(found.prefill)
 
 
 @cache
 def decode_table(name: str) -> DecodeTable | DecodeGrid:
-    """Raises ConfigError: see `profile`; or the profile says nothing of decode."""
+    """Raises ConfigError: see `profile`; or the profile has no decode table."""
     found = profile(name)
     match found.decode:
         case DecodeFit(large_from_batch=large_from_batch, small_ms=small_ms, large_ms=large_ms):
@@ -86,11 +109,13 @@ def decode_table(name: str) -> DecodeTable | DecodeGrid:
 
 
 def load_s(name: str) -> float:
-    """Time to load the model's weights. Raises ConfigError: see `profile`; or the profile does not say."""
+    """Time to load the model's weights. Raises ConfigError: see `profile`; or the profile has
+    none.
+    """
     load = profile(name).load
     if load is None:
         having = [other for other in names() if profile(other).load is not None]
-        raise ConfigError([f"{name!r} does not say how long its model loads; allowed: {', '.join(having)}"])
+        raise ConfigError([f"{name!r} has no load time; allowed: {', '.join(having)}"])
     return load.weight_bytes / load.bytes_per_s
 
 
@@ -100,9 +125,9 @@ def kv_geometry(name: str) -> KvGeometry:
 
 
 @cache
-def links() -> dict[str, Link]:
+def links() -> dict[str, ProfileLink]:
     """The links that come with kvrs, by label."""
-    found = msgspec.json.decode(_folder().joinpath(_LINKS).read_bytes(), type=list[Link])
+    found = msgspec.json.decode(_folder().joinpath(_LINKS).read_bytes(), type=list[ProfileLink])
     return {link.label: link for link in found}
 
 
@@ -124,11 +149,15 @@ def parse_profile(text: bytes, place: str) -> Profile:
 def _read(path: Path) -> Profile:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError([f"{path}: got {path.stat().st_size} bytes; allowed: at most {MAX_FILE_BYTES}"])
+            raise ConfigError(
+                [f"{path}: got {path.stat().st_size} bytes; allowed: at most {MAX_FILE_BYTES}"]
+            )
         text = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"{str(path)!r}: {reason}; allowed: a profile file, or {', '.join(names())}"]) from None
+        raise ConfigError(
+            [f"{str(path)!r}: {reason}; allowed: a profile file, or {', '.join(names())}"]
+        ) from None
     return parse_profile(text, str(path))
 
 

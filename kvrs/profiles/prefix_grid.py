@@ -1,7 +1,8 @@
-"""Prefill in two dimensions: how long `new` tokens take when `cached` tokens before them are there already.
+"""Prefill in two dimensions: the time of `new` tokens behind `cached` ones.
 
-The grid is uniform in both axes, so a look-up is two divisions and a bilinear blend of four numbers, whatever the lengths.
-Beyond the grid a quadratic that was fitted to it takes over from the nearest point of its edge, so there is no jump.
+The grid is uniform in both axes, so a look-up is two divisions and a bilinear blend of four
+numbers, whatever the lengths. Beyond the grid a quadratic that was fitted to it takes over from the
+nearest point of its edge, so there is no jump.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class PrefixGrid:
-    """`rows[i][j]` is the time in seconds of `j * new_step_tokens` new tokens behind `i * cached_step_tokens` cached ones.
+    """`rows[i][j]` is the time in seconds of `j * new_step_tokens` new tokens behind `i *
+    cached_step_tokens` cached ones.
 
     A measured dip in either direction is noise and is levelled, as in a `PrefillTable`.
     """
@@ -31,7 +33,7 @@ class PrefixGrid:
     def __post_init__(self) -> None:
         assert self.new_step_tokens >= 1, self.new_step_tokens
         assert self.cached_step_tokens >= 1, self.cached_step_tokens
-        assert len(self.rows) >= 2, "one row would say nothing of what is cached"
+        assert len(self.rows) >= 2, "one row has no second length of cached tokens"
         assert len(self.rows[0]) >= 2, "a row needs at least a step's overhead and one length"
         assert all(len(row) == len(self.rows[0]) for row in self.rows), "all rows are equally long"
         levelled = _level(self.rows)
@@ -51,7 +53,12 @@ class PrefixGrid:
         """Time of `new` tokens behind `cached` ones."""
         if cached > self._last_cached or new > self._last_new:
             return self._beyond(cached, new)
-        step, cached_step, width, values = self.new_step_tokens, self.cached_step_tokens, self._width, self._values
+        step, cached_step, width, values = (
+            self.new_step_tokens,
+            self.cached_step_tokens,
+            self._width,
+            self._values,
+        )
         row, column = cached // cached_step, new // step
         at = row * width + column
         along = new / step - column
@@ -79,33 +86,44 @@ def _level(rows: Sequence[Sequence[float]]) -> list[Row]:
 
 
 def _fit(rows: Sequence[Row], last_new: int, last_cached: int) -> Coefficients:
-    """(b, c, d, e) of `T = a + b * new + c * new^2 + d * new * cached + e * cached`, least squares over the grid.
+    """(b, c, d, e) of `T = a + b * new + c * new^2 + d * new * cached + e * cached`, least squares
+    over the grid.
 
-    None of them negative: attention makes prefill grow with both lengths, and beyond the data that is all we know. A
-    term that the data would have negative is left out.
+    None of them negative: attention makes prefill grow with both lengths, and beyond the data that
+    is all we know. A term that the data would have negative is left out.
     """
     height, width = len(rows) - 1, len(rows[0]) - 1
-    points = [(j / width, i / height, value) for i, row in enumerate(rows) for j, value in enumerate(row)]
+    points = [
+        (j / width, i / height, value) for i, row in enumerate(rows) for j, value in enumerate(row)
+    ]
     # Tokens in units of the edge keep the normal equations well scaled.
     terms = [[1.0, n, n * n, n * p, p] for n, p, _ in points]
     kept = [0, 1, 2, 3, 4]
     while True:
-        found = _least_squares([[row[k] for k in kept] for row in terms], [value for *_, value in points])
+        found = _least_squares(
+            [[row[k] for k in kept] for row in terms], [value for *_, value in points]
+        )
         worst = min(range(1, len(kept)), key=lambda k: found[k], default=0)
         if worst == 0 or found[worst] >= 0:
             break
         del kept[worst]
     b, c, d, e = (dict(zip(kept, found, strict=True)).get(k, 0.0) for k in (1, 2, 3, 4))
     if b + c <= 0:
-        b = max(row[-1] for row in rows)  # A grid without any slope: proportional to the length, because flat is surely wrong.
+        b = max(
+            row[-1] for row in rows
+        )  # A grid without any slope: proportional to the length, because flat is surely wrong.
     return b / last_new, c / last_new**2, d / (last_new * last_cached), e / last_cached
 
 
 def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Solve the normal equations by elimination; a direction that the data do not show gets zero."""
+    """Solve the normal equations by elimination; a direction that the data do not show gets
+    zero.
+    """
     size = len(rows[0])
     matrix = [[sum(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)]
-    right = [sum(row[i] * value for row, value in zip(rows, values, strict=True)) for i in range(size)]
+    right = [
+        sum(row[i] * value for row, value in zip(rows, values, strict=True)) for i in range(size)
+    ]
     floor = 1e-12 * max(matrix[i][i] for i in range(size))
     solved = [True] * size
     for i in range(size):

@@ -1,11 +1,12 @@
-"""What a profile file holds: the tables of one model on one GPU with one engine, and where every number comes from.
+"""The form of a profile file: the tables of one model on one GPU with one engine, and the source of
+every number.
 
 The files that come with kvrs and those that `kvrs profile` writes have this one form.
 """
 
 from collections.abc import Iterator, Mapping
 from math import gcd, isfinite
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 import msgspec
 from msgspec import Meta
@@ -20,12 +21,15 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 24)]
 Text = Annotated[str, Meta(min_length=1, max_length=2000)]
 Kind = Literal["measured", "estimated"]
 
-# A table is kept on a uniform grid; a step of one token over a long context would make it needlessly large.
+# A table is kept on a uniform grid; a step of one token over a long context would make it
+# needlessly large.
 MAX_GRID_POINTS = 1 << 17
 
 
 class CachedTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much longer new tokens take behind cached ones: every new token attends to every cached one."""
+    """Additional prefill time behind cached tokens: `seconds_per_token_pair * new * cached`, since
+    every new token attends to every cached one.
+    """
 
     seconds_per_token_pair: Annotated[float, Meta(ge=0)]
     max_cached_tokens: Positive
@@ -42,7 +46,9 @@ class PrefillQuadratic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class PrefillRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grid"):
-    """`rows[i][j]`: seconds of `j * new_step_tokens` new tokens behind `i * cached_step_tokens` cached ones."""
+    """`rows[i][j]`: seconds of `j * new_step_tokens` new tokens behind `i * cached_step_tokens`
+    cached ones.
+    """
 
     new_step_tokens: Positive
     cached_step_tokens: Positive
@@ -50,7 +56,9 @@ class PrefillRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class DecodeFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fit"):
-    """DistServe's form: `a + b * (sum of context tokens) + c * batch` in milliseconds, in two regimes of the batch size."""
+    """DistServe's decode model (Zhong et al., OSDI 2024, and its simulator): `a + b * (sum of
+    context tokens) + c * batch` in milliseconds, in two regimes of the batch size.
+    """
 
     large_from_batch: int
     small_ms: Coefficients
@@ -58,21 +66,25 @@ class DecodeFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fi
 
 
 class DecodeRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grid"):
-    """`rows[i][j]`: seconds of one step of `batches[i]` sequences with `contexts[j]` tokens of context each."""
+    """`rows[i][j]`: seconds of one step of `batches[i]` sequences with `contexts[j]` tokens of
+    context each.
+    """
 
     batches: list[Positive]
     contexts: list[Positive]
     rows: list[list[Seconds]]
 
 
-class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`seconds(bytes) = alpha_s + bytes / bytes_per_s`: what it takes to start, and the rate from then on."""
+class TransferTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`seconds(bytes) = alpha_s + bytes / bytes_per_s` (the alpha-beta model): the latency, and the
+    rate from then on.
+    """
 
     alpha_s: Seconds
     bytes_per_s: Rate
 
 
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProfileLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of link between GPUs or nodes."""
 
     label: Text
@@ -80,19 +92,21 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scope: Literal["intra_node", "inter_node", "loopback"]
     kind: Kind
     source: Text
-    transfer: Transfer
+    transfer: TransferTime
 
 
 class PageTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Page bytes out of the KV pool into host memory (`save`), and from there into the pool (`load`)."""
+    """Page bytes out of the KV pool into host memory (`save`), and from there into the pool
+    (`load`).
+    """
 
     page_bytes: Positive
-    save: Transfer
-    load: Transfer
+    save: TransferTime
+    load: TransferTime
 
 
 class ModelLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long the weights take to get into the GPU: an estimate, since no source of ours measured it."""
+    """Time to load the weights into the GPU: an estimate, since no source measured it."""
 
     weight_bytes: Annotated[int, Meta(ge=1)]
     bytes_per_s: Rate
@@ -118,11 +132,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: DecodeFit | DecodeRows | None = None
     load: ModelLoad | None = None
     pages: PageTimes | None = None
-    links: list[Link] = []
+    links: list[ProfileLink] = []
 
 
 def faults(profile: Profile) -> Iterator[str]:
-    """What types alone cannot say, one line per fault: path, value, what is allowed."""
+    """Checks beyond types, one line per fault: path, value, allowed values."""
     yield from _prefill_faults(profile.prefill)
     match profile.decode:
         case DecodeFit(small_ms=small, large_ms=large):
@@ -136,6 +150,8 @@ def faults(profile: Profile) -> Iterator[str]:
             yield from _shape_faults("$.decode.rows", rows, len(batches), len(contexts))
         case None:
             pass
+        case _:
+            assert_never(profile.decode)
 
 
 def _prefill_faults(prefill: PrefillPoints | PrefillQuadratic | PrefillRows) -> Iterator[str]:
@@ -143,15 +159,28 @@ def _prefill_faults(prefill: PrefillPoints | PrefillQuadratic | PrefillRows) -> 
         case PrefillPoints(seconds=seconds):
             yield from _point_faults(seconds)
         case PrefillQuadratic(coefficients_ms=(a, b, c), max_tokens=longest):
-            if min(a, b, a + b * longest + c * longest**2, b + 2 * c * longest) < 0 or not all(map(isfinite, (a, b, c))):
-                yield f"$.prefill.coefficients_ms: got {(a, b, c)}; allowed: a time that is not negative and never falls"
+            if min(a, b, a + b * longest + c * longest**2, b + 2 * c * longest) < 0 or not all(
+                map(isfinite, (a, b, c))
+            ):
+                yield (
+                    f"$.prefill.coefficients_ms: got {(a, b, c)}; allowed: a time that is "
+                    f"not negative and never falls"
+                )
         case PrefillRows(rows=rows):
             width = len(rows[0]) if rows else 0
             if len(rows) < 2 or width < 2:
-                yield f"$.prefill.rows: got {len(rows)} rows of {width} numbers; allowed: at least 2 rows of at least 2"
+                yield (
+                    f"$.prefill.rows: got {len(rows)} rows of {width} numbers; allowed: at "
+                    f"least 2 rows of at least 2"
+                )
             elif len(rows) * width > MAX_GRID_POINTS:
-                yield f"$.prefill.rows: got {len(rows) * width} numbers; allowed: at most {MAX_GRID_POINTS}"
+                yield (
+                    f"$.prefill.rows: got {len(rows) * width} numbers; allowed: at most "
+                    f"{MAX_GRID_POINTS}"
+                )
             yield from _shape_faults("$.prefill.rows", rows, len(rows), width)
+        case _:
+            assert_never(prefill)
 
 
 def _point_faults(seconds: Mapping[int, float]) -> Iterator[str]:
@@ -159,7 +188,8 @@ def _point_faults(seconds: Mapping[int, float]) -> Iterator[str]:
         yield f"$.prefill.seconds: got {len(seconds)} points; allowed: at least 2"
     elif (points := max(seconds) // gcd(*seconds)) > MAX_GRID_POINTS:
         yield (
-            f"$.prefill.seconds: the lengths make a grid of {points} steps of {gcd(*seconds)} tokens; "
+            f"$.prefill.seconds: the lengths make a grid of {points} steps of "
+            f"{gcd(*seconds)} tokens; "
             f"allowed: at most {MAX_GRID_POINTS} (take lengths with a common divisor)"
         )
 

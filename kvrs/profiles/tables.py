@@ -1,8 +1,9 @@
-"""How long a prefill or a decode step takes, looked up in measured tables.
+"""Time of a prefill or a decode step, looked up in measured tables.
 
-A prefill table lies on a uniform grid, so a look-up is one division, whatever the length. Beyond the grid a quadratic
-that was fitted to it takes over (attention makes prefill quadratic in the long run); it starts where the grid ends, so
-there is no jump, and it never falls. `covers` says whether an answer rests on measurement.
+A prefill table lies on a uniform grid, so a look-up is one division, whatever the length. Beyond
+the grid a quadratic that was fitted to it takes over (attention makes prefill quadratic in the long
+run); it starts where the grid ends, so there is no jump, and it never falls. `covers` separates
+measured answers from extrapolated ones.
 """
 
 from bisect import bisect_right
@@ -18,9 +19,11 @@ from kvrs.protocol.instance import MeasuredPrefill
 
 @dataclass(frozen=True, slots=True)
 class PrefillTable:
-    """`seconds[i]` is the prefill time of `i * step_tokens` tokens, alone in its batch; `seconds[0]` a step's overhead.
+    """`seconds[i]` is the prefill time of `i * step_tokens` tokens, alone in its batch;
+    `seconds[0]` a step's overhead.
 
-    A measured dip (more tokens in less time) is noise and is levelled: the cost of one more token is never negative.
+    A measured dip (more tokens in less time) is noise and is levelled: the cost of one more token
+    is never negative.
     """
 
     label: str
@@ -28,7 +31,9 @@ class PrefillTable:
     step_tokens: int
     seconds: Sequence[float]
     covered_from_tokens: int = 0  # Grid values below this are extrapolated, not measured.
-    grid: PrefixGrid | None = None  # The same in two dimensions, where it was measured; its first row is this table.
+    grid: PrefixGrid | None = (
+        None  # The same in two dimensions, where it was measured; its first row is this table.
+    )
     _last_tokens: int = field(init=False, repr=False, compare=False)
     _levelled: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _slopes: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -45,47 +50,70 @@ class PrefillTable:
         object.__setattr__(self, "seconds", tuple(self.seconds))
         object.__setattr__(self, "_levelled", levelled)
         object.__setattr__(self, "_last_tokens", self.step_tokens * (len(levelled) - 1))
-        object.__setattr__(self, "_slopes", (*slopes, 0.0))  # The last grid point itself has no interval behind it.
+        object.__setattr__(
+            self, "_slopes", (*slopes, 0.0)
+        )  # The last grid point itself has no interval behind it.
         object.__setattr__(self, "_linear", linear)
         object.__setattr__(self, "_quadratic", quadratic)
 
     @classmethod
     def from_points(cls, label: str, source: str, points: Mapping[int, float]) -> Self:
-        """A table from a few (tokens: seconds) points at any distances, with straight lines between them.
+        """A table from a few (tokens: seconds) points at any distances, with straight lines between
+        them.
 
-        The line through the first two points is drawn on down to zero tokens; that part counts as not covered.
+        The line through the first two points is drawn on down to zero tokens; that part counts as
+        not covered.
         """
         assert len(points) >= 2, points
         known = sorted(points.items())
         step = gcd(*(tokens for tokens, _ in known))
         (first, first_s), (second, second_s) = known[0], known[1]
         if first > 0:
-            known.insert(0, (0, max(0.0, first_s - first * (second_s - first_s) / (second - first))))
+            known.insert(
+                0, (0, max(0.0, first_s - first * (second_s - first_s) / (second - first)))
+            )
         seconds = [known[0][1]]
         for (start, start_s), (end, end_s) in pairwise(known):
             slope = (end_s - start_s) / (end - start)
-            seconds += [start_s + slope * (tokens - start) for tokens in range(start + step, end, step)]
+            seconds += [
+                start_s + slope * (tokens - start) for tokens in range(start + step, end, step)
+            ]
             seconds.append(end_s)
         return cls(label, source, step, seconds, covered_from_tokens=first)
 
     @classmethod
     def from_quadratic(
-        cls, label: str, source: str, coefficients_ms: tuple[float, float, float], *, max_tokens: int, step_tokens: int = 64
+        cls,
+        label: str,
+        source: str,
+        coefficients_ms: tuple[float, float, float],
+        *,
+        max_tokens: int,
+        step_tokens: int = 64,
     ) -> Self:
-        """A table from DistServe's fit `a + b * n + c * n * n` in milliseconds, as valid up to `max_tokens`."""
+        """A table from DistServe's fit `a + b * n + c * n * n` in milliseconds, as valid up to
+        `max_tokens`.
+        """
         a, b, c = coefficients_ms
         grid = range(0, max_tokens + step_tokens, step_tokens)
         return cls(label, source, step_tokens, [(a + b * n + c * n * n) / 1e3 for n in grid])
 
     @classmethod
-    def from_grid(cls, label: str, source: str, grid: PrefixGrid, *, covered_from_tokens: int = 0) -> Self:
-        """A table that also knows how long new tokens take behind cached ones."""
+    def from_grid(
+        cls, label: str, source: str, grid: PrefixGrid, *, covered_from_tokens: int = 0
+    ) -> Self:
+        """A table that also has the time of new tokens behind cached ones."""
         return cls(label, source, grid.new_step_tokens, grid.rows[0], covered_from_tokens, grid)
 
     @classmethod
     def from_measured(cls, measured: MeasuredPrefill) -> Self:
-        """What an instance measured of itself when it started."""
-        return cls(measured.label, "measured by the instance at its start", measured.step_tokens, measured.seconds)
+        """The table that an instance measured of itself at its start."""
+        return cls(
+            measured.label,
+            "measured by the instance at its start",
+            measured.step_tokens,
+            measured.seconds,
+        )
 
     @property
     def step_overhead_s(self) -> float:
@@ -113,9 +141,10 @@ class PrefillTable:
         return self._levelled[index] + (tokens - index * step) * self._slopes[index]
 
     def extra(self, prefix: int, new: int) -> float:
-        """Prefill time of `new` tokens whose `prefix` is there already.
+        """Prefill time of `new` tokens behind a computed `prefix`.
 
-        From the two-dimensional grid, if there is one; else `T(prefix + new) - T(prefix)` and one step's overhead.
+        From the two-dimensional grid, if there is one; else `T(prefix + new) - T(prefix)` and one
+        step's overhead.
         """
         if self.grid is not None:
             return self.grid.seconds_for(prefix, new)
@@ -124,7 +153,9 @@ class PrefillTable:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTable:
-    """DistServe's fit of one decode step: `a + b * (sum of context tokens) + c * batch`, in two regimes of the batch size."""
+    """DistServe's fit of one decode step: `a + b * (sum of context tokens) + c * batch`, in two
+    regimes of the batch size.
+    """
 
     label: str
     source: str
@@ -133,16 +164,20 @@ class DecodeTable:
     large_ms: tuple[float, float, float]
 
     def seconds_for(self, batch: int, context_tokens: int) -> float:
-        """Time of one step of `batch` sequences that have `context_tokens` tokens of context together."""
+        """Time of one step of `batch` sequences that have `context_tokens` tokens of context
+        together.
+        """
         a, b, c = self.small_ms if batch < self.large_from_batch else self.large_ms
         return (a + b * context_tokens + c * batch) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGrid:
-    """One decode step as measured: `rows[i][j]` seconds for `batches[i]` sequences of `contexts[j]` tokens each.
+    """One decode step as measured: `rows[i][j]` seconds for `batches[i]` sequences of `contexts[j]`
+    tokens each.
 
-    Between the points a straight line in either direction; beyond them the last line goes on, never downwards.
+    Between the points a straight line in either direction; beyond them the last line goes on, never
+    downwards.
     """
 
     label: str
@@ -152,7 +187,9 @@ class DecodeGrid:
     rows: Sequence[Sequence[float]]
 
     def seconds_for(self, batch: int, context_tokens: int) -> float:
-        """Time of one step of `batch` sequences that have `context_tokens` tokens of context together."""
+        """Time of one step of `batch` sequences that have `context_tokens` tokens of context
+        together.
+        """
         mean = context_tokens / batch
         i, j = _interval(self.batches, batch), _interval(self.contexts, mean)
         low, high = (_line(self.contexts, row, j, mean) for row in self.rows[i : i + 2])
@@ -168,19 +205,24 @@ def _line(axis: Sequence[int], values: Sequence[float], index: int, at: float) -
     first, last = values[index], values[index + 1]
     along = (at - axis[index]) / (axis[index + 1] - axis[index])
     if last < first and not 0 <= along <= 1:
-        # A measured dip is noise; drawn on beyond the data it would promise the impossible.
+        # A measured dip is noise; extrapolated beyond the data it would become negative.
         return first if along < 0 else last
     return max(0.0, first + along * (last - first))
 
 
 def _fit_from_edge(seconds: Sequence[float], step_tokens: int) -> tuple[float, float]:
-    """(b, c) of `T(n) = T(e) + b * (n - e) + c * (n * n - e * e)`, which meets the grid at its edge e.
+    """(b, c) of `T(n) = T(e) + b * (n - e) + c * (n * n - e * e)`, which meets the grid at its edge
+    e.
 
-    Least squares over the grid, with b and c never negative: a curve that bends down cannot be trusted beyond its data.
+    Least squares over the grid, with b and c never negative: a curve that bends down cannot be
+    trusted beyond its data.
     """
     edge = step_tokens * (len(seconds) - 1)
     # Tokens in units of the edge keep the normal equations well scaled.
-    rows = [(i * step_tokens / edge - 1.0, (i * step_tokens / edge) ** 2 - 1.0, s - seconds[-1]) for i, s in enumerate(seconds)]
+    rows = [
+        (i * step_tokens / edge - 1.0, (i * step_tokens / edge) ** 2 - 1.0, s - seconds[-1])
+        for i, s in enumerate(seconds)
+    ]
     xx = sum(x * x for x, _, _ in rows)
     zz = sum(z * z for _, z, _ in rows)
     xz = sum(x * z for x, z, _ in rows)
@@ -195,5 +237,7 @@ def _fit_from_edge(seconds: Sequence[float], step_tokens: int) -> tuple[float, f
         elif linear < 0:
             linear, quadratic = 0.0, zy / zz
     if linear <= 0 and quadratic <= 0:
-        linear = seconds[-1]  # A table without any slope: proportional to the length, because flat is surely wrong.
+        linear = seconds[
+            -1
+        ]  # A table without any slope: proportional to the length, because flat is surely wrong.
     return linear / edge, quadratic / edge**2

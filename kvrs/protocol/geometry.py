@@ -1,4 +1,4 @@
-"""How many bytes the KV cache of a model takes."""
+"""Shape and size of the KV cache of a model."""
 
 from typing import Annotated
 
@@ -10,7 +10,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 class KvGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The shape of one model's KV cache.
 
-    A page holds `page_size_tokens` tokens as `[layers, 2 (key, value), kv_heads, page_size_tokens, head_dim]`.
+    A page holds `page_size_tokens` tokens as `[layers, 2 (key, value), kv_heads, page_size_tokens,
+    head_dim]`. The names of the fields are part of an engine's fingerprint.
     """
 
     layers: Positive
@@ -21,7 +22,9 @@ class KvGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers: `2 * layers * kv_heads * head_dim * dtype_bytes`."""
+        """Keys and values of one token in all layers: `2 * layers * kv_heads * head_dim *
+        dtype_bytes`.
+        """
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""What a node says of the health of its GPUs."""
+"""Health of a node's GPUs, as agents report it."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -7,7 +7,7 @@ import msgspec
 
 
 class GpuState(StrEnum):
-    """In the order of their gravity."""
+    """Health of a GPU, in rising severity."""
 
     HEALTHY = "healthy"
     DEGRADED = "degraded"  # Serves, but slower than it should, or with a repair due.
@@ -15,9 +15,11 @@ class GpuState(StrEnum):
 
 
 class GpuHealth(msgspec.Struct, frozen=True, array_like=True):
-    uuid: Annotated[str, msgspec.Meta(max_length=128)]  # The board's own name: indexes change when a board is lost.
-    index: Annotated[int, msgspec.Meta(ge=0)]  # At the start of whoever says this.
+    # The board's own name: indexes change when a board is lost.
+    uuid: Annotated[str, msgspec.Meta(max_length=128)]
+    index: Annotated[int, msgspec.Meta(ge=0)]  # At the start of the agent.
     state: GpuState
-    reason: Annotated[str, msgspec.Meta(max_length=128)]  # What brought it into this state; of a healthy one, empty.
-    # By the clock of the node that says it; whoever hears of it from another node goes by the age of the message.
+    # Cause of the state; empty if healthy.
+    reason: Annotated[str, msgspec.Meta(max_length=128)]
+    # By the clock of the reporting node; other nodes use the age of the message.
     since_s: float

@@ -1,7 +1,7 @@
-"""The instance protocol: what a proxy and an instance say to each other, beside the OpenAI API.
+"""The instance protocol: messages between proxies, instances and agents beside the OpenAI API.
 
-The vLLM P/D convention (`kv_transfer_params`) is kept as it is; engines of ours take one more object, `kvrs`,
-in the same request body.
+The vLLM P/D convention (`kv_transfer_params`) is kept as it is; engines of ours take one more
+object, `kvrs`, in the same request body.
 """
 
 from enum import StrEnum
@@ -14,6 +14,7 @@ from kvrs.protocol.geometry import KvGeometry
 
 _MOST = (1 << 63) - 1  # What page frames can carry, and msgspec can compare.
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 AttemptNumber = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -26,19 +27,26 @@ class Role(StrEnum):
 
 
 class Capability(StrEnum):
-    """What an engine can do beyond the plain vLLM P/D convention; the policy weighs no option that needs more."""
+    """An ability of an engine beyond the plain vLLM P/D convention; the policy considers no option
+    that needs more.
+    """
 
     PULL_PAGES = "pull_pages"  # Takes `kvrs.sources` and pulls those pages itself.
     RETAIN = "retain"  # Keeps a prompt's pages under a lease after hand-off.
     FENCE = "fence"  # Refuses lower attempts and has /kvrs/v1/fence.
     SPLIT = "split"  # Computes the front of a history while the back of it is fetched.
     CHECKPOINT = "checkpoint"  # Sends newly filled pages to the agents of `kvrs.checkpoints`.
-    PREFIX_CACHE = "prefix_cache"  # Computes only what is new of a history whose beginning it has computed before.
-    EXACT_RESUME = "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
+    # Computes only the new part of a history whose beginning it has computed before.
+    PREFIX_CACHE = "prefix_cache"
+    EXACT_RESUME = (
+        "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
+    )
 
 
 class MeasuredPrefill(msgspec.Struct, frozen=True):
-    """Prefill time on a uniform grid: `seconds[i]` is the time of `i * step_tokens` tokens, `seconds[0]` a step's overhead."""
+    """Prefill time on a uniform grid: `seconds[i]` is the time of `i * step_tokens` tokens,
+    `seconds[0]` a step's overhead.
+    """
 
     label: str
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]
@@ -56,28 +64,37 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     model: str
     fingerprint: str  # Of weights and geometry: pages move only between equal fingerprints.
     geometry: KvGeometry
-    max_model_len: Natural  # Prompt and output together; a chat that names no max_tokens may fill it.
+    max_model_len: (
+        Natural  # Prompt and output together; a chat that names no max_tokens may fill it.
+    )
     page_port: int
     capabilities: list[Capability]
     prefill: MeasuredPrefill
-    # The prefill instance of the same server, where there is one: a decode call without a hand-off has the history computed
-    # there, so prefill and decode are one call.
+    # The prefill instance of the same server, where there is one: a decode call without a hand-off
+    # has the history computed there, so prefill and decode are one call.
     own_prefill: InstanceId | None = None
     worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
-    gpus: list[str] | None = None  # The boards it runs on, by NVML's uuid; None: not known, so it may be any of its node.
+    gpus: list[str] | None = (
+        # The boards it runs on, by NVML's uuid; None: not known, so it may be any of its node.
+        None
+    )
 
 
 class LinkReport(msgspec.Struct, frozen=True):
-    """What the instance's link meter says of pages that it pulled from a node."""
+    """Bandwidth of the link from a node, measured on pages that the instance pulled from it."""
 
     source: NodeId
     bytes_per_s: float
-    spread: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # Mean deviation of the samples, in bytes per second.
+    spread: Annotated[float, msgspec.Meta(ge=0)] = (
+        0.0  # Mean deviation of the samples, in bytes per second.
+    )
     age_s: Seconds = 0.0  # Of the last sample.
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """Answer of `GET /kvrs/v1/load`, and each line of `GET /kvrs/v1/load?watch=SECONDS` (newline-delimited JSON)."""
+    """Answer of `GET /kvrs/v1/load`, and each line of `GET /kvrs/v1/load?watch=SECONDS`
+    (newline-delimited JSON).
+    """
 
     epoch: Natural
     queued: Natural
@@ -86,12 +103,25 @@ class LoadReport(msgspec.Struct, frozen=True):
     queue_delay_s: Seconds  # Predicted time until a request that arrives now starts its prefill.
     links: list[LinkReport]
     # Of `queued`, those that own no pages yet, by kind: engines with one queue leave it at 0.
-    queued_reuse: Natural = 0  # Recoveries that hope to fetch KV of their history.
+    queued_reuse: Natural = 0  # Recoveries that will try to fetch KV of their history.
     queued_recompute: Natural = 0  # Recoveries that compute it.
     queued_new: Natural = 0
-    checkpoint_lag_pages: Natural = 0  # Full pages of protected streams that their holders do not have yet.
-    damaged_pages: Natural = 0  # That it fetched since its start and found damaged; it computed them instead.
-    draining: bool = False  # It was told to end, and does so when nothing is left that others need.
+    checkpoint_lag_pages: Natural = (
+        0  # Full pages of protected streams that their holders do not have yet.
+    )
+    # Fetched since the start and found damaged; they were computed instead.
+    damaged_pages: Natural = 0
+    # Fetched from other instances and agents since the start, and used; None: it does not count.
+    fetched_pages: Natural | None = None
+    draining: bool = False  # It ends as soon as none of its streams and pages is needed any more.
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """Each line of `GET /kvrs/v1/heartbeat?watch=SECONDS` of an instance or agent, written by a
+    thread: while the event loop stalls, load reports and tokens stop, and heartbeats go on.
+    """
+
+    loop_age_s: Seconds  # Since the event loop last ran.
 
 
 class KvTransferParams(msgspec.Struct, omit_defaults=False):
@@ -101,13 +131,17 @@ class KvTransferParams(msgspec.Struct, omit_defaults=False):
     do_remote_prefill: bool = False
     remote_engine_id: str | None = None
     remote_block_ids: list[str] | None = None  # Tags of the full pages, in hexadecimal.
-    remote_host: str | None = None  # Present for the convention; an instance looks peers up in its own registry.
+    remote_host: str | None = (
+        None  # Present for the convention; an instance looks peers up in its own registry.
+    )
     remote_port: int | None = None
     remote_request_id: str | None = None  # Names the retained hand-off, for its partial last page.
 
 
-class PageRun(msgspec.Struct, frozen=True):
-    """Pages `[first_page, first_page + pages)` of the prompt are to be had from instance `id`, if it is still in `generation`."""
+class SourceRange(msgspec.Struct, frozen=True):
+    """Pages `[first_page, first_page + pages)` of the history, held by instance `id` if it is still
+    in epoch `generation`.
+    """
 
     id: InstanceId
     first_page: Natural
@@ -115,25 +149,33 @@ class PageRun(msgspec.Struct, frozen=True):
     generation: Natural  # The holder's epoch when the pages were made.
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
-    """Newly filled pages of the stream go to this agent, which reserves room for all that the stream may come to."""
+class CheckpointTarget(msgspec.Struct, frozen=True):
+    """An agent that gets the newly filled pages of the stream, with room reserved for the whole
+    stream.
+    """
 
     agent: InstanceId
     reserved_bytes: Natural
 
 
 class KvrsParams(msgspec.Struct):
-    """The `kvrs` object of a request: who writes which stream, and where the KV of its history lies."""
+    """The `kvrs` object of a request: stream, attempt, and where the KV of its history lies."""
 
     stream: StreamId
     attempt: AttemptNumber
-    prompt_tokens: Natural  # How many tokens of the history the client wrote; the rest was already sent to it.
+    prompt_tokens: (
+        Natural  # How many tokens of the history the client wrote; the rest was already sent to it.
+    )
     owner_epoch: Natural = 0
-    # In the order of their pages. What they leave out is computed; what lies before the first one, while that is fetched.
-    sources: list[PageRun] = []
-    checkpoints: list[Checkpoint] = []
-    token_ids: list[int] | None = None  # The whole history of a chat: its template was rendered at the first attempt.
-    # The slot under which `sources` are fetched, which the target's agent may end; 0: nobody but the proxy counts it.
+    # In the order of their pages. What they leave out is computed; what lies before the first one,
+    # while that is fetched.
+    sources: list[SourceRange] = []
+    checkpoints: list[CheckpointTarget] = []
+    token_ids: list[int] | None = (
+        None  # The whole history of a chat: its template was rendered at the first attempt.
+    )
+    # The slot under which `sources` are fetched, which the target's agent may end; 0: counted by
+    # the proxy only.
     slot_token: Natural = 0
 
 
@@ -152,10 +194,11 @@ class LeaseAnswer(msgspec.Struct):
 
 
 class FenceRequest(msgspec.Struct):
-    """Body of `POST /kvrs/v1/fence`: every attempt below the one named is dropped; streams not named are left alone.
+    """Body of `POST /kvrs/v1/fence`: every attempt below the one named is dropped; streams not
+    named are left alone.
 
-    With `slots_only` it is an agent that asks, because slots have ended: only what still fetches under one is dropped, and
-    the instance stays in its epoch.
+    With `slots_only`, from an agent whose slots have ended, only attempts that still fetch under a
+    slot are dropped, and the instance keeps its epoch.
     """
 
     attempts: dict[StreamId, AttemptNumber]
@@ -164,15 +207,19 @@ class FenceRequest(msgspec.Struct):
 
     def numbers(self) -> dict[StreamId, tuple[int, int]]:
         """(owner_epoch, attempt) by stream."""
-        return {stream: (self.owner_epochs.get(stream, 0), attempt) for stream, attempt in self.attempts.items()}
+        return {
+            stream: (self.owner_epochs.get(stream, 0), attempt)
+            for stream, attempt in self.attempts.items()
+        }
 
 
-# The agent of a node, as a holder of checkpoints. Its leases are those of an instance: `POST /kvrs/v1/leases`.
-# And as the one who says how many recovery transfers an instance of its node takes at a time: `POST /kvrs/v1/slots`.
+# Messages of a node's agent. As a holder of checkpoints it takes leases like an instance (`POST
+# /kvrs/v1/leases`). It also grants the slots of the instances of its node, which bound their
+# concurrent recovery transfers (`POST /kvrs/v1/slots`).
 
 
 class SlotAsked(msgspec.Struct, frozen=True):
-    """An attempt that fetches, or is about to."""
+    """The attempt for which a slot is requested, renewed or released."""
 
     target: InstanceId
     stream: StreamId
@@ -181,7 +228,9 @@ class SlotAsked(msgspec.Struct, frozen=True):
 
 
 class SlotUpdate(msgspec.Struct):
-    """Body of `POST /kvrs/v1/slots`: one batched message per proxy and agent. Carried out in the order of the fields."""
+    """Body of `POST /kvrs/v1/slots`: one batched message per proxy and agent. Carried out in the
+    order of the fields.
+    """
 
     owner: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]  # One run of one proxy.
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
@@ -191,7 +240,7 @@ class SlotUpdate(msgspec.Struct):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """What became of one that was asked for."""
+    """A granted slot, or a denial."""
 
     token: Natural  # Higher than that of every slot granted before; 0: denied.
     wait_s: Seconds = 0.0  # Until one may be had, where it was denied.
@@ -203,10 +252,10 @@ class SlotAnswer(msgspec.Struct):
 
 
 class SlotCounts(msgspec.Struct, frozen=True):
-    """Of one target."""
+    """Slots of one target."""
 
     held: Natural
-    waiting: Natural  # Denied, and expected to come again.
+    waiting: Natural  # Denied, and expected to be requested again.
     most: Natural  # That were ever held at a time.
     granted: Natural  # Since the agent's start, as those below.
     denied: Natural
@@ -218,7 +267,8 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
     id: InstanceId
     node: NodeId
-    epoch: Natural  # Rises with every start that finds something of the one before; a clean end leaves nothing.
+    # Rises with every start that finds something of the one before; a clean end leaves nothing.
+    epoch: Natural
     pid: int
     page_port: int
     capacity_bytes: Natural
@@ -226,13 +276,17 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
 
 class AgentReport(msgspec.Struct, frozen=True):
-    """Answer of `GET /kvrs/v1/holdings`, and each line of `GET /kvrs/v1/holdings?watch=SECONDS` (newline-delimited JSON)."""
+    """Answer of `GET /kvrs/v1/holdings`, and each line of `GET /kvrs/v1/holdings?watch=SECONDS`
+    (newline-delimited JSON).
+    """
 
     epoch: Natural
     reserved_bytes: Natural
     held_bytes: Natural  # Whole pages, reserved and not.
     checkpoints: Natural  # Reservations.
-    # Leading full pages held of each stream. On the first line of a watch of all streams, then of those that changed.
+    # Leading full pages held of each stream. On the first line of a watch of all streams, then of
+    # those that changed.
     pages: dict[StreamId, Natural]
     denied: list[StreamId] = []  # Streams that found no room since the last line.
-    slots: dict[InstanceId, SlotCounts] = {}  # Of the targets that were ever asked for, with the slots of all proxies.
+    # Of the targets that were ever requested, over all proxies.
+    slots: dict[InstanceId, SlotCounts] = {}

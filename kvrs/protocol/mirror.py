@@ -1,10 +1,13 @@
-"""What proxies say to each other of streams that a client can resume elsewhere. MessagePack, because events are bytes.
+"""Messages between proxies about streams that a client can resume at another proxy.
 
-A stream is named by the client's key. Who writes it is said by its owner epoch, which rises whenever it goes to another owner;
-which of several mirrors is the present one, by the mirror number, which rises whenever the owner takes another. Whoever is left
-alone with a record sends a copy of it to another proxy, which grants nothing as long as it sees the sender live.
+MessagePack, because events are bytes. A stream is identified by the client's key, its owner by the
+owner epoch, which rises with each change of owner, and its mirror by the mirror number, which rises
+with each change of mirror. A proxy that is the only one with a record sends a copy of it to another
+proxy; the copy grants no claim while its holder sees the sender live.
 """
 
+from array import array
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -12,20 +15,39 @@ import msgspec
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Natural
+from kvrs.protocol.token_ids import packed
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
-    """One event as the client gets it, the output ids that it brings, and where the client stands after it."""
+BYTES_PER_ID = 4
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as they are kept and sent: 4 bytes each, little-endian as every machine with a
+    supported GPU.
+    """
+    return packed(ids).tobytes()
+
+
+def unpack_ids(content: bytes) -> "array[int]":
+    ids = array("I")
+    ids.frombytes(content)
+    return ids
+
+
+class StreamEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One event as the client gets it, with its output ids, packed; `seq` is the client's position
+    after it.
+    """
 
     seq: Natural
-    ids: list[Natural]
+    ids: bytes
     data: bytes
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class KvLocation(msgspec.Struct, frozen=True, array_like=True):
     """The first `pages` full pages of the history are at this instance or agent, in this epoch."""
 
     holder: InstanceId
@@ -33,18 +55,19 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     pages: Natural
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """What does not change as long as the stream has this owner."""
+class StreamHeader(msgspec.Struct, frozen=True):
+    """What is fixed for as long as the stream has the same owner."""
 
     digest: bytes  # Of the request: path and body.
     seed: int | None
     deadlines: tuple[float | None, float | None, float | None]
-    age_s: float  # Since the client first asked.
+    age_s: float  # Since the client's first request.
     owned_s: float  # Since the stream has this owner.
+    tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Its mark, for its share.
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """How the stream stands after the events that come with it."""
+class StreamState(msgspec.Struct, frozen=True):
+    """State of the stream after the events that it is sent with."""
 
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -52,12 +75,12 @@ class Standing(msgspec.Struct, frozen=True):
     usage_sent: bool = False
     inexact: tuple[str, ...] = ()
     complete: bool = False  # Nothing is missing but the formal end.
-    released: bool = False  # Its owner has let go of it: its client has gone, or it was handed over.
-    held: tuple[Held, ...] = ()
+    released: bool = False  # The owner has stopped: the client is gone, or it was handed over.
+    kv_locations: tuple[KvLocation, ...] = ()
 
 
 class Update(msgspec.Struct):
-    """Events from `first_event` on. With an opening it is the whole record, as far as it fits into one message."""
+    """Events from `first_event` on. With a header and `first_event` 0 it replaces the record."""
 
     key: Key
     stream: StreamId
@@ -65,14 +88,16 @@ class Update(msgspec.Struct):
     owner_epoch: Natural
     mirror_no: Natural
     first_event: Natural
-    events: list[Said]
-    standing: Standing
-    opening: Opening | None = None
-    # From the first event on, and until that is acknowledged.
-    prompt_ids: list[Natural] | None = None
+    events: list[StreamEvent]
+    state: StreamState
+    header: StreamHeader | None = None
+    # With the first events, until those are acknowledged. Packed.
+    prompt_ids: bytes | None = None
     head: bytes | None = None
-    copied: Natural = 0  # Through how many hands the record has gone, if it is not its owner or its mirror that says this.
-    idle_s: float = 0.0  # Of a copy: since its stream was last heard of.
+    # Length of the chain of copies: 0 from the owner to its mirror, 1 from the mirror to a third
+    # proxy, and so on.
+    copy_hops: Natural = 0
+    idle_s: float = 0.0  # Of a copy: since the last message about its stream.
 
 
 class Batch(msgspec.Struct):
@@ -82,61 +107,71 @@ class Batch(msgspec.Struct):
     updates: list[Update]
 
 
-class Ack(msgspec.Struct, frozen=True):
-    """How many of its events the mirror has; -1: it does not know the stream in this form, and wants its opening."""
+class AckStatus(StrEnum):
+    STORED = "stored"
+    HEADER_NEEDED = "header_needed"  # The receiver lacks the record, or has an older form of it.
+    SUPERSEDED = "superseded"  # The receiver knows of a later owner.
+    FULL = "full"  # The receiver has no room.
 
-    events: int
-    superseded: bool = False  # Another owner has it.
-    full: bool = False  # There is no room for it.
+
+class UpdateAck(msgspec.Struct, frozen=True):
+    status: AckStatus
+    events: Natural = 0  # Events of the stream that the receiver has; counts only with STORED.
 
 
 class BatchAnswer(msgspec.Struct):
     run: Name
-    acks: list[Ack]  # In the order of the updates.
+    acks: list[UpdateAck]  # In the order of the updates.
 
 
 class Hello(msgspec.Struct):
-    """Body and answer of `POST /kvrs/v1/mirror/hello`, and what `GET /kvrs/v1/mirror?watch=S` says again and again, in JSON."""
+    """Body and answer of `POST /kvrs/v1/mirror/hello`, and each report of
+    `GET /kvrs/v1/mirror?watch=S`, in JSON.
+    """
 
     id: Name
     run: Name
 
 
-class Look(msgspec.Struct):
-    """Body of `POST /kvrs/v1/mirror/look`."""
+class Lookup(msgspec.Struct):
+    """Body of `POST /kvrs/v1/mirror/lookup`."""
 
     key: Key
 
 
-class Seen(msgspec.Struct, frozen=True):
+class RecordVersion(msgspec.Struct, frozen=True):
+    """Which form of a stream's record a proxy has, and whether that proxy grants claims to it."""
+
     stream: StreamId
     owner_epoch: Natural
     mirror_no: Natural
-    grants: bool  # Whoever asks here may get the stream: it is its mirror, or whoever is left of those that had it.
-    copied: Natural = 0
+    grants: bool
+    copy_hops: Natural = 0
 
 
-class LookAnswer(msgspec.Struct):
-    seen: Seen | None
+class LookupAnswer(msgspec.Struct):
+    version: RecordVersion | None
 
 
 class Claim(msgspec.Struct):
-    """Body of `POST /kvrs/v1/mirror/claim`: the stream, as it was seen, is to go to the claimant."""
+    """Body of `POST /kvrs/v1/mirror/claim`: asks for the stream, provided that its record still has
+    this version.
+    """
 
     key: Key
     claimant: Name  # One run of one proxy.
-    seen: Seen
+    version: RecordVersion
     digest: bytes
-    stream: StreamId | None = None  # As the client names it, with the place up to which it has it.
+    stream: StreamId | None = None  # From Last-Event-ID, with the client's position in it.
     after: int = -1
 
 
 class Refusal(StrEnum):
-    BUSY = "busy"  # Somebody else has just got it.
+    BUSY = "busy"  # The stream was just granted to another claimant.
     OTHER_BODY = "other_body"
     OTHER_STREAM = "other_stream"
-    INEXACT = "inexact"  # What the client has beyond the mirror cannot be made again for certain.
-    BEYOND = "beyond"  # The client says that it has more than there is.
+    INEXACT = "inexact"  # What the client has beyond the mirror cannot be regenerated exactly.
+    BEYOND = "beyond"  # The client's position is behind the end of the stream.
     UNKNOWN = "unknown"
 
 

@@ -1,8 +1,9 @@
 """Content addresses of KV pages.
 
-A tag is a hash of *all* token ids up to the end of its page, chained page by page from a root that names the
-model and the tenant. Two equal tags therefore mean bit-equal KV, wherever the page lies and whoever computed it:
-the same identity serves the prefix cache, KV retained at prefill, checkpoints and restore.
+A tag is a hash of *all* token ids up to the end of its page, chained page by page from a root that
+names the model and the tenant. Two equal tags therefore mean bit-equal KV, wherever the page lies
+and whichever engine computed it: the same identity serves the prefix cache, KV retained at prefill,
+checkpoints and restore.
 """
 
 from array import array
@@ -17,13 +18,20 @@ TAG_BYTES = 16
 
 def root_tag(fingerprint: str, salt: str = "") -> Tag:
     """The tag of the empty prefix of one model (`fingerprint`) and tenant (`salt`)."""
-    return Tag(blake2b(salt.encode(), digest_size=TAG_BYTES, key=blake2b(fingerprint.encode()).digest()).digest())
+    return Tag(
+        blake2b(
+            salt.encode(), digest_size=TAG_BYTES, key=blake2b(fingerprint.encode()).digest()
+        ).digest()
+    )
 
 
 def next_tag(parent: Tag, page_token_ids: Sequence[int]) -> Tag:
     """The tag of the page that holds `page_token_ids` and follows the page tagged `parent`."""
-    # Token ids are fixed-width on the hash's input, so no two different pages can spell the same bytes.
-    return Tag(blake2b(array("Q", page_token_ids).tobytes(), digest_size=TAG_BYTES, key=parent).digest())
+    # Token ids are fixed-width on the hash's input, so no two different pages can spell the same
+    # bytes.
+    return Tag(
+        blake2b(array("Q", page_token_ids).tobytes(), digest_size=TAG_BYTES, key=parent).digest()
+    )
 
 
 def page_tags(root: Tag, token_ids: Sequence[int], page_size_tokens: int) -> list[Tag]:

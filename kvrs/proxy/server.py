@@ -1,4 +1,4 @@
-"""One proxy: both ports, the watchers, the leases, and their common end."""
+"""One proxy: its ports, watchers and leases, from start to shutdown."""
 
 import asyncio
 import errno
@@ -7,58 +7,53 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
-from kvrs.config import Config, gossip_seeds
+from kvrs import __version__
+from kvrs.config.exposure import faults_of_proxy
+from kvrs.config.file import Config, config_digest, gossip_seeds
+from kvrs.config.proxy import ProxySettings
+from kvrs.config.settings import HOST_OF_PORT
+from kvrs.control.reload import reload_settings
+from kvrs.descriptors import raise_descriptor_limit
 from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
+from kvrs.http import HttpPort, naming_port
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.event_log import header_line
 from kvrs.protocol.mirror import Hello
-from kvrs.protocol.secrets import http_token
-from kvrs.proxy.admin import Admin
-from kvrs.proxy.agents import Agents
-from kvrs.proxy.app import Api
+from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
+from kvrs.proving import address_of, agent_keys
+from kvrs.proxy.api.admin import Admin
+from kvrs.proxy.api.app import ClientApi
+from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_session, open_backends
 from kvrs.proxy.backends.peer import new_session
-from kvrs.proxy.driver import Driver
-from kvrs.proxy.event_log import EventLog
-from kvrs.proxy.gpus import Gpus
-from kvrs.proxy.hearsay import Hearsay
-from kvrs.proxy.instances import Instances
-from kvrs.proxy.metrics import Metrics
-from kvrs.proxy.mirror.face import make_app
-from kvrs.proxy.mirror.mirroring import Mirror
 from kvrs.proxy.mirror.peers import ProxyPeer
-from kvrs.proxy.watcher import AgentWatcher, InstanceWatcher, Watcher
-from kvrs.transfer.http import naming_port
+from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.mirror.routes import make_app
+from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.event_log import EventLog
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.watch.gossip_view import GossipView
+from kvrs.proxy.watch.self_test import SelfTester
+from kvrs.proxy.watch.supervision import TaskKind, keep_running
+from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
+from kvrs.proxy.wire.capacity import capacity_of
+from kvrs.proxy.wire.certificates import TlsOfPorts
 
 log = logging.getLogger(__name__)
 
 
-class _BrokenHttp(logging.Filter):
-    """One line for a request that is no HTTP, without its bytes, which aiohttp quotes: they may be of a prompt or a key."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            record.msg, record.args = "broken HTTP: %s", (type(error).__name__,)
-            record.exc_info = record.exc_text = None
-            record.levelno, record.levelname = logging.WARNING, "WARNING"
-        return True
-
-
-_http_log = logging.getLogger(f"{__name__}.http")
-_http_log.addFilter(_BrokenHttp())
-
-_BACKLOG = 1024
 _LOOK_AGAIN_S = 0.02
 _LAST_WORDS_S = 2.0  # For clients to read how their streams ended when the proxy stops.
 
@@ -66,29 +61,41 @@ _LAST_WORDS_S = 2.0  # For clients to read how their streams ended when the prox
 class Proxy:
     """Start and close it on one event loop. `port` and `admin_port` are the bound ones."""
 
-    def __init__(self, config: Config, secret: bytes, older: Sequence[bytes] = ()) -> None:
-        """`older`: secrets that are accepted beside the one in use."""
+    def __init__(
+        self,
+        config: Config,
+        secret: bytes,
+        older: Sequence[bytes] = (),
+        read: Callable[[], Config] | None = None,
+    ) -> None:
+        """`older`: secrets that are accepted besides the one in use; `read` reads the file of the
+        configuration again.
+        """
         self._config = config
+        self.reloads = Reloads(config, read or (lambda: config))
+        self.reloads.add(ReloadingPart("policy", self._prepare_policy, ("policy", "slo")))
         self._ring = [secret, *older]
         self._membership: Membership | None = None
-        self._token = http_token(secret)
         self._mirror: Mirror | None = None
-        self._api: Api | None = None
+        self.tenants: Tenants | None = None
+        self._api: ClientApi | None = None
         self._sessions: list[aiohttp.ClientSession] = []
         self._driver: Driver | None = None
         self._event_log: EventLog | None = None
-        self._runners: list[web.AppRunner] = []
-        self._sites: list[web.TCPSite] = []
+        self._ports: list[HttpPort] = []
         self._background: list[asyncio.Task[None]] = []
+        self._tls = TlsOfPorts()
         self.port = 0
         self.admin_port = 0
 
     async def start(self) -> None:
-        """Bind both ports, then look for the instances.
+        """Bind the ports, then watch the instances.
 
-        Raises:
-            ConfigError: a port cannot be bound, or the configuration names an instance without a port or an unknown profile.
+        Raises: ConfigError: a port cannot be bound, the configuration names an instance without a
+            port or an unknown profile, or the model's tokenizer cannot be read.
         """
+        _check_addresses(self._config)
+        self._capacity = capacity_of(self._config)
         try:
             await self._start()
         except BaseException:
@@ -97,107 +104,158 @@ class Proxy:
 
     async def _start(self) -> None:
         config, clock = self._config, time.monotonic
-        _check_addresses(config)
-        metrics = Metrics()
-        self._sessions.append(to_engines := new_engine_session(config, self._token))
+        tls = self._load_tls()
+        metrics = Metrics([instance.id for _, instance in config.cluster.instances()])
+        self._sessions.append(to_engines := new_engine_session(config, self._ring[0], tls.inner))
         backends = open_backends(config, to_engines)
-        instances, agents = Instances(config, backends), Agents(self._agent_backends())
-        self._event_log = self._open_event_log()
-        self._driver = driver = Driver(config, instances, agents, metrics, clock, time.time, self._event_log)
+        self._event_log = event_log = self._make_event_log()
+        self._driver = driver = Driver(
+            config,
+            backends,
+            self._agent_backends(),
+            metrics,
+            clock,
+            time.time,
+            event_log,
+        )
+        await driver.tokenizer.check()
+        control = driver.control
         self._mirror = mirror = Mirror(
             config.proxy,
             driver.run_id,
             self._peers(Hello(config.proxy.id, driver.run_id)),
             clock,
-            texts=driver.texts,
-            kept=driver.policy.kept,
+            texts=driver.tokenizer,
+            kept=control.policy.kept,
             stop=driver.end_early,
             count=lambda outcome: metrics.resumes.labels(outcome).inc(),
         )
-        self._api = api = Api(config.proxy, driver, mirror, metrics, clock)
-        hearsay = Hearsay(driver.links, Gpus(instances.known, driver.gpu_judged), driver.tell, clock)
-        admin = Admin(driver, metrics, hearsay, self._describe, clock)
+        tenants, settings = self._open_tenants(), self._capacity.settings
+        self._api = api = ClientApi(
+            settings, config.cluster.backend, driver, mirror, metrics, clock, tenants
+        )
+        gossip_view = GossipView(control.link_measured, control.gpus_seen, clock)
+        security, describe = config.security, self._describe
+        admin = Admin(driver, metrics, gossip_view, describe, self.reloads, clock, security)
         if config.proxy.peer_port:
-            face = make_app(mirror, self._ring)
-            await self._listen(face, "proxy.peer_port", config.proxy.peer_port)
+            keys = door_keys(self._ring, config.proxy.id, Door.PROXY)
+            await self._listen(make_app(mirror), "peer_port", keys)
         await mirror.peers.meet()
-        self.port = await self._listen(api.application(), "proxy.port", config.proxy.port)
-        self.admin_port = await self._listen(admin.application(), "proxy.admin_port", config.proxy.admin_port)
+        self.port = await self._listen(api.application(), "port")
+        self.admin_port = await self._listen(admin.application(), "admin_port")
         loop = asyncio.get_running_loop()
-        watchers: list[Watcher] = [InstanceWatcher(known, driver, config.proxy, hearsay) for known in instances.known.values()]
-        watchers += [AgentWatcher(known, driver.checkpoints, config.proxy, hearsay) for known in agents.known.values()]
+        watchers = _watchers_of(driver, config.proxy, gossip_view)
+        if config.gossip.enabled:
+            gossip_view.join(await self._join(gossip_view), watchers)
+        # When all ports are bound: a second proxy started by mistake fails before it.
+        if event_log is not None:
+            event_log.open()
+        keep = partial(keep_running, failed=metrics.task_failed)
         work = [
-            *(watcher.run() for watcher in watchers),
-            driver.leases.run(),
-            driver.checkpoints.leases.run(),
-            driver.slots.run(),
+            *(certificates.run() for certificates in tls.all),
+            *(keep(TaskKind.WATCHER, watcher.run) for watcher in watchers),
+            keep(TaskKind.LEASES, driver.leases.run),
+            keep(TaskKind.CHECKPOINT_LEASES, driver.checkpoint_leases.run),
+            keep(TaskKind.SLOTS, driver.slots.run),
+            keep(TaskKind.SELF_TESTS, SelfTester(driver, clock).run),
+            keep(TaskKind.KEYS, tenants.run),
             mirror.run(),
         ]
         if config.gossip.enabled:
-            hearsay.join(await self._join(hearsay), watchers)
-            work.append(hearsay.run())
-        if self._event_log is not None:
-            work.append(self._event_log.run())
+            work.append(gossip_view.run())
+        if event_log is not None:
+            work.append(event_log.run())
         self._background = [loop.create_task(each) for each in work]
 
-    async def _join(self, hearsay: Hearsay) -> Membership:
-        config, host, port = self._config, self._config.proxy.host, self._config.proxy.gossip_port
-        self._membership = membership = Membership(NodeId(config.proxy.id), config.gossip, self._ring, hearsay.heard)
+    def _open_tenants(self) -> Tenants:
+        self.tenants = Tenants(self._config, self._ring, time.monotonic)
+        self.reloads.add(ReloadingPart("keys", self.tenants.prepare))
+        return self.tenants
+
+    def _load_tls(self) -> TlsOfPorts:
+        self._tls = tls = TlsOfPorts.load(self._config)
+        self.reloads.add(ReloadingPart("certificates", tls.prepare))
+        return tls
+
+    async def _join(self, gossip_view: GossipView) -> Membership:
+        config = self._config
+        host, port = config.proxy.gossip_host, config.proxy.gossip_port
+        self._membership = membership = Membership(
+            NodeId(config.proxy.id), config.gossip, self._ring, gossip_view.heard
+        )
         with naming_port("proxy", "gossip_port", host, port):
             await membership.start(host, port, gossip_seeds(config, membership.id))
         return membership
 
     def _peers(self, me: Hello) -> dict[str, ProxyPeer]:
-        self._sessions.append(to_peers := new_session(self._token))
-        peers = self._config.proxy.peers
-        return {peer.id: ProxyPeer(to_peers, me, peer.id, f"http://{peer.host}:{peer.peer_port}") for peer in peers}
+        inner_url = self._config.inner_url
+        urls = {peer.id: inner_url(peer.host, peer.peer_port) for peer in self._config.proxy.peers}
+        keys = {
+            address_of(url): door_key(self._ring[0], Door.PROXY, name) for name, url in urls.items()
+        }
+        self._sessions.append(to_peers := new_session(keys, self._tls.inner))
+        return {name: ProxyPeer(to_peers, me, name, url) for name, url in urls.items()}
 
-    def _agent_backends(self) -> dict[InstanceId, tuple[NodeId, AgentBackend]]:
+    def _agent_backends(self) -> dict[InstanceId, AgentBackend]:
         if not self._config.agents_run:
             return {}
-        self._sessions.append(to_agents := new_session(self._token))
-        nodes = self._config.cluster.nodes
-        return {node.agent_id: (node.id, AgentBackend(to_agents, node.agent.url)) for node in nodes}
+        url, nodes = self._config.url_of, self._config.cluster.nodes
+        keys = agent_keys(self._ring[0], nodes)
+        self._sessions.append(to_agents := new_session(keys, self._tls.inner))
+        return {node.agent_id: AgentBackend(to_agents, url(node.agent)) for node in nodes}
 
-    def _open_event_log(self) -> EventLog | None:
-        config = self._config
-        if config.proxy.event_log is None:
+    def _make_event_log(self) -> EventLog | None:
+        settings = self._config.proxy
+        if settings.event_log is None:
             return None
 
         def header(part: int) -> str:
+            config = self.reloads.config
             return header_line(config.policy, config.slo, config.backup, part)
 
-        opened = EventLog(Path(config.proxy.event_log), config.proxy.event_log_bytes, header)
-        opened.open()
-        return opened
+        return EventLog(Path(settings.event_log), settings.event_log_bytes, header)
+
+    def _prepare_policy(self, config: Config) -> Apply | None:
+        used = self.reloads.config
+        if (config.policy, config.slo) == (used.policy, used.slo):
+            return None
+
+        def apply() -> None:
+            assert self._driver is not None
+            reload_settings(self._driver.control, used, config, self._driver.clock())
+
+        return apply
 
     async def run(self) -> None:
-        """Serve until cancelled; ends with an exception only for a bug of ours."""
+        """Serve until cancelled; an exception is an internal error."""
         await asyncio.gather(*self._background)
 
     async def drain(self) -> None:
-        """Take no new streams, hand over those that have a key, if anybody is there for them, and give the rest time to end."""
+        """Admit no new streams, hand over those with a key if a peer is up, and wait for the rest
+        to end.
+        """
         if self._api is None or self._mirror is None or self._driver is None:
             return
         self._api.draining = True
+        log.info("draining", extra={"streams": len(self._driver.streams)})
         if self._mirror.peers.live:
             self._mirror.hand_over()
         until_s = time.monotonic() + self._config.proxy.drain_s
         while self._driver.streams and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
-        # What only we have goes with us.
+        # Records that no peer has would be lost with this process.
         until_s = time.monotonic() + _LAST_WORDS_S
         while self._mirror.peers.live and self._mirror.uncopied and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def close(self) -> None:
-        """Tell every stream that it is over, then leave nothing behind."""
-        for site in self._sites:
-            await site.stop()
+        """End every stream with an error, then release all resources."""
+        for port in self._ports:
+            await port.stop_listening()
         if self._driver is not None:
             await self._driver.close()
-        for runner in self._runners:
-            await runner.cleanup()
+        for port in self._ports:
+            await port.close()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -208,75 +266,144 @@ class Proxy:
         for session in self._sessions:
             await session.close()
         self._membership = None
-        self._sites, self._runners, self._background, self._sessions = [], [], [], []
+        self._ports, self._background, self._sessions = [], [], []
 
     def _describe(self) -> dict[str, Any]:
         assert self._mirror is not None
-        url = f"http://{self._config.proxy.host}:{self.port}"
-        who = {"id": self._config.proxy.id, "node": socket.gethostname(), "url": url, "pid": os.getpid()}
-        return who | self._mirror.describe()
+        assert self.tenants is not None
+        scheme = "http" if self._tls.port is None else "https"
+        url = f"{scheme}://{self._config.proxy.host}:{self.port}"
+        who = {
+            "id": self._config.proxy.id,
+            "node": socket.gethostname(),
+            "url": url,
+            "pid": os.getpid(),
+            "version": __version__,
+            "policy": self.reloads.config.policy.name.value,
+            "config_digest": config_digest(self.reloads.config),
+        }
+        return who | self._mirror.describe() | {"tenants": self.tenants.describe()}
 
-    async def _listen(self, app: web.Application, key: str, port: int) -> int:
-        host = self._config.proxy.host
-        runner = web.AppRunner(
+    async def _listen(self, app: web.Application, key: str, keys: Sequence[DoorKey] = ()) -> int:
+        host = getattr(self._config.proxy, HOST_OF_PORT[key])
+        port = getattr(self._config.proxy, key)
+        is_for_clients = key == "port"
+        limits = self._capacity.clients if is_for_clients else self._capacity.others
+        names = None if is_for_clients else {host, *self._config.security.hosts}
+        listening = HttpPort(
             app,
-            access_log=None,
-            logger=_http_log,
-            auto_decompress=False,
-            handler_cancellation=True,
-            keepalive_timeout=20.0,
-            lingering_time=2.0,
-            max_headers=64,
-            shutdown_timeout=_LAST_WORDS_S,
+            limits,
+            shutdown_timeout_s=_LAST_WORDS_S,
+            names=names,
+            keys=keys,
+            tls=getattr(self._tls, key),
         )
-        await runner.setup()
-        self._runners.append(runner)
-        site = web.TCPSite(runner, host, port, backlog=_BACKLOG)
+        self._ports.append(listening)
         try:
-            await site.start()
+            return await listening.open(host, port)
         except OSError as error:
-            reason = "is already in use" if error.errno == errno.EADDRINUSE else f"cannot be bound: {error.strerror}"
-            raise ConfigError([f"{key}: port {host}:{port} {reason}; allowed: a free port, or 0 for any"]) from None
-        self._sites.append(site)
-        bound: int = runner.addresses[-1][1]
-        return bound
+            reason = (
+                "is already in use"
+                if error.errno == errno.EADDRINUSE
+                else f"cannot be bound: {error.strerror}"
+            )
+            raise ConfigError(
+                [f"proxy.{key}: port {host}:{port} {reason}; allowed: a free port, or 0 for any"]
+            ) from None
+
+
+def _watchers_of(driver: Driver, settings: ProxySettings, gossip_view: GossipView) -> list[Watcher]:
+    instances = driver.control.instances.known.values()
+    watchers: list[Watcher] = [
+        InstanceWatcher(known, driver, settings, gossip_view) for known in instances
+    ]
+    agents = driver.control.agents.known.values()
+    return watchers + [AgentWatcher(known, driver, settings, gossip_view) for known in agents]
 
 
 def _check_addresses(config: Config) -> None:
-    missing = [f"instance {instance.id!r}" for _, instance in config.cluster.instances() if instance.port == 0]
+    if faults := [*faults_of_proxy(config, os.environ)]:
+        raise ConfigError(faults)
+    missing = [
+        f"instance {instance.id!r}"
+        for _, instance in config.cluster.instances()
+        if instance.port == 0
+    ]
     if config.agents_run:
-        missing += [f"the agent of node {node.id!r}" for node in config.cluster.nodes if node.agent.port == 0]
+        missing += [
+            f"the agent of node {node.id!r}"
+            for node in config.cluster.nodes
+            if node.agent.port == 0
+        ]
     if config.gossip.enabled:
-        missing += [f"the gossip of node {node.id!r}" for node in config.cluster.nodes if node.agent.gossip_port == 0]
+        missing += [
+            f"the gossip of node {node.id!r}"
+            for node in config.cluster.nodes
+            if node.agent.gossip_port == 0
+        ]
     if missing:
-        raise ConfigError([f"cluster.nodes: {name} has no port; allowed: the port it listens on" for name in missing])
+        raise ConfigError(
+            [
+                f"cluster.nodes: {name} has no port; allowed: the port it listens on"
+                for name in missing
+            ]
+        )
 
 
-async def serve(config: Config, secret: bytes, older: Sequence[bytes] = ()) -> None:
-    """Run a proxy until the process is told to end."""
-    stop, at_once = asyncio.Event(), asyncio.Event()
+async def serve(
+    config: Config,
+    secret: bytes,
+    older: Sequence[bytes] = (),
+    read: Callable[[], Config] | None = None,
+) -> None:
+    """Run a proxy until SIGINT or SIGTERM, which a second one hastens; SIGHUP has it `read` its
+    configuration again.
+    """
+    stop, at_once, asked_to_reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    def told() -> None:
-        # The second time it is meant more seriously.
+    def request_stop() -> None:
+        # A second signal skips draining.
         (at_once if stop.is_set() else stop).set()
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, told)
-    proxy = Proxy(config, secret, older)
+        loop.add_signal_handler(number, request_stop)
+    loop.add_signal_handler(signal.SIGHUP, asked_to_reload.set)
+    # `kvrs up` restarts its processes on it; its default here would end this one.
+    ignored = "SIGUSR1 is ignored: only `kvrs up` restarts its processes on it"
+    loop.add_signal_handler(signal.SIGUSR1, log.warning, ignored)
+    # Blocked from the start of the process until now (`kvrs/__main__.py`).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})
+    raise_descriptor_limit()
+    proxy = Proxy(config, secret, older, read)
     await proxy.start()
     log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
     running, stopping = asyncio.ensure_future(proxy.run()), asyncio.ensure_future(stop.wait())
+    reloading = asyncio.ensure_future(_reload_when(asked_to_reload, proxy))
     try:
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             await running
-        draining, hurried = asyncio.ensure_future(proxy.drain()), asyncio.ensure_future(at_once.wait())
-        done, _ = await asyncio.wait({draining, hurried, running}, return_when=asyncio.FIRST_COMPLETED)
+        draining, hurried = (
+            asyncio.ensure_future(proxy.drain()),
+            asyncio.ensure_future(at_once.wait()),
+        )
+        done, _ = await asyncio.wait(
+            {draining, hurried, running}, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in (draining, hurried):
             task.cancel()
         for ended in done - {hurried}:
-            await ended  # A bug of ours is not to end like an order.
+            await ended  # Re-raise internal errors: the exit status must not be 0.
     finally:
-        running.cancel()
-        stopping.cancel()
+        for task in (running, stopping, reloading):
+            task.cancel()
         await proxy.close()
+
+
+async def _reload_when(asked: asyncio.Event, proxy: Proxy) -> None:
+    while True:
+        await asked.wait()
+        asked.clear()
+        with suppress(ConfigError):  # Logged; the configuration in use goes on.
+            await proxy.reloads.reload()

@@ -1,13 +1,15 @@
-"""Another GPU's clock: how long a batch would have taken there."""
+"""Batch times of another GPU, by a named profile (docs/profiles.md)."""
 
 from collections.abc import Sequence
 
 from kvrs.profiles.catalog import decode_table, load_s, prefill_table
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
 
 
 class Pace:
-    """Times of a named profile. The tokens and the KV stay real; only the time is another machine's."""
+    """Predicts how long a batch and a model load would have taken there. Tokens and KV stay real;
+    only the time is another machine's.
+    """
 
     def __init__(self, profile: str) -> None:
         self.prefill = prefill_table(profile)
@@ -15,15 +17,21 @@ class Pace:
         self._decode = decode_table(profile)
 
     def batch_s(self, chunks: Sequence[Chunk]) -> float:
-        """Time of one step: all its pieces of prefill as one batch, then all its decode steps as another.
+        """Time of one step: all its pieces of prefill as one batch, then all its decode steps as
+        another.
 
-        The tables' fits are of such batches, so a step's overhead is paid once for all pieces of prefill together.
+        With overhead h and decode table D(batch, context tokens) that is
+        h + sum(prefill(new given computed) - h) + D. The tables are fits of such batches, so h is
+        paid once for all pieces of prefill together.
         """
         prefill_s = 0.0
         decode_batch = context_tokens = 0
         for chunk in chunks:
             if len(chunk.token_ids) > 1:
-                prefill_s += self.prefill.extra(chunk.first_position, len(chunk.token_ids)) - self.prefill.step_overhead_s
+                prefill_s += (
+                    self.prefill.extra(chunk.first_position, len(chunk.token_ids))
+                    - self.prefill.step_overhead_s
+                )
             else:
                 decode_batch += 1
                 context_tokens += chunk.first_position + 1

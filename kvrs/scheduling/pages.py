@@ -1,4 +1,8 @@
-"""Who owns which KV page, and which pages can be found again by their tag."""
+"""Ownership of KV pages, and the prefix cache over their tags.
+
+Paged KV as in PagedAttention (vLLM, SOSP 2023): pages with reference counts, found by the hash of
+their prefix, evicted least recently released first. Leases on retained pages are an addition.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -8,34 +12,44 @@ from heapq import heapify, heappop, heappush, heapreplace
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import Tag
 
-# A page is in exactly one state. References are hard pins (a sequence that computes, a peer that is being sent
-# the page); soft pins are leases. Hard pins cannot be taken away, soft pins can.
+# A page is in exactly one state. References are hard pins (a sequence that computes, a peer that is
+# being sent the page); soft pins are leases. Hard pins cannot be taken away, soft pins can.
 #
-#   state         references   leases   tag    kept in            can be allocated
-#   free               0          0     none   _free              first
-#   cached             0          0     yes    _cached            second, least recently released first
-#   soft-pinned        0         >= 1   any    _leases[...]       last, the lease that ends first loses its run tail first
-#   hard-pinned      >= 1        any    any    its owners' hands  no
+#   state         references   leases   tag    kept in        allocated
+#   free               0          0     none   _free          first
+#   cached             0          0     yes    _cached        second, least recently released first
+#   soft-pinned        0         >= 1   any    _leases[...]   last: tail of the first lease to end
+#   hard-pinned      >= 1        any    any    (its owners)   never
 #
-#     allocate             last reference gone                        allocate takes the tail, or the last lease ends
-#   free -----> hard-pinned -----+-- leased --------> soft-pinned ---+--> cached   (tagged: still findable)
-#                 ^              +-- else tagged ---> cached         +--> free     (untagged: a partial page)
-#                 |              +-- else ----------> free
-#                 +--- match, pin ------- from cached or soft-pinned;  allocate takes from cached: the tag is forgotten
+#   from          event                                  to
+#   free          allocate                               hard-pinned
+#   cached        allocate (its tag is forgotten)        hard-pinned
+#   cached        match, pin                             hard-pinned
+#   soft-pinned   match, pin                             hard-pinned
+#   hard-pinned   last reference gone, leased            soft-pinned
+#   hard-pinned   last reference gone, else tagged       cached
+#   hard-pinned   last reference gone, else              free
+#   soft-pinned   last lease ends, or gives the page up  cached if tagged, else free
 #
-# A soft-pinned page without a tag is the partial last page of a hand-off: only its lease knows what is in it.
+# A soft-pinned page without a tag is the partial last page of a hand-off, found by its lease only.
+
+# Lease on the pages of streams that are moved away from a draining instance: their next attempts
+# fetch them at once, or not at all.
+MOVED_KEPT_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
+class _PageLease:
     key: StreamId
-    pages: list[int]  # The run as far as it is intact: what memory pressure took is cut off at the end.
+    pages: list[int]  # Leading pages that are intact: memory pressure takes them from the end.
     tokens: int
     until_s: float
 
 
 class PageManager:
-    """Every operation costs O(1) per page that it touches; those that order leases O(log leases) more."""
+    """The pages of one pool. Every operation costs O(1) per page that it touches; those that order
+    leases O(log leases) more.
+    """
 
     def __init__(self, pages: int, page_size_tokens: int) -> None:
         self.pages = pages
@@ -47,10 +61,11 @@ class PageManager:
         self._free = list(range(pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # In order of release.
         self._hard_pinned = 0
-        self._leases: dict[StreamId, _Lease] = {}
-        # Entries are (until_s, number, lease). A renewal leaves the entry behind, so its time is a lower bound of the
-        # lease's; the entry of a lease that is gone stays until it surfaces. The number only breaks ties.
-        self._ends: list[tuple[float, int, _Lease]] = []
+        self._leases: dict[StreamId, _PageLease] = {}
+        # Entries are (until_s, number, lease). A renewal leaves the entry behind, so its time is a
+        # lower bound of the lease's; the entry of a lease that is gone stays until it surfaces. The
+        # number only breaks ties.
+        self._ends: list[tuple[float, int, _PageLease]] = []
         self._entries_made = 0
 
     @property
@@ -60,7 +75,7 @@ class PageManager:
 
     @property
     def unused(self) -> bool:
-        """Whether nobody computes on, sends or has a lease on any page."""
+        """Whether no page is hard-pinned or leased."""
         return not self._hard_pinned and not self._leases
 
     def references(self, page: int) -> int:
@@ -69,7 +84,7 @@ class PageManager:
     # Hard pins.
 
     def match(self, tags: Iterable[Tag]) -> list[int]:
-        """The pages of the longest leading run of `tags` that is held; each gets a hard pin."""
+        """The pages of the longest held prefix of `tags`; each gets a hard pin."""
         found: list[int] = []
         for tag in tags:
             page = self._page_by_tag.get(tag)
@@ -80,7 +95,9 @@ class PageManager:
         return found
 
     def allocate(self, count: int) -> list[int] | None:
-        """That many pages with a hard pin each and nothing in them, or None, and then nothing has changed."""
+        """That many pages with a hard pin each and nothing in them, or None, and then nothing has
+        changed.
+        """
         if count > self.free_pages:
             return None
         pages = [self._take() for _ in range(count)]
@@ -90,11 +107,11 @@ class PageManager:
         return pages
 
     def register(self, page: int, tag: Tag) -> int:
-        """The page is full and computed: let it be found under its tag. Returns the page that is found from now on.
-
-        That is another one when an equal page was registered before; then `page` stays private to its owner.
+        """Let a full, computed page be found under its tag. Returns the page that is found from
+        now on: another one when an equal page was registered before; then `page` stays private to
+        its owner.
         """
-        assert self._references[page] > 0, f"page {page} is registered by someone who does not own it"
+        assert self._references[page] > 0, f"page {page} is registered without a hard pin"
         found = self._page_by_tag.setdefault(tag, page)
         if found == page:
             assert self._tags[page] in (None, tag), f"page {page} changed its content"
@@ -104,13 +121,17 @@ class PageManager:
     def pin(self, page: int) -> None:
         """One more reference to a page that is not free."""
         if self._references[page] == 0:
-            assert self._tags[page] is not None or self._soft_pins[page], f"page {page} is free: there is nothing in it to pin"
+            assert self._tags[page] is not None or self._soft_pins[page], (
+                f"page {page} is free: there is nothing in it to pin"
+            )
             self._hard_pinned += 1
             self._cached.pop(page, None)
         self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One reference less to each. The last page goes first, so that under pressure a run loses its tail first."""
+        """One reference less to each. The last page goes first, so that under pressure a history
+        loses its tail first.
+        """
         for page in reversed(pages):
             assert self._references[page] > 0, f"page {page} is released once too often"
             self._references[page] -= 1
@@ -121,32 +142,42 @@ class PageManager:
     # Leases.
 
     def retain(self, key: StreamId, pages: Sequence[int], tokens: int, until_s: float) -> None:
-        """Keep the run of `tokens` tokens in `pages` under a lease, which replaces an older one of that key."""
-        assert len(pages) == -(-tokens // self.page_size_tokens) > 0, f"{tokens} tokens do not fill {len(pages)} pages"
+        """Lease `pages`, which hold a history's first `tokens` tokens; the lease replaces an older
+        one of that key.
+        """
+        assert len(pages) == -(-tokens // self.page_size_tokens) > 0, (
+            f"{tokens} tokens do not fill {len(pages)} pages"
+        )
         for page in pages:
-            assert self._references[page] or self._soft_pins[page] or self._tags[page] is not None, f"page {page} is free"
+            assert (
+                self._references[page] or self._soft_pins[page] or self._tags[page] is not None
+            ), f"page {page} is free"
             self._soft_pins[page] += 1
             self._cached.pop(page, None)
         self.unretain([key])
-        lease = _Lease(key, list(pages), tokens, until_s)
+        lease = _PageLease(key, list(pages), tokens, until_s)
         self._leases[key] = lease
         heappush(self._ends, self._entry(lease))
-        if len(self._ends) > 2 * len(self._leases) + 64:  # Mostly entries of leases that were given back early.
+        if (
+            len(self._ends) > 2 * len(self._leases) + 64
+        ):  # Mostly entries of leases that ended early.
             self._ends = [self._entry(lease) for lease in self._leases.values()]
             heapify(self._ends)
 
     def retained_page(self, key: StreamId, index: int) -> int | None:
-        """The page at that index of the retained run, or None when it was given up or never was there."""
+        """The retained page at that index, or None when it was given up or never was there."""
         lease = self._leases.get(key)
         return lease.pages[index] if lease is not None and 0 <= index < len(lease.pages) else None
 
     def retained_tokens(self, key: StreamId) -> int:
-        """How many leading tokens of the retained run are intact."""
+        """How many leading tokens of the retained history are intact."""
         lease = self._leases.get(key)
-        return min(lease.tokens, len(lease.pages) * self.page_size_tokens) if lease is not None else 0
+        return (
+            min(lease.tokens, len(lease.pages) * self.page_size_tokens) if lease is not None else 0
+        )
 
     def renew(self, keys: Iterable[StreamId], until_s: float) -> list[StreamId]:
-        """Let those leases last at least until then. Returns the keys of which nothing is retained."""
+        """Let those leases last at least until then. Returns the keys without a lease."""
         unknown = []
         for key in keys:
             lease = self._leases.get(key)
@@ -157,7 +188,9 @@ class PageManager:
         return unknown
 
     def unretain(self, keys: Iterable[StreamId]) -> None:
-        """End those leases; unknown keys are ignored, since pressure or time may have ended them before."""
+        """End those leases; unknown keys are ignored, since pressure or time may have ended them
+        before.
+        """
         for key in keys:
             lease = self._leases.pop(key, None)
             if lease is not None:
@@ -165,7 +198,7 @@ class PageManager:
                     self._drop_soft_pin(page)
 
     def expire(self, now_s: float) -> None:
-        """End every lease whose time has come."""
+        """End every lease that has expired."""
         while (lease := self._first_to_end()) is not None and lease.until_s <= now_s:
             self.unretain([lease.key])
 
@@ -175,10 +208,10 @@ class PageManager:
         while self._cached:
             self._free.append(self._evict_cached())
 
-    # Who goes where.
+    # Transitions.
 
     def _settle(self, page: int) -> None:
-        """Put a page that lost a pin where it belongs now."""
+        """Move a page that lost a pin to the state that it is in now."""
         if self._references[page] == 0 and self._soft_pins[page] == 0:
             if self._tags[page] is None:
                 self._free.append(page)
@@ -203,20 +236,20 @@ class PageManager:
         return page
 
     def _shorten_first_lease(self) -> None:
-        # A tail page with a hard pin frees nothing and loses its soft pin all the same: without it the run before it
-        # could not be shortened, and whoever holds the hard pin keeps the page for as long as he needs it.
+        # A tail page with a hard pin frees nothing and loses its soft pin all the same: else the
+        # pages before it could not be taken, and the hard pin keeps the page as long as needed.
         lease = self._first_to_end()
-        assert lease is not None, "free_pages promised a page that nobody holds"
+        assert lease is not None, "free_pages counts a page that is in no list"
         page = lease.pages.pop()
         if not lease.pages:
             del self._leases[lease.key]
         self._drop_soft_pin(page)
 
-    def _entry(self, lease: _Lease) -> tuple[float, int, _Lease]:
+    def _entry(self, lease: _PageLease) -> tuple[float, int, _PageLease]:
         self._entries_made += 1
         return lease.until_s, self._entries_made, lease
 
-    def _first_to_end(self) -> _Lease | None:
+    def _first_to_end(self) -> _PageLease | None:
         while self._ends:
             until_s, _, lease = self._ends[0]
             if self._leases.get(lease.key) is not lease:
@@ -228,7 +261,7 @@ class PageManager:
         return None
 
     def check(self) -> None:
-        """Assert that every page is in exactly one state and that all books agree. O(pages)."""
+        """Assert that every page is in exactly one state and that all counters agree. O(pages)."""
         free, soft_pins = set(self._free), [0] * self.pages
         assert len(free) == len(self._free), "a page is twice in the free list"
         for lease in self._leases.values():
@@ -237,13 +270,21 @@ class PageManager:
                 soft_pins[page] += 1
         assert soft_pins == self._soft_pins, "soft pins do not add up"
         assert min(self._references) >= 0
-        assert self._hard_pinned == sum(1 for count in self._references if count), "hard pins do not add up"
+        assert self._hard_pinned == sum(1 for count in self._references if count), (
+            "hard pins do not add up"
+        )
         for page, tag in enumerate(self._tags):
             unpinned = not self._references[page] and not soft_pins[page]
             assert (page in free) == (unpinned and tag is None), f"page {page}: free list is wrong"
-            assert (page in self._cached) == (unpinned and tag is not None), f"page {page}: cache list is wrong"
+            assert (page in self._cached) == (unpinned and tag is not None), (
+                f"page {page}: cache list is wrong"
+            )
             assert tag is None or self._page_by_tag[tag] == page, f"page {page}: tag is wrong"
-        assert len(self._page_by_tag) == sum(1 for tag in self._tags if tag is not None), "a tag leads nowhere"
+        assert len(self._page_by_tag) == sum(1 for tag in self._tags if tag is not None), (
+            "a tag leads nowhere"
+        )
         alive = {id(lease) for _, _, lease in self._ends}
-        assert all(id(lease) in alive for lease in self._leases.values()), "a lease that would never end"
+        assert all(id(lease) in alive for lease in self._leases.values()), (
+            "a lease that would never end"
+        )
         assert all(until_s <= lease.until_s for until_s, _, lease in self._ends)

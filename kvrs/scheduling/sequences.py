@@ -1,5 +1,10 @@
-"""One attempt at a stream, as the scheduler of one engine sees it."""
+"""What the scheduler of one engine works on: sequences, pulls of their pages, chunks of a batch.
 
+A sequence is one attempt at a stream, as its engine's scheduler sees it.
+"""
+
+import collections.abc
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -7,43 +12,53 @@ from kvrs.ids import StreamId
 from kvrs.protocol.tags import Tag, next_tag
 
 
-class Phase(StrEnum):
+class SequencePhase(StrEnum):
     WAITING = "waiting"  # Owns no pages.
-    PULLING = "pulling"  # Owns pages for its whole history; waits for those into which a peer's are being written.
+    # Owns pages for its whole history; waits for those that a pull is writing.
+    PULLING = "pulling"
     SPLIT = "split"  # The same, and computes what lies before them.
-    RUNNING = "running"  # Owns pages; computes. Nobody else writes into them.
-    FINISHED = "finished"  # Ended or aborted; may own pages until nobody writes into them any more.
+    RUNNING = "running"  # Owns pages; computes. No pull writes into them.
+    FINISHED = "finished"  # Ended or aborted; owns pages until they are not written any more.
 
 
 class Queue(StrEnum):
-    """Which of the three queues a sequence stands in; `line.py` says what that means."""
+    """The class of a waiting sequence; `fair_queue.py` defines the shares."""
 
-    REUSE = "reuse"  # A recovery that hopes to fetch KV of its history.
+    REUSE = "reuse"  # A recovery that will try to fetch KV of its history.
     RECOMPUTE = "recompute"  # A recovery that computes its history.
-    NEW = "new"  # A first attempt, whether or not a prefill instance hands its KV over.
+    NEW = "new"  # A first attempt, with or without a hand-off from a prefill instance.
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Equal only to itself: two attempts at one stream may be known to an engine at the same time."""
+    """One attempt at one stream. Equal only to itself: an engine may have two attempts at one
+    stream at the same time.
+    """
 
     stream: StreamId
     attempt: tuple[int, int]  # (owner_epoch, attempt)
     token_ids: list[int]  # The history, then what this attempt produced.
-    prompt_tokens: int  # How many of them the client wrote; 0: all, as far as is known.
+    prompt_tokens: int  # How many of them the client wrote; 0: unknown, taken for all.
     root: Tag  # Of the model and the tenant.
     prefill_only: bool  # Compute the whole history, produce nothing.
-    pulls: tuple[range, ...] = ()  # Full pages of the history, by index, that peers are believed to hold; they may overlap.
-    pull_tail: bool = False  # A peer retains exactly this history, so its partial last page may be pulled behind the others.
+    # Full pages of the history, by index, that peers probably hold; the ranges may overlap.
+    pulls: tuple[range, ...] = ()
+    # A peer retains exactly this history, so its partial last page may be pulled behind the others.
+    pull_tail: bool = False
 
     # Kept by the scheduler.
-    phase: Phase = field(default=Phase.WAITING, init=False)
-    arrival: int = field(default=0, init=False)  # Order of arrival: of two sequences the lower came first.
-    place: int = field(default=0, init=False)  # In line: of two sequences the lower goes first. It never changes.
-    pages: list[int] = field(default_factory=list, init=False)  # `pages[i]` holds the i-th page of `token_ids`.
-    tags: list[Tag] = field(default_factory=list, init=False)  # Of all full pages of `token_ids`, computed or not.
-    computed_tokens: int = field(default=0, init=False)  # The KV of that many leading tokens is in `pages`.
-    # Positions behind those, which are not to be computed: their KV has come from a peer, or is hoped to. In order, and apart.
+    phase: SequencePhase = field(default=SequencePhase.WAITING, init=False)
+    arrival: int = field(default=0, init=False)  # Number of the arrival.
+    # Of two sequences the one with the lower goes first. Set on arrival, never changed.
+    virtual_finish: int = field(default=0, init=False)
+    # `pages[i]` holds the i-th page of `token_ids`.
+    pages: list[int] = field(default_factory=list, init=False)
+    # Of all full pages of `token_ids`, computed or not.
+    tags: list[Tag] = field(default_factory=list, init=False)
+    # The KV of that many leading tokens is in `pages`.
+    computed_tokens: int = field(default=0, init=False)
+    # Positions behind those, which are not to be computed: their KV has come from a peer, or is
+    # expected to. Ascending ranges that do not overlap.
     arrived: tuple[range, ...] = field(default=(), init=False)
     awaited: tuple[range, ...] = field(default=(), init=False)
     history_tokens: int = field(init=False)  # Length of `token_ids` on arrival.
@@ -52,7 +67,7 @@ class Sequence:
     def __post_init__(self) -> None:
         assert self.token_ids, "a sequence has at least one token, else there is nothing to compute"
         self.history_tokens = len(self.token_ids)
-        # Preemption ends the hope for a pull; in line a sequence remains what it came as.
+        # Preemption drops the pulls, but the sequence stays in its queue.
         if not self.is_recovery:
             self.queue = Queue.NEW
         else:
@@ -60,10 +75,12 @@ class Sequence:
 
     @property
     def is_recovery(self) -> bool:
-        """Whether another attempt was made before this one: it has a number above 1, or left tokens behind.
+        """Whether another attempt was made before this one: its number is above 1, or the history
+        has output tokens.
 
-        A proxy that took the stream over from another one counts its own attempts from 1, so the number alone does not tell.
-        Where the prompt is a text that nobody has tokenised yet, `prompt_tokens` is 0.
+        A proxy that took the stream over from another one counts its own attempts from 1, so the
+        number alone is not enough. Where the prompt is a text that was not tokenised before,
+        `prompt_tokens` is 0.
         """
         return self.attempt[1] > 1 or 0 < self.prompt_tokens < self.history_tokens
 
@@ -73,43 +90,131 @@ class Sequence:
 
     @property
     def computable_tokens(self) -> int:
-        """How many come next that are to be computed."""
-        ahead = self.arrived or self.awaited  # What has arrived is before what is awaited: peers are asked in order.
+        """How many consecutive tokens are to be computed next."""
+        # What has arrived is before what is awaited: peers are asked in order.
+        ahead = self.arrived or self.awaited
         return (ahead[0].start if ahead else len(self.token_ids)) - self.computed_tokens
 
     @property
     def work_tokens(self) -> int:
-        """How many are left to compute here, if all arrives that is hoped for. At least one while it is not finished."""
+        """How many tokens are left to compute here, if all pulls succeed. At least one while the
+        sequence is not finished.
+        """
         return self.uncomputed_tokens - sum(map(len, self.arrived)) - sum(map(len, self.awaited))
 
     def extend_tags(self, page_size_tokens: int) -> None:
         """Tag the pages that `token_ids` has filled since the last call."""
-        for start in range(len(self.tags) * page_size_tokens, len(self.token_ids) - page_size_tokens + 1, page_size_tokens):
+        for start in range(
+            len(self.tags) * page_size_tokens,
+            len(self.token_ids) - page_size_tokens + 1,
+            page_size_tokens,
+        ):
             parent = self.tags[-1] if self.tags else self.root
             self.tags.append(next_tag(parent, self.token_ids[start : start + page_size_tokens]))
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """What an admitted sequence hopes to get from peers; the engine fetches it, in order, and tells `BatchScheduler.pulled`.
-
-    Whoever holds what of it: that is between the engine and its sources.
+    """Pages of an admitted sequence to be fetched from peers. The engine fetches them, in order,
+    from the sources that it knows, and calls `BatchScheduler.pulled`.
     """
 
     sequence: Sequence
-    spans: tuple[range, ...]  # Full pages, by index into the sequence's `pages` and `tags`: ascending and apart.
+    # Full pages, by index into the sequence's `pages` and `tags`: ascending, not overlapping.
+    spans: tuple[range, ...]
     tail_index: int | None  # Of the partial page, behind all full ones.
     tail_tokens: int  # How many tokens of the partial page are wanted.
 
     @property
     def first_page(self) -> int:
-        """The first page that is wanted; those before it were found here, or are computed."""
+        """The first wanted page; those before it were found here, or are computed."""
         return self.spans[0].start if self.spans else self.end_page
 
     @property
     def end_page(self) -> int:
-        """Behind the last full page that is wanted."""
+        """Behind the last wanted full page."""
         if self.spans:
             return self.spans[-1].stop
         assert self.tail_index is not None, "a pull of nothing"
         return self.tail_index
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive new tokens of one sequence: one token is a decode step, more are a piece of
+    prefill.
+
+    `pages[i]` is the page that holds positions `[i * page_size, (i + 1) * page_size)` of the
+    sequence; it covers every position up to the chunk's last. KV of positions before
+    `first_position` is already in them.
+    """
+
+    token_ids: collections.abc.Sequence[int]
+    first_position: int
+    pages: collections.abc.Sequence[int]
+    wants_logits: bool  # Of the chunk's last token.
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """How many pages hold that many tokens."""
+    return -(-tokens // page_size)
+
+
+def coverable_pages(sequence: Sequence, page_size: int) -> int:
+    """How many full pages may come from cache or peers: the last position is always computed here,
+    for its logits.
+    """
+    return (len(sequence.token_ids) - 1) // page_size
+
+
+def expected_ranges(sequence: Sequence, first_page: int, page_size: int) -> tuple[range, ...]:
+    """Ranges of positions, from that page on, whose KV peers probably hold."""
+    coverable = coverable_pages(sequence, page_size)
+    spans = union(sequence.pulls, first_page, coverable)
+    expected = [range(span.start * page_size, span.stop * page_size) for span in spans]
+    end_page = spans[-1].stop if spans else first_page
+    tail_tokens = (len(sequence.token_ids) - 1) % page_size
+    if sequence.pull_tail and end_page == coverable and tail_tokens:
+        start = expected.pop().start if expected else end_page * page_size
+        expected.append(range(start, end_page * page_size + tail_tokens))
+    return tuple(expected)
+
+
+def pull_of(sequence: Sequence, page_size: int) -> Pull:
+    """The pull of all that an admitted sequence awaits."""
+    tail_index, tail_tokens = divmod(sequence.awaited[-1].stop, page_size)
+    spans = tuple(range(one.start // page_size, one.stop // page_size) for one in sequence.awaited)
+    return Pull(
+        sequence, tuple(filter(None, spans)), tail_index if tail_tokens else None, tail_tokens
+    )
+
+
+def next_chunk(sequence: Sequence, tokens: int, page_size: int) -> Chunk:
+    """The next `tokens` tokens of a sequence to compute."""
+    # Copies, because the executor reads them while the scheduler may change the sequence.
+    end = sequence.computed_tokens + tokens
+    return Chunk(
+        token_ids=sequence.token_ids[sequence.computed_tokens : end],
+        first_position=sequence.computed_tokens,
+        pages=sequence.pages[: pages_for(end, page_size)],
+        wants_logits=end == len(sequence.token_ids) and not sequence.prefill_only,
+    )
+
+
+def union(ranges: Iterable[range], first: int, end: int) -> tuple[range, ...]:
+    """The parts of `[first, end)` that at least one of the ranges covers."""
+    joined: list[range] = []
+    for span in sorted(ranges, key=lambda one: one.start):
+        start, stop = max(span.start, first), min(span.stop, end)
+        if start >= stop:
+            continue
+        if joined and start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, stop))
+        else:
+            joined.append(range(start, stop))
+    return tuple(joined)
+
+
+def at_least(ranges: Iterable[range], first: int) -> tuple[range, ...]:
+    """The parts of the ranges that do not lie before `first`."""
+    return tuple(range(max(one.start, first), one.stop) for one in ranges if one.stop > first)

@@ -1,25 +1,30 @@
-"""Who is believed to hold which pages of a history, and in which order they are asked."""
+"""Peers that probably hold pages of a history, and the order in which they are asked."""
 
 from dataclasses import dataclass
 
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.frames import TrafficClass
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.sequences import Pull
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Who is believed to hold which full pages of the history."""
+class PullSource:
+    """One peer and the full pages of the history that it probably holds."""
 
     instance: InstanceId  # Or an agent.
-    epoch: int | None  # Pages of another epoch are not asked for; None: whichever is running.
+    epoch: int | None  # Pages of another epoch are not asked for; None: of any.
     pages: range  # By index into the history; not empty unless there is a hand-off.
     traffic: TrafficClass
-    handoff: StreamId | None = None  # Names the retained run whose partial last page may be pulled too.
+    # The retained stream whose partial last page may be pulled too.
+    handoff: StreamId | None = None
 
 
-def next_source(sources: list[Source], pull: Pull, first_page: int) -> tuple[Source, range] | None:
-    """The next source that is believed to have something from that page on, with just that; those before it are used up."""
+def next_source(
+    sources: list[PullSource], pull: Pull, first_page: int
+) -> tuple[PullSource, range] | None:
+    """The next source that probably has pages from `first_page` on, and which of them to ask it
+    for. Removes it and the sources before it; None: none is left.
+    """
     while sources:
         source = sources.pop(0)
         wanted = range(max(first_page, source.pages.start), min(pull.end_page, source.pages.stop))

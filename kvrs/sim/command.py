@@ -1,4 +1,6 @@
-"""`kvrs simulate`: a configuration's cluster in virtual time, hit by a file's faults or at random, for one seed or many."""
+"""`kvrs simulate`: a configuration's cluster in virtual time, hit by a file's faults or at random,
+for one seed or many.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -13,16 +15,17 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from kvrs.agent.config import BackupMode
-from kvrs.config import Config, load_config
+from kvrs.config.backup import BackupMode
+from kvrs.config.file import Config, load_config
 from kvrs.errors import ConfigError
-from kvrs.replay.faults import Fault, load_faults
-from kvrs.replay.formats import load_trace
-from kvrs.replay.generator import GeneratorSettings, generate
-from kvrs.replay.traces import at_rate, clip, replay_requests, scale, window
-from kvrs.sim.deaths import Death, named_deaths, random_deaths
+from kvrs.faults.language import Fault, load_faults
+from kvrs.sim.cluster import Outcome
+from kvrs.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
 from kvrs.sim.streams import Arrival
-from kvrs.sim.world import Outcome, World
+from kvrs.sim.world import World
+from kvrs.traces.formats import load_trace
+from kvrs.traces.generator import GeneratorSettings, generate
+from kvrs.traces.mooncake import at_rate, clip, replay_requests, scale, window
 
 VOCAB_SIZE = 50_000
 FIRST_ORDINARY_TOKEN = 4
@@ -48,11 +51,12 @@ class Simulated:
     """All seeds together."""
 
     outcomes: list[Outcome]
-    broken: dict[int, str]  # By seed: the law that did not hold.
+    broken: dict[int, str]  # By seed: the violated invariant.
 
 
 def run_simulation(options: SimulateOptions) -> int:
-    """Simulate, print a table, return the exit status: 0 if all laws held and all faults of a file came due.
+    """Simulate, print a table, return the exit status: 0 if all invariants held and all faults of a
+    file came due.
 
     Raises:
         ConfigError, TraceError: a file is wrong.
@@ -63,9 +67,15 @@ def run_simulation(options: SimulateOptions) -> int:
     faults = _faults(options, config)
     simulated = simulate(options, config, faults)
     Console().print(summary(simulated))
-    missed = Counter(name for outcome in simulated.outcomes for name in outcome.never_due) if faults else {}
+    missed = (
+        Counter(name for outcome in simulated.outcomes for name in outcome.never_due)
+        if faults
+        else {}
+    )
     for name, count in sorted(missed.items()):
-        Console(stderr=True).print(f"never due in {count} of {options.seeds} runs: {name}", style="yellow", markup=False)
+        Console(stderr=True).print(
+            f"never due in {count} of {options.seeds} runs: {name}", style="yellow", markup=False
+        )
     return 1 if simulated.broken or missed else 0
 
 
@@ -73,7 +83,13 @@ def simulate(options: SimulateOptions, config: Config, faults: Sequence[Fault]) 
     simulated = Simulated([], {})
     seeds = range(options.seed, options.seed + options.seeds)
     console = Console(stderr=True)
-    shown = track(seeds, "simulating", console=console, transient=True, disable=options.seeds == 1 or not console.is_terminal)
+    shown = track(
+        seeds,
+        "simulating",
+        console=console,
+        transient=True,
+        disable=options.seeds == 1 or not console.is_terminal,
+    )
     for seed in shown:
         world = make_world(options, config, faults, seed)
         try:
@@ -83,13 +99,27 @@ def simulate(options: SimulateOptions, config: Config, faults: Sequence[Fault]) 
     return simulated
 
 
-def make_world(options: SimulateOptions, config: Config, faults: Sequence[Fault], seed: int, *, keep_log: bool = False) -> World:
+def make_world(
+    options: SimulateOptions,
+    config: Config,
+    faults: Sequence[Fault],
+    seed: int,
+    *,
+    keep_log: bool = False,
+) -> World:
     arrivals = _arrivals(options, config, seed)
-    deaths: list[Death] = named_deaths(faults)
+    deaths: list[FaultEvent] = named_deaths(faults)
     if options.deaths:
         rng, nodes = Random(seed), [str(node.id) for node in config.cluster.nodes]
         has_agents = config.backup.mode is not BackupMode.OFF
-        deaths = random_deaths(rng, options.deaths, max(1.0, arrivals[-1].at_s), nodes, has_agents=has_agents)
+        deaths = random_deaths(
+            rng,
+            options.deaths,
+            max(1.0, arrivals[-1].at_s),
+            nodes,
+            has_agents=has_agents,
+            proxies=options.proxies,
+        )
     return World(config, arrivals, deaths, seed=seed, proxies=options.proxies, keep_log=keep_log)
 
 
@@ -97,10 +127,19 @@ def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
     if options.fault is None:
         return []
     if options.deaths:
-        raise ConfigError([f"--deaths: got {options.deaths} with --fault {options.fault}; allowed: one of the two"])
+        raise ConfigError(
+            [
+                f"--deaths: got {options.deaths} with --fault {options.fault}; allowed: "
+                f"one of the two"
+            ]
+        )
     faults = load_faults(options.fault)
     names = {instance.id for _, instance in config.cluster.instances()}
-    names |= {node.agent_id for node in config.cluster.nodes} if config.backup.mode is not BackupMode.OFF else set()
+    names |= (
+        {node.agent_id for node in config.cluster.nodes}
+        if config.backup.mode is not BackupMode.OFF
+        else set()
+    )
     nodes = {node.id for node in config.cluster.nodes}
     wrong = [
         f"{options.fault}: [{index}].whom: nobody is called {name!r}"
@@ -113,7 +152,9 @@ def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
     return faults
 
 
-def _named(fault: Fault, names: Collection[str], nodes: Collection[str]) -> Iterator[tuple[str, bool]]:
+def _named(
+    fault: Fault, names: Collection[str], nodes: Collection[str]
+) -> Iterator[tuple[str, bool]]:
     if fault.whom.id is not None:
         yield fault.whom.id, fault.whom.id in names
     for node in [fault.whom.node, *(fault.whom.link or ())]:
@@ -124,26 +165,38 @@ def _named(fault: Fault, names: Collection[str], nodes: Collection[str]) -> Iter
 def _arrivals(options: SimulateOptions, config: Config, seed: int) -> list[Arrival]:
     longest = config.cluster.engine.max_model_len
     if options.trace is None:
-        trace = scale(generate(GeneratorSettings(requests=options.requests), seed), longest // 2, longest // 4)
+        trace = scale(
+            generate(GeneratorSettings(requests=options.requests), seed), longest // 2, longest // 4
+        )
     else:
         trace = window(load_trace(options.trace), options.requests)
     trace = at_rate(clip(trace, longest // 2, longest // 2), options.rate)
     requests = replay_requests(trace, VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN)
-    return [Arrival(request.arrival_s, request.prompt_ids, request.max_tokens) for request in requests]
+    return [
+        Arrival(request.arrival_s, request.prompt_ids, request.max_tokens, is_keyed=True)
+        for request in requests
+    ]
 
 
 def summary(simulated: Simulated) -> RenderableType:
     """Verdict, streams, recoveries, pauses, and every kind of death with what it hit."""
     outcomes = simulated.outcomes
-    broken = [Text(f"seed {seed}: {law}", style="red") for seed, law in sorted(simulated.broken.items())]
-    verdict = f"All laws held in {len(outcomes)} of {len(outcomes) + len(broken)} runs."
+    broken = [
+        Text(f"seed {seed}: {what}", style="red") for seed, what in sorted(simulated.broken.items())
+    ]
+    verdict = f"All invariants held in {len(outcomes)} of {len(outcomes) + len(broken)} runs."
     table = Table(box=box.SIMPLE, show_header=False)
     for name, value in rows(outcomes):
         table.add_row(name, value)
     deaths = Table("death", "times", "streams hit", box=box.SIMPLE)
     for name, (times, streams) in deaths_of(outcomes).items():
         deaths.add_row(Text(name), f"{times:,}", f"{streams:,}")
-    return Group(Text(verdict, style="red" if broken else "green"), *broken, table, *([deaths] if deaths.row_count else []))
+    return Group(
+        Text(verdict, style="red" if broken else "green"),
+        *broken,
+        table,
+        *([deaths] if deaths.row_count else []),
+    )
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
@@ -154,12 +207,17 @@ def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
         ("streams", f"{sum(ended.values()):,}"),
         *((f"  {how}", f"{count:,}") for how, count in ended.most_common()),
         ("tokens", f"{sum(outcome.tokens for outcome in outcomes):,}"),
-        ("  dropped, of attempts that were over", f"{sum(outcome.dropped_tokens for outcome in outcomes):,}"),
+        (
+            "  dropped, of attempts that were over",
+            f"{sum(outcome.dropped_tokens for outcome in outcomes):,}",
+        ),
         ("streams recovered", f"{sum(outcome.recovered_streams for outcome in outcomes):,}"),
         *((f"  by {option}", f"{count:,}") for option, count in recoveries.most_common()),
     ]
     if pauses_s:
-        found += [(f"pause p{share}", f"{_percentile(pauses_s, share):.3f} s") for share in (50, 99)]
+        found += [
+            (f"pause p{share}", f"{_percentile(pauses_s, share):.3f} s") for share in (50, 99)
+        ]
     return [*found, ("simulated time", f"{sum(outcome.span_s for outcome in outcomes):,.0f} s")]
 
 

@@ -1,29 +1,39 @@
-"""A simulated instance: the real scheduler and page manager, with a profile's clock and tokens out of a formula.
+"""A simulated instance: the real scheduler and page manager, with a profile's clock and tokens out
+of a formula.
 
-It does what `kvrs/engine/core.py` does around them, step by step, and knows what really lies in every page.
+It does what `kvrs/engine/core.py` does around them, step by step, and knows what really lies in
+every page.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.actions import Place
-from kvrs.protocol.instance import Checkpoint, Role
+from kvrs.policy.model.actions import Place
+from kvrs.protocol.instance import (
+    Capability,
+    CheckpointTarget,
+    InstanceInfo,
+    LinkReport,
+    LoadReport,
+    MeasuredPrefill,
+    Role,
+)
 from kvrs.protocol.tags import Tag
-from kvrs.scheduling.backlog import Backlog
-from kvrs.scheduling.batches import BatchScheduler
-from kvrs.scheduling.chunks import Chunk
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.places import PlaceWait
-from kvrs.scheduling.sequences import Phase, Pull, Sequence
-from kvrs.scheduling.sources import Source, next_source
-from kvrs.sim.couriers import Couriers
-from kvrs.sim.process import require
-from kvrs.sim.site import Asked, Fetch, Holder, Opened, Site
+from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
+from kvrs.scheduling.checkpoint_backlog import CheckpointBacklog
+from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
+from kvrs.scheduling.scheduler import BatchScheduler
+from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase
+from kvrs.scheduling.sources import PullSource, next_source
+from kvrs.sim.checkpoint_sender import CheckpointSender
+from kvrs.sim.process import Step, require
+from kvrs.sim.site import Fetch, OpenedPages, PageRequest, SimPagePool, Site
 from kvrs.transfer.meter import LinkMeter
 
+_POISON_ACTS_S = 0.005
 Batch = list[tuple[Sequence, Chunk]]
 
 
@@ -43,34 +53,39 @@ class Reply(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SimCall:
     """One request of a proxy."""
 
     stream: StreamId
-    attempt: int
+    number: tuple[int, int]  # Owner epoch, attempt.
     token_ids: list[int]
     prompt_tokens: int
     max_tokens: int
     prefill_only: bool
-    sources: tuple[Source, ...]
+    sources: tuple[PullSource, ...]
     places: tuple[Place, ...]
     reply: Reply
     slot_token: int = 0
+    is_poison: bool = False  # The decode instance ends when it works on it.
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    call: Call
+    call: SimCall
     sequence: Sequence
-    told_pages: int = 0
+    noted_pages: int = 0
     verified: bool = False
 
 
-class SimEngine(Holder):
+class SimEngine(SimPagePool):
     def __init__(self, name: InstanceId, node: NodeId, role: Role, site: Site) -> None:
         super().__init__(name, node, site.clock)
         self.role = role
         self.slow_factor = 1.0
+        self.draining = False
+        self.answer: str | None = None  # To every call, in place of its work.
+        self.most_calls: int | None = None  # It has no room for more.
+        self.poisoned: Step | None = None  # Ends this process.
         self._site = site
         self._settings = site.config.cluster.engine
         self._size = self._settings.page_size_tokens
@@ -79,10 +94,10 @@ class SimEngine(Holder):
     def _reset(self) -> None:
         self.pages = PageManager(self._settings.pages, self._size)
         self.scheduler = BatchScheduler(self._settings, self.pages)
-        self.places = PlaceWait()
+        self.places = AdmissionWaitEstimator()
         self.meter = LinkMeter(self._site.config.transfer.probe_bytes)
-        self.backlog = Backlog(self._size)
-        self.couriers = Couriers(self, self._site)
+        self.backlog = CheckpointBacklog(self._size)
+        self.checkpoint_sender = CheckpointSender(self, self._site)
         self._runs: dict[Sequence, _Run] = {}
         self._attempts: dict[StreamId, tuple[int, int]] = {}
         self._contents: dict[int, Tag] = {}  # Of pages that were ever full.
@@ -90,6 +105,8 @@ class SimEngine(Holder):
 
     def start(self) -> None:
         self._reset()
+        self.draining = False
+        self.answer = None
         super().start()
 
     def kill(self, *, silently: bool = False) -> None:
@@ -103,18 +120,27 @@ class SimEngine(Holder):
 
     # What proxies ask.
 
-    def submit(self, call: Call) -> None:
-        attempt = (0, call.attempt)
-        if attempt < self._attempts.get(call.stream, (0, 0)):
+    def submit(self, call: SimCall) -> None:
+        if self.answer is not None:
+            call.reply.broke(self.answer)
+            return
+        if self.most_calls is not None and len(self._runs) >= self.most_calls:
+            call.reply.broke("HTTP 503")
+            return
+        if call.is_poison and not call.prefill_only and self.poisoned is not None:
+            self.later(_POISON_ACTS_S, self.poisoned)
+        if call.number < self._attempts.get(call.stream, (0, 0)):
             call.reply.broke("fenced")
             return
-        self.fence({call.stream: call.attempt})
-        if not self.scheduler.fits(len(call.token_ids), call.prompt_tokens + call.max_tokens - len(call.token_ids)):
-            call.reply.broke("refused")
+        self.fence({call.stream: call.number})
+        if not self.scheduler.fits(
+            len(call.token_ids), call.prompt_tokens + call.max_tokens - len(call.token_ids)
+        ):
+            call.reply.broke("too long")
             return
         sequence = Sequence(
             stream=call.stream,
-            attempt=attempt,
+            attempt=call.number,
             token_ids=list(call.token_ids),
             prompt_tokens=call.prompt_tokens,
             root=self._site.root,
@@ -124,41 +150,63 @@ class SimEngine(Holder):
         )
         self._runs[sequence] = _Run(call, sequence)
         if call.places:
-            need_bytes = (call.prompt_tokens + call.max_tokens) // self._size * self._site.geometry.page_bytes
-            checkpoints = [Checkpoint(place.holder, max(place.reserved_bytes, need_bytes)) for place in call.places]
+            need_bytes = (
+                (call.prompt_tokens + call.max_tokens)
+                // self._size
+                * self._site.geometry.page_bytes
+            )
+            checkpoints = [
+                CheckpointTarget(place.holder, max(place.reserved_bytes, need_bytes))
+                for place in call.places
+            ]
             self.backlog.follow(sequence, checkpoints, handed_over=sequence.pull_tail)
         self.scheduler.add(sequence)
         self.look()
 
-    def fence(self, attempts: Mapping[StreamId, int]) -> None:
+    def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> None:
         """Drop every run below the attempt named for its stream."""
         for stream, attempt in attempts.items():
-            self._attempts[stream] = max((0, attempt), self._attempts.get(stream, (0, 0)))
-        for run in [run for run in self._runs.values() if run.sequence.attempt < self._attempts[run.call.stream]]:
+            self._attempts[stream] = max(attempt, self._attempts.get(stream, (0, 0)))
+        for run in [
+            run
+            for run in self._runs.values()
+            if run.sequence.attempt < self._attempts[run.call.stream]
+        ]:
             self._end(run)
         self.look()
 
-    def fence_all(self, attempts: Mapping[StreamId, int]) -> None:
-        """A proxy that took it for dead has found it alive."""
+    def fence_all(self, attempts: Mapping[StreamId, tuple[int, int]]) -> None:
+        """A proxy that took it for lost has found it running."""
         self.fence(attempts)
         self.epoch += 1
 
     def end_transfer(self, stream: StreamId, below: tuple[int, int]) -> None:
         self._attempts[stream] = max(below, self._attempts.get(stream, (0, 0)))
-        for run in [run for run in self._runs.values() if run.call.stream == stream and run.sequence.attempt < below]:
+        for run in [
+            run
+            for run in self._runs.values()
+            if run.call.stream == stream and run.sequence.attempt < below
+        ]:
             if run.call.slot_token and len(run.sequence.token_ids) == run.sequence.history_tokens:
                 self._end(run)
                 run.call.reply.broke("fenced")
         self.look()
 
-    def abort(self, stream: StreamId, attempt: int) -> None:
+    def abort(self, stream: StreamId, number: tuple[int, int]) -> None:
         """The connection was closed."""
-        for run in [run for run in self._runs.values() if (run.call.stream, run.call.attempt) == (stream, attempt)]:
-            self._end(run)
+        until_s = self.clock.now_s + MOVED_KEPT_S if self.draining else None
+        for run in [
+            run
+            for run in self._runs.values()
+            if (run.call.stream, run.call.number) == (stream, number)
+        ]:
+            self._end(run, until_s)
         self.look()
 
     def fail_one(self) -> StreamId | None:
-        """An error event in the middle of a stream, as an engine sends it that has caught a fault of its own."""
+        """An error event in the middle of a stream, as an engine sends it that has caught a fault
+        of its own.
+        """
         run = next(iter(self._runs.values()), None)
         if run is None:
             return None
@@ -167,9 +215,45 @@ class SimEngine(Holder):
         self.look()
         return run.call.stream
 
-    def queue_delay_s(self) -> float:
-        compute_s = self.scheduler.queued_s(self._site.pace.prefill)
-        return max(compute_s, self.places.expected_s(self.clock.now_s, self.scheduler.waiting))
+    def info(self) -> InstanceInfo:
+        return InstanceInfo(
+            self.id,
+            self.node,
+            self.role,
+            self.epoch,
+            self.life,
+            "simulated",
+            "simulated",
+            self._site.geometry,
+            self._settings.max_model_len,
+            0,
+            list(Capability),
+            MeasuredPrefill("simulated", 1, [0.0, 0.0]),  # `profiles.prefill` replaces it.
+            gpus=[str(self.id)],
+        )
+
+    def load(self) -> LoadReport:
+        scheduler, now_s = self.scheduler, self.clock.now_s
+        compute_s = scheduler.queued_s(self._site.pace.prefill)
+        admission_s = self.places.expected_s(now_s, scheduler.waiting)
+        links = self.meter.measurements(now_s)
+        return LoadReport(
+            self.epoch,
+            scheduler.queued,
+            scheduler.running,
+            self.pages.free_pages,
+            max(compute_s, admission_s),
+            [LinkReport(source, m.bytes_per_s, m.spread, m.age_s) for source, m in links.items()],
+            checkpoint_lag_pages=self.backlog.lag_pages,
+            draining=self.draining,
+        )
+
+    def renew(self, streams: Iterable[StreamId]) -> list[StreamId]:
+        until_s = self.clock.now_s + self._site.config.transfer.lease_s
+        return self.pages.renew(streams, until_s)
+
+    def release(self, streams: Iterable[StreamId]) -> None:
+        self.pages.unretain(streams)
 
     # The loop.
 
@@ -180,7 +264,7 @@ class SimEngine(Holder):
         self.pages.expire(self.clock.now_s)
         for pull in self.scheduler.admit():
             _Pulling(self, self._site, pull, list(self._runs[pull.sequence].call.sources)).begin()
-        self.places.observe(self.clock.now_s, self.scheduler.released_places, self.scheduler.full)
+        self.places.observe(self.clock.now_s, self.scheduler.departures, self.scheduler.full)
         batch = self.scheduler.next_batch()
         if not batch:
             return
@@ -212,7 +296,7 @@ class SimEngine(Holder):
                 sampled[sequence] = token_at(sequence.stream, len(sequence.token_ids))
         prefilled = self.scheduler.complete(batch, sampled)
         for sequence, _ in batch:
-            self.tell_filled(sequence)
+            self.note_filled(sequence)
         for sequence in prefilled:
             if (run := self._runs.get(sequence)) is not None:
                 self._end(run, retain_until_s=self.clock.now_s + self._site.config.transfer.lease_s)
@@ -239,26 +323,30 @@ class SimEngine(Holder):
             if whole:
                 self.backlog.filled(sequence, self.clock.now_s)
             self.backlog.ended(sequence, send_rest=whole)
-            self.couriers.look()
+            self.checkpoint_sender.look()
 
-    def tell_filled(self, sequence: Sequence) -> None:
+    def note_filled(self, sequence: Sequence) -> None:
         run = self._runs.get(sequence)
         if run is None or not run.call.places:
             return
-        if (full_pages := sequence.computed_tokens // self._size) != run.told_pages:
-            run.told_pages = full_pages
+        if (full_pages := sequence.computed_tokens // self._size) != run.noted_pages:
+            run.noted_pages = full_pages
             self.backlog.filled(sequence, self.clock.now_s)
-            self.couriers.look()
+            self.checkpoint_sender.look()
 
     # Pages.
 
-    def open(self, asked: Asked) -> Opened:
+    def open(self, asked: PageRequest) -> OpenedPages:
         if asked.epoch is not None and asked.epoch != self.epoch:
-            return Opened([], False, lambda: None)
+            return OpenedPages([], False, lambda: None)
         held = self.pages.match(asked.tags)
         contents = self.contents_of(held)
         tail = None
-        if asked.handoff is not None and asked.tail_index is not None and len(held) == len(asked.tags):
+        if (
+            asked.handoff is not None
+            and asked.tail_index is not None
+            and len(held) == len(asked.tags)
+        ):
             tail = self.pages.retained_page(asked.handoff, asked.tail_index)
         if tail is not None:
             self.pages.pin(tail)
@@ -268,7 +356,7 @@ class SimEngine(Holder):
             self.pages.release(held)
             self.look()
 
-        return Opened(contents, tail is not None, close)
+        return OpenedPages(contents, tail is not None, close)
 
     def contents_of(self, pages: list[int]) -> list[Tag | None]:
         return [self._contents.get(page) for page in pages]
@@ -276,7 +364,10 @@ class SimEngine(Holder):
     def verify_found(self, sequence: Sequence) -> None:
         """What others find by its tags is what the tags say."""
         found = self.pages.match(sequence.tags)
-        require(self.contents_of(found) == sequence.tags[: len(found)], f"{self.id} has registered pages that it does not have")
+        require(
+            self.contents_of(found) == sequence.tags[: len(found)],
+            f"{self.id} has registered pages that it does not have",
+        )
         self.pages.release(found)
 
     def received(self, page: int, content: Tag) -> None:
@@ -288,17 +379,30 @@ class SimEngine(Holder):
         self.pages.check()
         self.scheduler.check()
         self.backlog.check()
-        require(not self._runs and not self._busy, f"{self.id} still runs {[run.call.stream for run in self._runs.values()]}")
-        counts = (self.scheduler.waiting, self.scheduler.running, self.scheduler.pulling, self.scheduler.queued_tokens)
+        require(
+            not self._runs and not self._busy,
+            f"{self.id} still runs {[run.call.stream for run in self._runs.values()]}",
+        )
+        counts = (
+            self.scheduler.waiting,
+            self.scheduler.running,
+            self.scheduler.pulling,
+            self.scheduler.queued_tokens,
+        )
         require(counts == (0, 0, 0, 0), f"the scheduler of {self.id} is left with {counts}")
         require(self.pages.free_pages == self.pages.pages, f"{self.id} still has pages with owners")
-        require(not self.backlog.lag_pages and not self.couriers.pinned_pages, f"{self.id} still sends checkpoints")
+        require(
+            not self.backlog.lag_pages and not self.checkpoint_sender.pinned_pages,
+            f"{self.id} still sends checkpoints",
+        )
 
 
 class _Pulling:
     """The fetches of one sequence: source after source, each from where the last one ended."""
 
-    def __init__(self, engine: SimEngine, site: Site, pull: Pull, sources: list[Source]) -> None:
+    def __init__(
+        self, engine: SimEngine, site: Site, pull: Pull, sources: list[PullSource]
+    ) -> None:
         self._engine = engine
         self._site = site
         self._pull = pull
@@ -310,7 +414,7 @@ class _Pulling:
     def _next(self, arrived: range, *, tail: bool, is_first: bool = False) -> None:
         engine, pull = self._engine, self._pull
         step = next_source(self._sources, pull, arrived.stop)
-        if step is None or pull.sequence.phase is Phase.FINISHED:
+        if step is None or pull.sequence.phase is SequencePhase.FINISHED:
             self._pulled(arrived, tail=tail)
             return
         source, wanted = step
@@ -318,7 +422,7 @@ class _Pulling:
             self._pulled(arrived, more_from=wanted.start)
         has_tail = source.handoff is not None and wanted.stop == pull.tail_index
         tags = tuple(pull.sequence.tags[wanted.start : wanted.stop])
-        asked = Asked(
+        asked = PageRequest(
             tags,
             source.traffic,
             source.epoch,
@@ -332,10 +436,12 @@ class _Pulling:
         def done(full_pages: int, tail: bool) -> None:
             self._next(range(wanted.start, wanted.start + full_pages), tail=tail)
 
-        Fetch(self._site, engine, engine.meter, self._site.holders[source.instance], asked, page, done)
+        Fetch(
+            self._site, engine, engine.meter, self._site.holders[source.instance], asked, page, done
+        )
 
     def _pulled(self, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:
         self._engine.scheduler.pulled(self._pull.sequence, arrived, tail=tail, more_from=more_from)
         self._engine.verify_found(self._pull.sequence)
-        self._engine.tell_filled(self._pull.sequence)
+        self._engine.note_filled(self._pull.sequence)
         self._engine.look()

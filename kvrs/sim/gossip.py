@@ -1,8 +1,10 @@
-"""A network that exists only in virtual time, and gossip nodes on it: the objects of the product, packet by packet.
+"""A network that exists only in virtual time, and gossip nodes on it: the objects of the product,
+packet by packet.
 
-Everything random comes from one seed. What the network does to packets, and what becomes of nodes, is in the hands of whoever
-drives it: `loss`, `duplication`, `delay_s` and `cut` may be changed at any moment, nodes are killed, stopped, restarted, and have
-their clocks changed. Every node has a clock of its own, which starts anywhere and may run fast or slow.
+Everything random comes from one seed. What the network does to packets, and what becomes of nodes,
+is in the hands of whoever drives it: `loss`, `duplication`, `delay_s` and `cut` may be changed at
+any moment, nodes are killed, stopped, restarted, and have their clocks changed. Every node has a
+clock of its own, which starts anywhere and may run fast or slow.
 """
 
 import random
@@ -12,7 +14,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
-from kvrs.gossip.config import GossipSettings
+from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.events import Event, Send
 from kvrs.gossip.node import Gossip
 from kvrs.gossip.wire import Packet, decode, encode
@@ -25,7 +27,9 @@ class SimNode:
     gossip: Gossip
     up: bool = True
     stopped_until_s: float = 0.0
-    waiting: list[tuple[Packet | bytes, NodeId]] = field(default_factory=list)  # What came while it was stopped.
+    waiting: list[tuple[Packet | bytes, NodeId]] = field(
+        default_factory=list
+    )  # What came while it was stopped.
     offset_s: float = 0.0  # Its clock shows offset + rate * true time.
     rate: float = 1.0
     tick_at_s: float = inf  # The next that is scheduled.
@@ -40,8 +44,17 @@ Observer = Callable[[float, SimNode, Event], None]
 
 
 class GossipNet:
-    def __init__(self, settings: GossipSettings, seed: int, *, on_wire: bool = False, observer: Observer | None = None) -> None:
-        """`on_wire`: every packet is encoded and decoded, and its bytes are counted; that takes half of the time again."""
+    def __init__(
+        self,
+        settings: GossipSettings,
+        seed: int,
+        *,
+        on_wire: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        """`on_wire`: every packet is encoded and decoded, and its bytes are counted; that takes
+        half of the time again.
+        """
         self.settings = settings
         self.random = random.Random(seed)
         self.nodes: dict[NodeId, SimNode] = {}
@@ -49,19 +62,32 @@ class GossipNet:
         self.loss = 0.0
         self.duplication = 0.0
         self.delay_s = (0.0002, 0.002)  # Uniform between these; packets overtake each other.
-        self.cut: Callable[[NodeId, NodeId], bool] | None = None  # Whether nothing comes from one to the other.
-        self.buffered_packets = 512  # What a stopped node's socket keeps for it; the rest is dropped.
+        self.cut: Callable[[NodeId, NodeId], bool] | None = (
+            None  # Whether nothing comes from one to the other.
+        )
+        self.buffered_packets = (
+            512  # What a stopped node's socket keeps for it; the rest is dropped.
+        )
         self.delivered = 0
         self._on_wire = on_wire
         self._observer = observer
         self._heap: list[tuple[float, int, SimNode, Any, NodeId | None]] = []
         self._order = 0  # Ties in time are resolved by it.
 
-    def add(self, name: str, seeds: dict[NodeId, str] | None = None, *, epoch: int = 1, rate: float = 1.0) -> SimNode:
+    def add(
+        self,
+        name: str,
+        seeds: dict[NodeId, str] | None = None,
+        *,
+        epoch: int = 1,
+        rate: float = 1.0,
+    ) -> SimNode:
         node_id = NodeId(name)
         offset_s = self.random.uniform(0, 1e6)
         clock_s = offset_s + rate * self.now_s
-        gossip = Gossip(node_id, f"{name}:7", epoch, self.settings, self.random.random, clock_s, seeds)
+        gossip = Gossip(
+            node_id, f"{name}:7", epoch, self.settings, self.random.random, clock_s, seeds
+        )
         node = SimNode(node_id, gossip, offset_s=offset_s, rate=rate)
         self.nodes[node_id] = node
         self._tick_at(node, self.now_s)
@@ -76,7 +102,9 @@ class GossipNet:
         node.up = False
 
     def stop(self, node: SimNode, for_s: float, *, noticed: bool = True) -> None:
-        """It does nothing for that long. Unless `noticed`, its clock stands still too, as that of a paused machine may."""
+        """It does nothing for that long. Unless `noticed`, its clock stands still too, as that of a
+        paused machine may.
+        """
         node.stopped_until_s = max(node.stopped_until_s, self.now_s + for_s)
         if not noticed:
             node.offset_s -= for_s * node.rate
@@ -113,7 +141,9 @@ class GossipNet:
         self._finish(node, sends)
 
     def _catch_up(self, node: SimNode) -> None:
-        """Whether its timers or its sockets are served first after a stop is chance, as in an event loop."""
+        """Whether its timers or its sockets are served first after a stop is chance, as in an event
+        loop.
+        """
         waiting, node.waiting = node.waiting, []
         if self.random.random() < 0.5:
             self._finish(node, node.gossip.tick(node.clock_s(self.now_s)))
@@ -124,7 +154,9 @@ class GossipNet:
         self.delivered += 1
         if self._on_wire:
             packet = decode(packet)
-        self._finish(node, node.gossip.handle(packet, sender, node.offset_s + node.rate * self.now_s))
+        self._finish(
+            node, node.gossip.handle(packet, sender, node.offset_s + node.rate * self.now_s)
+        )
 
     def _finish(self, node: SimNode, sends: list[Send]) -> None:
         for send in sends:
@@ -136,9 +168,11 @@ class GossipNet:
         self._tick_at(node, (gossip.next_tick_s - node.offset_s) / node.rate)
 
     def _tick_at(self, node: SimNode, due_s: float) -> None:
-        # A node's clock is a rounded sum: a tick at the very instant might come before its time, for ever.
+        # A node's clock is a rounded sum: a tick at the very instant might come before its time,
+        # for ever.
         at_s = max(due_s, self.now_s) + 1e-6
-        # A tick that comes early does no harm, so only one that would come too late is scheduled anew.
+        # A tick that comes early does no harm, so only one that would come too late is scheduled
+        # anew.
         if at_s < node.tick_at_s:
             node.tick_at_s = at_s
             self._push(at_s, node, None, None)
@@ -150,7 +184,10 @@ class GossipNet:
             data = encode(packet)
             node.sent_bytes += len(data)
             # What the transport would have to cut in pieces is a mistake of whoever built it.
-            assert len(data) <= (65536 if stream else self.settings.packet_bytes), (len(data), packet)
+            assert len(data) <= (65536 if stream else self.settings.packet_bytes), (
+                len(data),
+                packet,
+            )
         target = self.nodes.get(to)
         if target is None or (self.cut is not None and self.cut(node.id, to)):
             return
@@ -160,8 +197,12 @@ class GossipNet:
             # Streams are lost like datagrams: no claim rests on TCP's repeating what was lost.
             if self.loss and draw() < self.loss:
                 continue
-            self._push(self.now_s + shortest_s + (longest_s - shortest_s) * draw(), target, data, node.id)
+            self._push(
+                self.now_s + shortest_s + (longest_s - shortest_s) * draw(), target, data, node.id
+            )
 
-    def _push(self, at_s: float, node: SimNode, packet: Packet | bytes | None, sender: NodeId | None) -> None:
+    def _push(
+        self, at_s: float, node: SimNode, packet: Packet | bytes | None, sender: NodeId | None
+    ) -> None:
         self._order += 1
         heappush(self._heap, (at_s, self._order, node, packet, sender))

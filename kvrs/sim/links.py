@@ -1,25 +1,33 @@
-"""How pages get from one node to another: one queue per link and direction, class before class, page after page."""
+"""How pages get from one node to another: one queue per link and direction, class before class,
+page after page.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrs.ids import NodeId
-from kvrs.protocol.frames import TrafficClass
-from kvrs.sim.process import Clock, Process, require
+from kvrs.protocol.page_messages import TrafficClass
+from kvrs.sim.process import Clock, SimProcess, require
 
-CHUNK_PAGES = 4  # Are sent at a time: more would let a checkpoint hold up a hand-off, fewer take more steps.
+CHUNK_PAGES = (
+    4  # Are sent at a time: more would let a checkpoint hold up a hand-off, fewer take more steps.
+)
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
-    """Pages on their way. A frozen end, or a cut link, holds them up; nothing comes of a process that died."""
+class SimTransfer:
+    """Pages on their way. A frozen end, or a cut link, holds them up; nothing comes of a process
+    that died.
+    """
 
-    source: Process
-    target: Process
+    source: SimProcess
+    target: SimProcess
     pages: int
     page_bytes: int
     traffic: TrafficClass
-    arrived: Callable[[int], bool]  # So many more are there; False: one was damaged, no more are wanted.
+    arrived: Callable[
+        [int], bool
+    ]  # So many more are there; False: one was damaged, no more are wanted.
     ended: Callable[[str | None], None]  # Once, always; why it ended before its last page.
     heard_s: float = 0.0
     over: bool = False
@@ -27,14 +35,16 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Route:
-    waiting: list[Transfer] = field(default_factory=list)
+    waiting: list[SimTransfer] = field(default_factory=list)
     busy: bool = False
     cut_until_s: float = 0.0
     rate: float | None = None  # Bytes per second, for as long as a fault has it so.
 
 
-class Links:
-    def __init__(self, clock: Clock, bytes_per_s: float, local_bytes_per_s: float, stall_timeout_s: float) -> None:
+class SimLinks:
+    def __init__(
+        self, clock: Clock, bytes_per_s: float, local_bytes_per_s: float, stall_timeout_s: float
+    ) -> None:
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self._local_bytes_per_s = local_bytes_per_s
@@ -45,24 +55,26 @@ class Links:
     def under_way(self) -> int:
         return sum(len(route.waiting) for route in self._routes.values())
 
-    def send(self, transfer: Transfer) -> None:
+    def send(self, transfer: SimTransfer) -> None:
         assert transfer.pages > 0
         transfer.heard_s = self._clock.now_s
         self._route(transfer.source.node, transfer.target.node).waiting.append(transfer)
         self._clock.after(self._stall_timeout_s, lambda: self._look(transfer))
         self._serve(transfer.source.node, transfer.target.node)
 
-    def stop(self, transfer: Transfer, error: str | None) -> None:
+    def stop(self, transfer: SimTransfer, error: str | None) -> None:
         """It is over; to stop it twice is harmless."""
         if not transfer.over:
             transfer.over = True
             self._route(transfer.source.node, transfer.target.node).waiting.remove(transfer)
             transfer.ended(error)
 
-    def drop(self, process: Process) -> None:
+    def drop(self, process: SimProcess) -> None:
         """Nobody is there any more."""
         for route in self._routes.values():
-            for transfer in [each for each in route.waiting if process in (each.source, each.target)]:
+            for transfer in [
+                each for each in route.waiting if process in (each.source, each.target)
+            ]:
                 self.stop(transfer, f"{process.id} is gone")
 
     def cut(self, one: NodeId, other: NodeId, for_s: float) -> None:
@@ -85,7 +97,9 @@ class Links:
 
     def _serve(self, source: NodeId, target: NodeId) -> None:
         route = self._route(source, target)
-        moving = [each for each in route.waiting if each.source.is_running and each.target.is_running]
+        moving = [
+            each for each in route.waiting if each.source.is_running and each.target.is_running
+        ]
         if route.busy or not moving or route.cut_until_s > self._clock.now_s:
             return
         transfer = min(moving, key=lambda each: each.traffic)
@@ -94,11 +108,16 @@ class Links:
             rate = min(rate, route.rate)
         pages = min(CHUNK_PAGES, transfer.pages)
         route.busy = True
-        self._clock.after(pages * transfer.page_bytes / rate, lambda: self._sent(route, transfer, pages))
+        self._clock.after(
+            pages * transfer.page_bytes / rate, lambda: self._sent(route, transfer, pages)
+        )
 
-    def _sent(self, route: _Route, transfer: Transfer, pages: int) -> None:
+    def _sent(self, route: _Route, transfer: SimTransfer, pages: int) -> None:
         route.busy = False
-        held_up = not (transfer.source.is_running and transfer.target.is_running) or route.cut_until_s > self._clock.now_s
+        held_up = (
+            not (transfer.source.is_running and transfer.target.is_running)
+            or route.cut_until_s > self._clock.now_s
+        )
         if not transfer.over and not held_up:
             require(transfer.source.alive, f"{transfer.source.id} is dead and delivers pages")
             # Those of one class take turns.
@@ -112,7 +131,7 @@ class Links:
                 self.stop(transfer, None)
         self._serve(transfer.source.node, transfer.target.node)
 
-    def _look(self, transfer: Transfer) -> None:
+    def _look(self, transfer: SimTransfer) -> None:
         if transfer.over:
             return
         left_s = transfer.heard_s + self._stall_timeout_s - self._clock.now_s

@@ -9,13 +9,13 @@ from kvrs.ids import InstanceId, NodeId
 Step = Callable[[], None]
 
 
-class LawBrokenError(AssertionError):
+class InvariantError(AssertionError):
     """What the simulated world has just seen must never happen."""
 
 
-def require(holds: bool, law: str) -> None:
+def require(holds: bool, what: str) -> None:
     if not holds:
-        raise LawBrokenError(law)
+        raise InvariantError(what)
 
 
 class Clock:
@@ -38,8 +38,10 @@ class Clock:
             step()
 
 
-class Process:
-    """What is asked of it while it is frozen it does when it wakes; what its former lives wanted to do is not done."""
+class SimProcess:
+    """What is asked of it while it is frozen it does when it wakes; what its former lives wanted to
+    do is not done.
+    """
 
     def __init__(self, name: InstanceId, node: NodeId, clock: Clock) -> None:
         self.id = name
@@ -83,7 +85,9 @@ class Process:
         self.clock.after(delay_s, lambda: self._do(life, step, None))
 
     def call(self, delay_s: float, step: Step, refused: Step | None = None) -> None:
-        """Ask whoever lives here when the message arrives; `refused` when nobody does, or it dies before it looks."""
+        """Ask whoever lives here when the message arrives; `refused` when nobody does, or it dies
+        before it looks.
+        """
         self.clock.after(delay_s, lambda: self._do(self.life, step, refused))
 
     def _do(self, life: int, step: Step, refused: Step | None) -> None:

@@ -1,12 +1,17 @@
-"""Clusters, settings, streams and deaths drawn at random: small enough that thousands of them run in minutes."""
+"""Clusters, settings, streams and deaths drawn at random: small enough that thousands of them run
+in minutes.
+"""
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
-from kvrs.agent.config import BackupMode, Placement
-from kvrs.config import Config, parse_config
-from kvrs.policy.config import Dispatch, Handoff, PolicyName
-from kvrs.sim.deaths import random_deaths
+from kvrs.config.backup import BackupMode, Placement
+from kvrs.config.file import Config, parse_config
+from kvrs.config.policy import Degraded, Dispatch, Failing, Handoff, PolicyName
+from kvrs.faults.language import parse_faults
+from kvrs.protocol.instance import Role
+from kvrs.sim.fault_scenarios import SICK, FaultEvent, random_deaths
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 
@@ -31,10 +36,88 @@ def scenario(seed: int, *, keep_log: bool = False) -> World:
     arrivals = [_arrival(rng, config.cluster.engine.max_model_len) for _ in range(streams)]
     has_agents = config.backup.mode is not BackupMode.OFF
     nodes = [str(node.id) for node in config.cluster.nodes]
-    deaths = random_deaths(rng, rng.randint(0, 6), SPAN_S + 1.0, nodes, has_agents=has_agents)
+    proxies = rng.choice([1, 2, 2, 3])
+    deaths = random_deaths(
+        rng, rng.randint(0, 6), SPAN_S + 1.0, nodes, has_agents=has_agents, proxies=proxies
+    )
     arrivals.sort(key=lambda arrival: arrival.at_s)
-    proxies = rng.choice([1, 1, 2, 3])
-    return World(config, arrivals, deaths, seed=seed, proxies=proxies, stay_away=rng.choice([0.0, 0.05, 0.3]), keep_log=keep_log)
+    return World(
+        config,
+        arrivals,
+        deaths,
+        seed=seed,
+        proxies=proxies,
+        stay_away=rng.choice([0.0, 0.05, 0.3]),
+        keep_log=keep_log,
+    )
+
+
+def sick(seed: int, *, keep_log: bool = False) -> World:
+    """Three pairs under steady load, one instance of which fails every call for some seconds."""
+    rng = Random(seed)
+    arrivals = _poisson(rng, per_s=20.0, from_s=1.0, to_s=41.0, max_tokens=5)
+    death = FaultEvent(SICK, 1.0)
+    return World(_pairs(3, {}), arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
+
+
+def avalanche(seed: int, *, keep_log: bool = False) -> World:
+    """Four pairs just below saturation, whose decode instances answer 503 beyond a few streams; the
+    busiest one is killed.
+    """
+    rng = Random(seed)
+    config = _pairs(4, {"engine": {"max_running": 8}})
+    arrivals = _poisson(rng, per_s=14.0, from_s=1.0, to_s=41.0, max_tokens=100)
+    kill = {
+        "when": {"at_s": 15.0},
+        "what": "kill",
+        "whom": {"role": "decode", "pick": "busiest"},
+    }
+    death = FaultEvent("the busiest decode instance", 15.0, tuple(parse_faults([kill])))
+    world = World(config, arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
+    for engine in world.cluster.engines.values():
+        engine.most_calls = 10 if engine.role is Role.DECODE else None
+    return world
+
+
+def poisoned(seed: int, *, keep_log: bool = False) -> World:
+    """Six pairs under steady load, and three requests that end every decode instance they get."""
+    rng = Random(seed)
+    arrivals = _poisson(rng, per_s=10.0, from_s=1.0, to_s=16.0, max_tokens=40)
+    arrivals += [
+        replace(asked, at_s=at_s, is_poison=True)
+        for asked, at_s in zip(arrivals[:3], (4.0, 4.0, rng.uniform(4.0, 12.0)), strict=True)
+    ]
+    arrivals.sort(key=lambda asked: asked.at_s)
+    return World(_pairs(6, {}), arrivals, [], seed=seed, proxies=1, keep_log=keep_log)
+
+
+def _pairs(count: int, cluster: dict[str, Any]) -> Config:
+    nodes = [
+        {
+            "id": f"n{n}",
+            "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}],
+        }
+        for n in range(count)
+    ]
+    return parse_config({"cluster": {"nodes": nodes} | cluster})
+
+
+def _poisson(
+    rng: Random, *, per_s: float, from_s: float, to_s: float, max_tokens: int
+) -> list[Arrival]:
+    """So many in all that the mean rate is `per_s`."""
+    count = int(per_s * (to_s - from_s))
+    times_s = sorted(rng.uniform(from_s, to_s) for _ in range(count))
+    return [
+        Arrival(
+            at_s,
+            tuple(rng.choices(range(50_000), k=20)),
+            max_tokens,
+            is_text=False,
+            is_keyed=False,
+        )
+        for at_s in times_s
+    ]
 
 
 def _config(rng: Random) -> Config:
@@ -42,7 +125,10 @@ def _config(rng: Random) -> Config:
     modes = list(BackupMode) if len(cluster) > 1 else [BackupMode.OFF, BackupMode.LOCAL]
     name = PolicyName.AUTO if rng.random() < 0.5 else rng.choice(list(PolicyName))
     document: dict[str, Any] = {
-        "proxy": {"load_interval_s": rng.choice([0.1, 0.25, 1.0]), "token_gap_s": rng.choice([2.0, 10.0])},
+        "proxy": {
+            "load_interval_s": rng.choice([0.1, 0.25, 1.0]),
+            "token_gap_s": rng.choice([2.0, 10.0]),
+        },
         "cluster": {
             "engine": {
                 "page_size_tokens": PAGE_TOKENS,
@@ -55,14 +141,20 @@ def _config(rng: Random) -> Config:
                 {
                     "id": f"n{index}",
                     "instances": [
-                        {"id": f"{role[0]}{index}{letter}", "role": role} for role, letter in zip(roles, "abc", strict=False)
+                        {"id": f"{role[0]}{index}{letter}", "role": role}
+                        for role, letter in zip(roles, "abc", strict=False)
                     ],
                 }
                 for index, roles in enumerate(cluster)
             ],
         },
+        "gossip": {"enabled": rng.random() < 0.5},
         "policy": {
             "name": name.value,
+            "gpu": {
+                "degraded": rng.choice(list(Degraded)).value,
+                "failing": rng.choice(list(Failing)).value,
+            },
             "handoff": rng.choice(list(Handoff)).value,
             "dispatch": rng.choice(list(Dispatch)).value,
             "correction_max": rng.choice([1.0, 4.0]),
@@ -75,7 +167,11 @@ def _config(rng: Random) -> Config:
                 "max_attempts": rng.choice([3, 8, 30]),
             },
         },
-        "slo": {"abort": rng.random() < 0.25, "recovery_gap_s": rng.choice([1.0, 10.0]), "ttft_s": rng.choice([None, 4.0])},
+        "slo": {
+            "abort": rng.random() < 0.25,
+            "recovery_gap_s": rng.choice([1.0, 10.0]),
+            "ttft_s": rng.choice([None, 4.0]),
+        },
         "transfer": {
             "link_bytes_per_s": 10 ** rng.uniform(8.3, 10.5),
             "lease_s": rng.choice([1.5, 5.0]),
@@ -96,4 +192,10 @@ def _arrival(rng: Random, max_model_len: int) -> Arrival:
     shared = [7] * rng.choice([16, 64, 100]) if rng.random() < 0.5 else []
     own = [rng.randrange(50_000) for _ in range(min(int(rng.lognormvariate(4.2, 0.9)) + 1, 350))]
     prompt = tuple([*shared, *own][:400])
-    return Arrival(rng.uniform(0.0, SPAN_S), prompt, rng.randint(1, min(60, max_model_len - len(prompt))), rng.random() < 0.3)
+    return Arrival(
+        rng.uniform(0.0, SPAN_S),
+        prompt,
+        rng.randint(1, min(60, max_model_len - len(prompt))),
+        is_text=rng.random() < 0.3,
+        is_keyed=rng.random() < 0.7,
+    )

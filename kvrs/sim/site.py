@@ -4,14 +4,16 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrs.config import Config
+from kvrs.config.file import Config
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.frames import TrafficClass
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.tags import Tag
+from kvrs.scheduling.checkpoint_backlog import CheckpointBacklog
 from kvrs.scheduling.pace import Pace
-from kvrs.sim.links import Links, Transfer
-from kvrs.sim.process import Clock, Process, Step, require
+from kvrs.scheduling.pages import PageManager
+from kvrs.sim.links import SimLinks, SimTransfer
+from kvrs.sim.process import Clock, SimProcess, Step, require
 from kvrs.transfer.meter import LinkMeter
 
 LATENCY_S = 0.0002  # One way, between any two processes of the cluster.
@@ -21,15 +23,15 @@ LATENCY_S = 0.0002  # One way, between any two processes of the cluster.
 class Site:
     config: Config
     clock: Clock
-    links: Links
+    links: SimLinks
     pace: Pace
     geometry: KvGeometry
     root: Tag
-    holders: dict[InstanceId, "Holder"] = field(default_factory=dict)  # Instances and agents.
+    holders: dict[InstanceId, "SimHolder"] = field(default_factory=dict)  # Instances and agents.
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PageRequest:
     """Pages by tag, and behind them perhaps the partial one of a hand-off."""
 
     tags: tuple[Tag, ...]
@@ -40,17 +42,19 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """The leading run of what was asked for, pinned until `close`. `contents` says what really lies in each page."""
+class OpenedPages:
+    """The leading run of what was asked for, pinned until `close`. `contents` says what really lies
+    in each page.
+    """
 
     contents: list[Tag | None]
     has_tail: bool
     close: Step
 
 
-class Holder(Process):
+class SimHolder(SimProcess):
     @abstractmethod
-    def open(self, asked: Asked) -> Opened: ...
+    def open(self, asked: PageRequest) -> OpenedPages: ...
 
     def end_transfer(self, stream: StreamId, below: tuple[int, int]) -> None:
         """An agent says that the slot of lower attempts has ended."""
@@ -60,16 +64,33 @@ class Holder(Process):
         """Raises AssertionError when anything is left of the streams, which have all ended."""
 
 
+class SimPagePool(SimHolder):
+    """A holder that computes pages, and sends checkpoints of them."""
+
+    pages: PageManager
+    backlog: CheckpointBacklog
+
+    @abstractmethod
+    def look(self) -> None:
+        """Begin whatever can be begun: pages may have become free."""
+
+    @abstractmethod
+    def contents_of(self, pages: list[int]) -> list[Tag | None]:
+        """What really lies in each page."""
+
+
 class Fetch:
-    """One pull. `done` hears how many full pages arrived whole, and whether the partial one did; always, and once."""
+    """One pull. `done` hears how many full pages arrived whole, and whether the partial one did;
+    always, and once.
+    """
 
     def __init__(
         self,
         site: Site,
-        target: Process,
+        target: SimProcess,
         meter: LinkMeter,
-        source: Holder,
-        asked: Asked,
+        source: SimHolder,
+        asked: PageRequest,
         page: Callable[[int], None],
         done: Callable[[int, bool], None],
     ) -> None:
@@ -81,7 +102,7 @@ class Fetch:
         self._asked = asked
         self._page = page
         self._done = done
-        self._opened: Opened | None = None
+        self._opened: OpenedPages | None = None
         self._pages = 0
         self._is_over = False
         source.call(LATENCY_S, self._answer, self._end)
@@ -98,7 +119,7 @@ class Fetch:
             return
         self._meter.begin(self._source.node, self._site.clock.now_s)
         self._site.links.send(
-            Transfer(
+            SimTransfer(
                 self._source,
                 self._target,
                 pages,
@@ -111,15 +132,21 @@ class Fetch:
 
     def _arrived(self, pages: int) -> bool:
         assert self._opened is not None
-        self._meter.add(self._source.node, pages * self._site.geometry.page_bytes, self._site.clock.now_s)
+        self._meter.add(
+            self._source.node, pages * self._site.geometry.page_bytes, self._site.clock.now_s
+        )
         for _ in range(pages):
             if self._source.corrupt_pages:
                 self._source.corrupt_pages -= 1
                 return False
             if self._pages < len(self._opened.contents):
-                # The checksum was right, so what has come is what lay there: it had better be what was asked for.
+                # The checksum was right, so what has come is what lay there: it had better be what
+                # was asked for.
                 asked, got = self._asked.tags[self._pages], self._opened.contents[self._pages]
-                require(got == asked, f"{self._source.id} delivers another page than {self._target.id} asked for")
+                require(
+                    got == asked,
+                    f"{self._source.id} delivers another page than {self._target.id} asked for",
+                )
                 self._page(self._pages)
             self._pages += 1
         return True

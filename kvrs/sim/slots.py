@@ -1,92 +1,120 @@
-"""How a simulated proxy asks the agents of targets for slots: as `kvrs/proxy/slots.py`, with messages that pass each other."""
+"""Messages about slots between a simulated proxy and agents; they may pass each other."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from random import Random
+from typing import assert_never
 
-from kvrs.config import Config
+from kvrs.control.slots import ANSWER_TIMEOUT_S, Denied, Granted, Slots
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import Slot, SlotAsked
+from kvrs.protocol.instance import Slot, SlotAnswer, SlotAsked, SlotUpdate
 from kvrs.sim.agent import SimAgent
-from kvrs.sim.laws import Laws
+from kvrs.sim.invariants import Grants
+from kvrs.sim.process import Step
 from kvrs.sim.site import Site
-from kvrs.sim.streams import Live
-
-PATIENCE_S = 0.25  # As the proxy's.
 
 
-class Slots:
-    def __init__(self, owner: str, site: Site, laws: Laws, rng: Random, is_up: Callable[[InstanceId], bool]) -> None:
-        self._owner = owner
+class SlotMessages:
+    def __init__(
+        self,
+        proxy: str,
+        slots: Slots,
+        site: Site,
+        grants: Grants,
+        rng: Random,
+        after: Callable[[float, Step], None],
+    ) -> None:
+        """`after` does a step later, unless the proxy has died by then."""
+        self._proxy = proxy
+        self._slots = slots
         self._site = site
-        self._laws = laws
+        self._grants = grants
         self._rng = rng
-        self._is_up = is_up
-        self.denials = 0
-        self.unarbitrated = 0
+        self._after = after
+        self._asking: dict[SlotAsked, Callable[[Slot | None], None]] = {}
+        self._wanted: set[SlotAsked] = set()  # Asked for, and not released.
+        self._posting: set[InstanceId] = set()
 
-    def acquire(self, live: Live, granted: Callable[[], None], denied: Callable[[float], None]) -> None:
-        """One of the two is called, unless the attempt is over by then. Whoever cannot be asked stops nobody."""
-        assert live.plan is not None
-        agent = self._agent_of(live.plan.decode)
-        if agent is None or not self._is_up(agent.id):
-            self.unarbitrated += agent is not None
-            granted()
+    def acquire(
+        self, asked: SlotAsked, granted: Callable[[int], None], denied: Callable[[float], None]
+    ) -> None:
+        """One of the two is called."""
+        self._wanted.add(asked)
+        outcome = self._slots.request(asked, self._site.clock.now_s)
+        if not isinstance(outcome, str):
+            self._decide(outcome, granted, denied)
+            self._post()
             return
-        attempt, life = live.attempt, agent.life
-        live.slot = asked = SlotAsked(live.plan.decode, live.id, attempt)
-        is_answered = False
+        agent, is_answered = outcome, False
 
         def answer(slot: Slot | None) -> None:
             nonlocal is_answered
-            if is_answered or live.attempt != attempt or live.broken or live.outcome:
-                return
-            is_answered = True
-            if slot is not None and not slot.token:
-                self.denials += 1
-                live.slot = None
-                denied(slot.wait_s)
-                return
-            self.unarbitrated += slot is None
-            if slot is not None:
-                live.slot_token = slot.token
-                self._laws.slot_granted(asked, life)
-            granted()
+            if not is_answered:
+                is_answered = True
+                decided = self._slots.answered(asked, agent, slot, self._site.clock.now_s)
+                self._decide(decided, granted, denied)
+                self._post()
+
+        self._asking[asked] = answer
+        self._post()
+        self._after(ANSWER_TIMEOUT_S, lambda: answer(None))
+
+    def release(self, asked: SlotAsked) -> None:
+        self._wanted.discard(asked)
+        self._grants.released(asked)
+        self._slots.release(asked.stream, asked.owner_epoch, asked.attempt)
+        self._post()
+
+    def _decide(
+        self,
+        outcome: Granted | Denied,
+        granted: Callable[[int], None],
+        denied: Callable[[float], None],
+    ) -> None:
+        match outcome:
+            case Granted(token=token):
+                granted(token)
+            case Denied(wait_s=wait_s):
+                denied(wait_s)
+            case _:
+                assert_never(outcome)
+
+    def _post(self) -> None:
+        """Send what waits for agents, when all victims of this moment have asked."""
+        for name in self._slots.waiting_agents():
+            if name not in self._posting:
+                self._posting.add(name)
+                self._after(0.0, partial(self._post_to, name))
+
+    def _post_to(self, name: InstanceId) -> None:
+        self._posting.discard(name)
+        self._send(name, self._slots.message(name))
+
+    def _send(self, name: InstanceId, update: SlotUpdate) -> None:
+        agent = self._site.holders[name]
+        assert isinstance(agent, SimAgent)
+        asking = [self._asking.pop(asked, None) for asked in update.acquire]
 
         def ask() -> None:
-            slot = agent.acquire(self._owner, asked)
-            self._site.clock.after(self._delay_s(), lambda: answer(slot))
+            answer, process = agent.update_slots(update), agent.life
+            self._after(self._message_s(), lambda: answered(answer, process))
 
-        agent.call(self._delay_s(), ask, lambda: answer(None))
-        self._site.clock.after(PATIENCE_S, lambda: answer(None))
+        def answered(answer: SlotAnswer, process: int) -> None:
+            self._slots.renewed(update, answer)
+            for asked, callback, slot in zip(update.acquire, asking, answer.acquired, strict=True):
+                if slot.token and asked in self._wanted:
+                    self._grants.granted(self._proxy, asked, process)
+                if callback is not None:
+                    callback(slot)
 
-    def release(self, live: Live) -> None:
-        """It fetches nothing any more. This may come before what it asked for."""
-        if live.slot is None:
-            return
-        asked, live.slot, live.slot_token = live.slot, None, 0
-        self._laws.slot_left(asked)
-        agent = self._agent_of(asked.target)
-        assert agent is not None
-        agent.call(self._delay_s(), lambda: agent.give_back(self._owner, asked))
+        agent.call(self._message_s(), ask)
 
-    def renew(self, streams: Iterable[Live]) -> None:
-        held: dict[InstanceId, list[SlotAsked]] = {}
-        for live in streams:
-            if live.slot is not None:
-                held.setdefault(live.slot.target, []).append(live.slot)
-        for target, renewed in held.items():
-            agent = self._agent_of(target)
-            if agent is not None and self._is_up(agent.id):
-                agent.call(self._delay_s(), partial(agent.renew_slots, self._owner, renewed))
-
-    def _agent_of(self, target: InstanceId) -> SimAgent | None:
-        agent = self._site.holders.get(node_agent(self._site.config, target))
-        return agent if isinstance(agent, SimAgent) else None
-
-    def _delay_s(self) -> float:
+    def _message_s(self) -> float:
+        """Messages about slots may pass each other."""
         return self._rng.uniform(0.0001, 0.005)
 
-
-def node_agent(config: Config, target: InstanceId) -> InstanceId:
-    return next(node.agent_id for node, instance in config.cluster.instances() if instance.id == target)
+    def renew(self) -> None:
+        """Send the renewals that are due, now and from now on."""
+        for name, update in self._slots.renewals(self._site.clock.now_s).items():
+            self._send(name, update)
+        self._after(self._slots.tick_s, self.renew)

@@ -1,26 +1,14 @@
-"""What a simulated proxy keeps of each stream, and the connections on which its attempts are answered."""
+"""A simulated proxy's streams: what their clients ask, and what they have got."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.actions import Plan
-from kvrs.policy.costs import Option
-from kvrs.protocol.instance import SlotAsked
-from kvrs.sim.engine import SimEngine
-from kvrs.sim.process import Step
-
-if TYPE_CHECKING:
-    from kvrs.sim.proxy import SimProxy
-
-
-class At(StrEnum):
-    """Where a stream is; the words are those of `kvrs.replay.faults.phase_of`."""
-
-    NOWHERE = "waiting"
-    PREFILL = "prefill"
-    DECODE = "decode"
+from kvrs.control.live import LiveStream
+from kvrs.control.silence import mean_interval_s
+from kvrs.ids import StreamId
+from kvrs.policy.model.estimates import Option
+from kvrs.policy.model.events import Deadlines, Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,80 +19,86 @@ class Arrival:
     prompt_ids: tuple[int, ...]
     max_tokens: int
     is_text: bool = False  # The proxy has its ids only when prefill has answered.
+    is_keyed: bool = False  # The client can resume it at another proxy.
+    is_poison: bool = False  # Its decode instance ends when it works on it.
 
 
 @dataclass(slots=True, eq=False)
-class Live:
-    """One stream. `output` is the journal, so it is the truth."""
+class SimJournal:
+    """The truth about one stream, as `kvrs.control.live.StreamJournal`."""
 
-    id: StreamId
-    asked: Arrival
+    stream: StreamId
+    arrival: Arrival
     arrived_s: float
-    knows_prompt: bool
-    output: list[int] = field(default_factory=list)
+    prompt_tokens_guess: int
+    prompt_ids: list[int] | None = None
+    output_ids: list[int] = field(default_factory=list)
+    owner_epoch: int = 0
     attempt: int = 0
-    plan: Plan | None = None
-    at: At = At.NOWHERE
-    runs_on: InstanceId | None = None
-    line: "Line | None" = None
-    broken: bool = True  # Its attempt is over for whatever reason, or there was none.
-    resumed: bool = False  # The attempt has brought a token.
-    fetching_since_s: float | None = None  # The attempt holds a slot.
-    slot: SlotAsked | None = None  # What the target's agent may have granted for it.
-    slot_token: int = 0
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    client: str = ""
+    tenant: str = ""
+    kept: tuple[Kept, ...] = ()
+    inexact: tuple[str, ...] = ()
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.arrival.max_tokens
+
+    @property
+    def finished(self) -> bool:
+        return len(self.output_ids) >= self.arrival.max_tokens
+
+    @property
+    def resumable(self) -> bool:
+        return self.arrival.is_keyed and not self.finished
+
+    @property
+    def token_interval_s(self) -> float | None:
+        return mean_interval_s(self.first_token_s, self.last_token_s, len(self.output_ids))
+
+    def append(self, token: int, now_s: float) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        self.output_ids.append(token)
+
+
+class Running(Protocol):
+    """An attempt."""
+
+    def close(self) -> None:
+        """Close its connections and release its slot."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SimStream(LiveStream):
+    journal: SimJournal
+    run: Running | None = None  # The attempt that may write to it.
     outcome: str = ""
-    heard_s: float = 0.0
-    usual_s: float | None = None  # Between two tokens of an attempt, on average.
-    prefilled_at: InstanceId | None = None  # Who keeps its prompt's pages under a lease.
-    leased: dict[InstanceId, None] = field(default_factory=dict)
-    copies: dict[InstanceId, int] = field(default_factory=dict)  # Pages that each of its agents has, as last reported.
     failed_at_s: float | None = None  # Since when the client has been waiting for another attempt.
     option: Option = Option.START
     recoveries: int = 0
 
     @property
-    def history_ids(self) -> list[int]:
-        return [*self.asked.prompt_ids, *self.output]
+    def arrival(self) -> Arrival:
+        return self.journal.arrival
 
     @property
-    def history_tokens(self) -> int:
-        return len(self.asked.prompt_ids) + len(self.output)
+    def output(self) -> Sequence[int]:
+        return self.journal.output_ids
+
+    @property
+    def history_ids(self) -> list[int]:
+        return [*self.arrival.prompt_ids, *self.journal.output_ids]
+
+    @property
+    def true_history_tokens(self) -> int:
+        """Also while the proxy does not know the prompt's ids."""
+        return len(self.arrival.prompt_ids) + len(self.journal.output_ids)
 
     @property
     def recovers(self) -> bool:
         return self.failed_at_s is not None
-
-
-class Line:
-    """The connection of one attempt's call. What the engine says on it arrives later, and in order."""
-
-    def __init__(self, proxy: "SimProxy", live: Live, engine: SimEngine, delay_s: float) -> None:
-        self._proxy = proxy
-        self._live = live
-        self._engine = engine
-        self._attempt = live.attempt
-        self._delay_s = delay_s
-        self._is_open = True
-
-    def prefilled(self, history_tokens: int) -> None:
-        self._later(lambda: self._proxy.prefilled(self._live, self._attempt, self._engine.id, history_tokens))
-
-    def token(self, position: int, token: int, *, is_last: bool) -> None:
-        # Also when the proxy has closed it: the engine does not know yet, and what it sends must not count.
-        step = self._proxy.token
-        self._later(lambda: step(self._live, self._attempt, self._engine.id, position, token, is_last=is_last))
-
-    def broke(self, cause: str) -> None:
-        self._later(lambda: self._proxy.broke(self._live, self._attempt, self._engine.id, cause))
-
-    def close(self) -> None:
-        """The engine hears of it a moment later, or when it wakes."""
-        if self._is_open:
-            self._is_open = False
-            engine, live, attempt, proxy = self._engine, self._live, self._attempt, self._proxy
-            engine.call(self._delay_s, lambda: engine.abort(live.id, attempt))
-            if (late_s := proxy.late_news_s()) is not None:
-                proxy.clock.after(late_s, lambda: proxy.broke(live, attempt, engine.id, "closed"))
-
-    def _later(self, step: Step) -> None:
-        self._proxy.clock.after(self._delay_s, step)

@@ -1,146 +1,140 @@
-"""How a simulated proxy hears of processes: late, each at its own moments, and of deaths mostly by silence or a reset."""
+"""A simulated proxy's watches of processes: reports come late, each at its own moments, and a death
+is noticed mostly by silence or a reset.
+"""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.sim.agent import Holdings, SimAgent
+from kvrs.control.checkpoints import CheckpointHolds
+from kvrs.control.core import Control
+from kvrs.control.fleet import KnownAgent, KnownInstance
+from kvrs.control.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, SilenceTimer, WatchLimits
+from kvrs.protocol.instance import AgentReport, LoadReport
+from kvrs.sim.agent import Changes, SimAgent
 from kvrs.sim.engine import SimEngine
-from kvrs.sim.process import Clock
-
-FIRST_PAUSE_S = 0.05  # As the proxy's: between two tries to reach somebody, doubling.
-LONGEST_PAUSE_S = 1.0
+from kvrs.sim.process import Clock, Step, require
+from kvrs.sim.streams import SimStream
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One line of an instance's report."""
+class ReportLine:
+    """How reports reach a proxy. Later messages never pass earlier ones."""
 
-    epoch: int
-    queue_delay_s: float
-    queued: int
-    links: dict[NodeId, float]
-
-
-class Listener(Protocol):
-    """The proxy behind a watch."""
-
-    def is_up(self, watch: "Watch", epoch: int) -> None: ...
-
-    def is_lost(self, watch: "Watch", cause: str) -> None: ...
-
-    def heard(self, watch: "Watch", report: Load | Holdings) -> None: ...
-
-    def former_attempts(self, name: InstanceId) -> dict[StreamId, int]: ...
+    clock: Clock
+    limits: WatchLimits
+    interval_s: float
+    delay_s: Callable[[], float]  # How late a message is.
+    lost: Callable[["Watch", int], None]  # Gets the epoch of a process that was lost.
 
 
-class Watch:
-    """One proxy's connection to one process. `delay_s` says how late a message is; later ones never pass earlier ones."""
+class Watch(ABC):
+    """One proxy's connection to one process."""
 
-    def __init__(
-        self, process: SimEngine | SimAgent, listener: Listener, clock: Clock, interval_s: float, delay_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, process: SimEngine | SimAgent, line: ReportLine) -> None:
         self.process = process
         self.epoch: int | None = None  # None: it is down, as far as is known.
-        self.reported_s = 0.0
-        self.queue_delay_s = 0.0
-        self.queued = 0
         self.drop = 0  # So many of the next reports are lost.
-        self._listener = listener
-        self._clock = clock
-        self._interval_s = interval_s
-        self._silence_s = max(2.0, 8 * interval_s)
-        self._delay_s = delay_s
+        self._line = line
+        self._clock = line.clock
+        self._silence = SilenceTimer(line.clock.now_s)
+        self._gossiped_epoch = -1  # The latest of the process whose death gossip has reported.
         self._arrival_s = 0.0
         self._session = 0  # Reports of those before this one are ignored.
-        self._lost_life = 0
         self._pause_s = FIRST_PAUSE_S
+
+    @abstractmethod
+    def _meet(self, session: int) -> None:
+        """At the process: let it report."""
+
+    @abstractmethod
+    def _lose(self, cause: str) -> None: ...
 
     def begin(self) -> None:
         self._session += 1
         session = self._session
-        self.process.call(self._delay_s(), lambda: self._meet(session), lambda: self._refused(session))
+        self.process.call(
+            self._line.delay_s(), lambda: self._meet(session), lambda: self._refused(session)
+        )
+
+    def end(self) -> None:
+        """The proxy has died."""
+        self._session += 1
 
     def reset(self) -> None:
         """The process has died, and its kernel closes the connection."""
         session = self._session
-        self._later(lambda: self._lose(session, "reset"))
+        self._later(lambda: self._end(session, "reset"))
 
-    def suspect(self) -> None:
-        """A stream there was silent for too long; of a process that reports nothing either the silence is taken for its end."""
-        if self._clock.now_s - self.reported_s >= max(1.0, 4 * self._interval_s):
-            self._lose(self._session, "silent")
+    def expire(self) -> None:
+        """Take the silence of the process for its end."""
+        self._end(self._session, "silent")
 
-    def _later(self, step: Callable[[], None]) -> None:
+    def gossiped_dead(self, epoch: int) -> None:
+        """Gossip reports the death of the process, in this epoch: check at once for an overdue
+        report.
+        """
+        self._gossiped_epoch = max(self._gossiped_epoch, epoch)
+        if self.epoch is not None:
+            self._look(self._session)
+
+    def gossip_withdrawn(self) -> None:
+        self._gossiped_epoch = -1
+
+    def _later(self, step: Step) -> None:
         """What the process has sent arrives in the order in which it was sent."""
-        self._arrival_s = max(self._arrival_s, self._clock.now_s + self._delay_s())
+        self._arrival_s = max(self._arrival_s, self._clock.now_s + self._line.delay_s())
         self._clock.after(self._arrival_s - self._clock.now_s, step)
 
-    def _meet(self, session: int) -> None:
-        process = self.process
-        if isinstance(process, SimEngine) and process.life == self._lost_life:
-            process.fence_all(self._listener.former_attempts(process.id))
-        life, epoch = process.life, process.epoch
-        self._later(lambda: self._met(session, life, epoch))
-        changes = process.watch() if isinstance(process, SimAgent) else None
-
-        def report() -> None:
-            if self._session != session:
-                return
-            line: Load | Holdings
-            if isinstance(process, SimAgent):
-                assert changes is not None
-                line = process.report(changes)
-            else:
-                rates = process.meter.estimates()
-                line = Load(process.epoch, process.queue_delay_s(), process.scheduler.waiting, rates)
-            if self.drop:
-                self.drop -= 1
-            else:
-                self._later(lambda: self._heard(session, line))
-            process.later(self._interval_s, report)
-
-        report()
-
-    def _met(self, session: int, life: int, epoch: int) -> None:
-        if session != self._session:
+    def _report(self, session: int, make: Callable[[], Step]) -> None:
+        """At the process: send a report, and the next one an interval later."""
+        if self._session != session:
             return
+        heard = make()
+        if self.drop:
+            self.drop -= 1
+        else:
+            self._later(lambda: heard() if session == self._session else None)
+        self.process.later(self._line.interval_s, lambda: self._report(session, make))
+
+    def _met(self, session: int, epoch: int) -> bool:
+        """Whether the answer is of this session; then the process is watched from now on."""
+        if session != self._session:
+            return False
         self._pause_s = FIRST_PAUSE_S
-        self._lost_life = life  # If it is lost from now on, it is this one.
-        self.epoch, self.reported_s = epoch, self._clock.now_s
-        self._listener.is_up(self, epoch)
-        self._clock.after(self._silence_s, lambda: self._look(session))
-
-    def _heard(self, session: int, report: Load | Holdings) -> None:
-        if session != self._session:
-            return
-        if report.epoch != self.epoch:
-            # Fenced by another proxy, or restarted: met again, as who it is now. It need not be fenced by us.
-            self._lost_life = 0
-            self.begin()
-            return
-        self.reported_s = self._clock.now_s
-        if isinstance(report, Load):
-            self.queue_delay_s, self.queued = report.queue_delay_s, report.queued
-        self._listener.heard(self, report)
+        self.epoch = epoch
+        self._silence = SilenceTimer(self._clock.now_s)
+        self._look(session)
+        return True
 
     def _look(self, session: int) -> None:
         if session != self._session:
             return
-        left_s = self.reported_s + self._silence_s - self._clock.now_s
-        if left_s <= 1e-9:
-            self._lose(session, "silent")
+        now_s = self._clock.now_s
+        is_dead = self.epoch is not None and self._gossiped_epoch >= self.epoch
+        limit_s = self._line.limits.silence_s(is_gossiped_dead=is_dead)
+        next_s = self._silence.look(now_s, limit_s, lambda: False)
+        if next_s is None:
+            overdue_s = self._line.limits.overdue_s
+            require(
+                now_s - self._silence.heard_s >= overdue_s - 1e-9,
+                f"{self.process.id} reports, and was lost by its silence",
+            )
+            self._end(session, "silent")
         else:
-            self._clock.after(left_s, lambda: self._look(session))
+            self._clock.after(next_s - now_s, lambda: self._look(session))
 
-    def _lose(self, session: int, cause: str) -> None:
+    def _heard(self) -> None:
+        self._silence.heard_s = self._clock.now_s
+
+    def _end(self, session: int, cause: str) -> None:
         if session != self._session:
             return
-        was_up, self.epoch = self.epoch is not None, None
+        epoch, self.epoch = self.epoch, None
         self._session += 1
-        if was_up:
-            self._listener.is_lost(self, cause)
+        if epoch is not None:
+            self._lose(cause)
+            self._line.lost(self, epoch)
         self._retry()
 
     def _retry(self) -> None:
@@ -151,29 +145,86 @@ class Watch:
         if session != self._session:
             return
         if self.epoch is not None:
-            self._lose(session, "refused")
+            self._end(session, "refused")
             return
         self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
         self._retry()
 
 
-class Leases:
-    """Which processes keep something for which streams of one proxy; renewed and released in batches."""
+class InstanceWatch(Watch):
+    def __init__(
+        self,
+        engine: SimEngine,
+        known: KnownInstance,
+        control: Control[SimStream],
+        line: ReportLine,
+    ) -> None:
+        super().__init__(engine, line)
+        self._engine = engine
+        self._known = known
+        self._control = control
 
-    def __init__(self) -> None:
-        self.held: dict[InstanceId, dict[StreamId, None]] = {}
-        self.ended: dict[InstanceId, dict[StreamId, None]] = {}
+    def _meet(self, session: int) -> None:
+        if self._known.must_be_fenced(self._engine.info()):
+            self._engine.fence_all(self._control.fences.numbers(self._known.id))
+        info = self._engine.info()
 
-    def hold(self, name: InstanceId, stream: StreamId) -> None:
-        self.held.setdefault(name, {})[stream] = None
+        def met() -> None:
+            if self._met(session, info.epoch):
+                self._control.instance_up(self._known, info, self._clock.now_s)
 
-    def release(self, name: InstanceId, stream: StreamId) -> None:
-        self.held.get(name, {}).pop(stream, None)
-        self.ended.setdefault(name, {})[stream] = None
+        def make() -> Step:
+            report = self._engine.load()
+            return lambda: self._load(report)
 
-    def drop(self, name: InstanceId, stream: StreamId) -> None:
-        self.held.get(name, {}).pop(stream, None)
+        self._later(met)
+        self._report(session, make)
 
-    def forget(self, name: InstanceId) -> None:
-        self.held.pop(name, None)
-        self.ended.pop(name, None)
+    def _load(self, report: LoadReport) -> None:
+        if report.epoch != self.epoch:
+            # Restarted, or fenced by another proxy: met again, as what it is now.
+            self.begin()
+            return
+        self._heard()
+        self._control.load_reported(self._known, report, self._clock.now_s)
+
+    def _lose(self, cause: str) -> None:
+        self._control.instance_lost(self._known, cause, self._clock.now_s)
+
+
+class AgentWatch(Watch):
+    def __init__(
+        self,
+        agent: SimAgent,
+        known: KnownAgent,
+        checkpoints: CheckpointHolds,
+        line: ReportLine,
+    ) -> None:
+        super().__init__(agent, line)
+        self._agent = agent
+        self._known = known
+        self._checkpoints = checkpoints
+
+    def _meet(self, session: int) -> None:
+        info, changes = self._agent.info(), self._agent.watch()
+
+        def met() -> None:
+            if self._met(session, info.epoch):
+                self._checkpoints.up(self._known, info, self._clock.now_s)
+
+        self._later(met)
+        self._report(session, lambda: self._holdings(changes))
+
+    def _holdings(self, changes: Changes) -> Step:
+        report = self._agent.report(changes)
+        return lambda: self._reported(report)
+
+    def _reported(self, report: AgentReport) -> None:
+        if report.epoch != self.epoch:
+            self._end(self._session, f"reports epoch {report.epoch}")
+            return
+        self._heard()
+        self._checkpoints.reported(self._known, report, self._clock.now_s)
+
+    def _lose(self, cause: str) -> None:
+        self._checkpoints.lost(self._known, cause, self._clock.now_s)

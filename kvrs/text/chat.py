@@ -1,30 +1,35 @@
 """From output ids to the parts of a chat message: content, reasoning and tool calls.
 
-A deterministic function of the ids fed, like `OutputText` below it: an engine that takes over feeds the history and goes on.
+A deterministic function of the ids fed, like `OutputText` below it: an engine that takes over feeds
+the history and goes on.
 
-Reasoning stands between `<think>` and `</think>`; a template may have opened it already. Tool calls are written as Hermes and
-Qwen models do: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`. What only looks like a call stays content.
+Reasoning stands between `<think>` and `</think>`; a template may have opened it already. Tool calls
+are written as Hermes and Qwen models do: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`.
+What only looks like a call stays content.
 """
 
 import json
 from collections.abc import Sequence
 from enum import Enum, auto
 from hashlib import blake2b
+from typing import assert_never
 
 from tokenizers import Tokenizer
 
 from kvrs.ids import StreamId
-from kvrs.text.output import OutputText, TextDelta, ToolCall, possible_beginning
+from kvrs.text.output import OutputText, ParsedToolCall, TextDelta, possible_beginning
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 _OPENING_TOKENS = 16  # More than any tokenizer needs for `<think>` and the white space after it.
-_HELD_BLANKS = 64  # More white space than this is held back for nobody.
+_HELD_BLANKS = 64  # At most this much white space is held back.
 
 
 class ChatOutput:
-    """Detokeniser, stop-string watch and splitter of one chat stream. Stop strings count in the raw text, markers and all."""
+    """Detokeniser, stop-string watch and splitter of one chat stream. Stop strings count in the raw
+    text, markers and all.
+    """
 
     def __init__(
         self,
@@ -36,10 +41,15 @@ class ChatOutput:
         tools: bool,
         parallel_tool_calls: bool = True,
     ) -> None:
-        self._output = OutputText(tokenizer, stop_strings, visible=(THINK, THINK_END, CALL, CALL_END))
+        self._output = OutputText(
+            tokenizer, stop_strings, visible=(THINK, THINK_END, CALL, CALL_END)
+        )
         opening = tokenizer.decode(list(prompt_ids[-_OPENING_TOKENS:]), skip_special_tokens=False)
         self._splitter = ChatSplitter(
-            stream, reasoning=opening.rstrip().endswith(THINK), tools=tools, parallel_tool_calls=parallel_tool_calls
+            stream,
+            reasoning=opening.rstrip().endswith(THINK),
+            tools=tools,
+            parallel_tool_calls=parallel_tool_calls,
         )
 
     @property
@@ -49,7 +59,9 @@ class ChatOutput:
 
     @property
     def called(self) -> bool:
-        """Whether the message has tool calls, so that its finish reason is `tool_calls` rather than `stop`."""
+        """Whether the message has tool calls, so that its finish reason is `tool_calls` rather than
+        `stop`.
+        """
         return self._splitter.calls > 0
 
     def feed(self, token_id: int) -> TextDelta:
@@ -75,14 +87,17 @@ class _Mode(Enum):
 class ChatSplitter:
     """Splits a text, however it arrives in pieces."""
 
-    def __init__(self, stream: StreamId, *, reasoning: bool, tools: bool, parallel_tool_calls: bool = True) -> None:
+    def __init__(
+        self, stream: StreamId, *, reasoning: bool, tools: bool, parallel_tool_calls: bool = True
+    ) -> None:
         self._stream = stream
         self._tools = tools
         self._parallel = parallel_tool_calls
         self._mode = _Mode.REASONING if reasoning else _Mode.OPENING
         self._held = ""  # Not decided yet.
         self._searched = 0  # So far no end of a call begins in `_held`.
-        self._blank = True  # Whether the content since the last marker is white space, which stays in `_held`.
+        # Whether the content since the last marker is white space, which stays in `_held`.
+        self._blank = True
         self._delta = TextDelta("")
         self.calls = 0
 
@@ -104,6 +119,8 @@ class ChatSplitter:
                 rest = self._take(len(self._held))
                 if not (self.calls and rest.isspace()):
                     self._add(text=rest)
+            case _:
+                assert_never(self._mode)
         return self._taken()
 
     def _advance(self) -> bool:
@@ -117,6 +134,8 @@ class ChatSplitter:
                 return self._say()
             case _Mode.CALL:
                 return self._complete_call()
+            case _:
+                assert_never(self._mode)
 
     def _open(self) -> bool:
         text = self._held.lstrip()
@@ -133,7 +152,9 @@ class ChatSplitter:
     def _reason(self) -> bool:
         at = self._held.find(THINK_END)
         if at < 0:
-            self._add(reasoning=self._take(len(self._held) - possible_beginning(self._held, [THINK_END])))
+            self._add(
+                reasoning=self._take(len(self._held) - possible_beginning(self._held, [THINK_END]))
+            )
             return False
         self._add(reasoning=self._take(at))
         self._take(len(THINK_END))
@@ -176,15 +197,19 @@ class ChatSplitter:
         if self.calls and not self._parallel:
             return
         name, arguments = found
-        self._add(call=ToolCall(self.calls, _call_id(self._stream, self.calls), name, arguments))
+        self._add(
+            call=ParsedToolCall(self.calls, _call_id(self._stream, self.calls), name, arguments)
+        )
         self.calls += 1
 
     def _take(self, size: int) -> str:
         taken, self._held = self._held[:size], self._held[size:]
         return taken
 
-    def _add(self, text: str = "", reasoning: str = "", call: ToolCall | None = None) -> None:
-        self._delta = self._delta.then(TextDelta(text, None, reasoning, () if call is None else (call,)))
+    def _add(self, text: str = "", reasoning: str = "", call: ParsedToolCall | None = None) -> None:
+        self._delta = self._delta.then(
+            TextDelta(text, None, reasoning, () if call is None else (call,))
+        )
 
     def _taken(self) -> TextDelta:
         delta, self._delta = self._delta, TextDelta("")
@@ -210,4 +235,7 @@ def _function(body: str) -> tuple[str, str] | None:
 
 def _call_id(stream: StreamId, index: int) -> str:
     """The same after a recovery, and as unguessable as the stream's own id."""
-    return "call_" + blake2b(f"{stream}:{index}".encode(), digest_size=12, person=b"kvrs-call").hexdigest()
+    return (
+        "call_"
+        + blake2b(f"{stream}:{index}".encode(), digest_size=12, person=b"kvrs-call").hexdigest()
+    )

@@ -1,7 +1,8 @@
 """From output ids to the text that a client sees, one token at a time.
 
-A deterministic function of the ids fed: another engine that is fed the history of a stream and throws the text away continues it
-exactly where the first one stopped, in the middle of a character or of a possible stop string too.
+A deterministic function of the ids fed: another engine that is fed the history of a stream and
+throws the text away continues it exactly where the first one stopped, in the middle of a character
+or of a possible stop string too.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +19,7 @@ _CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ParsedToolCall:
     """One call of a function that the model wrote. `index` counts the calls of a stream from 0."""
 
     index: int
@@ -29,12 +30,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What some output ids add to what the client sees. Only a chat has more than `text`, which is its content."""
+    """What some output ids add to what the client sees. Only a chat has more than `text`, which is
+    its content.
+    """
 
     text: str
     stopped: str | None = None  # The stop string that ended the text, itself not in it.
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ParsedToolCall, ...] = ()
 
     def then(self, later: "TextDelta") -> "TextDelta":
         """Both in one."""
@@ -52,13 +55,21 @@ class OutputText:
     Special tokens have no text, except those of which `visible` names the content.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), *, visible: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        *,
+        visible: Collection[str] = (),
+    ) -> None:
         self._characters = _Characters(tokenizer, visible)
-        self._stops = _StopStrings(stop_strings)
+        self._stops = StopStrings(stop_strings)
 
     @property
     def characters(self) -> int:
-        """How many characters the ids fed so far have completed, those included that are held back for a stop string."""
+        """How many characters the ids fed so far have completed, those included that are held back
+        for a stop string.
+        """
         return self._characters.emitted
 
     def feed(self, token_id: int) -> TextDelta:
@@ -88,13 +99,18 @@ def load_tokenizer(model_directory: Path) -> Tokenizer:
 class _Characters:
     """Whole characters out of tokens that may end in the middle of one.
 
-    `_window` holds the tokens since the last two cuts. Its first `_emitted` tokens have been emitted already; they stay because a
-    decoder may treat the first token of a text differently (a leading space).
+    `_window` holds the tokens since the last two cuts. Its first `_emitted` tokens have been
+    emitted already; they stay because a decoder may treat the first token of a text differently (a
+    leading space).
     """
 
     def __init__(self, tokenizer: Tokenizer, visible: Collection[str]) -> None:
         self._tokenizer = tokenizer
-        special = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        special = {
+            token: added.content
+            for token, added in tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        }
         self._visible = {token: content for token, content in special.items() if content in visible}
         self._silent = special.keys() - self._visible.keys()
         self._window: list[int] = []
@@ -131,9 +147,11 @@ class _Characters:
         return delta
 
     def _cut_inside(self, text: str) -> str:
-        """Keep the window short when broken bytes follow each other without end, by emitting its older part.
+        """Keep the window short when broken bytes follow each other without end, by emitting its
+        older part.
 
-        A cut is right when its sides decode to the same as the whole: with enough bytes behind it no character can still span it.
+        A cut is right when its sides decode to the same as the whole: with enough bytes behind it
+        no character can still span it.
         """
         if len(self._window) - self._emitted < _WINDOW_TOKENS:
             return ""
@@ -149,8 +167,10 @@ class _Characters:
         return self._tokenizer.decode(token_ids)
 
 
-class _StopStrings:
-    """Cuts a text at the first stop string that completes in it, however the text arrives in pieces."""
+class StopStrings:
+    """Cuts a text at the first stop string that completes in it, however the text arrives in
+    pieces.
+    """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         assert all(stop_strings), "an empty stop string is refused on arrival"
@@ -176,8 +196,14 @@ class _StopStrings:
         return rest
 
     def _first_complete(self, text: str) -> str | None:
-        """The stop string whose end comes first; of those that end together the longest, since it began first."""
-        found = [(start + len(stop), -len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        """The stop string whose end comes first; of those that end together the longest, since it
+        began first.
+        """
+        found = [
+            (start + len(stop), -len(stop), stop)
+            for stop in self._stops
+            if (start := text.find(stop)) >= 0
+        ]
         return min(found)[2] if found else None
 
 

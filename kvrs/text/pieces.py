@@ -8,12 +8,16 @@ _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenPieces:
-    """Looks tokens up in one vocabulary. A token that ends inside of a character has no text of its own, but bytes."""
+    """Looks tokens up in one vocabulary. A token that ends inside of a character has no text of its
+    own, but bytes.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
-        # The library tells the parts of a decoder only in its saved form.
+        self._added = {
+            token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()
+        }
+        # The library exposes the parts of a decoder only in its saved form.
         decoder = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         self._bytes_of_symbol = _byte_symbols() if b'"ByteLevel"' in decoder else {}
         self._known: dict[int, bytes] = {}
@@ -43,7 +47,11 @@ class TokenPieces:
 
 
 def _byte_symbols() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the others from code point 256 on."""
+    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the others from code
+    point 256 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + index): value for index, value in enumerate(others)}
+    return {chr(value): value for value in printable} | {
+        chr(256 + index): value for index, value in enumerate(others)
+    }

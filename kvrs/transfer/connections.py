@@ -1,4 +1,4 @@
-"""Connections to the page ports of peers, used again where that is safe."""
+"""Connections to the page ports of peers, kept for further questions where that is safe."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
-from kvrs.protocol.frames import ANSWER_BYTES, Answer, FrameType, decode_answer
+from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.transfer.handshake import introduce
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream, StalledError, page_socket
@@ -16,45 +16,53 @@ _MAX_IDLE_PER_PEER = 4
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
-    """Speaks for one epoch of either end: a server whose epoch has risen closes it."""
+class PageConnection:
+    """One connection, between one epoch of either end: a server whose epoch has risen closes it."""
 
     stream: SocketStream
     peer: Peer
     own: Identity
     server: Identity
     request_id: int = 0  # Of the question that is being answered.
+    mac: bytes = b""  # Of its first answer.
 
-    async def ask(self, question: "Question", *expected: FrameType) -> Answer:
-        """Send a question under a new request id; returns the start of the answer."""
+    async def ask(self, question: "Question", *expected: FrameType) -> AnswerHeader:
+        """Send a question under a new request id; returns the start of the answer, whose mac is
+        still to be checked.
+        """
         self.request_id = (self.request_id + 1) & 0xFFFFFFFF
         await question(self)
-        prologue = memoryview(bytearray(ANSWER_BYTES))
-        await self.stream.receive_into(prologue)
-        return decode_answer(prologue, *expected)
+        answer, self.mac = await self.stream.receive_answer(*expected)
+        return answer
 
 
-Question = Callable[[Connection], Awaitable[None]]  # Sends itself over the connection; perhaps twice, over two of them.
+# Sends a question over a connection; may be called twice, with two connections.
+Question = Callable[[PageConnection], Awaitable[None]]
 
 
 class ConnectionPool:
-    """A connection is kept only after a whole answer: after anything else, what comes next on it is anybody's guess."""
+    """Connections to all peers. One is kept only after a whole answer: after anything else, the
+    next bytes on it are unknown.
+    """
 
-    def __init__(self, identity: Callable[[], Identity], key: bytes, stall_timeout_s: float) -> None:
+    def __init__(
+        self, identity: Callable[[], Identity], key: bytes, stall_timeout_s: float
+    ) -> None:
         self._identity = identity
         self._key = key
         self._stall_timeout_s = stall_timeout_s
-        self._idle: dict[InstanceId, list[Connection]] = {}
+        self._idle: dict[InstanceId, list[PageConnection]] = {}
         self._streams: set[SocketStream] = set()
         self._closed = False
 
     async def ask(
         self, peer: Peer, expected_epoch: int | None, question: Question, *expected: FrameType
-    ) -> tuple[Connection, Answer]:
-        """Put a question to `peer`; the caller receives the rest of the answer in `using(connection)`.
+    ) -> tuple[PageConnection, AnswerHeader]:
+        """Put a question to `peer`; the caller receives the rest of the answer in
+        `using(connection)`.
 
-        Raises:
-            TransferError: the peer cannot be reached, refuses, is of another epoch, or answers out of turn.
+        Raises: TransferError: the peer cannot be reached, refuses, is of another epoch, or answers
+            out of turn.
         """
         if (idle := self._take_idle(peer, expected_epoch)) is not None:
             try:
@@ -62,19 +70,23 @@ class ConnectionPool:
             except StalledError:
                 raise
             except TransferError:
-                # It may have been closed while it was idle; only a new connection can tell how the peer is.
+                # It may have been closed while it was idle; only a failure of a new connection is
+                # one of the peer.
                 pass
         connection = await self._connect(peer)
         if expected_epoch is not None and connection.server.epoch != expected_epoch:
             self._discard(connection.stream)
             raise TransferError(
-                f"{peer.instance!r} is in epoch {connection.server.epoch}, pages of epoch {expected_epoch} are wanted"
+                f"{peer.instance!r} is in epoch {connection.server.epoch}, pages of "
+                f"epoch {expected_epoch} are wanted"
             )
         return connection, await self._ask(connection, question, *expected)
 
     @contextmanager
-    def using(self, connection: Connection) -> Iterator[None]:
-        """Keep the connection after a clean end; close it after any other, cancellation included."""
+    def using(self, connection: PageConnection) -> Iterator[None]:
+        """Keep the connection after a clean end; close it after any other, cancellation
+        included.
+        """
         try:
             yield
         except BaseException:
@@ -95,14 +107,16 @@ class ConnectionPool:
         for stream in self._streams:
             stream.shut()
 
-    async def _ask(self, connection: Connection, question: Question, *expected: FrameType) -> Answer:
+    async def _ask(
+        self, connection: PageConnection, question: Question, *expected: FrameType
+    ) -> AnswerHeader:
         try:
             return await connection.ask(question, *expected)
         except BaseException:
             self._discard(connection.stream)
             raise
 
-    def _take_idle(self, peer: Peer, expected_epoch: int | None) -> Connection | None:
+    def _take_idle(self, peer: Peer, expected_epoch: int | None) -> PageConnection | None:
         own = self._identity()
         idle = self._idle.get(peer.instance, [])
         while idle:
@@ -113,14 +127,16 @@ class ConnectionPool:
             self._discard(connection.stream)
         return None
 
-    async def _connect(self, peer: Peer) -> Connection:
+    async def _connect(self, peer: Peer) -> PageConnection:
         if self._closed:
             raise TransferError("this end is closed")
         own = self._identity()
         try:
             sock = page_socket(peer.host)
         except OSError as error:  # No descriptor is left.
-            raise TransferError(f"cannot connect to {peer.instance!r}: {error.strerror or error}") from None
+            raise TransferError(
+                f"cannot connect to {peer.instance!r}: {error.strerror or error}"
+            ) from None
         stream = SocketStream(sock, self._stall_timeout_s)
         self._streams.add(stream)
         try:
@@ -129,14 +145,18 @@ class ConnectionPool:
                 server = await introduce(stream, self._key, own, peer)
         except TimeoutError:
             self._discard(stream)
-            raise StalledError(f"no hand-shake with {peer.instance!r} within {self._stall_timeout_s} s") from None
+            raise StalledError(
+                f"no hand-shake with {peer.instance!r} within {self._stall_timeout_s} s"
+            ) from None
         except OSError as error:
             self._discard(stream)
-            raise TransferError(f"cannot connect to {peer.instance!r}: {error.strerror or error}") from None
+            raise TransferError(
+                f"cannot connect to {peer.instance!r}: {error.strerror or error}"
+            ) from None
         except BaseException:
             self._discard(stream)
             raise
-        return Connection(stream, peer, own, server)
+        return PageConnection(stream, peer, own, server)
 
     def _discard(self, stream: SocketStream) -> None:
         self._streams.discard(stream)

@@ -1,4 +1,6 @@
-"""`POST /kvrs/v1/faults`: what an experiment may do to the pages that a process sends. Off unless the file allows it."""
+"""`POST /kvrs/v1/faults`: faults that an experiment injects into the pages that a process sends.
+Off unless the configuration allows it.
+"""
 
 import asyncio
 import logging
@@ -9,15 +11,15 @@ import msgspec
 from aiohttp import web
 
 from kvrs.errors import RequestError
+from kvrs.faults.orders import FaultRequest, LinkFault, NoFault, PageFault
 from kvrs.ids import NodeId
-from kvrs.protocol.faults import FaultRequest, LinkFault, NoFault, PageFault
-from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.send_faults import SendingFaults
 
 log = logging.getLogger(__name__)
 
 
 def add_fault_route(app: web.Application, faults: SendingFaults, nodes: Collection[NodeId]) -> None:
-    """Make an application obey fault requests; `nodes` are all of the cluster."""
+    """Add the route to an application; `nodes` are all of the cluster."""
 
     async def handle(request: web.Request) -> web.Response:
         try:
@@ -27,15 +29,22 @@ def add_fault_route(app: web.Application, faults: SendingFaults, nodes: Collecti
         match fault:
             case LinkFault():
                 if fault.node_id not in nodes:
-                    raise RequestError(f"node: got {fault.node!r}; allowed: {', '.join(sorted(nodes))}", param="node")
-                faults.hold(fault.node_id, fault.bytes_per_s, asyncio.get_running_loop().time() + fault.for_s)
+                    raise RequestError(
+                        f"node: got {fault.node!r}; allowed: {', '.join(sorted(nodes))}",
+                        param="node",
+                    )
+                faults.hold(
+                    fault.node_id,
+                    fault.bytes_per_s,
+                    asyncio.get_running_loop().time() + fault.for_s,
+                )
             case PageFault():
                 faults.corrupt(fault.pages)
             case NoFault():
                 faults.clear()
             case _:
                 assert_never(fault)
-        log.warning("fault on purpose: %s", fault)
+        log.warning("fault injected: %s", fault)
         return web.Response(body=b"{}", content_type="application/json")
 
     app.router.add_post("/kvrs/v1/faults", handle)

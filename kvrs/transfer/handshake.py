@@ -1,8 +1,10 @@
-"""Both ends prove that they know the cluster's secret, and agree that their pages are alike.
+"""The hand-shake: both ends prove that they have the cluster's secret, and compare their pages.
 
-Each proof is an HMAC-SHA256 over both nonces, both identities and the fingerprint, under a key that serves nothing else;
-the two differ in a label, so neither can be played back as the other. The client names the server that it means, so a
-server cannot pass on its proof to another one. A peer is told why it is refused only after it has proved the secret.
+Each proof is an HMAC-SHA256 over both nonces, both identities and the fingerprint, under a key that
+serves nothing else; the two differ in a label, so neither can be replayed as the other. The client
+names the server that it addresses, so a server cannot pass on its proof to another one. A client
+gets the reason of a refusal only after it has proved the secret. A third HMAC is the secret of the
+session, whose macs guard what follows.
 """
 
 import hmac
@@ -12,14 +14,18 @@ from hashlib import sha256
 
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
-from kvrs.protocol.frames import FrameType, Hello, Identity, Welcome
+from kvrs.protocol.frames import FrameType
+from kvrs.protocol.page_messages import ClientHello, Identity, ServerWelcome
 from kvrs.protocol.secrets import MIN_SECRET_BYTES, derive
+from kvrs.protocol.session import Session
 from kvrs.transfer.peers import Peer
 from kvrs.transfer.stream import SocketStream
 
 
 def page_key(secret: bytes) -> bytes:
-    assert len(secret) >= MIN_SECRET_BYTES, f"a secret of {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed"
+    assert len(secret) >= MIN_SECRET_BYTES, (
+        f"a secret of {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed"
+    )
     return derive(secret, b"kvrs-pages")
 
 
@@ -30,16 +36,25 @@ async def admit(
     adopt: Callable[[Identity], None] = lambda client: None,
     older: Sequence[bytes] = (),
 ) -> tuple[Identity, Identity]:
-    """The server's part: who we said that we are, and who the client is. A client that is refused is told why, if it may know.
-    One that knows an `older` key is answered with that.
+    """The server's part. A client that proves an `older` key is answered with that key.
 
-    `adopt` is called with a client that knows the secret and means this server; it may change what `identity` says.
+    `adopt` is called with a client that has the secret and addresses this server; it may change
+    what `identity` returns.
+
+    Returns: The identity that the client was given, and the client's.
+
+    Raises:
+        TransferError: the client was refused.
     """
     nonce = secrets.token_bytes(frames.NONCE_BYTES)
     await stream.send(frames.encode_challenge(nonce))
     _, body = await stream.receive_frame(FrameType.HELLO)
     hello = frames.decode_hello(body)
-    proven = [each for each in (key, *older) if hmac.compare_digest(hello.mac, _client_mac(each, nonce, hello))]
+    proven = [
+        each
+        for each in (key, *older)
+        if hmac.compare_digest(hello.mac, _client_mac(each, nonce, hello))
+    ]
     reason = _refusal(hello, identity()) if proven else "authentication failed"
     if reason is None:
         adopt(hello.client)
@@ -48,16 +63,25 @@ async def admit(
         await stream.send(frames.encode_refused(reason))
         raise TransferError(f"refused {hello.client.instance!r}: {reason}")
     own = identity()
-    await stream.send(frames.encode_welcome(Welcome(own, _server_mac(proven[0], nonce, hello, own))))
+    await stream.send(
+        frames.encode_welcome(ServerWelcome(own, _server_mac(proven[0], nonce, hello, own)))
+    )
+    stream.begin(Session(_session_secret(proven[0], nonce, hello, own), is_client=False))
     return own, hello.client
 
 
 async def introduce(stream: SocketStream, key: bytes, own: Identity, peer: Peer) -> Identity:
-    """The client's part: who the server is, which is `peer`, with pages like `own`."""
+    """The client's part. Returns the identity of the server: `peer`, with pages like `own`.
+
+    Raises:
+        TransferError: it refused, does not have the secret, or is another one.
+    """
     _, body = await stream.receive_frame(FrameType.CHALLENGE)
     nonce = frames.decode_challenge(body)
-    hello = Hello(secrets.token_bytes(frames.NONCE_BYTES), own, peer.instance, peer.node, mac=b"")
-    hello = Hello(hello.nonce, own, peer.instance, peer.node, _client_mac(key, nonce, hello))
+    hello = ClientHello(
+        secrets.token_bytes(frames.NONCE_BYTES), own, peer.instance, peer.node, mac=b""
+    )
+    hello = ClientHello(hello.nonce, own, peer.instance, peer.node, _client_mac(key, nonce, hello))
     await stream.send(frames.encode_hello(hello))
     answer, body = await stream.receive_frame(FrameType.WELCOME, FrameType.REFUSED)
     if answer is FrameType.REFUSED:
@@ -67,15 +91,22 @@ async def introduce(stream: SocketStream, key: bytes, own: Identity, peer: Peer)
         raise TransferError("the peer does not know the secret")
     server = welcome.server
     if (server.instance, server.node) != (peer.instance, peer.node):
-        raise TransferError(f"the peer is {server.instance!r} on {server.node!r}, not {peer.instance!r} on {peer.node!r}")
+        raise TransferError(
+            f"the peer is {server.instance!r} on {server.node!r}, not {peer.instance!r} "
+            f"on {peer.node!r}"
+        )
     if reason := _mismatch(server, own):
         raise TransferError(reason)
+    stream.begin(Session(_session_secret(key, nonce, hello, server), is_client=True))
     return server
 
 
-def _refusal(hello: Hello, own: Identity) -> str | None:
+def _refusal(hello: ClientHello, own: Identity) -> str | None:
     if (hello.server_instance, hello.server_node) != (own.instance, own.node):
-        return f"this is {own.instance!r} on {own.node!r}, not {hello.server_instance!r} on {hello.server_node!r}"
+        return (
+            f"this is {own.instance!r} on {own.node!r}, not {hello.server_instance!r} on "
+            f"{hello.server_node!r}"
+        )
     return None
 
 
@@ -87,10 +118,20 @@ def _mismatch(other: Identity, own: Identity) -> str | None:
     return None
 
 
-def _client_mac(key: bytes, server_nonce: bytes, hello: Hello) -> bytes:
+def _client_mac(key: bytes, server_nonce: bytes, hello: ClientHello) -> bytes:
     return hmac.digest(key, b"client" + server_nonce + frames.hello_claims(hello), sha256)
 
 
-def _server_mac(key: bytes, server_nonce: bytes, hello: Hello, server: Identity) -> bytes:
+def _server_mac(key: bytes, server_nonce: bytes, hello: ClientHello, server: Identity) -> bytes:
+    return _claims_mac(key, b"server", server_nonce, hello, server)
+
+
+def _session_secret(key: bytes, server_nonce: bytes, hello: ClientHello, server: Identity) -> bytes:
+    return _claims_mac(key, b"session", server_nonce, hello, server)
+
+
+def _claims_mac(
+    key: bytes, label: bytes, server_nonce: bytes, hello: ClientHello, server: Identity
+) -> bytes:
     claims = frames.hello_claims(hello) + frames.identity_bytes(server)
-    return hmac.digest(key, b"server" + server_nonce + claims, sha256)
+    return hmac.digest(key, label + server_nonce + claims, sha256)

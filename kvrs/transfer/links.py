@@ -1,30 +1,37 @@
-"""Everything that this process sends to other nodes: who sends when, by class of traffic, within the rate of the link."""
+"""Sending to other nodes: by class of traffic, within the rate of each link.
+
+The event loop's side of `limiter.py`.
+"""
 
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import NodeId
-from kvrs.protocol.frames import Bytes, TrafficClass
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
+from kvrs.protocol.frames import Bytes
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.transfer.limiter import LinkTurns, Turn
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.stream import SocketStream
 
-# A peer gives up an end that is silent for as long as it is patient. Who is kept waiting by others of a higher class shows
-# several times in that span that it is there.
-_SIGNS_OF_LIFE = 4
+# A peer gives up an end that sends nothing within its stall timeout. A transfer that waits for a
+# higher class sends this many keepalive bytes in that time.
+_KEEPALIVES = 4
 
-# Small pages are gathered up to this much per system call: about what the sockets hold, so that sender and receiver
-# do not take turns more often than they must when they share a CPU. The kernel takes at most 1024 buffers, two per page.
+# Small pages are gathered up to this much per system call: about what the sockets hold, so that
+# sender and receiver do not take turns more often than they must when they share a CPU. The kernel
+# takes at most 1024 buffers, two per page.
 _GATHER_BYTES = 1 << 20
 _GATHER_PAGES = 256
 
 
 class SendingLinks:
-    """The links from this process to every node. One per process, shared by all that sends pages in it."""
+    """The links from this process to every node. One per process, shared by all that sends pages in
+    it.
+    """
 
     def __init__(self, settings: TransferSettings, faults: SendingFaults, own_node: NodeId) -> None:
         self.faults = faults
@@ -33,21 +40,31 @@ class SendingLinks:
         self._links: dict[NodeId, SendingLink] = {}
 
     def to(self, node: NodeId) -> "SendingLink":
-        """The link to a node. Within the own node nothing is limited: there is no link."""
+        """The link to a node. Traffic within the own node is not limited."""
         if (link := self._links.get(node)) is None:
             usual = None if node == self._own_node else self._settings.link_bytes_per_s
-            link = self._links[node] = SendingLink(self.faults, node, usual, self._settings.stall_timeout_s)
+            link = self._links[node] = SendingLink(
+                self.faults, node, usual, self._settings.stall_timeout_s
+            )
         return link
 
 
 class SendingLink:
-    """The way to one node: its usual rate, what faults on purpose make of it at the moment, and who waits to send."""
+    """The link to one node: its usual rate, its rate under injected faults, and the waiting
+    transfers.
+    """
 
-    def __init__(self, faults: SendingFaults, node: NodeId, usual_bytes_per_s: float | None, patience_s: float) -> None:
+    def __init__(
+        self,
+        faults: SendingFaults,
+        node: NodeId,
+        usual_bytes_per_s: float | None,
+        stall_timeout_s: float,
+    ) -> None:
         self.faults = faults
         self._node = node
         self._usual_bytes_per_s = usual_bytes_per_s
-        self._patience_s = patience_s
+        self._stall_timeout_s = stall_timeout_s
         self._turns = LinkTurns()
         self._waiting: dict[Turn, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -60,46 +77,46 @@ class SendingLink:
             yield Sender(stream, self, traffic)
         finally:
             self._turns.end(traffic)
-            if self._turns.somebody_waits:
+            if self._turns.has_waiting:
                 self._serve()
 
     async def turn(self, traffic: TrafficClass, wanted_bytes: int) -> int:
         """Wait for the right to send; returns how many bytes, at least one.
 
         Raises:
-            TransferError: the link is cut, on purpose, and still is when the peer must have given up: it hears nothing, as from
-                a wire that was pulled.
+            TransferError: the link was cut by a fault for the whole stall timeout, so that the
+                peer has given up.
         """
         now_s = asyncio.get_running_loop().time
         turn = self._turns.ask(traffic, wanted_bytes, now_s())
         try:
             self._serve()
-            gives_up_s = now_s() + self._patience_s
+            gives_up_s = now_s() + self._stall_timeout_s
             while not turn.granted_bytes:
                 await self._wait(turn)
-                if turn.granted_bytes or self._turns.grant_sign_of_life(turn, now_s()):
+                if turn.granted_bytes or self._turns.grant_keepalive(turn, now_s()):
                     break
                 if self._turns.is_cut and now_s() >= gives_up_s:
-                    raise TransferError(f"the link to {self._node!r} is cut, on purpose")
+                    raise TransferError(f"the link to {self._node!r} is cut by an injected fault")
         finally:
             if not turn.granted_bytes:
                 self._turns.withdraw(turn)
         return turn.granted_bytes
 
     async def _wait(self, turn: Turn) -> None:
-        """Until it has its turn, or until it is time to show that this end is there."""
+        """Wait for the turn, or until a keepalive is due."""
         self._waiting[turn] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(self._patience_s / _SIGNS_OF_LIFE):
+            async with asyncio.timeout(self._stall_timeout_s / _KEEPALIVES):
                 await self._waiting[turn]
         except TimeoutError:
-            # A fault may have begun or ended, which nobody announces.
+            # A fault may have begun or ended meanwhile.
             self._serve()
         finally:
             del self._waiting[turn]
 
     def _serve(self) -> None:
-        """Give everybody its turn whose turn it is, and come back when it is the next one's."""
+        """Grant what is due, and schedule the next call."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         rate = self.faults.rate(self._node, self._usual_bytes_per_s, now_s)
@@ -110,13 +127,13 @@ class SendingLink:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._turns.somebody_waits:
+        if self._turns.has_waiting:
             due_s = min(rate.until_s, self._turns.next_s() or inf)
             self._timer = loop.call_at(due_s, self._serve) if due_s < inf else None
 
 
 class Sender:
-    """Writes to one connection, whenever its class of traffic has its turn on the link."""
+    """Writes to one connection, as the link grants turns to its class of traffic."""
 
     def __init__(self, stream: SocketStream, link: SendingLink, traffic: TrafficClass) -> None:
         self._stream = stream
@@ -132,8 +149,10 @@ class Sender:
             await self._stream.send(*now)
             size -= granted
 
-    def on_its_way(self, page: memoryview) -> memoryview:
-        """What is sent for a page whose checksum was taken: the page, unless a fault damages it."""
+    def payload(self, page: memoryview) -> memoryview:
+        """The bytes to send for a page whose checksum was taken: the page, unless a fault damages
+        it.
+        """
         return self._link.faults.payload(page)
 
 

@@ -1,18 +1,22 @@
 """Measure what links carry, in bytes per second.
 
-Pure: `now_s` is an argument. A link is busy while at least one answer is arriving over it; its rate is what arrived in that
-time, by all transfers together, so the estimate is what the link can do and not what one of several transfers got:
+Pure: `now_s` is an argument. A link is busy while at least one answer is arriving over it; its rate
+is what arrived in that time, by all transfers together, so the estimate is what the link can do and
+not what one of several transfers got:
 
     transfer A   begin |=================| end
     transfer B            begin |==================| end
     busy period        |---------------------------|          rate = bytes of A and B / length
 
-A transfer begins with the first byte of its answer: connecting, the hand-shake and the peer's thinking time are latency, not
-bandwidth, and the cost model counts them apart. A period ends with the last byte that arrived, so a peer that dies
-silently does not make its link look slow.
+A transfer begins with the first byte of its answer: connecting, the hand-shake and the peer's
+processing time are latency, not bandwidth, and the cost model counts them apart. A period ends with
+the last byte that arrived, so a peer that dies silently does not make its link look slow.
 
-An estimate is believed less the older it is: `lower_bound` is what a decision may count on. Probes are for links without traffic
-of their own, and all that are sent over a link together take no more than a hundredth of what it carries.
+Rate and spread are updated as TCP's round-trip estimator (Jacobson 1988), with weight w of a sample
+of b bytes: w = 1 - (1 - 1/4) * exp(-b / 8 MB), spread += w * (|sample - rate| - spread), then
+rate += w * (sample - rate). `lower_bound` is what a decision may count on:
+rate - spread - rate * 0.01 * sqrt(age). Probes are for links without traffic of their own, and all
+that are sent over a link together take no more than a hundredth of what it carries.
 """
 
 from dataclasses import dataclass
@@ -21,18 +25,20 @@ from typing import NamedTuple
 
 from kvrs.ids import NodeId
 
-# A shorter time says more about the clock and the scheduler than about the link.
+# A shorter time measures the clock and the scheduler rather than the link.
 _MIN_SAMPLE_S = 1e-6
 
 # Under constant traffic a busy period has no end, so it is cut in pieces of at least this length.
 _MAX_SAMPLE_S = 0.25
 
-# A small sample moves the estimate by a quarter, so a few probes are enough to see a change; one of many MB nearly replaces it.
+# A small sample moves the estimate by a quarter, so a few probes are enough to see a change; one of
+# many MB nearly replaces it.
 _SMALL_SAMPLE_WEIGHT = 0.25
 _LARGE_SAMPLE_BYTES = 8 << 20
 
-_FIRST_SPREAD = 0.25  # One sample says little of how much they differ.
-# Links change as a random walk does: by a hundredth in a second, a tenth in a hundred, and never to less than a tenth.
+_FIRST_SPREAD = 0.25  # Of the rate, after one sample.
+# Links change as a random walk does: by a hundredth in a second, a tenth in a hundred, and never to
+# less than a tenth.
 _DRIFT_PER_ROOT_S = 0.01
 _LEAST_SHARE = 0.1
 
@@ -48,14 +54,16 @@ class Measurement(NamedTuple):
 
 
 def lower_bound(measured: Measurement) -> float:
-    """Bytes per second that the link carries at least, as far as a measurement of that age can say; more than 0."""
+    """Bytes per second that the link carries at least, by a measurement of that age; more than
+    0.
+    """
     rate, spread, age_s = measured
-    doubt = spread + rate * _DRIFT_PER_ROOT_S * sqrt(max(0.0, age_s))
-    return max(rate * _LEAST_SHARE, rate - doubt)
+    margin = spread + rate * _DRIFT_PER_ROOT_S * sqrt(max(0.0, age_s))
+    return max(rate * _LEAST_SHARE, rate - margin)
 
 
 @dataclass(slots=True)
-class _Link:
+class _MeteredLink:
     transfers: int = 0
     since_s: float = 0.0  # Start of the sample that is being taken.
     last_s: float = 0.0  # When its last byte came.
@@ -72,11 +80,11 @@ class LinkMeter:
 
     def __init__(self, min_sample_bytes: int) -> None:
         self._min_sample_bytes = min_sample_bytes
-        self._links: dict[NodeId, _Link] = {}
+        self._links: dict[NodeId, _MeteredLink] = {}
 
     def begin(self, source: NodeId, now_s: float) -> None:
-        """The first byte of an answer is here; the bytes told to `add` come after it."""
-        link = self._links.setdefault(source, _Link())
+        """The first byte of an answer has arrived; the bytes passed to `add` come after it."""
+        link = self._links.setdefault(source, _MeteredLink())
         if link.transfers == 0:
             link.since_s, link.last_s, link.bytes = now_s, now_s, 0
         link.transfers += 1
@@ -98,7 +106,9 @@ class LinkMeter:
             self._take_sample(link)
 
     def unmeasured_s(self, source: NodeId, now_s: float) -> float:
-        """For how long no sample was taken; infinite if none ever was, zero while bytes may be arriving."""
+        """Time without a sample; infinite if there never was one, zero while bytes may be
+        arriving.
+        """
         link = self._links.get(source)
         if link is None:
             return inf
@@ -106,7 +116,11 @@ class LinkMeter:
 
     def estimates(self) -> dict[NodeId, float]:
         """Bytes per second of every link that has been measured."""
-        return {source: link.bytes_per_s for source, link in self._links.items() if link.bytes_per_s is not None}
+        return {
+            source: link.bytes_per_s
+            for source, link in self._links.items()
+            if link.bytes_per_s is not None
+        }
 
     def measurements(self, now_s: float) -> dict[NodeId, Measurement]:
         """Of every link that has been measured."""
@@ -116,8 +130,12 @@ class LinkMeter:
             if link.bytes_per_s is not None
         }
 
-    def may_probe(self, source: NodeId, size_bytes: int, interval_s: float, probers: int, now_s: float) -> bool:
-        """Whether a probe is due: nothing has measured the link for so long, and `probers` that all do this leave it free."""
+    def may_probe(
+        self, source: NodeId, size_bytes: int, interval_s: float, probers: int, now_s: float
+    ) -> bool:
+        """Whether a probe is due: the link was not measured for `interval_s`, and `probers` that
+        all probe like this take at most a hundredth of it.
+        """
         if self.unmeasured_s(source, now_s) < interval_s:
             return False
         link = self._links.get(source)
@@ -125,16 +143,18 @@ class LinkMeter:
             return True
         if link.bytes_per_s is None:
             return now_s - link.probed_s >= max(interval_s, _BLIND_PAUSE_S)
-        # A link that has become slow is spared at once, not when the estimate has followed.
+        # A link that has become slow counts as slow at once, before the estimate has followed.
         slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
-        return now_s - link.probed_s >= size_bytes * _PROBE_OVERHEAD * probers / (_PROBE_SHARE * slowest)
+        return now_s - link.probed_s >= size_bytes * _PROBE_OVERHEAD * probers / (
+            _PROBE_SHARE * slowest
+        )
 
     def probe_begins(self, source: NodeId, now_s: float) -> None:
-        """The first byte of its answer is here."""
+        """The first byte of a probe's answer has arrived."""
         self.begin(source, now_s)
         self._links[source].probed_s = now_s
 
-    def _take_sample(self, link: _Link) -> None:
+    def _take_sample(self, link: _MeteredLink) -> None:
         elapsed_s = link.last_s - link.since_s
         if elapsed_s >= _MIN_SAMPLE_S:
             rate = link.bytes / elapsed_s

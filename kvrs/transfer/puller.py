@@ -1,17 +1,19 @@
-"""Fetches pages from other instances, and measures the links on the way."""
+"""Fetching pages from other instances, which also measures the links."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol import frames
-from kvrs.protocol.frames import ANSWER_BYTES, Answer, FrameType, Probe, Pull
+from kvrs.protocol.frames import ANSWER_BYTES, AnswerHeader, FrameType
 from kvrs.protocol.instance import LinkReport
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.connections import Connection, ConnectionPool
+from kvrs.protocol.page_messages import ProbeFrame, PullFrame
+from kvrs.protocol.session import SEALED_ANSWER_BYTES
+from kvrs.transfer.connections import ConnectionPool, PageConnection
 from kvrs.transfer.handshake import page_key
 from kvrs.transfer.meter import LinkMeter, Measurement
 from kvrs.transfer.peers import Identity, Peer, PullRequest, PullResult
@@ -19,15 +21,15 @@ from kvrs.transfer.stream import Filling
 
 log = logging.getLogger(__name__)
 
-# Less than this is over before a rate can be seen in it; never more than a probe, or probes would count for nothing.
+# Smaller transfers end before they show a rate; never more than a probe, or probes would not count.
 _MIN_SAMPLE_BYTES = 1 << 15
 
 _PROBE_PIECE_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
-class _Pulling:
-    """One pull on its way: where its pages go, and how many are there and right."""
+class _ActivePull:
+    """A pull under way: where its pages go, and how many have arrived and are right."""
 
     request: PullRequest
     views: list[memoryview]  # The full pages, then perhaps the tail.
@@ -36,10 +38,14 @@ class _Pulling:
 
 
 class PagePuller:
-    """One per instance."""
+    """Pulls pages and probes links for one instance."""
 
     def __init__(
-        self, identity: Callable[[], Identity], secret: bytes, settings: TransferSettings, clock: Callable[[], float]
+        self,
+        identity: Callable[[], Identity],
+        secret: bytes,
+        settings: TransferSettings,
+        clock: Callable[[], float],
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -55,15 +61,16 @@ class PagePuller:
         tail: memoryview | None,
         expected_epoch: int | None = None,
     ) -> PullResult:
-        """Fill `pages` with the pages of `request.tags`, then `tail` with its tail page, in order and as far as it goes.
+        """Fill `pages` with the pages of `request.tags`, then `tail` with its tail page, in order
+        and as far as it goes.
 
-        Whatever the peer does wrong ends the pull early and is told in the result. Once this has returned or was
-        cancelled, nothing writes into the buffers any more.
+        An error of the peer ends the pull early and stands in the result. Once this has returned or
+        was cancelled, the buffers are not written any more.
         """
         assert len(pages) == len(request.tags)
         assert (tail is None) == (request.tail_index is None)
         started_s = self._clock()
-        pulling = _Pulling(request, [*pages, *([] if tail is None else [tail])])
+        pulling = _ActivePull(request, [*pages, *([] if tail is None else [tail])])
         error: str | None = None
         try:
             await self._pull(peer, pulling, expected_epoch)
@@ -82,8 +89,8 @@ class PagePuller:
         )
 
     async def probe(self, peer: Peer, probers: int = 1) -> None:
-        """Measure the link from the peer's node with a small transfer, unless its traffic was measured lately, or so many
-        probers would take more of it than they may.
+        """Measure the link from the peer's node with a small transfer, unless it was measured
+        lately, or that many probers would take more than their share of it.
         """
         size_bytes, interval_s = self._settings.probe_bytes, self._settings.probe_interval_s
         if not self._meter.may_probe(peer.node, size_bytes, interval_s, probers, self._clock()):
@@ -91,11 +98,12 @@ class PagePuller:
         try:
             await self._probe(peer, size_bytes)
         except TransferError:
-            # A peer that cannot be reached leaves its link unmeasured. That it is gone is for others to notice.
+            # A peer that cannot be reached leaves its link unmeasured; its death is not detected
+            # here.
             return
 
     def links(self) -> dict[NodeId, Measurement]:
-        """From every node that pages or probes came from."""
+        """Measurements of the links from every node that pages or probes came from."""
         return self._meter.measurements(self._clock())
 
     def link_reports(self) -> list[LinkReport]:
@@ -105,38 +113,56 @@ class PagePuller:
         """End all connections. Pulls that are still going on return early, with an error."""
         self._pool.close()
 
-    async def _pull(self, peer: Peer, pulling: _Pulling, expected_epoch: int | None) -> None:
-        async def question(connection: Connection) -> None:
-            await connection.stream.send(frames.encode_pull(Pull(connection.request_id, pulling.request)))
+    async def _pull(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> None:
+        async def question(connection: PageConnection) -> None:
+            pull = frames.encode_pull(PullFrame(connection.request_id, pulling.request))
+            await connection.stream.send(pull, connection.stream.session.seal(pull))
 
         expected = (FrameType.PAGE, FrameType.GONE, FrameType.END)
         connection, answer = await self._pool.ask(peer, expected_epoch, question, *expected)
         with self._pool.using(connection), self._metered(peer.node):
             await self._receive_pages(connection, pulling, answer)
 
-    async def _receive_pages(self, connection: Connection, pulling: _Pulling, answer: Answer) -> None:
+    async def _receive_pages(
+        self, connection: PageConnection, pulling: _ActivePull, answer: AnswerHeader
+    ) -> None:
         page_bytes = connection.server.page_bytes
         assert all(view.nbytes == page_bytes for view in pulling.views)
         filling = Filling(connection.stream, _with_prologues(pulling.views))
+        session, mac = connection.stream.session, memoryview(connection.mac)
         while pulling.verified < len(pulling.views) and answer.type is not FrameType.GONE:
             _check(answer, FrameType.PAGE, connection.request_id, pulling.verified, page_bytes)
             page = await filling.next()
             self._meter.add(connection.peer.node, page_bytes, self._clock())
             if frames.checksum(page) != answer.checksum:
                 raise DamagedPageError(f"checksum of page {answer.index} is wrong")
-            # Counted before anything else can fail: what follows the page says nothing about the page.
+            session.check_answer(mac, answer, page)
+            # Counted before anything else can fail: later errors do not concern this page.
             pulling.verified += 1
-            answer = frames.decode_answer(await filling.next(), FrameType.PAGE, FrameType.GONE, FrameType.END)
+            start = await filling.next()
+            answer = frames.decode_answer(
+                start[:ANSWER_BYTES], FrameType.PAGE, FrameType.GONE, FrameType.END
+            )
+            mac = start[ANSWER_BYTES:]
+        session.check_answer(mac, answer)
         gone = answer.type is FrameType.GONE and pulling.verified < len(pulling.views)
-        _check(answer, FrameType.GONE if gone else FrameType.END, connection.request_id, pulling.verified, 0)
+        _check(
+            answer,
+            FrameType.GONE if gone else FrameType.END,
+            connection.request_id,
+            pulling.verified,
+            0,
+        )
         pulling.gone = gone
 
     async def _probe(self, peer: Peer, size_bytes: int) -> None:
-        async def question(connection: Connection) -> None:
-            await connection.stream.send(frames.encode_probe(Probe(connection.request_id, size_bytes)))
+        async def question(connection: PageConnection) -> None:
+            probe = frames.encode_probe(ProbeFrame(connection.request_id, size_bytes))
+            await connection.stream.send(probe, connection.stream.session.seal(probe))
 
         connection, answer = await self._pool.ask(peer, None, question, FrameType.PROBE_DATA)
         with self._pool.using(connection), self._metered(peer.node, is_probe=True):
+            connection.stream.session.check_answer(connection.mac, answer)
             _check(answer, FrameType.PROBE_DATA, connection.request_id, 0, size_bytes)
             scratch = memoryview(bytearray(min(size_bytes, _PROBE_PIECE_BYTES)))
             for start in range(0, size_bytes, len(scratch)):
@@ -156,12 +182,18 @@ class PagePuller:
 
 def _with_prologues(pages: Sequence[memoryview]) -> list[memoryview]:
     """What is to be filled: every page, each followed by the start of the next answer."""
-    prologues = memoryview(bytearray(len(pages) * ANSWER_BYTES))
-    starts = range(0, len(prologues), ANSWER_BYTES)
-    return [view for page, start in zip(pages, starts, strict=True) for view in (page, prologues[start : start + ANSWER_BYTES])]
+    prologues = memoryview(bytearray(len(pages) * SEALED_ANSWER_BYTES))
+    starts = range(0, len(prologues), SEALED_ANSWER_BYTES)
+    return [
+        view
+        for page, start in zip(pages, starts, strict=True)
+        for view in (page, prologues[start : start + SEALED_ANSWER_BYTES])
+    ]
 
 
-def _check(answer: Answer, type_: FrameType, request_id: int, index: int, payload_bytes: int) -> None:
+def _check(
+    answer: AnswerHeader, type_: FrameType, request_id: int, index: int, payload_bytes: int
+) -> None:
     due = (type_, request_id, index, payload_bytes)
     if (answer.type, answer.request_id, answer.index, answer.payload_bytes) != due:
         raise TransferError(f"answer out of turn: {answer} where {due} is due")

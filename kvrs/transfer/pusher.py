@@ -1,81 +1,104 @@
-"""Sends pages to the agents that keep checkpoints of them, in the background of all else that is sent."""
+"""Sending pages to the agents that keep checkpoints, behind all other traffic."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
-from kvrs.protocol.frames import Answer, FrameType, Offer, Store, StoredRun, TrafficClass
+from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
+from kvrs.protocol.page_messages import OfferFrame, StoredRange, StoreFrame, TrafficClass
 from kvrs.protocol.tags import Tag
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.connections import Connection, ConnectionPool, Question
+from kvrs.transfer.connections import ConnectionPool, PageConnection, Question
 from kvrs.transfer.handshake import page_key
 from kvrs.transfer.links import SendingLinks, groups
-from kvrs.transfer.peers import Claim, Held, Identity, Peer, StoredPages
+from kvrs.transfer.peers import CheckpointClaim, HeldPages, Identity, Peer, StoredPages
 
 
 class PagePusher:
-    """One per instance."""
+    """Offers and stores checkpoint pages for one instance."""
 
-    def __init__(self, identity: Callable[[], Identity], secret: bytes, settings: TransferSettings, links: SendingLinks) -> None:
+    def __init__(
+        self,
+        identity: Callable[[], Identity],
+        secret: bytes,
+        settings: TransferSettings,
+        links: SendingLinks,
+    ) -> None:
         self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
         self._links = links
 
-    async def offer(self, peer: Peer, claim: Claim, reserved_bytes: int, tags: Sequence[Tag]) -> Held:
-        """Ask for room for a stream's checkpoint, and what of it is there already.
+    async def offer(
+        self, peer: Peer, claim: CheckpointClaim, reserved_bytes: int, tags: Sequence[Tag]
+    ) -> HeldPages:
+        """Ask for room for a stream's checkpoint. Returns what of it the agent has already.
 
         Raises:
             TransferError: the agent cannot be reached, refuses, or answers out of turn.
         """
 
-        async def question(connection: Connection) -> None:
-            offer = Offer(connection.request_id, claim, reserved_bytes, tuple(tags))
-            with self._links.to(peer.node).sending(connection.stream, TrafficClass.CHECKPOINT) as sender:
-                await sender.send(frames.encode_offer(offer))
+        async def question(connection: PageConnection) -> None:
+            offer = OfferFrame(connection.request_id, claim, reserved_bytes, tuple(tags))
+            with self._links.to(peer.node).sending(
+                connection.stream, TrafficClass.CHECKPOINT
+            ) as sender:
+                frame = frames.encode_offer(offer)
+                await sender.send(frame, connection.stream.session.seal(frame))
 
         return (await self._ask(peer, question, 1))[0]
 
-    async def store(self, peer: Peer, batch: Sequence[StoredPages]) -> list[Held]:
+    async def store(self, peer: Peer, batch: Sequence[StoredPages]) -> list[HeldPages]:
         """Send pages; returns what the agent then holds of each stream, in the order of `batch`.
 
-        Once this has returned, raised or was cancelled, nothing reads the pages any more.
+        Once this has returned, raised or was cancelled, the pages are not read any more.
 
         Raises:
-            TransferError: the agent cannot be reached, refuses, found a page damaged, or answers out of turn. Some of the
-                pages may be there: an offer tells.
+            TransferError: the agent cannot be reached, refuses, found a page damaged, or answers
+                out of turn. Some of the pages may be there: an offer returns how many.
         """
         pages = [page for stored in batch for page in stored.pages]
-        runs = _runs(batch, await _checksums(pages))
+        ranges = _ranges(batch, await _checksums(pages))
 
-        async def question(connection: Connection) -> None:
+        async def question(connection: PageConnection) -> None:
             assert all(page.nbytes == connection.own.page_bytes for page in pages)
-            with self._links.to(peer.node).sending(connection.stream, TrafficClass.CHECKPOINT) as sender:
-                # In one call with the first pages: most stores are small, and each call wakes the agent.
-                head = [frames.encode_store(Store(connection.request_id, runs))]
+            with self._links.to(peer.node).sending(
+                connection.stream, TrafficClass.CHECKPOINT
+            ) as sender:
+                # In one call with the first pages: most stores are small, and each call wakes the
+                # agent.
+                session = connection.stream.session
+                store = frames.encode_store(StoreFrame(connection.request_id, ranges))
+                buffers: list[Bytes] = [store, session.seal(store)]
                 for group in groups(pages):
-                    await sender.send(*head, *(sender.on_its_way(page) for _, page in group))
-                    head = []
+                    for _, page in group:
+                        payload = sender.payload(page)
+                        buffers += (payload, session.seal(payload))
+                    await sender.send(*buffers)
+                    buffers = []
 
-        return await self._ask(peer, question, len(runs))
+        return await self._ask(peer, question, len(ranges))
 
     async def close(self) -> None:
         """End all connections. What is still being sent ends with a `TransferError`."""
         self._pool.close()
 
-    async def _ask(self, peer: Peer, question: Question, count: int) -> list[Held]:
+    async def _ask(self, peer: Peer, question: Question, count: int) -> list[HeldPages]:
         connection, answer = await self._pool.ask(peer, None, question, FrameType.HELD)
         with self._pool.using(connection):
-            due = Answer(FrameType.HELD, connection.request_id, count, 0, frames.held_bytes(count))
+            due = AnswerHeader(
+                FrameType.HELD, connection.request_id, count, 0, frames.held_bytes(count)
+            )
             if answer != due:
                 raise TransferError(f"answer out of turn: {answer} where {due} is due")
             payload = memoryview(bytearray(answer.payload_bytes))
             await connection.stream.receive_into(payload)
+            connection.stream.session.check_answer(connection.mac, answer, payload)
             return frames.decode_held(payload)
 
 
 async def _checksums(pages: Sequence[memoryview]) -> Iterator[int]:
-    """Taken a few at a time: others must get their turn on the loop."""
+    """Checksums of pages, computed a few at a time so that the event loop is not blocked."""
     checksums: list[int] = []
     for group in groups(pages):
         checksums += (frames.checksum(page) for _, page in group)
@@ -83,8 +106,14 @@ async def _checksums(pages: Sequence[memoryview]) -> Iterator[int]:
     return iter(checksums)
 
 
-def _runs(batch: Sequence[StoredPages], checksums: Iterator[int]) -> tuple[StoredRun, ...]:
-    """What is sent ahead of the pages."""
+def _ranges(batch: Sequence[StoredPages], checksums: Iterator[int]) -> tuple[StoredRange, ...]:
+    """The ranges of a STORE, which are sent ahead of the pages."""
     return tuple(
-        StoredRun(stored.claim, stored.first_page, stored.tags, tuple(islice(checksums, len(stored.pages)))) for stored in batch
+        StoredRange(
+            stored.claim,
+            stored.first_page,
+            stored.tags,
+            tuple(islice(checksums, len(stored.pages))),
+        )
+        for stored in batch
     )

@@ -1,28 +1,37 @@
-"""Serves the pages of one instance or agent to whoever knows the cluster's secret, and takes pages where there is a sink."""
+"""The server of a page port: serves the pages of one instance or agent to peers that have the
+cluster's secret, and stores pages where there is a sink.
+"""
 
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
-from kvrs.protocol.frames import Answer, Bytes, FrameType, Probe, Pull, TrafficClass
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
+from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
+from kvrs.protocol.page_messages import HeldPages, ProbeFrame, PullFrame, TrafficClass
+from kvrs.protocol.session import Session
 from kvrs.transfer.handshake import admit, page_key
 from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
 from kvrs.transfer.peers import Identity, PageSink, PageSource, PinnedPages
-from kvrs.transfer.receiver import receive_runs
+from kvrs.transfer.receiver import receive_ranges
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.stream import SocketStream, page_socket, readable
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 256
-MAX_STRANGERS = 32  # Of these, so many may be in their hand-shake at a time; more wait in the listener's line.
+MAX_CONNECTIONS = 256  # Of peers.
+# How many connections may be in their hand-shake. For one more the oldest of the address that has
+# most of them is closed, after a time in which every peer's hand-shake is over.
+MAX_HANDSHAKES = 256
+HANDSHAKE_GRACE_S = 0.5
 HANDSHAKE_TIMEOUT_S = 5.0
-_BACKLOG = 128
+_BACKLOG = 512
 
 # File descriptors ran out: others must be closed before accepting makes sense again.
 _ACCEPT_PAUSE_S = 0.1
@@ -31,7 +40,7 @@ _PROBE_PIECE = bytes(1 << 16)
 
 
 class PageServer:
-    """One listening socket; one task per connection, which ends when anything about its peer is wrong."""
+    """One listening socket, and one task per connection, which ends at any error of its peer."""
 
     def __init__(
         self,
@@ -43,7 +52,7 @@ class PageServer:
         sink: PageSink | None = None,
         older: Sequence[bytes] = (),
     ) -> None:
-        """`older`: the cluster's other secrets, with which a client may come too."""
+        """`older`: the cluster's other secrets, which a client may prove as well."""
         self._identity = identity
         self._source = source
         self._key, self._older_keys = page_key(secret), [page_key(each) for each in older]
@@ -53,11 +62,13 @@ class PageServer:
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._strangers = asyncio.Semaphore(MAX_STRANGERS)
+        # Connections in their hand-shake, the oldest first: address and start.
+        self._strangers: dict[asyncio.Task[None], tuple[str, float]] = {}
+        self._handshake_over = asyncio.Event()
 
     @property
     def faults(self) -> SendingFaults:
-        """What may be done on purpose to all that this process sends."""
+        """Faults that may be injected into all that this process sends."""
         return self._links.faults
 
     async def start(self, host: str, port: int) -> int:
@@ -90,98 +101,141 @@ class PageServer:
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            # After a failure dozens of peers come in the same moment: they wait, and none of them is sent away.
-            await self._strangers.acquire()
-            sock = await _accepted(listener)
+            # After a failure dozens of peers connect at the same moment: they wait, and none is
+            # refused.
+            await readable(listener, None)
+            await self._make_room()
+            sock, address = await _accepted(listener)
             # Nothing is awaited until the connection has its task, which closes it.
-            if len(self._connections) >= MAX_CONNECTIONS:
+            if len(self._connections) - len(self._strangers) >= MAX_CONNECTIONS:
                 sock.close()
-                self._strangers.release()
                 continue
             task = asyncio.create_task(self._serve(sock))
             self._connections.add(task)
+            self._strangers[task] = address, asyncio.get_running_loop().time()
             task.add_done_callback(partial(self._finished, sock))
+
+    async def _make_room(self) -> None:
+        """Wait until one more connection may be in its hand-shake."""
+        while len(self._strangers) >= MAX_HANDSHAKES:
+            counts = Counter(address for address, _ in self._strangers.values())
+            ((crowd, _),) = counts.most_common(1)
+            oldest, since_s = next(
+                (task, since_s)
+                for task, (address, since_s) in self._strangers.items()
+                if address == crowd
+            )
+            left_s = since_s + HANDSHAKE_GRACE_S - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                del self._strangers[oldest]
+                oldest.cancel()
+                continue
+            self._handshake_over.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._handshake_over.wait()
+
+    def _no_stranger(self, task: asyncio.Task[None] | None) -> None:
+        assert task is not None
+        self._strangers.pop(task, None)
+        self._handshake_over.set()
 
     def _finished(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         # Here and not in the task, which may have been cancelled before it ran at all.
         sock.close()
         self._connections.discard(task)
+        self._no_stranger(task)
         if not task.cancelled() and (bug := task.exception()) is not None:
             log.error("page connection closed by a bug", exc_info=bug)
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
-            own, client, stream = await self._meet(sock)
+            own, client, stream = await self._shake_hands(sock)
+            self._no_stranger(asyncio.current_task())
             await self._answer_all(stream, own, self._links.to(client.node))
         except DamagedPageError as error:
             log.warning("page connection closed: %s", error)
         except (TransferError, OSError) as error:
             log.info("page connection closed: %s", error)
 
-    async def _meet(self, sock: socket.socket) -> tuple[Identity, Identity, SocketStream]:
-        """Hand-shake: who we said that we are, and who the client is."""
+    async def _shake_hands(self, sock: socket.socket) -> tuple[Identity, Identity, SocketStream]:
+        """Do the hand-shake. Returns the own identity that the client got, and the client's."""
         try:
             stream = SocketStream(sock, self._settings.stall_timeout_s)
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 adopt = (lambda client: None) if self._sink is None else self._sink.adopt
-                own, client = await admit(stream, self._key, self._identity, adopt, self._older_keys)
+                own, client = await admit(
+                    stream, self._key, self._identity, adopt, self._older_keys
+                )
                 return own, client, stream
         except TimeoutError:
             raise TransferError(f"no hand-shake within {HANDSHAKE_TIMEOUT_S} s") from None
-        finally:
-            self._strangers.release()
 
     async def _answer_all(self, stream: SocketStream, own: Identity, link: SendingLink) -> None:
-        questions = (FrameType.PULL, FrameType.PROBE) + (() if self._sink is None else (FrameType.OFFER, FrameType.STORE))
+        questions = (FrameType.PULL, FrameType.PROBE) + (
+            () if self._sink is None else (FrameType.OFFER, FrameType.STORE)
+        )
         while True:
             await stream.wait_for_data()
-            frame_type, body = await stream.receive_frame(*questions)
+            frame_type, body = await stream.receive_question(*questions)
             if self._identity() != own:
-                # The peer was promised another epoch, or other pages: it has to look again whom it talks to.
+                # The peer was given another epoch, or other pages: it has to connect anew.
                 return
             if frame_type is FrameType.PULL:
                 await self._answer_pull(stream, link, frames.decode_pull(body), own.page_bytes)
             elif frame_type is FrameType.PROBE:
                 with link.sending(stream, TrafficClass.HANDOFF) as sender:
-                    await _send_probe_data(sender, frames.decode_probe(body))
+                    await _send_probe_data(sender, stream.session, frames.decode_probe(body))
             else:
                 await self._take(stream, frame_type, body, own.page_bytes)
 
-    async def _answer_pull(self, stream: SocketStream, link: SendingLink, pull: Pull, page_bytes: int) -> None:
+    async def _answer_pull(
+        self, stream: SocketStream, link: SendingLink, pull: PullFrame, page_bytes: int
+    ) -> None:
         pinned = await self._source.pin(pull.request)
         try:
             with link.sending(stream, pull.request.traffic) as sender:
-                await _send_pages(sender, pull, pinned, page_bytes)
+                await _send_pages(sender, stream.session, pull, pinned, page_bytes)
         finally:
             self._source.unpin(pinned)
 
-    async def _take(self, stream: SocketStream, frame_type: FrameType, body: bytes, page_bytes: int) -> None:
-        """Answer an offer, or take what is to be stored."""
+    async def _take(
+        self, stream: SocketStream, frame_type: FrameType, body: bytes, page_bytes: int
+    ) -> None:
+        """Answer an offer or a store."""
         assert self._sink is not None
         if frame_type is FrameType.OFFER:
             offer = frames.decode_offer(body)
             held = [self._sink.offer(offer.claim, offer.reserved_bytes, offer.tags)]
-            await stream.send(frames.encode_held(offer.request_id, held))
+            await _send_held(stream, offer.request_id, held)
         else:
             store = frames.decode_store(body)
-            held = await receive_runs(stream, self._sink, store.runs, page_bytes)
-            await stream.send(frames.encode_held(store.request_id, held))
+            held = await receive_ranges(stream, self._sink, store.ranges, page_bytes)
+            await _send_held(stream, store.request_id, held)
 
 
-async def _accepted(listener: socket.socket) -> socket.socket:
-    """The next connection; whoever is cancelled here has taken none."""
+async def _accepted(listener: socket.socket) -> tuple[socket.socket, str]:
+    """The next connection and its address; after a cancellation none was accepted."""
     while True:
         try:
             await readable(listener, None)
-            return listener.accept()[0]
+            sock, address = listener.accept()
+            return sock, str(address[0])
         except BlockingIOError:
-            continue  # It left before it was taken.
+            continue  # The client left before it was accepted.
         except OSError as error:
             log.warning("cannot accept a page connection: %s", error)
             await asyncio.sleep(_ACCEPT_PAUSE_S)
 
 
-async def _send_pages(sender: Sender, pull: Pull, pinned: PinnedPages, page_bytes: int) -> None:
+async def _send_held(stream: SocketStream, request_id: int, held: Sequence[HeldPages]) -> None:
+    answer, payload = frames.encode_held(request_id, held)
+    await stream.send(stream.session.answer(answer, payload), payload)
+
+
+async def _send_pages(
+    sender: Sender, session: Session, pull: PullFrame, pinned: PinnedPages, page_bytes: int
+) -> None:
     pages = list(pinned.pages)
     complete = len(pages) == len(pull.request.tags)
     assert len(pages) <= len(pull.request.tags)
@@ -192,21 +246,22 @@ async def _send_pages(sender: Sender, pull: Pull, pinned: PinnedPages, page_byte
     for group in groups(pages):
         buffers: list[Bytes] = []
         for index, page in group:
-            checksum = pinned.checksums[index] if index < len(pinned.checksums) else frames.checksum(page)
-            answer = Answer(FrameType.PAGE, pull.request_id, index, checksum, len(page))
-            buffers += (frames.encode_answer(answer), sender.on_its_way(page))
+            checksum = (
+                pinned.checksums[index] if index < len(pinned.checksums) else frames.checksum(page)
+            )
+            answer = AnswerHeader(FrameType.PAGE, pull.request_id, index, checksum, len(page))
+            payload = sender.payload(page)
+            buffers += (session.answer(answer, payload), payload)
         if group[0][0] == 0:
-            # Ahead of all: its arrival is what the receiver's meter measures from.
+            # Ahead of all, because the receiver's meter measures from its arrival.
             await sender.send(buffers.pop(0))
         await sender.send(*buffers)
-    await sender.send(_last_answer(pull.request_id, FrameType.END if complete else FrameType.GONE, len(pages)))
+    last = FrameType.END if complete else FrameType.GONE
+    await sender.send(session.answer(AnswerHeader(last, pull.request_id, len(pages), 0, 0)))
 
 
-async def _send_probe_data(sender: Sender, probe: Probe) -> None:
-    await sender.send(frames.encode_answer(Answer(FrameType.PROBE_DATA, probe.request_id, 0, 0, probe.size_bytes)))
+async def _send_probe_data(sender: Sender, session: Session, probe: ProbeFrame) -> None:
+    answer = AnswerHeader(FrameType.PROBE_DATA, probe.request_id, 0, 0, probe.size_bytes)
+    await sender.send(session.answer(answer))
     for start in range(0, probe.size_bytes, len(_PROBE_PIECE)):
         await sender.send(memoryview(_PROBE_PIECE)[: probe.size_bytes - start])
-
-
-def _last_answer(request_id: int, type_: FrameType, index: int) -> bytes:
-    return frames.encode_answer(Answer(type_, request_id, index, 0, 0))

@@ -1,8 +1,9 @@
 """Bytes over a non-blocking socket, as fast as the kernel copies them.
 
-Data is copied once, from the page to the socket or from the socket to the page, by the coroutine that asked for it and in no
-other place: when that coroutine has ended, cancelled or not, nothing touches its buffers any more. Works on any event loop
-that can watch a socket. One task uses a stream at a time.
+Data is copied once, from the page to the socket or from the socket to the page, by the coroutine
+that asked for it and in no other place: when that coroutine has ended, cancelled or not, nothing
+touches its buffers any more. Works on any event loop that can watch a socket. One task uses a
+stream at a time.
 """
 
 import asyncio
@@ -11,20 +12,30 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from kvrs.errors import TransferError
-from kvrs.protocol.frames import HEADER_BYTES, Bytes, FrameType, decode_header
+from kvrs.protocol.frames import (
+    ANSWER_BYTES,
+    HEADER_BYTES,
+    AnswerHeader,
+    Bytes,
+    FrameType,
+    decode_answer,
+    decode_header,
+)
+from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, Session
 
-# A transfer that never has to wait would keep everything else on the loop waiting: let others run after this much.
+# A transfer that never has to wait would block the event loop: it yields after this much.
 _BYTES_PER_TURN = 1 << 20
 
 # How far one call reads ahead.
 _BYTES_PER_CALL = 1 << 20
 _MAX_VIEWS_PER_CALL = 256
 
-# Bodies are read in pieces: memory is made for bytes that came, never for bytes that were announced.
+# Bodies are read in pieces: memory is allocated for bytes that arrived, never for announced ones.
 _PIECE_BYTES = 1 << 16
 
-# What is under way should fit in a CPU's cache: with the kernel's own, larger choice the copies go through memory and take
-# half as long again. Still more than a link of 25 Gbit/s holds in a round trip of 0.2 ms.
+# Bytes under way should fit in a CPU's cache: with the kernel's own, larger choice the copies go
+# through memory and take half as long again. Still more than a link of 25 Gbit/s holds in a round
+# trip of 0.2 ms.
 _SEND_BUFFER_BYTES = 1 << 19
 
 _KEEPALIVE_IDLE_S = 5
@@ -33,7 +44,7 @@ _KEEPALIVE_PROBES = 3
 
 
 class StalledError(TransferError):
-    """The peer neither sends nor takes anything, though its connection stands."""
+    """The peer neither sends nor receives, though its connection stands."""
 
 
 def page_socket(host: str) -> socket.socket:
@@ -55,6 +66,7 @@ class SocketStream:
         self._sock = sock
         self._stall_timeout_s = stall_timeout_s
         self._bytes_this_turn = 0
+        self._session: Session | None = None
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -62,7 +74,18 @@ class SocketStream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall_timeout_s * 1000)))
+        sock.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall_timeout_s * 1000))
+        )
+
+    @property
+    def session(self) -> Session:
+        assert self._session is not None, "before the hand-shake"
+        return self._session
+
+    def begin(self, session: Session) -> None:
+        """The hand-shake is over."""
+        self._session = session
 
     async def send(self, *buffers: Bytes) -> None:
         """Send all buffers, gathered into as few calls as the kernel takes."""
@@ -80,6 +103,19 @@ class SocketStream:
         frame_type, length = decode_header(await self._receive(HEADER_BYTES), *expected)
         return frame_type, await self._receive(length)
 
+    async def receive_question(self, *expected: FrameType) -> tuple[FrameType, bytes]:
+        """The next frame and its mac."""
+        header = await self._receive(HEADER_BYTES)
+        frame_type, length = decode_header(header, *expected)
+        body = await self._receive(length)
+        self.session.check(await self._receive(SESSION_MAC_BYTES), header + body)
+        return frame_type, body
+
+    async def receive_answer(self, *expected: FrameType) -> tuple[AnswerHeader, bytes]:
+        """The start of the next answer, and the mac, which is checked with the payload."""
+        start = await self._receive(SEALED_ANSWER_BYTES)
+        return decode_answer(start[:ANSWER_BYTES], *expected), start[ANSWER_BYTES:]
+
     async def wait_for_data(self) -> None:
         """Wait without limit: a connection may be idle for as long as both ends stand."""
         await self._readable(None)
@@ -88,7 +124,7 @@ class SocketStream:
         """End the connection under a task that is using it; that task then closes it."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # Not connected any more, which is what was wanted.
+        except OSError:  # Not connected any more.
             return
 
     def close(self) -> None:
@@ -110,8 +146,10 @@ class SocketStream:
             body += part[: _or_closed(received)]
         return bytes(body)
 
-    async def _attempt(self, call: Callable[[], int], ready: Callable[[float | None], Awaitable[None]]) -> int:
-        """Do `call`, which moves bytes and says how many, as soon as the socket lets it."""
+    async def _attempt(
+        self, call: Callable[[], int], ready: Callable[[float | None], Awaitable[None]]
+    ) -> int:
+        """Call `call`, which moves bytes and returns how many, as soon as the socket is ready."""
         while True:
             if self._bytes_this_turn >= _BYTES_PER_TURN:
                 self._bytes_this_turn = 0
@@ -139,15 +177,16 @@ class SocketStream:
 class Filling:
     """Fills views one after the other with what arrives.
 
-    Reads on into the views that follow, as far as bytes are there, so that small ones cost no calls of their own.
+    Reads on into the views that follow, as far as bytes are there, so that small ones cost no calls
+    of their own.
     """
 
     def __init__(self, stream: SocketStream, views: Sequence[memoryview]) -> None:
         self._stream = stream
         self._views = views
         self._taken = 0
-        self._whole = 0  # So many views are whole ...
-        self._offset = 0  # ... and so many bytes of the next one are there.
+        self._whole = 0  # How many views are whole ...
+        self._offset = 0  # ... and how many bytes of the next one have arrived.
 
     async def next(self) -> memoryview:
         """The next view, once it is whole."""
@@ -172,7 +211,10 @@ class Filling:
 
 
 async def _ready(
-    sock: socket.socket, watch: Callable[..., object], unwatch: Callable[..., object], timeout_s: float | None
+    sock: socket.socket,
+    watch: Callable[..., object],
+    unwatch: Callable[..., object],
+    timeout_s: float | None,
 ) -> None:
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     watch(sock, _wake, ready)

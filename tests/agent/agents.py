@@ -1,4 +1,6 @@
-"""Agents to test: in the test's own event loop, or as a process; and an engine's side of the page port."""
+"""Agents under test, in the test's own event loop or as processes, and an engine's side of the page
+port.
+"""
 
 import asyncio
 import os
@@ -17,17 +19,18 @@ import msgspec
 import yaml
 
 from kvrs.agent.server import serve
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.frames import Claim, Held, Identity, PullRequest
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
-from kvrs.protocol.secrets import http_token
+from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, PullRequest
+from kvrs.protocol.secrets import Door, derive, door_key
 from kvrs.protocol.tags import Tag, page_tags, root_tag
-from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, PullResult, StoredPages
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
+from kvrs.transfer.send_faults import SendingFaults
+from tests.ports import client_of
 
 Answer = TypeVar("Answer")
 
@@ -48,17 +51,27 @@ def free_ports(count: int) -> list[int]:
 
 
 def document(base: Path, capacity_pages: int = 64, **cluster: Any) -> dict[str, Any]:
-    """A configuration whose node n0 has an agent that keeps its segments below `base`."""
+    """A configuration whose node n0 has an agent with its segments below `base`."""
     port, page_port = free_ports(2)
     agent = {"port": port, "page_port": page_port}
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both"}], "agent": agent}]
-    backup = {"mode": "local", "directory": str(base), "capacity_bytes": capacity_pages * PAGE_BYTES}
-    return {"cluster": {"nodes": nodes, **cluster}, "backup": backup, "transfer": {"lease_s": 3600.0}}
+    backup = {
+        "mode": "local",
+        "directory": str(base),
+        "capacity_bytes": capacity_pages * PAGE_BYTES,
+    }
+    return {
+        "cluster": {"nodes": nodes, **cluster},
+        "backup": backup,
+        "transfer": {"lease_s": 3600.0},
+    }
 
 
 @asynccontextmanager
-async def running(config: Config, secret: bytes = SECRET, node: NodeId = N0, older: Sequence[bytes] = ()) -> AsyncIterator[None]:
-    """The agent of a node in this event loop; its clean end is part of it."""
+async def running(
+    config: Config, secret: bytes = SECRET, node: NodeId = N0, older: Sequence[bytes] = ()
+) -> AsyncIterator[None]:
+    """The agent of a node in this event loop, with its clean end."""
     stop, ready = asyncio.Event(), asyncio.Event()
     task = asyncio.create_task(serve(config, node, secret, stop, ready.set, older))
     async with asyncio.timeout(30):
@@ -75,11 +88,11 @@ async def running(config: Config, secret: bytes = SECRET, node: NodeId = N0, old
 
 
 class AgentProcess:
-    """`python -m kvrs.agent`, which may be killed and started again."""
+    """`python -m kvrs.agent`, which can be killed and started again."""
 
     def __init__(self, directory: Path, written: dict[str, Any], secret: bytes = SECRET) -> None:
         self.config = parse_config(written)
-        self._path = directory / f"{http_token(secret)[:8]}.yaml"
+        self._path = directory / f"{derive(secret, b'name').hex()[:8]}.yaml"
         self._path.write_text(yaml.safe_dump(written))
         self._secret = secret
         self.process: subprocess.Popen[str] | None = None
@@ -88,24 +101,29 @@ class AgentProcess:
         command = [sys.executable, "-m", "kvrs.agent", "--config", str(self._path), "--node", "n0"]
         environment = os.environ | {"KVRS_SECRET": self._secret.decode()}
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            stdin=subprocess.DEVNULL,
         )
         assert self.process.stdout is not None
         if self.process.stdout.readline() != "ready\n":
             raise AssertionError(self.end(signal.SIGKILL)[1])
 
     def end(self, number: signal.Signals) -> tuple[int, str]:
-        """Exit status, and what it said."""
+        """Exit status, and standard output and error."""
         assert self.process is not None
         process, self.process = self.process, None
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
-        return process.returncode, said
+        _, output = process.communicate(timeout=30)
+        return process.returncode, output
 
 
 @contextmanager
 def processes(*agents: AgentProcess) -> Iterator[None]:
-    """They run; whatever becomes of them in between, they do not run afterwards."""
+    """Agent processes, which have ended when the context ends."""
     try:
         for agent in agents:
             agent.start()
@@ -135,22 +153,33 @@ class Engine:
         await self._pusher.close()
         await self._puller.close()
 
-    async def offer(self, stream: str, pages: int, tags: tuple[Tag, ...] = (), attempt: int = 1) -> Held:
-        return await self._pusher.offer(self._peer, Claim(StreamId(stream), 0, attempt), pages * PAGE_BYTES, tags)
+    async def offer(
+        self, stream: str, pages: int, tags: tuple[Tag, ...] = (), attempt: int = 1
+    ) -> HeldPages:
+        return await self._pusher.offer(
+            self._peer, CheckpointClaim(StreamId(stream), 0, attempt), pages * PAGE_BYTES, tags
+        )
 
-    async def store(self, stream: str, first: int, tags: tuple[Tag, ...], attempt: int = 1) -> Held:
+    async def store(
+        self, stream: str, first: int, tags: tuple[Tag, ...], attempt: int = 1
+    ) -> HeldPages:
         views = [memoryview(page(tag)) for tag in tags]
-        stored = StoredPages(Claim(StreamId(stream), 0, attempt), first, tags, views)
+        stored = StoredPages(CheckpointClaim(StreamId(stream), 0, attempt), first, tags, views)
         (held,) = await self._pusher.store(self._peer, [stored])
         return held
 
     async def release(self, stream: str) -> None:
-        """As a proxy does when the stream has ended."""
+        """Release as a proxy does when a stream has ended."""
         async with session(self._config, self._secret) as client:
-            await ask(client, "/kvrs/v1/leases", LeaseAnswer, LeaseUpdate(lease_s=30, release=[StreamId(stream)]))
+            await ask(
+                client,
+                "/kvrs/v1/leases",
+                LeaseAnswer,
+                LeaseUpdate(lease_s=30, release=[StreamId(stream)]),
+            )
 
     async def fetch(self, tags: tuple[Tag, ...], epoch: int | None = None) -> PullResult:
-        """Pull them, and look that what came is right."""
+        """Pull pages, and check their content."""
         views = [memoryview(bytearray(PAGE_BYTES)) for _ in tags]
         result = await self._puller.pull(self._peer, PullRequest(tags), views, None, epoch)
         for tag, view in zip(tags[: result.full_pages], views, strict=False):
@@ -163,19 +192,22 @@ def tags(family: int, pages: int) -> tuple[Tag, ...]:
 
 
 def page(tag: Tag) -> bytes:
-    """What lies under a tag."""
+    """The content of the page with this tag."""
     return tag * (PAGE_BYTES // len(tag))
 
 
 @asynccontextmanager
-async def session(config: Config, secret: bytes = SECRET) -> AsyncIterator[aiohttp.ClientSession]:
+async def session(
+    config: Config, secret: bytes = SECRET, door: Door = Door.AGENT
+) -> AsyncIterator[aiohttp.ClientSession]:
     (node,) = config.cluster.nodes
-    headers = {"Authorization": f"Bearer {http_token(secret)}"}
-    async with aiohttp.ClientSession(node.agent.url, headers=headers) as client:
+    async with client_of(node.agent.url, door_key(secret, door, node.agent_id)) as client:
         yield client
 
 
-async def ask(client: aiohttp.ClientSession, path: str, kind: type[Answer], body: msgspec.Struct | None = None) -> Answer:
+async def ask(
+    client: aiohttp.ClientSession, path: str, kind: type[Answer], body: msgspec.Struct | None = None
+) -> Answer:
     data = None if body is None else msgspec.json.encode(body)
     async with client.request("GET" if body is None else "POST", path, data=data) as answer:
         assert answer.status == 200, await answer.text()

@@ -1,4 +1,6 @@
-"""A module in the place of `pynvml`: its constants and errors are the real ones, its GPUs are not, so that they can be broken."""
+"""A replacement of `pynvml` with its real constants and errors, and with GPUs that can be
+broken.
+"""
 
 import threading
 from collections import deque
@@ -17,7 +19,7 @@ def error(name: str) -> Exception:
 @dataclass(eq=False)
 class FakeGpu:
     uuid: str
-    fails: Exception | None = None  # What every call that needs the board ends with.
+    fails: Exception | None = None  # Raised by every call that needs the board.
     ecc_uncorrected: int | None = 0  # None: not supported, as of all below.
     rows: tuple[int, int, int, int] | None = (0, 0, 0, 0)
     recovery_action: int | None = 0
@@ -36,7 +38,7 @@ class FakeGpu:
 
 
 class FakeNvml:
-    """Everything not defined here is as in `pynvml`."""
+    """Everything that is not defined here is as in `pynvml`."""
 
     def __init__(self, *gpus: FakeGpu) -> None:
         self.gpus = list(gpus)
@@ -53,7 +55,11 @@ class FakeNvml:
         return value
 
     def xid(self, gpu: FakeGpu, xid: int) -> None:
-        self.events.append(SimpleNamespace(device=gpu, eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=xid))
+        self.events.append(
+            SimpleNamespace(
+                device=gpu, eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=xid
+            )
+        )
 
     def nvmlInit(self) -> None:
         if self.init_fails is not None:
@@ -96,7 +102,10 @@ class FakeNvml:
         return self.events.popleft()
 
     def nvmlDeviceGetTotalEccErrors(self, gpu: FakeGpu, kind: int, counter: int) -> int:
-        assert (kind, counter) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+        assert (kind, counter) == (
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
+        )
         if self.stuck is not None:
             self.stuck.wait()
         return int(gpu.ask(gpu.ecc_uncorrected))
@@ -117,11 +126,25 @@ class FakeNvml:
         return int(gpu.ask(gpu.links[link] if link < len(gpu.links) else None))
 
     def nvmlDeviceGetNvLinkErrorCounter(self, gpu: FakeGpu, link: int, counter: int) -> int:
-        return int(gpu.ask(None if gpu.link_errors is None else gpu.link_errors.get(counter, 0) if link == 0 else 0))
+        return int(
+            gpu.ask(
+                None
+                if gpu.link_errors is None
+                else gpu.link_errors.get(counter, 0)
+                if link == 0
+                else 0
+            )
+        )
 
-    def nvmlDeviceGetFieldValues(self, gpu: FakeGpu, fields: list[tuple[int, int]]) -> list[SimpleNamespace]:
+    def nvmlDeviceGetFieldValues(
+        self, gpu: FakeGpu, fields: list[tuple[int, int]]
+    ) -> list[SimpleNamespace]:
         ((wanted, _),) = fields
         gpu.ask(0)
-        value = gpu.recovery_action if wanted == pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION else gpu.link_fields.get(wanted)
+        value = (
+            gpu.recovery_action
+            if wanted == pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+            else gpu.link_fields.get(wanted)
+        )
         code = pynvml.NVML_ERROR_NOT_SUPPORTED if value is None else pynvml.NVML_SUCCESS
         return [SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(ullVal=value))]

@@ -1,4 +1,4 @@
-"""An agent as its node's member, in front of a scripted instance."""
+"""Gossip of an agent with a scripted instance on its node."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvrs.agent import gossip, gpu
-from kvrs.config import parse_config
+from kvrs.config.file import parse_config
 from kvrs.gossip.facts import FailureFact, HolderFact, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
@@ -20,9 +20,11 @@ from tests.agent.agents import SECRET, ask, document, free_ports, running, sessi
 from tests.agent.fake_nvml import FakeGpu, FakeNvml
 from tests.gossip.gatherings import QUICK, gathering, until
 from tests.proxy import scripted
-from tests.proxy.house import open_house
+from tests.proxy.proxy_cluster import open_proxy_cluster
 from tests.proxy.scripted import Script, Scripted
 from tests.proxy.scripted_model import expected_ids, text_of
+
+pytestmark = pytest.mark.network
 
 N0 = NodeId("n0")
 
@@ -32,12 +34,15 @@ def with_gossip(base: Path, instance_port: int) -> dict[str, Any]:
     (node,) = written["cluster"]["nodes"]
     node["instances"][0]["port"] = instance_port
     node["agent"]["gossip_port"] = free_ports(1)[0]
-    return written | {"gossip": {"enabled": True, **QUICK}, "backup": {"mode": "off", "directory": str(base)}}
+    return written | {
+        "gossip": {"enabled": True, **QUICK},
+        "backup": {"mode": "off", "directory": str(base)},
+    }
 
 
-async def test_an_agent_says_what_runs_beside_it_and_what_died(tmp_path: Path) -> None:
-    """Whoever has no connection to an instance knows its load, its slots and its death all the same."""
-    instance = Scripted("e0", "n0", role=Role.BOTH, script=Script(), created=1)
+async def test_an_agent_publishes_the_load_and_deaths_of_its_instances(tmp_path: Path) -> None:
+    """A node without a connection to an instance has its load, slots and death by gossip."""
+    instance = Scripted("e0", "n0", role=Role.BOTH, script=Script(), created=1, secret=SECRET)
     await instance.start()
     async with gathering() as members:
         other = await members.add("n1", ring=(SECRET,))
@@ -67,8 +72,10 @@ async def test_an_agent_says_what_runs_beside_it_and_what_died(tmp_path: Path) -
     assert "connection" in died.cause
 
 
-async def test_an_agent_serves_while_nvml_does_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that hangs on a dying GPU already hangs when it is opened."""
+async def test_an_agent_serves_while_nvml_is_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that hangs with a dying GPU hangs already when it is opened."""
     let_go, waited = threading.Event(), list[bool]()
 
     def hang() -> None:
@@ -84,8 +91,12 @@ async def test_an_agent_serves_while_nvml_does_not_come_back(tmp_path: Path, mon
     assert (info.id, given_up) == ("agent-n0", [])
 
 
-async def test_streams_leave_the_gpu_of_which_nvml_tells_an_xid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the library, through the agent's gossip and the proxy's policy: the answers are exact, and the instance still runs."""
+async def test_streams_are_moved_off_a_gpu_with_an_xid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the library, through the agent's gossip and the proxy's policy: answers are exact, and
+    the instance still runs.
+    """
     monkeypatch.setattr(gpu, "_POLL_S", 0.05)
     boards = [FakeGpu("GPU-n0"), FakeGpu("GPU-n1")]
     libraries = [FakeNvml(board) for board in boards]
@@ -113,22 +124,30 @@ async def test_streams_leave_the_gpu_of_which_nvml_tells_an_xid(tmp_path: Path, 
         await until(lambda: len(left) == 1)
         await later.enter_async_context(running(config, scripted.SECRET, NodeId("n1")))
         await until(lambda: not left)
-        sections: dict[str, Any] = {"gossip": {"enabled": True, **QUICK}, "policy": {"gpu": {"failing": "move"}}}
-        house = await later.enter_async_context(open_house(agent_ports=ports[0], gossip_ports=ports[2], **sections))
-        gate, house.script.gate_at = asyncio.Event(), 5
-        house.script.gate = gate
-        asking = [asyncio.create_task(house.complete(prompt=prompt, max_tokens=tokens, temperature=0)) for _ in range(6)]
-        await house.until_streams_hold(3, count=6)
+        sections: dict[str, Any] = {
+            "gossip": {"enabled": True, **QUICK},
+            "policy": {"gpu": {"failing": "move"}},
+        }
+        system = await later.enter_async_context(
+            open_proxy_cluster(agent_ports=ports[0], gossip_ports=ports[2], **sections)
+        )
+        gate, system.script.gate_at = asyncio.Event(), 5
+        system.script.gate = gate
+        asking = [
+            asyncio.create_task(system.complete(prompt=prompt, max_tokens=tokens, temperature=0))
+            for _ in range(6)
+        ]
+        await system.until_streams_hold(3, count=6)
 
         libraries[0].xid(boards[0], 79)
 
         async def nobody_runs_there() -> bool:
-            return all(row["decode"] == "d1" for row in (await house.state())["streams"])
+            return all(row["decode"] == "d1" for row in (await system.state())["streams"])
 
-        await house.until(nobody_runs_there)
+        await system.until(nobody_runs_there)
         gate.set()
         answers = await asyncio.gather(*asking)
-        health, moves = await house.health(), (await house.state())["recoveries"]
+        health, moves = await system.health(), (await system.state())["recoveries"]
 
     wanted = "".join(map(text_of, expected_ids(prompt, tokens)))
     assert [msgspec.json.decode(body)["choices"][0]["text"] for _, body in answers] == [wanted] * 6
@@ -136,8 +155,8 @@ async def test_streams_leave_the_gpu_of_which_nvml_tells_an_xid(tmp_path: Path, 
     assert set(health.values()) == {"up"}
 
 
-async def test_an_agent_shows_its_members_to_who_has_the_secret(tmp_path: Path) -> None:
-    """And to nobody else."""
+async def test_members_are_shown_only_with_the_secret(tmp_path: Path) -> None:
+    """Other requests get 401."""
     config = parse_config(with_gossip(tmp_path, 1))
     async with running(config), session(config) as http, aiohttp.ClientSession() as stranger:
         async with http.get("/kvrs/v1/members") as answer:

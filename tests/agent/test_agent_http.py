@@ -1,26 +1,31 @@
-"""What an agent tells proxies, and what they tell it."""
+"""HTTP between agents and proxies."""
 
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
-from kvrs.config import parse_config
+from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError, TransferError
 from kvrs.ids import StreamId
-from kvrs.protocol.frames import Held, StoreCode
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
+from kvrs.protocol.page_messages import HeldPages, StoreCode
+from kvrs.protocol.secrets import Door
+from kvrs.proving import UnprovenError
 from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
 from tests.agent.agents import N0, PAGE_BYTES, SECRET, Engine, ask, document, running, session, tags
+
+pytestmark = pytest.mark.network
 
 S, T, U = StreamId("s"), StreamId("t"), StreamId("u")
 
 
-async def test_an_agent_says_who_it_is(tmp_path: Path) -> None:
-    """A proxy knows it by this."""
+async def test_an_agent_identifies_itself(tmp_path: Path) -> None:
+    """With node, epoch and page port."""
     config = parse_config(document(tmp_path))
     async with running(config), session(config) as client:
         info = await ask(client, "/kvrs/v1/agent", AgentInfo)
@@ -31,8 +36,8 @@ async def test_an_agent_says_who_it_is(tmp_path: Path) -> None:
     assert info.host_to_device_bytes_per_s == 26e9
 
 
-async def test_holdings_and_leases(tmp_path: Path) -> None:
-    """Once, and as a stream that tells what changed; releases give room back at once."""
+async def test_holdings_are_reported_and_leases_released(tmp_path: Path) -> None:
+    """Once, and as a stream of changes; releases free room at once."""
     config = parse_config(document(tmp_path, capacity_pages=8))
     async with running(config), session(config) as client, Engine(config) as engine:
         await engine.offer("s", 4)
@@ -43,28 +48,44 @@ async def test_holdings_and_leases(tmp_path: Path) -> None:
             await engine.offer("t", 5)
             await engine.offer("u", 4)
             while not any(U in line.pages for line in lines):
-                lines.append(msgspec.json.decode(await watched.content.readline(), type=AgentReport))
-        released = await ask(client, "/kvrs/v1/leases", LeaseAnswer, LeaseUpdate(lease_s=30, renew=[S, T, U], release=[S]))
+                lines.append(
+                    msgspec.json.decode(await watched.content.readline(), type=AgentReport)
+                )
+        released = await ask(
+            client,
+            "/kvrs/v1/leases",
+            LeaseAnswer,
+            LeaseUpdate(lease_s=30, renew=[S, T, U], release=[S]),
+        )
         left = await ask(client, "/kvrs/v1/holdings", AgentReport)
 
     assert (once.epoch, once.reserved_bytes, once.held_bytes) == (1, 4 * PAGE_BYTES, 3 * PAGE_BYTES)
     assert (once.checkpoints, once.pages, once.denied) == (1, {S: 3}, [])
     assert lines[0] == once
     assert [stream for line in lines[1:] for stream in line.denied] == [T]
-    assert {stream: count for line in lines[1:] for stream, count in line.pages.items()} == {T: 0, U: 0}
+    assert {stream: count for line in lines[1:] for stream, count in line.pages.items()} == {
+        T: 0,
+        U: 0,
+    }
     assert released.unknown == [S, T]
-    assert (left.reserved_bytes, left.held_bytes, left.checkpoints) == (4 * PAGE_BYTES, 3 * PAGE_BYTES, 1)
+    assert (left.reserved_bytes, left.held_bytes, left.checkpoints) == (
+        4 * PAGE_BYTES,
+        3 * PAGE_BYTES,
+        1,
+    )
 
 
-async def test_leases_that_nobody_renews_end(tmp_path: Path) -> None:
-    """A proxy that is gone releases nothing; watchers hear of it."""
+async def test_leases_that_are_not_renewed_expire(tmp_path: Path) -> None:
+    """A dead proxy releases nothing; watchers get a report."""
     written = document(tmp_path)
     written["transfer"] = {"lease_s": 0.3}
     config = parse_config(written)
     async with running(config), session(config) as client, Engine(config) as engine:
         await engine.offer("s", 4)
         async with client.get("/kvrs/v1/holdings?watch=0.02") as watched:
-            while (report := msgspec.json.decode(await watched.content.readline(), type=AgentReport)).checkpoints:
+            while (
+                report := msgspec.json.decode(await watched.content.readline(), type=AgentReport)
+            ).checkpoints:
                 pass
 
     assert report.pages == {S: 0}
@@ -77,19 +98,27 @@ async def test_leases_that_nobody_renews_end(tmp_path: Path) -> None:
         ("GET", "/kvrs/v1/holdings?watch=soon", b"", 400),
         ("POST", "/kvrs/v1/leases", b"{", 400),
         ("POST", "/kvrs/v1/leases", b'{"lease_s":-1}', 400),
-        ("POST", "/kvrs/v1/faults", b'{"type":"none"}', 404),
+        ("POST", "/kvrs/v1/faults", b'{"type":"none"}', 401),
         ("GET", "/healthz", b"", 200),
     ],
 )
-async def test_requests_that_are_wrong_are_refused(tmp_path: Path, method: str, path: str, body: bytes, status: int) -> None:
-    """And faults on purpose are none of them, unless the file allows them."""
+async def test_invalid_requests_are_rejected(
+    tmp_path: Path, method: str, path: str, body: bytes, status: int
+) -> None:
+    """Also injected faults, unless the file allows them."""
     config = parse_config(document(tmp_path))
-    async with running(config), session(config) as client, client.request(method, path, data=body) as answer:
+    async with (
+        running(config),
+        session(config) as client,
+        client.request(method, path, data=body) as answer,
+    ):
         assert answer.status == status
 
 
 async def test_secrets_rotate_without_a_gap(tmp_path: Path) -> None:
-    """In the middle of it some are told to use the new one, which all accept by then; the old one is good until it is removed."""
+    """During a rotation all accept the new secret before any uses it, and the old one until it is
+    removed.
+    """
     old, new = SECRET, b"the secret of tomorrow, as long"
     config = parse_config(document(tmp_path))
     for used, other in ((old, new), (new, old)):
@@ -97,17 +126,23 @@ async def test_secrets_rotate_without_a_gap(tmp_path: Path) -> None:
             for brought in (used, other):
                 async with session(config, brought) as http, Engine(config, brought) as engine:
                     assert (await ask(http, "/kvrs/v1/agent", AgentInfo)).id == "agent-n0"
-                    assert await engine.offer("s", 2) == Held(StoreCode.OK, 0)
-    async with running(config, new), session(config, old) as http, http.get("/kvrs/v1/agent") as answer:
-        assert answer.status == 401
+                    assert await engine.offer("s", 2) == HeldPages(StoreCode.OK, 0)
+    async with running(config, new), session(config, old) as http:
+        with pytest.raises(UnprovenError, match="another secret"):
+            await http.get("/kvrs/v1/agent")
 
 
-async def test_strangers_learn_nothing(tmp_path: Path) -> None:
-    """But that somebody is there."""
+async def test_requests_without_the_secret_get_nothing(tmp_path: Path) -> None:
+    """Except the health check."""
     config = parse_config(document(tmp_path))
-    async with running(config), session(config, b"the secret of another cluster") as client:
+    async with running(config), aiohttp.ClientSession(config.cluster.nodes[0].agent.url) as client:
         statuses = {}
-        for path in ("/healthz", "/kvrs/v1/agent", "/kvrs/v1/holdings", "/kvrs/v1/holdings?watch=1"):
+        for path in (
+            "/healthz",
+            "/kvrs/v1/agent",
+            "/kvrs/v1/holdings",
+            "/kvrs/v1/holdings?watch=1",
+        ):
             async with client.get(path) as answer:
                 statuses[path] = answer.status
         async with client.post("/kvrs/v1/leases", data=b"{}") as answer:
@@ -117,10 +152,14 @@ async def test_strangers_learn_nothing(tmp_path: Path) -> None:
     assert set(statuses.values()) == {401}
 
 
-async def test_faults_on_purpose_hit_what_the_agent_sends(tmp_path: Path) -> None:
+async def test_injected_faults_affect_what_the_agent_sends(tmp_path: Path) -> None:
     """As those of an instance do."""
     config = parse_config(document(tmp_path, allow_faults=True))
-    async with running(config), session(config) as client, Engine(config) as engine:
+    async with (
+        running(config),
+        session(config, door=Door.ADMIN) as client,
+        Engine(config) as engine,
+    ):
         await engine.offer("s", 3)
         await engine.store("s", 0, tags(1, 3))
         async with client.post("/kvrs/v1/faults", data=b'{"type":"pages","pages":1}') as answer:
@@ -133,7 +172,7 @@ async def test_faults_on_purpose_hit_what_the_agent_sends(tmp_path: Path) -> Non
 
 
 async def test_engines_of_two_models_do_not_share_an_agent(tmp_path: Path) -> None:
-    """The second one gets in when nothing is reserved any more."""
+    """The second one is accepted once nothing is reserved any more."""
     config = parse_config(document(tmp_path))
     async with (
         running(config),
@@ -147,7 +186,7 @@ async def test_engines_of_two_models_do_not_share_an_agent(tmp_path: Path) -> No
             await second.offer("t", 2)
         await ask(client, "/kvrs/v1/leases", LeaseAnswer, LeaseUpdate(lease_s=30, release=[S]))
 
-        assert (await second.offer("t", 2)) == Held(StoreCode.OK, 0)
+        assert (await second.offer("t", 2)) == HeldPages(StoreCode.OK, 0)
         with pytest.raises(TransferError, match="fingerprints differ"):
             await first.offer("s", 2, attempt=2)
         report = await ask(client, "/kvrs/v1/holdings", AgentReport)
@@ -155,8 +194,8 @@ async def test_engines_of_two_models_do_not_share_an_agent(tmp_path: Path) -> No
     assert (report.held_bytes, report.checkpoints) == (0, 1)
 
 
-async def test_the_end_gives_everything_back(tmp_path: Path) -> None:
-    """Descriptors, and every byte of memory."""
+async def test_the_end_releases_everything(tmp_path: Path) -> None:
+    """Descriptors, and all memory."""
     descriptors = len(os.listdir("/proc/self/fd"))
     config = parse_config(document(tmp_path))
     for _ in range(3):
@@ -191,8 +230,10 @@ def _too_much(written: dict[str, Any]) -> None:
         (_too_much, f"backup.capacity_bytes: got {1 << 60}; allowed: at most "),
     ],
 )
-async def test_a_configuration_that_cannot_be_served_is_refused(tmp_path: Path, spoil: Any, reason: str) -> None:
-    """With the value and what is allowed; nothing is left behind."""
+async def test_a_configuration_that_cannot_be_served_is_rejected(
+    tmp_path: Path, spoil: Any, reason: str
+) -> None:
+    """With the value and the allowed ones; nothing is left behind."""
     written = document(tmp_path)
     spoil(written)
 
@@ -204,8 +245,12 @@ async def test_a_configuration_that_cannot_be_served_is_refused(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an agent that was killed has left may fill all that there was: there is room, but none for a word more."""
+async def test_a_directory_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of a killed agent may fill the directory: there is room for the capacity, but none
+    for another file.
+    """
 
     def refuse(self: StoreDirectory, state: StoreState) -> None:
         raise OSError(28, "No space left on device")
@@ -216,13 +261,15 @@ async def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monke
         async with running(config):
             pass
 
-    assert caught.value.faults == [f"backup.directory: {store_directory(str(tmp_path), SECRET, N0)}: No space left on device"]
+    assert caught.value.faults == [
+        f"backup.directory: {store_directory(str(tmp_path), SECRET, N0)}: No space left on device"
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("key", ["port", "page_port"])
 async def test_a_port_in_use_is_named(tmp_path: Path, key: str) -> None:
-    """Two ports belong to an agent."""
+    """Both ports of an agent."""
     written = document(tmp_path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -232,12 +279,14 @@ async def test_a_port_in_use_is_named(tmp_path: Path, key: str) -> None:
             async with running(parse_config(written)):
                 pass
 
-    assert caught.value.faults == [f"agent of node n0: {key}: 127.0.0.1:{port} is in use; allowed: a free port"]
+    assert caught.value.faults == [
+        f"agent of node n0: {key}: 127.0.0.1:{port} is in use; allowed: a free port"
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_an_agent_that_cannot_start_leaves_the_pages_to_the_next(tmp_path: Path) -> None:
-    """Only a clean end removes what is held."""
+    """Only a clean end removes pages."""
     config = parse_config(document(tmp_path))
     with socket.socket() as taken:
         async with running(config), Engine(config) as engine:

@@ -1,4 +1,4 @@
-"""An agent as a process: what survives its death, what is left of it after its end, and who does not get in."""
+"""An agent as a process: pages that survive its death, its clean end, and rejected starts."""
 
 import asyncio
 import signal
@@ -11,25 +11,29 @@ import aiohttp
 import pytest
 
 from kvrs.errors import TransferError
-from kvrs.protocol.frames import Held, StoreCode
+from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.store.directory import store_directory
 from tests.agent.agents import N0, SECRET, AgentProcess, Engine, document, page, processes, tags
 
+pytestmark = [pytest.mark.process, pytest.mark.network]
+
 OK = StoreCode.OK
 
 
-async def test_checkpoints_outlive_a_kill(tmp_path: Path) -> None:
-    """From an engine to the agent, through SIGKILL and restart, and back: the same bytes, save for a page that was torn."""
+async def test_checkpoints_survive_a_kill(tmp_path: Path) -> None:
+    """From an engine to the agent, through SIGKILL and restart, and back: the same bytes, except a
+    torn page.
+    """
     agent = AgentProcess(tmp_path, document(tmp_path))
     mine, other = tags(1, 12), tags(2, 4)
     with processes(agent):
         async with Engine(agent.config) as engine:
-            assert await engine.offer("s", 12) == Held(OK, 0)
-            assert await engine.store("s", 0, mine[:8]) == Held(OK, 8)
-            assert await engine.store("s", 8, mine[8:]) == Held(OK, 12)
-            assert await engine.offer("t", 4) == Held(OK, 0)
-            assert await engine.store("t", 0, other) == Held(OK, 4)
+            assert await engine.offer("s", 12) == HeldPages(OK, 0)
+            assert await engine.store("s", 0, mine[:8]) == HeldPages(OK, 8)
+            assert await engine.store("s", 8, mine[8:]) == HeldPages(OK, 12)
+            assert await engine.offer("t", 4) == HeldPages(OK, 0)
+            assert await engine.store("t", 0, other) == HeldPages(OK, 4)
             assert (await engine.fetch(mine, epoch=1)).full_pages == 12
 
         agent.end(signal.SIGKILL)
@@ -41,19 +45,19 @@ async def test_checkpoints_outlive_a_kill(tmp_path: Path) -> None:
             damaged = await engine.fetch(other)
             assert (damaged.full_pages, damaged.gone, damaged.error) == (2, True, None)
             assert "is in epoch 2" in str((await engine.fetch(mine, epoch=1)).error)
-            # A writer goes on where it stood: it offers, and sends what is not there.
-            assert await engine.offer("t", 4, other) == Held(OK, 2)
-            assert await engine.store("t", 2, other[2:]) == Held(OK, 4)
+            # The writer continues: it offers all pages, and sends those that are missing.
+            assert await engine.offer("t", 4, other) == HeldPages(OK, 2)
+            assert await engine.store("t", 2, other[2:]) == HeldPages(OK, 4)
             assert (await engine.fetch(other)).full_pages == 4
 
-        status, said = agent.end(signal.SIGTERM)
+        status, output = agent.end(signal.SIGTERM)
 
-    assert status == 0, said
+    assert status == 0, output
     assert [path.suffix for path in tmp_path.iterdir()] == [".yaml"]
 
 
 async def test_a_kill_while_pages_arrive_leaves_whole_pages(tmp_path: Path) -> None:
-    """Slots are overwritten all the time; whatever is found under a tag afterwards is that page."""
+    """Pages are overwritten all the time; what is found under a tag afterwards is that page."""
     agent = AgentProcess(tmp_path, document(tmp_path, capacity_pages=48))
     sent: list[tuple[Tag, ...]] = []
 
@@ -92,7 +96,7 @@ def _flip_a_byte(base: Path, wanted: bytes) -> None:
 
 
 async def test_a_page_that_was_damaged_in_memory_is_not_restored(tmp_path: Path) -> None:
-    """Its checksum is that of the engine that wrote it, whatever lies there by now."""
+    """The checksum of the writing engine does not match."""
     agent = AgentProcess(tmp_path, document(tmp_path))
     with processes(agent):
         async with Engine(agent.config) as engine:
@@ -105,8 +109,8 @@ async def test_a_page_that_was_damaged_in_memory_is_not_restored(tmp_path: Path)
     assert (damaged.full_pages, damaged.error) == (2, "checksum of page 2 is wrong")
 
 
-async def test_two_clusters_on_a_host_do_not_meet(tmp_path: Path) -> None:
-    """Same directory, same node, same names: only their secrets differ."""
+async def test_two_clusters_on_a_host_are_separate(tmp_path: Path) -> None:
+    """Same directory, node and names: only their secrets differ."""
     theirs = b"the secret of another cluster"
     agents = [AgentProcess(tmp_path, document(tmp_path), secret) for secret in (SECRET, theirs)]
     with processes(*agents):
@@ -127,21 +131,23 @@ async def test_two_clusters_on_a_host_do_not_meet(tmp_path: Path) -> None:
         assert not store_directory(str(tmp_path), theirs, N0).exists()
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
-    """One line, exit status 2, and what is somebody else's stays as it was."""
+def test_a_failed_start_reports_its_cause(tmp_path: Path) -> None:
+    """In one line, with exit status 2; files of others stay."""
     store_directory(str(tmp_path), SECRET, N0).mkdir(0o755)
     agent = AgentProcess(tmp_path, document(tmp_path))
 
     with pytest.raises(AssertionError) as caught:
         agent.start()
 
-    assert "others may use it (mode bits 055); allowed: a directory of this user, mode 0700" in str(caught.value)
+    assert "others may use it (mode bits 055); allowed: a directory of this user, mode 0700" in str(
+        caught.value
+    )
     assert "Traceback" not in str(caught.value)
     assert store_directory(str(tmp_path), SECRET, N0).exists()
 
 
 def test_an_agent_loads_no_torch() -> None:
-    """It starts in a fraction of a second, and is back before it is missed."""
+    """So it starts in a fraction of a second."""
     script = "import sys, kvrs.agent.__main__; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

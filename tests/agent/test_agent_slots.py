@@ -1,4 +1,4 @@
-"""Slots at a running agent: what it answers, and what it tells instances when an owner is gone."""
+"""Slots of a running agent: its answers, and its fence requests to instances."""
 
 import asyncio
 import time
@@ -11,11 +11,22 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvrs.config import parse_config
+from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import AgentReport, FenceRequest, Slot, SlotAnswer, SlotAsked, SlotCounts, SlotUpdate
-from kvrs.protocol.secrets import http_token
+from kvrs.protocol.instance import (
+    AgentReport,
+    FenceRequest,
+    Slot,
+    SlotAnswer,
+    SlotAsked,
+    SlotCounts,
+    SlotUpdate,
+)
+from kvrs.protocol.secrets import Door, door_keys
 from tests.agent.agents import SECRET, ask, document, free_ports, running, session
+from tests.ports import serving
+
+pytestmark = pytest.mark.network
 
 E0 = InstanceId("e0")
 
@@ -31,9 +42,9 @@ def with_slots(base: Path, slots_max: int = 2) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def instance(port: int, failures: int = 0) -> AsyncIterator["asyncio.Queue[tuple[str, FenceRequest]]"]:
-    """What e0 is told to fence, with the token of who says it; the first few times it fails."""
-    told: asyncio.Queue[tuple[str, FenceRequest]] = asyncio.Queue()
+async def instance(port: int, failures: int = 0) -> AsyncIterator["asyncio.Queue[FenceRequest]"]:
+    """The fence requests to e0, ; the first few fail."""
+    requests: asyncio.Queue[FenceRequest] = asyncio.Queue()
     left = failures
 
     async def fence(request: web.Request) -> web.Response:
@@ -41,28 +52,32 @@ async def instance(port: int, failures: int = 0) -> AsyncIterator["asyncio.Queue
         left -= 1
         if left >= 0:
             return web.Response(status=503)
-        told.put_nowait((request.headers["Authorization"], msgspec.json.decode(await request.read(), type=FenceRequest)))
+        assert "Authorization" not in request.headers
+        requests.put_nowait(msgspec.json.decode(await request.read(), type=FenceRequest))
         return web.Response(body=b"{}")
 
     app = web.Application()
     app.router.add_post("/kvrs/v1/fence", fence)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        yield told
-    finally:
-        await runner.cleanup()
+    async with serving(app, door_keys([SECRET], "e0", Door.INSTANCE), port):
+        yield requests
 
 
-async def test_an_agent_gives_out_slots_to_all_proxies(tmp_path: Path) -> None:
-    """In batches: what ends first makes room for what comes. Watchers hear how many are held."""
+async def test_an_agent_grants_slots_to_all_proxies(tmp_path: Path) -> None:
+    """In batches: what ends makes room for what is requested. Watchers get the counts."""
     config = parse_config(with_slots(tmp_path))
     async with running(config), session(config) as client:
         first = await ask(
-            client, "/kvrs/v1/slots", SlotAnswer, SlotUpdate("a", 30.0, acquire=[asked("s"), asked("t"), asked("u")])
+            client,
+            "/kvrs/v1/slots",
+            SlotAnswer,
+            SlotUpdate("a", 30.0, acquire=[asked("s"), asked("t"), asked("u")]),
         )
-        second = await ask(client, "/kvrs/v1/slots", SlotAnswer, SlotUpdate("b", 30.0, renew=[asked("s")], acquire=[asked("v")]))
+        second = await ask(
+            client,
+            "/kvrs/v1/slots",
+            SlotAnswer,
+            SlotUpdate("b", 30.0, renew=[asked("s")], acquire=[asked("v")]),
+        )
         third = await ask(
             client,
             "/kvrs/v1/slots",
@@ -77,42 +92,49 @@ async def test_an_agent_gives_out_slots_to_all_proxies(tmp_path: Path) -> None:
     assert first.acquired[2].wait_s > 0
     assert (second.acquired[0].token, second.lost) == (0, ["s"])
     assert (third.acquired, third.lost) == ([Slot(tokens[1] + 1)], [])
-    assert report.slots == {E0: SlotCounts(held=2, waiting=2, most=2, granted=3, denied=2, expired=0)}
+    assert report.slots == {
+        E0: SlotCounts(held=2, waiting=2, most=2, granted=3, denied=2, expired=0)
+    }
 
 
-async def test_tokens_rise_over_the_lives_of_an_agent_though_its_clock_is_set_back(
+async def test_tokens_rise_over_restarts_although_the_wall_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its targets, which live on, must be able to tell an old permission from a new one."""
+    """Targets survive a restart of the agent, and must distinguish old grants from new ones."""
     config, tokens = parse_config(with_slots(tmp_path)), list[int]()
     wall_ns = time.time_ns()
     for hours in (2, 1):
         monkeypatch.setattr(time, "time_ns", lambda back=hours: wall_ns + back * 3600 * 10**9)
         async with running(config), session(config) as client:
-            answer = await ask(client, "/kvrs/v1/slots", SlotAnswer, SlotUpdate("a", 30.0, acquire=[asked("s")]))
+            answer = await ask(
+                client, "/kvrs/v1/slots", SlotAnswer, SlotUpdate("a", 30.0, acquire=[asked("s")])
+            )
             tokens += [slot.token for slot in answer.acquired]
 
     assert tokens == sorted(set(tokens))
 
 
-async def test_the_transfers_of_an_owner_who_is_gone_are_ended(tmp_path: Path) -> None:
-    """Its instance is told so, until it has heard it, with the cluster's token and the epoch of the stream's owner."""
+async def test_transfers_of_a_dead_owner_are_fenced(tmp_path: Path) -> None:
+    """The instance gets the request until it succeeds, with the owner's epoch, over a
+    connection on which it has proved itself.
+    """
     config = parse_config(with_slots(tmp_path))
     port = config.cluster.nodes[0].instances[0].port
-    async with running(config), session(config) as client, instance(port, failures=1) as told:
+    async with running(config), session(config) as client, instance(port, failures=1) as requests:
         update = SlotUpdate("a", 0.2, acquire=[asked("s"), asked("t", 1, owner_epoch=7)])
         await ask(client, "/kvrs/v1/slots", SlotAnswer, update)
         async with asyncio.timeout(20):
-            said, fence = await told.get()
+            fence = await requests.get()
         report = await ask(client, "/kvrs/v1/holdings", AgentReport)
 
-    assert said == f"Bearer {http_token(SECRET)}"
-    assert fence == FenceRequest({StreamId("s"): 3, StreamId("t"): 2}, {StreamId("s"): 0, StreamId("t"): 7}, slots_only=True)
+    assert fence == FenceRequest(
+        {StreamId("s"): 3, StreamId("t"): 2}, {StreamId("s"): 0, StreamId("t"): 7}, slots_only=True
+    )
     assert (report.slots[E0].held, report.slots[E0].expired) == (0, 2)
 
 
-async def test_an_agent_ends_well_while_an_instance_does_not_answer(tmp_path: Path) -> None:
-    """What it still has to tell it keeps nobody from stopping it."""
+async def test_an_agent_ends_while_an_instance_does_not_answer(tmp_path: Path) -> None:
+    """Pending fence requests do not delay its end."""
     config = parse_config(with_slots(tmp_path))
     async with running(config), session(config) as client:
         await ask(client, "/kvrs/v1/slots", SlotAnswer, SlotUpdate("a", 0.1, acquire=[asked("s")]))
@@ -121,25 +143,30 @@ async def test_an_agent_ends_well_while_an_instance_does_not_answer(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (SlotUpdate("a", 30.0, acquire=[SlotAsked(InstanceId("e9"), StreamId("s"), 1)]), "e0"),
         (SlotUpdate("a", 0.0), "lease_s"),
         (SlotUpdate("", 1.0), "owner"),
     ],
 )
-async def test_what_cannot_be_given_out_is_refused(tmp_path: Path, body: SlotUpdate, said: str) -> None:
-    """Instances of another node, leases of no time, owners without a name."""
+async def test_invalid_slot_requests_are_rejected(
+    tmp_path: Path, body: SlotUpdate, message: str
+) -> None:
+    """Instances of another node, leases without a duration, owners without a name."""
     config = parse_config(with_slots(tmp_path))
-    async with running(config), session(config) as client:
-        async with client.post("/kvrs/v1/slots", data=msgspec.json.encode(body)) as answer:
-            assert (answer.status, said in await answer.text()) == (400, True)
-        async with client.post("/kvrs/v1/slots", data=b"", headers={"Authorization": "Bearer of nothing"}) as answer:
-            assert answer.status == 401
+    async with (
+        running(config),
+        session(config) as client,
+        client.post("/kvrs/v1/slots", data=msgspec.json.encode(body)) as answer,
+    ):
+        assert (answer.status, message in await answer.text()) == (400, True)
 
 
-def test_fences_of_before_are_understood() -> None:
-    """A message that names no owners is of the first one's attempts, and fences the whole instance."""
+def test_fence_requests_of_older_versions_are_understood() -> None:
+    """A request without owners is for attempts of the first owner, and fences the whole
+    instance.
+    """
     fence = msgspec.json.decode(b'{"attempts":{"s":3}}', type=FenceRequest)
 
     assert (fence.numbers(), fence.slots_only) == ({StreamId("s"): (0, 3)}, False)

@@ -1,3 +1,5 @@
+"""Classification of GPUs by their readings."""
+
 from dataclasses import replace
 from itertools import pairwise
 
@@ -6,33 +8,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.agent.gpu_health import FAILING_XIDS, PROGRAM_XIDS, GpuJudge, Patience, Reading
+from kvrs.agent.gpu_health import FAILING_XIDS, PROGRAM_XIDS, GpuClassifier, Reading, Thresholds
 from kvrs.protocol.gpus import GpuHealth, GpuState
 
 HEALTHY, DEGRADED, FAILING = GpuState
-FINE = Reading(uuid="GPU-a", index=0, ecc_uncorrected=3, nvlink_errors=1000, nvlink_recoveries=2, nvlinks_up=18)
+FINE = Reading(
+    uuid="GPU-a", index=0, ecc_uncorrected=3, nvlink_errors=1000, nvlink_recoveries=2, nvlinks_up=18
+)
 
 
-class Story:
-    """One GPU, looked at once a second."""
+class Readings:
+    """One GPU, read once per second."""
 
     def __init__(self) -> None:
-        self.judge, self.now_s, self.said = GpuJudge(), 0.0, list[GpuHealth]()
+        self.classifier, self.now_s, self.changes = GpuClassifier(), 0.0, list[GpuHealth]()
         self.look(FINE)
 
     def look(self, *readings: Reading) -> GpuHealth:
         for reading in readings:
-            self.said += self.judge.take([reading], self.now_s)
+            self.changes += self.classifier.update([reading], self.now_s)
             self.now_s += 1
-        return self.judge.health[0]
+        return self.classifier.health[0]
 
 
-def test_a_new_gpu_is_told_of_once() -> None:
-    """Counters that were not zero before we came are no sign."""
-    story = Story()
-    story.look(*[FINE] * 100)
+def test_a_new_gpu_is_reported_once() -> None:
+    """Counters above zero at the first reading are no symptom."""
+    readings = Readings()
+    readings.look(*[FINE] * 100)
 
-    assert story.said == [GpuHealth("GPU-a", 0, HEALTHY, "", 0.0)]
+    assert readings.changes == [GpuHealth("GPU-a", 0, HEALTHY, "", 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -53,96 +57,108 @@ def test_a_new_gpu_is_told_of_once() -> None:
         ({"nvlinks_up": 16}, DEGRADED, "nvlinks down: 2"),
     ],
 )
-def test_a_sign_is_believed_at_once(change: dict[str, object], state: GpuState, reason: str) -> None:
-    story = Story()
+def test_a_symptom_counts_at_once(change: dict[str, object], state: GpuState, reason: str) -> None:
+    """The state gets worse with the first one."""
+    readings = Readings()
 
-    assert story.look(replace(FINE, **change)) == GpuHealth("GPU-a", 0, state, reason, 1.0)  # type: ignore[arg-type]
+    assert readings.look(replace(FINE, **change)) == GpuHealth("GPU-a", 0, state, reason, 1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"xids": tuple(PROGRAM_XIDS)},
-        {"xids": (154,)},  # The action that it is about is read by itself.
-        {"ecc_uncorrected": 0},  # The driver was loaded anew.
+        {"xids": (154,)},  # Each reading has the recovery action.
+        {"ecc_uncorrected": 0},  # The driver was reloaded.
         {"ecc_uncorrected": None},
         {"nvlink_errors": 1050},
         {"slowed_by": ("hw thermal",)},
         {"silent": "Unknown Error"},
     ],
 )
-def test_what_happens_to_sound_gpus_is_no_sign(change: dict[str, object]) -> None:
-    """Bugs of programs, a few corrected errors, a moment of heat."""
-    story = Story()
+def test_conditions_of_healthy_gpus_are_no_symptoms(change: dict[str, object]) -> None:
+    """Errors of programs, a few corrected errors, heat for a moment."""
+    readings = Readings()
 
-    assert story.look(*[replace(FINE, **change)] * 2).state is HEALTHY  # type: ignore[arg-type]
+    assert readings.look(*[replace(FINE, **change)] * 2).state is HEALTHY  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("change", "state", "after"),
     [({"slowed_by": ("hw thermal",)}, DEGRADED, 6), ({"silent": "Unknown Error"}, FAILING, 4)],
 )
-def test_what_lasts_is_a_sign(change: dict[str, object], state: GpuState, after: int) -> None:
-    """Five seconds of throttling, three without an answer; an interruption begins it anew."""
-    story, bad = Story(), replace(FINE, **change)  # type: ignore[arg-type]
+def test_conditions_that_last_are_symptoms(
+    change: dict[str, object], state: GpuState, after: int
+) -> None:
+    """Five seconds of throttling, three without an answer; an interruption starts the time
+    again.
+    """
+    readings, bad = Readings(), replace(FINE, **change)  # type: ignore[arg-type]
 
-    assert story.look(*[bad] * (after - 1), FINE, *[bad] * (after - 1)).state is HEALTHY
-    assert story.look(bad).state is state
-
-
-def test_errors_behind_a_missing_reading_are_counted() -> None:
-    """A counter that could not be read once has not begun anew."""
-    story = Story()
-
-    story.look(replace(FINE, ecc_uncorrected=None), replace(FINE, lost=None, silent="Unknown Error", ecc_uncorrected=None))
-    assert story.look(replace(FINE, ecc_uncorrected=4)).reason == "ecc uncorrected"
+    assert readings.look(*[bad] * (after - 1), FINE, *[bad] * (after - 1)).state is HEALTHY
+    assert readings.look(bad).state is state
 
 
-def test_it_gets_better_step_by_step() -> None:
-    """Failing for ten minutes after the last sign, then degraded for one more."""
-    story = Story()
-    story.look(replace(FINE, xids=(79,)), *[FINE] * 700)
+def test_errors_behind_a_missing_reading_count() -> None:
+    """A counter that could not be read once was not reset."""
+    readings = Readings()
 
-    assert [(health.state, health.since_s) for health in story.said] == [
+    readings.look(
+        replace(FINE, ecc_uncorrected=None),
+        replace(FINE, lost=None, silent="Unknown Error", ecc_uncorrected=None),
+    )
+    assert readings.look(replace(FINE, ecc_uncorrected=4)).reason == "ecc uncorrected"
+
+
+def test_a_gpu_gets_better_step_by_step() -> None:
+    """Failing for ten minutes after the last symptom, then degraded for one more."""
+    readings = Readings()
+    readings.look(replace(FINE, xids=(79,)), *[FINE] * 700)
+
+    assert [(health.state, health.since_s) for health in readings.changes] == [
         (HEALTHY, 0.0),
         (FAILING, 1.0),
         (DEGRADED, 601.0),
         (HEALTHY, 661.0),
     ]
-    assert story.said[2].reason == "after xid 79"
+    assert readings.changes[2].reason == "after xid 79"
 
 
-def test_a_new_sign_begins_the_time_anew() -> None:
-    story = Story()
+def test_a_new_symptom_starts_the_time_again() -> None:
+    """The hold time counts from the last one."""
+    readings = Readings()
     bad = replace(FINE, xids=(79,))
 
-    assert story.look(bad, *[FINE] * 599, bad, *[FINE] * 599).state is FAILING
-    assert len(story.said) == 2  # It says so once.
+    assert readings.look(bad, *[FINE] * 599, bad, *[FINE] * 599).state is FAILING
+    assert len(readings.changes) == 2  # Each change once.
 
 
-def test_a_condition_that_stays_keeps_the_state() -> None:
-    """A link that is down, or a reset that is due, is not forgotten because nothing new happens."""
-    story = Story()
+def test_a_persistent_condition_keeps_the_state() -> None:
+    """A link that is down, or a pending reset, is a symptom in every reading."""
+    readings = Readings()
 
-    assert story.look(*[replace(FINE, nvlinks_up=17)] * 1000).reason == "nvlinks down: 1"
-    assert story.look(*[FINE] * 61).state is HEALTHY
-
-
-def test_the_gravest_sign_is_the_reason() -> None:
-    story = Story()
-
-    assert story.look(replace(FINE, remap_pending=True, xids=(63, 48))).reason == "xid 48"
+    assert readings.look(*[replace(FINE, nvlinks_up=17)] * 1000).reason == "nvlinks down: 1"
+    assert readings.look(*[FINE] * 61).state is HEALTHY
 
 
-def test_a_stuck_reader_is_a_sign_against_all() -> None:
-    judge = GpuJudge()
-    judge.take([FINE, replace(FINE, uuid="GPU-b", index=1)], 0.0)
+def test_the_most_severe_symptom_is_the_reason() -> None:
+    """Of several in one reading."""
+    readings = Readings()
 
-    assert judge.no_answer("NVML is stuck", 1.0) == []
-    assert {health.state for health in judge.no_answer("NVML is stuck", 4.0)} == {FAILING}
+    assert readings.look(replace(FINE, remap_pending=True, xids=(63, 48))).reason == "xid 48"
 
 
-def test_an_xid_is_either_the_programs_or_the_gpus() -> None:
+def test_a_blocked_reader_is_a_symptom_of_all_gpus() -> None:
+    """After the time for GPUs that do not answer."""
+    classifier = GpuClassifier()
+    classifier.update([FINE, replace(FINE, uuid="GPU-b", index=1)], 0.0)
+
+    assert classifier.no_answer("NVML is stuck", 1.0) == []
+    assert {health.state for health in classifier.no_answer("NVML is stuck", 4.0)} == {FAILING}
+
+
+def test_an_xid_is_either_of_programs_or_of_the_gpu() -> None:
+    """The sets are disjoint."""
     assert not PROGRAM_XIDS & FAILING_XIDS
 
 
@@ -161,26 +177,30 @@ READINGS = st.builds(
 
 
 @given(st.lists(st.tuples(READINGS, st.sampled_from([0.5, 1.0, 30.0, 700.0])), max_size=60))
-def test_it_never_flaps(looks: list[tuple[Reading, float]]) -> None:
-    """Whatever is read: only changes are told, better is one step at a time, and never before its time."""
-    judge, now_s, said, patience = GpuJudge(), 0.0, list[GpuHealth](), Patience()
+def test_the_state_never_flaps(looks: list[tuple[Reading, float]]) -> None:
+    """For any readings: only changes are returned, better goes one step at a time, and never before
+    its time.
+    """
+    classifier, now_s, changes, thresholds = GpuClassifier(), 0.0, list[GpuHealth](), Thresholds()
     for reading, pause_s in looks:
-        said += judge.take([reading], now_s)
+        changes += classifier.update([reading], now_s)
         now_s += pause_s
 
     order = list(GpuState)
-    for before, after in pairwise(said):
+    for before, after in pairwise(changes):
         step = order.index(after.state) - order.index(before.state)
         assert step != 0
         if step < 0:
-            hold_s = patience.failing_hold_s if before.state is FAILING else patience.degraded_hold_s
+            hold_s = (
+                thresholds.failing_hold_s if before.state is FAILING else thresholds.degraded_hold_s
+            )
             assert step == -1
             assert after.since_s - before.since_s >= hold_s
-    assert all((health.reason == "") == (health.state is HEALTHY) for health in said)
+    assert all((health.reason == "") == (health.state is HEALTHY) for health in changes)
 
 
-def test_what_is_told_is_small_and_travels() -> None:
-    """A record of gossip holds 512 bytes."""
+def test_health_fits_a_gossip_entry() -> None:
+    """An entry of a record holds 512 bytes."""
     health = GpuHealth("GPU-" + "f" * 36, 7, FAILING, "x" * 128, 1e9)
 
     packed = msgspec.msgpack.encode(health)

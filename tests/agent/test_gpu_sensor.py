@@ -1,3 +1,5 @@
+"""Readings of GPUs from NVML, and the monitor."""
+
 import asyncio
 import itertools
 import logging
@@ -36,10 +38,16 @@ def without_driver() -> FakeNvml:
 
 @pytest.mark.parametrize(
     ("load", "cause"),
-    [(missing, "not installed"), (without_driver, "NVML Shared Library Not Found"), (FakeNvml, "no GPU")],
+    [
+        (missing, "not installed"),
+        (without_driver, "NVML Shared Library Not Found"),
+        (FakeNvml, "no GPU"),
+    ],
 )
-def test_no_gpus_are_a_normal_state(load: Callable[[], Any], cause: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Said in one line, and not as a warning."""
+def test_a_node_without_gpus_is_normal(
+    load: Callable[[], Any], cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged in one line, not as a warning."""
     caplog.set_level(logging.INFO)
 
     assert open_sensor(load) is None
@@ -48,8 +56,8 @@ def test_no_gpus_are_a_normal_state(load: Callable[[], Any], cause: str, caplog:
     assert cause in str(vars(record)["cause"])
 
 
-def test_the_real_library_is_asked_without_raising() -> None:
-    """Whatever this machine has: GPUs are read, or there are none."""
+def test_the_real_library_is_read_without_an_exception() -> None:
+    """On a machine with GPUs or without."""
     sensor = open_sensor()
     if sensor is None:
         return
@@ -60,7 +68,8 @@ def test_the_real_library_is_asked_without_raising() -> None:
     assert all(reading.lost is None and reading.silent is None for reading in readings)
 
 
-def test_library_is_left_when_there_is_no_gpu() -> None:
+def test_the_library_is_closed_without_a_gpu() -> None:
+    """Or the driver could not be reloaded."""
     nvml = FakeNvml()
 
     with pytest.raises(NoGpusError):
@@ -68,25 +77,34 @@ def test_library_is_left_when_there_is_no_gpu() -> None:
     assert nvml.opened == 0
 
 
-def test_a_sound_gpu_reads_as_nothing_special() -> None:
+def test_a_healthy_gpu_has_no_symptoms() -> None:
+    """In its reading."""
     nvml, _, sensor = one_gpu(links=[1, 1])
 
     assert sensor.read() == [
-        Reading(uuid="GPU-a", index=0, ecc_uncorrected=0, nvlink_errors=0, nvlink_recoveries=0, nvlinks_up=2),
+        Reading(
+            uuid="GPU-a",
+            index=0,
+            ecc_uncorrected=0,
+            nvlink_errors=0,
+            nvlink_recoveries=0,
+            nvlinks_up=2,
+        ),
     ]
     sensor.close()
     assert nvml.opened == 0
 
 
-def test_what_a_gpu_does_not_support_says_nothing() -> None:
-    """A board without ECC memory, links, events and all that is new."""
+def test_unsupported_values_are_empty() -> None:
+    """For a board without ECC memory, links, events and new fields."""
     _, _, sensor = one_gpu(ecc_uncorrected=None, rows=None, recovery_action=None, has_events=False)
 
     assert sensor.read() == [Reading(uuid="GPU-a", index=0)]
     assert not sensor.wait(0.0)
 
 
-def test_xids_are_read_once_and_by_gpu() -> None:
+def test_xids_are_read_once_per_gpu() -> None:
+    """By the uuid in the event."""
     a, b = FakeGpu("GPU-a"), FakeGpu("GPU-b")
     nvml = FakeNvml(a, b)
     sensor = GpuSensor(nvml)
@@ -98,7 +116,8 @@ def test_xids_are_read_once_and_by_gpu() -> None:
     assert [reading.xids for reading in sensor.read()] == [(), ()]
 
 
-def test_an_xid_is_waited_for() -> None:
+def test_waiting_ends_with_an_xid() -> None:
+    """Which the next reading has."""
     nvml, gpu, sensor = one_gpu()
     nvml.xid(gpu, 48)
 
@@ -108,7 +127,7 @@ def test_an_xid_is_waited_for() -> None:
 
 @pytest.mark.parametrize("name", ["GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND"])
 def test_a_lost_gpu_is_read_as_lost(name: str) -> None:
-    """The others are read as before; an XID of a board that has lost its name stops nobody."""
+    """The others are read as before; an XID of a board without a readable uuid ends nothing."""
     a, b = FakeGpu("GPU-a"), FakeGpu("GPU-b")
     nvml = FakeNvml(a, b)
     sensor = GpuSensor(nvml)
@@ -121,14 +140,15 @@ def test_a_lost_gpu_is_read_as_lost(name: str) -> None:
     assert sound == Reading(uuid="GPU-b", index=1, ecc_uncorrected=0)
 
 
-def test_a_gpu_that_was_lost_at_the_start_is_told_of() -> None:
+def test_a_gpu_that_was_lost_at_the_start_is_reported() -> None:
+    """Under its index."""
     nvml = FakeNvml(FakeGpu("GPU-a", fails=error("GPU_IS_LOST")), FakeGpu("GPU-b"))
 
     assert [reading.lost for reading in GpuSensor(nvml).read()] == ["GPU is lost", None]
 
 
-def test_other_failures_are_silence() -> None:
-    """NVML says `Unknown Error` of dying boards, and of sound ones now and then."""
+def test_other_failures_count_as_no_answer() -> None:
+    """NVML returns `Unknown Error` for dying boards, and for healthy ones now and then."""
     _, gpu, sensor = one_gpu()
     gpu.fails = error("UNKNOWN")
 
@@ -136,6 +156,7 @@ def test_other_failures_are_silence() -> None:
 
 
 def test_rows_and_recovery_actions_are_read() -> None:
+    """Remapped rows, resets and drains."""
     _, gpu, sensor = one_gpu()
     gpu.rows, gpu.recovery_action = (0, 1, 1, 0), pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET
     (first,) = sensor.read()
@@ -148,12 +169,17 @@ def test_rows_and_recovery_actions_are_read() -> None:
         None,
         "draining and a reset",
     )
-    assert (second.remap_pending, second.remap_failed, second.reset_due, second.drain_due) == (False, True, "a reset", None)
+    assert (second.remap_pending, second.remap_failed, second.reset_due, second.drain_due) == (
+        False,
+        True,
+        "a reset",
+        None,
+    )
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_only_slowdowns_that_mean_trouble_are_read(old: bool) -> None:
-    """Idleness and the power cap are a matter of course; older drivers have another name for all of it."""
+def test_only_slowdowns_that_are_symptoms_are_read(old: bool) -> None:
+    """Idleness and the power cap are normal; older drivers have another name for the call."""
     nvml, gpu, sensor = one_gpu()
     nvml.has_old_clock_reasons = old
     gpu.clock_reasons = pynvml.nvmlClocksEventReasonGpuIdle | pynvml.nvmlClocksEventReasonSwPowerCap
@@ -164,7 +190,8 @@ def test_only_slowdowns_that_mean_trouble_are_read(old: bool) -> None:
     assert (normal.slowed_by, hot.slowed_by) == ((), ("hw thermal",))
 
 
-def test_nvlink_counters_are_summed_up() -> None:
+def test_nvlink_counters_are_summed() -> None:
+    """Over all links that are up."""
     _, gpu, sensor = one_gpu(links=[1, 0, 1])
     gpu.link_errors = {
         pynvml.NVML_NVLINK_ERROR_DL_REPLAY: 1,
@@ -177,7 +204,8 @@ def test_nvlink_counters_are_summed_up() -> None:
     assert (reading.nvlink_errors, reading.nvlink_recoveries, reading.nvlinks_up) == (7, 8, 2)
 
 
-def test_newer_links_have_other_counters() -> None:
+def test_newer_links_have_their_counters_in_fields() -> None:
+    """From the fifth generation on."""
     _, gpu, sensor = one_gpu(links=[1], link_errors=None)
     gpu.link_fields = {
         pynvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS: 5,
@@ -188,8 +216,8 @@ def test_newer_links_have_other_counters() -> None:
     assert (reading.nvlink_errors, reading.nvlink_recoveries) == (5, 6)
 
 
-def test_waiting_that_fails_at_once_is_no_waiting() -> None:
-    """NVML refuses to wait for a lost GPU; whoever goes on at once keeps a core busy."""
+def test_failed_waiting_does_not_busy_loop() -> None:
+    """NVML refuses to wait for a lost GPU; an immediate retry would keep a core busy."""
     nvml, _, sensor = one_gpu()
     nvml.waiting_fails = error("GPU_IS_LOST")
 
@@ -197,70 +225,76 @@ def test_waiting_that_fails_at_once_is_no_waiting() -> None:
     assert sensor.read()[0].lost is None
 
 
-async def judged(
-    nvml: FakeNvml, act: Callable[[list[GpuHealth]], bool], clock: Callable[[], float] = time.monotonic
+async def reported(
+    nvml: FakeNvml,
+    act: Callable[[list[GpuHealth]], bool],
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[GpuHealth]:
-    """What a monitor says until `act` is content."""
-    said: list[GpuHealth] = []
-    monitor = GpuMonitor(lambda: GpuSensor(nvml), said.append, clock)
+    """The reports of a monitor until `act` returns true."""
+    reports: list[GpuHealth] = []
+    monitor = GpuMonitor(lambda: GpuSensor(nvml), reports.append, clock)
     task = asyncio.create_task(monitor.run())
     try:
         async with asyncio.timeout(WAIT_S):
-            while not act(said) and not task.done():
+            while not act(reports) and not task.done():
                 await asyncio.sleep(0.005)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     if not task.cancelled():
         task.result()
-    return said
+    return reports
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_POLL_S", 0.02)
-    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "_EVENT_PAUSE_S", 0.01)
 
 
-async def test_a_monitor_tells_changes() -> None:
+async def test_a_monitor_reports_changes() -> None:
+    """And nothing else."""
     gpu = FakeGpu("GPU-a")
     nvml = FakeNvml(gpu)
 
-    def act(said: list[GpuHealth]) -> bool:
-        if len(said) == 1 and not nvml.events:
+    def act(reports: list[GpuHealth]) -> bool:
+        if len(reports) == 1 and not nvml.events:
             nvml.xid(gpu, 79)
-        return len(said) > 1
+        return len(reports) > 1
 
-    said = await judged(nvml, act)
+    reports = await reported(nvml, act)
 
-    assert [(health.state, health.reason) for health in said] == [(GpuState.HEALTHY, ""), (GpuState.FAILING, "xid 79")]
+    assert [(health.state, health.reason) for health in reports] == [
+        (GpuState.HEALTHY, ""),
+        (GpuState.FAILING, "xid 79"),
+    ]
     await ended()
     assert nvml.opened == 0
 
 
-async def test_a_library_that_does_not_come_back_is_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop goes on, the GPUs count as failing, and nobody waits for the thread."""
-    monkeypatch.setattr(module, "_STUCK_S", 0.1)
+async def test_a_blocked_library_is_a_symptom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on, the GPUs count as failing, and the thread is not joined."""
+    monkeypatch.setattr(module, "_NVML_TIMEOUT_S", 0.1)
     looks = itertools.count(0, 2)
     nvml = FakeNvml(FakeGpu("GPU-a"))
     let_go = threading.Event()
 
-    def act(said: list[GpuHealth]) -> bool:
-        if said:
+    def act(reports: list[GpuHealth]) -> bool:
+        if reports:
             nvml.stuck = let_go
-        return len(said) > 1
+        return len(reports) > 1
 
     try:
-        said = await judged(nvml, act, lambda: float(next(looks)))
+        reports = await reported(nvml, act, lambda: float(next(looks)))
     finally:
         let_go.set()
 
-    assert (said[-1].state, said[-1].reason) == (GpuState.FAILING, "no answer: NVML is stuck")
+    assert (reports[-1].state, reports[-1].reason) == (GpuState.FAILING, "no answer: NVML is stuck")
     await ended()
 
 
-async def test_where_there_is_no_gpu_the_monitor_ends() -> None:
-    """It is no reason for the agent to end."""
+async def test_the_monitor_ends_without_a_gpu() -> None:
+    """The agent goes on."""
     monitor = GpuMonitor(lambda: open_sensor(without_driver), lambda _: None, time.monotonic)
 
     async with asyncio.timeout(WAIT_S):
@@ -269,13 +303,13 @@ async def test_where_there_is_no_gpu_the_monitor_ends() -> None:
     assert monitor.health == []
 
 
-async def test_a_bug_ends_the_monitor() -> None:
-    """It must not look like a GPU that is silent."""
+async def test_an_internal_error_ends_the_monitor() -> None:
+    """It must not look like a GPU that does not answer."""
     nvml = FakeNvml(FakeGpu("GPU-a", rows="not rows"))  # type: ignore[arg-type]
     del nvml.gpus[0].links
 
     with pytest.raises(AttributeError):
-        await judged(nvml, lambda said: False)
+        await reported(nvml, lambda reports: False)
     await ended()
 
 

@@ -1,4 +1,4 @@
-"""The table of slots against a simple model of it, whatever owners do, and however late their messages come."""
+"""The slot table against a simple model of it, for any requests, however late they arrive."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +13,11 @@ STREAMS = [StreamId(name) for name in "stuvw"]
 OWNERS = ["a", "b"]
 
 messages = st.builds(
-    SlotAsked, st.sampled_from(TARGETS), st.sampled_from(STREAMS), st.integers(1, 4), st.sampled_from([0, 0, 0, 1])
+    SlotAsked,
+    st.sampled_from(TARGETS),
+    st.sampled_from(STREAMS),
+    st.integers(1, 4),
+    st.sampled_from([0, 0, 0, 1]),
 )
 owners = st.sampled_from(OWNERS)
 leases = st.sampled_from([0.5, 3.0, 10.0])
@@ -56,7 +60,9 @@ class TableMachine(RuleBasedStateMachine):
             assert slot.token == known[2], "the same lease"
             self.leases[asked.stream] = (*known[:3], max(known[3], self.now_s + lease_s))
             return
-        if self.is_over(asked) or (known is not None and self.number(known[0]) >= self.number(asked)):
+        if self.is_over(asked) or (
+            known is not None and self.number(known[0]) >= self.number(asked)
+        ):
             assert slot.token == 0, "it has ended, or has a successor"
             return
         if known is not None:
@@ -72,7 +78,9 @@ class TableMachine(RuleBasedStateMachine):
         else:
             assert slot.wait_s >= SHORTEST_WAIT_S
             waiting = self.table.counts()[asked.target].waiting
-            assert self.held(asked.target) + waiting - 1 >= self.slots_max, "denied, though there is room for all who wait"
+            assert self.held(asked.target) + waiting - 1 >= self.slots_max, (
+                "denied, although there is room for all that wait"
+            )
 
     @rule(owner=owners, asked=messages, lease_s=leases)
     def renew(self, owner: str, asked: SlotAsked, lease_s: float) -> None:
@@ -103,7 +111,7 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        """What an owner says of a lease that there is; anything may be said by chance, but seldom is."""
+        """Release an existing lease; other releases are drawn too, but seldom."""
         asked, owner, _, _ = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
         self.release(owner, asked)
 
@@ -123,7 +131,9 @@ class TableMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "table"))
     @rule()
     def stall(self) -> None:
-        """Nobody looks for a minute, and what owners said meanwhile is read before anything else."""
+        """A minute without a call of `expire`, after which renewals are read before anything
+        else.
+        """
         self.pass_time(0.0)
         self.now_s += 60.0
         assert self.table.expire(self.now_s) == [], "nothing ends before it could be renewed"
@@ -143,7 +153,9 @@ class TableMachine(RuleBasedStateMachine):
             assert held == (counts[target].held if target in counts else 0)
 
     def teardown(self) -> None:
-        """Everything ends, and whoever keeps asking is served, whoever asks beside it."""
+        """Everything ends, and an attempt that keeps asking is granted, whatever else is
+        requested.
+        """
         if not hasattr(self, "table"):
             return
         for number in range(200):
@@ -152,7 +164,9 @@ class TableMachine(RuleBasedStateMachine):
             newcomer = SlotAsked(TARGETS[0], StreamId(f"newcomer {number}"), 1)
             if number % 2:
                 self.table.acquire("c", newcomer, 1.0, self.now_s)
-            slot = self.table.acquire("b", SlotAsked(TARGETS[0], StreamId("patient"), 1 + number), 1.0, self.now_s)
+            slot = self.table.acquire(
+                "b", SlotAsked(TARGETS[0], StreamId("patient"), 1 + number), 1.0, self.now_s
+            )
             if slot.token:
                 return
             self.table.acquire("c", newcomer, 1.0, self.now_s)

@@ -1,4 +1,5 @@
-"""Real clusters of each engine, as far as the contract suite handles them: started, hit, back again.
+"""Real clusters of each engine, as far as the contract suite handles them: started, hit, back
+again.
 
 Each has p0 and d0 on node n0, and d1 on n1; more may be there.
 """
@@ -13,14 +14,20 @@ from typing import Any, Protocol
 import pytest
 
 from experiments.processes import Processes
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 
 _NODES = [
     {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},
     {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
 ]
-_PAIRS = [{"id": f"n{n}", "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}]} for n in range(2)]
+_PAIRS = [
+    {
+        "id": f"n{n}",
+        "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}],
+    }
+    for n in range(2)
+]
 _ENGINE = {"pages": 256, "max_model_len": 1024}
 _HOME = "DISTSERVE_HOME"
 _START_TIMEOUT_S = 300.0  # Of a DistServe server: Ray, its workers, their torch.
@@ -33,16 +40,18 @@ class Cluster(Protocol):
     secret: bytes
 
     def kill(self, name: str, worker_pids: list[int]) -> None:
-        """Let the instance die as by an accident. `worker_pids` are what it says of itself."""
+        """Kill the instance; `worker_pids` are those that it has reported."""
 
     def bring_back(self, name: str) -> None:
-        """Start what was killed again, unless it comes back by itself; return when it does, or a moment before."""
+        """Start what was killed again, unless it comes back by itself; return when it does, or a
+        moment before.
+        """
 
 
 class EmbeddedCluster(Processes):
     def start(self, *names: str) -> None:
         for name in names:
-            # Above every fence of the life before.
+            # Above every fence of the epochs before.
             self._starts[name] += 100
         super().start(*names)
 
@@ -55,13 +64,22 @@ class EmbeddedCluster(Processes):
 
 
 class DistServeCluster(Processes):
-    """Two servers, each of which is two instances: what dies of one is a stage, and it comes back by itself."""
+    """Two servers, each of which is two instances: what dies of one is a stage, and it comes back
+    by itself.
+    """
 
     def start(self, *nodes: str) -> None:
         for node in nodes:
             self._starts[node] += 100
             epoch = str(self._starts[node] + 1)
-            arguments = ["--kvrs-config", str(self._config_path), "--kvrs-node", node, "--epoch", epoch]
+            arguments = [
+                "--kvrs-config",
+                str(self._config_path),
+                "--kvrs-node",
+                node,
+                "--epoch",
+                epoch,
+            ]
             self._spawn(node, "distserve_patches.api_server", *arguments)
 
     def wait_ready(self, *nodes: str) -> None:
@@ -110,9 +128,14 @@ def embedded() -> Iterator[EmbeddedCluster]:
 def distserve() -> Iterator[DistServeCluster]:
     if _HOME not in os.environ:
         pytest.skip(f"{_HOME} is not set; it names a checkout of DistServe")
-    config = parse_config({"proxy": _proxy(), "cluster": {"backend": "distserve", "nodes": _PAIRS, "engine": _ENGINE}})
+    config = parse_config(
+        {"proxy": _proxy(), "cluster": {"backend": "distserve", "nodes": _PAIRS, "engine": _ENGINE}}
+    )
     with DistServeCluster(config) as cluster:
-        for node in ("n0", "n1"):  # One after the other: both would measure themselves beside each other.
+        for node in (
+            "n0",
+            "n1",
+        ):  # One after the other: both would measure themselves beside each other.
             cluster.start(node)
             cluster.wait_ready(node)
         yield cluster

@@ -1,16 +1,24 @@
-"""The engines that the contract suite runs over; those that are not at hand are skipped, with the reason."""
+"""The engines that the contract suite runs over; those that are not at hand are skipped, with the
+reason.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvrs.protocol.secrets import http_token
 from kvrs.proxy.backends.cluster import new_engine_session, open_backends
 from tests.backends.clusters import Cluster, VllmCluster, distserve, embedded
-from tests.backends.talks import House
+from tests.backends.conversations import BackendCluster
 
 
-@pytest.fixture(scope="session", params=["embedded", "distserve", "vllm"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        "embedded",
+        pytest.param("distserve", marks=pytest.mark.distserve),
+        pytest.param("vllm", marks=pytest.mark.vllm),
+    ],
+)
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     match request.param:
         case "embedded":
@@ -24,9 +32,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-async def house(cluster: Cluster) -> AsyncIterator[House]:
+async def system(cluster: Cluster) -> AsyncIterator[BackendCluster]:
     """The cluster as a proxy sees it, every instance up and met."""
-    async with new_engine_session(cluster.config, http_token(cluster.secret)) as session:
-        house = House(cluster, open_backends(cluster.config, session))
-        await house.meet()
-        yield house
+    async with new_engine_session(cluster.config, cluster.secret) as session:
+        system = BackendCluster(cluster, open_backends(cluster.config, session))
+        await system.meet()
+        yield system

@@ -1,7 +1,8 @@
-"""What every backend has to show through the one interface that a proxy uses (`kvrs/proxy/backends/backend.py`).
+"""What every backend has to show through the one interface that a proxy uses
+(`kvrs/proxy/backends/backend.py`).
 
-The same suite runs over the embedded engine, DistServe with its patches, and vLLM. What an engine does not declare among its
-capabilities it need not do; what it declares, it must.
+The same suite runs over the embedded engine, DistServe with its patches, and vLLM. What an engine
+does not declare among its capabilities it need not do; what it declares, it must.
 """
 
 import asyncio
@@ -12,40 +13,49 @@ import pytest
 
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.actions import Run
+from kvrs.policy.model.actions import PageRange
 from kvrs.protocol.instance import Capability, LeaseUpdate, Role
 from kvrs.proxy.backends.backend import RefusedError
-from tests.backends.talks import D0, D1, P0, PATIENCE_S, House, Talk
+from tests.backends.conversations import D0, D1, P0, PATIENCE_S, BackendCluster, Conversation
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 PROMPT = [2 + (7 * n) % 90 for n in range(70)]  # Some full pages, and part of one.
 TOKENS = 24
-LONG = 400  # Not done before somebody gets to end it.
+LONG = 400  # Long enough to be ended before it is done.
 
 
-async def whole(house: House) -> list[int]:
-    """The oracle run: the decode instance on the other node computes everything without anybody's help."""
-    return await house.talk(PROMPT, TOKENS).ids(D1)
+async def whole(system: BackendCluster) -> list[int]:
+    """The oracle run: the decode instance on the other node computes everything itself."""
+    return await system.talk(PROMPT, TOKENS).ids(D1)
 
 
-async def test_instances_say_who_they_are(house: House) -> None:
-    """As configured, of one model, and the same again when they are asked again."""
-    configured = {instance.id: (node.id, instance.role) for node, instance in house.cluster.config.cluster.instances()}
+async def test_instances_report_their_identity(system: BackendCluster) -> None:
+    """As configured, of one model, and the same at a second request."""
+    configured = {
+        instance.id: (node.id, instance.role)
+        for node, instance in system.cluster.config.cluster.instances()
+    }
 
-    assert {name: (info.node, info.role) for name, info in house.infos.items()} == configured
-    assert {name: info.id for name, info in house.infos.items()} == {name: name for name in configured}
-    assert len({(info.model, info.fingerprint, info.geometry) for info in house.infos.values()}) == 1
-    for name, info in house.infos.items():
-        assert (await house.backends[name].info()).epoch == info.epoch
-        assert info.own_prefill is None or house.infos[info.own_prefill].role is Role.PREFILL
+    assert {name: (info.node, info.role) for name, info in system.infos.items()} == configured
+    assert {name: info.id for name, info in system.infos.items()} == {
+        name: name for name in configured
+    }
+    assert (
+        len({(info.model, info.fingerprint, info.geometry) for info in system.infos.values()}) == 1
+    )
+    for name, info in system.infos.items():
+        assert (await system.backends[name].info()).epoch == info.epoch
+        assert info.own_prefill is None or system.infos[info.own_prefill].role is Role.PREFILL
 
 
-async def test_a_hand_off_gives_the_oracles_stream(house: House) -> None:
+async def test_a_hand_off_gives_the_oracles_stream(system: BackendCluster) -> None:
     """Prefill computes the prompt, decode gets its KV and goes on: as if one had done it all."""
-    expected = await whole(house)
-    talk = house.talk(PROMPT, TOKENS)
+    expected = await whole(system)
+    talk = system.talk(PROMPT, TOKENS)
 
     answer = await talk.prefill()
-    assert answer.prompt_ids == PROMPT
+    assert list(answer.prompt_ids) == PROMPT
     assert answer.transfer is not None
     async with talk.decode(D0, answer.transfer) as reader:
         ids = await reader.read()
@@ -53,101 +63,105 @@ async def test_a_hand_off_gives_the_oracles_stream(house: House) -> None:
     assert (ids, len(ids), reader.finish_reason) == (expected, TOKENS, "length")
 
 
-async def test_a_text_prompt_is_tokenised_by_an_engine(house: House) -> None:
-    """Whose ids a proxy has before the first token: by prefill's answer, or by the stream's first event where it is one call."""
-    text, own = "some words of a prompt", house.infos[D0].own_prefill
-    talk = house.talk(text, TOKENS)
+async def test_a_text_prompt_is_tokenised_by_an_engine(system: BackendCluster) -> None:
+    """Whose ids a proxy has before the first token: by prefill's answer, or by the stream's first
+    event where it is one call.
+    """
+    text, own = "a short prompt of text", system.infos[D0].own_prefill
+    talk = system.talk(text, TOKENS)
 
     if own is None:
         answer = await talk.prefill()
-        prompt_ids, ids = answer.prompt_ids, await talk.ids(D0, answer.transfer)
+        prompt_ids, ids = list(answer.prompt_ids), await talk.ids(D0, answer.transfer)
     else:
         async with talk.decode(D0) as reader:
             await reader.read(1)
             assert reader.prompt_ids is not None
             prompt_ids, ids = reader.prompt_ids, await reader.read()
 
-    assert await house.talk(prompt_ids, TOKENS).ids(D1) == ids
+    assert await system.talk(prompt_ids, TOKENS).ids(D1) == ids
 
 
 @pytest.mark.parametrize("produced", [1, 7, TOKENS - 1])
-async def test_a_history_is_continued_elsewhere(house: House, produced: int) -> None:
+async def test_a_history_is_continued_elsewhere(system: BackendCluster, produced: int) -> None:
     """Prompt and produced ids at another decode instance: recomputed, the tail is the tail."""
-    expected = await whole(house)
+    expected = await whole(system)
 
-    tail = await house.talk(PROMPT, TOKENS, expected[:produced]).ids(D0)
+    tail = await system.talk(PROMPT, TOKENS, expected[:produced]).ids(D0)
 
     assert tail == expected[produced:]
 
 
-async def test_a_history_is_handed_off_again(house: House) -> None:
+async def test_a_history_is_handed_off_again(system: BackendCluster) -> None:
     """The whole of it at prefill, then at another decode instance."""
-    expected = await whole(house)
-    talk = house.talk(PROMPT, TOKENS, expected[:9])
+    expected = await whole(system)
+    talk = system.talk(PROMPT, TOKENS, expected[:9])
 
     answer = await talk.prefill()
 
     assert await talk.ids(D0, answer.transfer) == expected[9:]
 
 
-async def test_many_streams_at_once_do_not_disturb_each_other(house: House) -> None:
+async def test_many_streams_at_once_do_not_disturb_each_other(system: BackendCluster) -> None:
     prompts = [PROMPT[n:] + PROMPT[:n] for n in range(6)]
 
-    one_by_one = [await house.talk(prompt, TOKENS).ids(D1) for prompt in prompts]
-    together = await asyncio.gather(*(house.talk(prompt, TOKENS).ids(D0) for prompt in prompts))
+    one_by_one = [await system.talk(prompt, TOKENS).ids(D1) for prompt in prompts]
+    together = await asyncio.gather(*(system.talk(prompt, TOKENS).ids(D0) for prompt in prompts))
 
     assert together == one_by_one
 
 
-async def test_the_load_moves_with_the_streams(house: House) -> None:
+async def test_the_load_moves_with_the_streams(system: BackendCluster) -> None:
     """And names the epoch that the instance is in."""
-    async with house.talk(PROMPT, LONG).decode(D0) as reader:
+    async with system.talk(PROMPT, LONG).decode(D0) as reader:
         await reader.read(2)
-        report = await house.load(D0, lambda report: report.running > 0)
-        assert report.epoch == house.infos[D0].epoch
+        report = await system.load(D0, lambda report: report.running > 0)
+        assert report.epoch == system.infos[D0].epoch
 
-    await house.load(D0, lambda report: report.running == 0)
+    await system.load(D0, lambda report: report.running == 0)
 
 
-async def test_a_stream_that_is_left_ends_in_the_engine(house: House) -> None:
+async def test_a_stream_that_is_closed_ends_in_the_engine(system: BackendCluster) -> None:
     """Its pages are free again: they would be missing to others."""
-    before = await house.load(D0, lambda report: report.running == 0)
+    before = await system.load(D0, lambda report: report.running == 0)
 
     for _ in range(3):
-        async with house.talk(PROMPT, LONG).decode(D0) as reader:
+        async with system.talk(PROMPT, LONG).decode(D0) as reader:
             await reader.read(2)
 
-    await house.load(D0, lambda report: report.running == 0 and report.free_pages >= before.free_pages - 1)
+    await system.load(
+        D0, lambda report: report.running == 0 and report.free_pages >= before.free_pages - 1
+    )
 
 
-async def test_what_the_client_did_wrong_is_refused_by_name(house: House) -> None:
+async def test_a_wrong_field_is_refused_by_name(system: BackendCluster) -> None:
     """In the form that clients read, and it fails nothing."""
     for name, value in (("max_tokens", 0), ("temperature", -1)):
         with pytest.raises(RefusedError) as refused:
-            async with house.talk(PROMPT, TOKENS).decode(D0, **{name: value}) as reader:
+            async with system.talk(PROMPT, TOKENS).decode(D0, **{name: value}) as reader:
                 await reader.read()
 
         said = msgspec.json.decode(refused.value.body)["error"]
         assert 400 <= refused.value.status < 500
         assert name in f"{said.get('param')} {said['message']}"
 
-    assert len(await whole(house)) == TOKENS
+    assert len(await whole(system)) == TOKENS
 
 
-async def test_a_prompt_that_is_no_prompt_is_refused(house: House) -> None:
+async def test_a_prompt_that_is_no_prompt_is_refused(system: BackendCluster) -> None:
     with pytest.raises(RefusedError):
-        await house.talk([10**9], TOKENS).prefill()
+        await system.talk([10**9], TOKENS).prefill()
 
 
-async def test_what_is_retained_is_kept_under_its_lease(house: House) -> None:
-    """With RETAIN: renewed as long as somebody says so, and then forgotten."""
-    if not house.can(P0, Capability.RETAIN):
+async def test_what_is_retained_is_kept_under_its_lease(system: BackendCluster) -> None:
+    """With RETAIN: kept while the lease is renewed, then dropped."""
+    if not system.can(P0, Capability.RETAIN):
         with pytest.raises(UpstreamError):
-            await house.backends[P0].leases(LeaseUpdate(1.0))
+            await system.backends[P0].leases(LeaseUpdate(1.0))
         return
-    talk, unknown = house.talk(PROMPT, TOKENS), StreamId("nobody")
+    talk, unknown = system.talk(PROMPT, TOKENS), StreamId("nobody")
     await talk.prefill()
-    backend, stream = house.backends[P0], talk.journal.stream
+    backend, stream = system.backends[P0], talk.journal.stream
 
     first = await backend.leases(LeaseUpdate(30.0, renew=[stream, unknown]))
     released = await backend.leases(LeaseUpdate(30.0, release=[stream]))
@@ -156,30 +170,32 @@ async def test_what_is_retained_is_kept_under_its_lease(house: House) -> None:
     assert (first.unknown, released.unknown, last.unknown) == ([unknown], [], [stream])
 
 
-async def test_retained_pages_are_fetched_by_another(house: House) -> None:
+async def test_retained_pages_are_fetched_by_another(system: BackendCluster) -> None:
     """With PULL_PAGES and RETAIN: the way of a migration."""
-    if not (house.can(D1, Capability.PULL_PAGES) and house.can(P0, Capability.RETAIN)):
+    if not (system.can(D1, Capability.PULL_PAGES) and system.can(P0, Capability.RETAIN)):
         pytest.skip("this engine fetches no pages")
-    expected = await whole(house)
-    talk = house.talk(PROMPT, TOKENS)
+    expected = await whole(system)
+    talk = system.talk(PROMPT, TOKENS)
     await talk.prefill()
-    pages = len(PROMPT) // house.infos[P0].geometry.page_size_tokens
+    pages = len(PROMPT) // system.infos[P0].geometry.page_size_tokens
 
     talk.journal.output_ids, talk.attempt = expected[:5], 2
-    run = Run(P0, 0, pages, house.infos[P0].epoch)
+    run = PageRange(P0, 0, pages, system.infos[P0].epoch)
     tail = await talk.ids(D0, None, [run])
 
     assert tail == expected[5:]
 
 
-async def test_a_fence_ends_lower_attempts(house: House) -> None:
-    """With FENCE: what runs below it ends, what comes below it is turned away, and everybody can see it by the epoch."""
-    backend = house.backends[D0]
-    if not house.can(D0, Capability.FENCE):
+async def test_a_fence_ends_lower_attempts(system: BackendCluster) -> None:
+    """With FENCE: lower attempts that run are ended, later ones are refused, and the new epoch
+    shows it.
+    """
+    backend = system.backends[D0]
+    if not system.can(D0, Capability.FENCE):
         with pytest.raises(UpstreamError):
             await backend.fence({StreamId("any"): (0, 2)})
         return
-    talk, other = house.talk(PROMPT, LONG), house.talk(PROMPT, TOKENS)
+    talk, other = system.talk(PROMPT, LONG), system.talk(PROMPT, TOKENS)
     async with talk.decode(D0) as reader:
         await reader.read(2)
 
@@ -187,61 +203,61 @@ async def test_a_fence_ends_lower_attempts(house: House) -> None:
 
         with pytest.raises(UpstreamError):
             await reader.read()
-    assert info.epoch > house.infos[D0].epoch
+    assert info.epoch > system.infos[D0].epoch
     with pytest.raises(UpstreamError):
         await talk.ids(D0)
     assert len(await other.ids(D0)) == TOKENS
     talk.attempt = 2
     async with talk.decode(D0) as reader:
         assert len(await reader.read(2)) >= 2
-    await house.meet()
+    await system.meet()
 
 
-async def test_a_death_is_heard_of_by_its_streams_and_by_its_watch(house: House) -> None:
+async def test_a_death_ends_its_streams_and_its_watch(system: BackendCluster) -> None:
     """As an UpstreamError, without waiting for anything; then it comes back in a higher epoch."""
-    before = house.infos[D0]
-    async with house.talk(PROMPT, LONG).decode(D0) as reader:
+    before = system.infos[D0]
+    async with system.talk(PROMPT, LONG).decode(D0) as reader:
         await reader.read(2)
-        watch = asyncio.create_task(house.load(D0, lambda _: False))
+        watch = asyncio.create_task(system.load(D0, lambda _: False))
         await asyncio.sleep(0.2)  # It watches.
 
-        house.cluster.kill(D0, before.worker_pids)
+        system.cluster.kill(D0, before.worker_pids)
 
         with pytest.raises(UpstreamError):
             await reader.read()
         with pytest.raises(UpstreamError):
             await watch
-    await _back(house, D0, lambda: house.cluster.bring_back(D0))
-    assert await house.talk(PROMPT, TOKENS).ids(D0) == await whole(house)
+    await _back(system, D0, lambda: system.cluster.bring_back(D0))
+    assert await system.talk(PROMPT, TOKENS).ids(D0) == await whole(system)
 
 
-async def test_a_dead_prefill_takes_nothing_along(house: House) -> None:
+async def test_a_dead_prefill_takes_nothing_along(system: BackendCluster) -> None:
     """A stream that decodes goes on, and its prompt can be computed again when it is back."""
-    expected = await whole(house)
-    talk = house.talk(PROMPT, TOKENS)
+    expected = await whole(system)
+    talk = system.talk(PROMPT, TOKENS)
     answer = await talk.prefill()
     async with talk.decode(D0, answer.transfer) as reader:
         await reader.read(1)
-        house.cluster.kill(P0, house.infos[P0].worker_pids)
+        system.cluster.kill(P0, system.infos[P0].worker_pids)
         ids = await reader.read()
 
     assert ids == expected
     with pytest.raises(UpstreamError):
-        await _until_it_fails(house.talk(PROMPT, TOKENS))
-    await _back(house, P0, lambda: house.cluster.bring_back(P0))
-    again = house.talk(PROMPT, TOKENS)
+        await _until_it_fails(system.talk(PROMPT, TOKENS))
+    await _back(system, P0, lambda: system.cluster.bring_back(P0))
+    again = system.talk(PROMPT, TOKENS)
     assert await again.ids(D0, (await again.prefill()).transfer) == expected
 
 
-async def _until_it_fails(talk: Talk) -> None:
-    """A killed process may still have answered what it had been asked."""
+async def _until_it_fails(talk: Conversation) -> None:
+    """A killed process may have answered an earlier request."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             await talk.prefill()
 
 
-async def _back(house: House, name: InstanceId, bring_back: Callable[[], None]) -> None:
-    before = house.infos[name].epoch
+async def _back(system: BackendCluster, name: InstanceId, bring_back: Callable[[], None]) -> None:
+    before = system.infos[name].epoch
     await asyncio.to_thread(bring_back)
-    await house.back(name, above_epoch=before)
-    await house.meet()
+    await system.back(name, above_epoch=before)
+    await system.meet()

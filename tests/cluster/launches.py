@@ -18,40 +18,52 @@ class Launch:
     def __init__(self, tmp_path: Path, *arguments: str) -> None:
         self.directory = tmp_path
         self._log = tmp_path / "up.log"
-        command = [sys.executable, "-m", "kvrs", "up", "--port", "0", "--admin-port", "0", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "kvrs",
+            "up",
+            "--port",
+            "0",
+            "--admin-port",
+            "0",
+            *arguments,
+        ]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text()
 
     @property
     def run_directory(self) -> Path:
-        (path,) = re.findall(r"logs are in (\S+)", self.said)
+        (path,) = re.findall(r"logs are in (\S+)", self.output)
         return Path(path)
 
     @property
     def urls(self) -> tuple[str, str]:
-        """Of the first proxy: for clients, and for the operator."""
+        """Addresses of the first proxy: for clients, and for the operator."""
         return self.all_urls[0]
 
     @property
     def all_urls(self) -> list[tuple[str, str]]:
-        """Of every proxy."""
-        found = re.findall(r"(?:kvrs is up:|or at) (\S+)/v1 \(OpenAI API\), (\S+)/kvrs/v1/state", self.said)
-        assert found, self.said
+        """The same for every proxy."""
+        found = re.findall(
+            r"(?:kvrs is up:|or at) (\S+)/v1 \(OpenAI API\), (\S+)/kvrs/v1/state", self.output
+        )
+        assert found, self.output
         return [(client, admin) for client, admin in found]
 
-    def wait_until_said(self, words: str, within_s: float = END_S) -> None:
+    def wait_for_output(self, words: str, within_s: float = END_S) -> None:
         deadline_s = time.monotonic() + within_s
-        while words not in self.said:
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < deadline_s, self.said
+        while words not in self.output:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline_s, self.output
             time.sleep(0.02)
 
     def signal_group(self, number: int) -> None:
-        """What a terminal does: everybody in the group gets it, not only the launcher."""
+        """Signal all processes of the group, as a terminal does."""
         os.killpg(self.process.pid, number)
 
     def assert_nothing_left(self) -> None:

@@ -1,4 +1,4 @@
-"""The agents of a cluster: brought back with what they held, and gone without a trace when the cluster is."""
+"""Agents of a cluster: restarted with their checkpoints, and removed with the cluster."""
 
 import json
 import os
@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from tests.cluster.launches import END_S, Launch
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def started(tmp_path: Path, memory: Path) -> Iterator[Launch]:
     )
     launch = Launch(tmp_path, "--config", str(config))
     try:
-        launch.wait_until_said("kvrs is up")
+        launch.wait_for_output("kvrs is up")
         complete(launch)
         wait_for(launch, lambda agent: bool(agent["held_bytes"]))
         yield launch
@@ -47,7 +49,14 @@ def started(tmp_path: Path, memory: Path) -> Iterator[Launch]:
 
 
 def complete(launch: Launch) -> None:
-    body = json.dumps({"model": "tiny-llama", "prompt": list(range(10, 110)), "max_tokens": 40, "ignore_eos": True}).encode()
+    body = json.dumps(
+        {
+            "model": "tiny-llama",
+            "prompt": list(range(10, 110)),
+            "max_tokens": 40,
+            "ignore_eos": True,
+        }
+    ).encode()
     url = f"{launch.urls[0]}/v1/completions"
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=END_S) as answer:
@@ -75,13 +84,20 @@ def wait_until_gone(*directories: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_killed_agent_comes_back_with_what_it_held(started: Launch, memory: Path) -> None:
-    """At the same address, in a higher epoch, from the segments of the one before it; a clean end removes them."""
+def test_a_killed_agent_restarts_with_its_checkpoints(started: Launch, memory: Path) -> None:
+    """It has the same address and a higher epoch, and adopts its predecessor's segments; a clean
+    end removes them.
+    """
     before = wait_for(started, lambda agent: agent["checkpoints"] == 0)
 
     os.kill(before["pid"], signal.SIGKILL)
 
-    after = wait_for(started, lambda agent: agent["health"] == "up" and agent["pid"] != before["pid"] and agent["held_bytes"])
+    after = wait_for(
+        started,
+        lambda agent: (
+            agent["health"] == "up" and agent["pid"] != before["pid"] and agent["held_bytes"]
+        ),
+    )
     assert after["epoch"] > before["epoch"]
     assert (after["url"], after["held_bytes"]) == (before["url"], before["held_bytes"])
     started.signal_group(signal.SIGTERM)
@@ -89,12 +105,14 @@ def test_a_killed_agent_comes_back_with_what_it_held(started: Launch, memory: Pa
     assert list(memory.iterdir()) == []
 
 
-def test_an_agent_that_is_restarted_on_purpose_leaves_what_it_holds_to_the_next(started: Launch) -> None:
+def test_an_agent_that_is_restarted_on_purpose_leaves_its_checkpoints_to_the_next(
+    started: Launch,
+) -> None:
     """Only the end of the cluster ends the checkpoints."""
     before = wait_for(started, lambda agent: agent["checkpoints"] == 0)
 
     started.process.send_signal(signal.SIGUSR1)
-    started.wait_until_said("everything was restarted", 2 * END_S)
+    started.wait_for_output("all processes were restarted", 2 * END_S)
 
     after = agent_of(started)
     assert after["pid"] != before["pid"]

@@ -1,4 +1,4 @@
-"""Faults as they are carried out: on real processes, and by requests to instances that note them."""
+"""Fault injection on real processes, and by requests to instances that record them."""
 
 import asyncio
 import subprocess
@@ -8,22 +8,36 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from kvrs.cluster.faults import FaultError, check_faults, members_of, strike, unknown_victims, views
-from kvrs.config import parse_config
+from kvrs.cluster.fault_injection import (
+    FaultError,
+    check_faults,
+    inject_faults,
+    members_of,
+    unknown_victims,
+    views,
+)
+from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
+from kvrs.faults.language import FaultSchedule, Phase, VictimRole, parse_faults
 from kvrs.ids import InstanceId
-from kvrs.protocol.secrets import http_token
-from kvrs.replay.admin import AdminPort
-from kvrs.replay.faults import FaultSchedule, Phase, VictimRole, parse_faults
-from kvrs.replay.passes import Scene
+from kvrs.load.admin import AdminPort
+from kvrs.load.passes import Injection
+from kvrs.protocol.secrets import Door, door_key
+from tests.ports import serving
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 SECRET = b"a secret of this test, long enough"
-LISTEN = "import socket,time; s=socket.create_server(('127.0.0.1',0)); print(s.getsockname()[1],flush=True); time.sleep(60)"
+LISTEN = (
+    "import socket,time; s=socket.create_server(('127.0.0.1',0)); "
+    "print(s.getsockname()[1],flush=True); time.sleep(60)"
+)
 NOW: dict[str, Any] = {"at_s": 0}
 
 
@@ -31,7 +45,9 @@ class Victim:
     """A process that listens, as an instance does."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
         self.pid = self.process.pid
@@ -60,22 +76,47 @@ def running() -> Iterator[Victim]:
 
 
 def row(name: str, node: str, url: str, pid: int, health: str = "up") -> dict[str, Any]:
-    return {"id": name, "role": "prefill" if name[0] == "p" else "decode", "node": node, "url": url, "pid": pid, "health": health}
+    return {
+        "id": name,
+        "role": "prefill" if name[0] == "p" else "decode",
+        "node": node,
+        "url": url,
+        "pid": pid,
+        "health": health,
+    }
 
 
 def agent(node: str, url: str = "", pid: int = 1, checkpoints: int = 0) -> dict[str, Any]:
-    return {"id": f"agent-{node}", "node": node, "url": url, "pid": pid, "health": "up", "checkpoints": checkpoints}
+    return {
+        "id": f"agent-{node}",
+        "node": node,
+        "url": url,
+        "pid": pid,
+        "health": "up",
+        "checkpoints": checkpoints,
+    }
 
 
 def stream(name: str, stage: str = "decode", output_tokens: int = 0, **more: Any) -> dict[str, Any]:
     places = {"prefill": "p0", "decode": "d0"}
-    return {"id": name, "stage": stage, "output_tokens": output_tokens, "max_tokens": 100} | places | more
+    return (
+        {"id": name, "stage": stage, "output_tokens": output_tokens, "max_tokens": 100}
+        | places
+        | more
+    )
 
 
 def state_of(
-    *instances: dict[str, Any], streams: tuple[dict[str, Any], ...] = (), agents: tuple[dict[str, Any], ...] = ()
+    *instances: dict[str, Any],
+    streams: tuple[dict[str, Any], ...] = (),
+    agents: tuple[dict[str, Any], ...] = (),
 ) -> dict[str, Any]:
-    return {"instances": list(instances), "agents": list(agents), "streams": list(streams), "recoveries": []}
+    return {
+        "instances": list(instances),
+        "agents": list(agents),
+        "streams": list(streams),
+        "recoveries": [],
+    }
 
 
 @asynccontextmanager
@@ -91,59 +132,56 @@ async def admin(state: Callable[[], dict[str, Any]]) -> AsyncIterator[AdminPort]
 
 
 @asynccontextmanager
-async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, shutdown_timeout=1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
-async def instance(asked: list[Any], status: int = 200) -> AsyncIterator[str]:
-    """Takes fault requests with the right token, and notes them."""
+async def instance(asked: list[Any], name: str = "d0", status: int = 200) -> AsyncIterator[str]:
+    """Takes fault requests on proved connections, and notes them."""
     app = web.Application()
 
     async def note(request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == f"Bearer {http_token(SECRET)}"
         asked.append(await request.json())
         return web.Response(status=status)
 
     app.router.add_post("/kvrs/v1/faults", note)
-    async with serving(app) as url:
+    async with serving(app, [door_key(SECRET, Door.ADMIN, name)]) as url:
         yield url
 
 
-def scene(port: AdminPort, faults: list[dict[str, Any]]) -> Scene:
-    return Scene(port, FaultSchedule(parse_faults(faults), 0), time.monotonic(), lambda: 0, [])
+def injection(port: AdminPort, faults: list[dict[str, Any]]) -> Injection:
+    return Injection(
+        port, FaultSchedule(parse_faults(faults), 0, Random), time.monotonic(), lambda: 0, []
+    )
 
 
 def fault(what: str, **more: Any) -> dict[str, Any]:
     return {"when": NOW, "what": what, "whom": {"id": "d0"}} | more
 
 
-async def hit(victim: Victim, *faults: dict[str, Any], host: str = "127.0.0.1", port: int | None = None) -> Scene:
+async def hit(
+    victim: Victim, *faults: dict[str, Any], host: str = "127.0.0.1", port: int | None = None
+) -> Injection:
     url = f"http://{host}:{port or victim.port}"
     async with admin(lambda: state_of(row("d0", "n0", url, victim.pid))) as admin_port:
-        done = scene(admin_port, list(faults))
-        await strike(done)
+        done = injection(admin_port, list(faults))
+        await inject_faults(done)
     return done
 
 
 async def test_a_kill_kills_the_process_of_the_instance(victim: Victim) -> None:
-    """And is noted with everything that a report wants to know of it."""
+    """And is recorded with all fields that a report needs."""
     done = await hit(victim, fault("kill"))
 
     assert victim.process.wait(5) == -9
     (noted,) = done.carried_out
-    assert (noted["what"], noted["whom"], noted["instances"], noted["pid"]) == ("kill", "d0", ["d0"], victim.pid)
+    assert (noted["what"], noted["whom"], noted["instances"], noted["pid"]) == (
+        "kill",
+        "d0",
+        ["d0"],
+        victim.pid,
+    )
     assert not done.schedule.pending
 
 
 async def test_a_stopped_process_is_stopped_and_runs_again_afterwards(victim: Victim) -> None:
-    """`strike` ends when the last fault is over, not when the last one has begun."""
+    """`inject_faults` ends when the last fault is over, not when the last one has begun."""
     task = asyncio.create_task(hit(victim, fault("stop", for_s=0.3)))
     while victim.state() != "T":
         await asyncio.sleep(0.005)
@@ -152,7 +190,9 @@ async def test_a_stopped_process_is_stopped_and_runs_again_afterwards(victim: Vi
     assert victim.state() != "T"
 
 
-async def test_a_slowed_process_is_stopped_again_and_again_and_runs_afterwards(victim: Victim) -> None:
+async def test_a_slowed_process_is_stopped_again_and_again_and_runs_afterwards(
+    victim: Victim,
+) -> None:
     """A duty cycle of signals needs nothing of the engine."""
     task = asyncio.create_task(hit(victim, fault("slow", for_s=0.5, factor=2)))
     seen = []
@@ -178,7 +218,9 @@ async def test_a_run_that_ends_early_leaves_no_process_stopped(victim: Victim) -
 
 
 async def test_only_the_process_that_listens_there_is_ever_hit(victim: Victim) -> None:
-    """A number alone may be anybody's: that of another machine, or of whoever got it after the instance died."""
+    """A process id alone may belong to another machine, or to another process after the instance
+    died.
+    """
     with running() as other, pytest.raises(FaultError, match="does not listen there"):
         await hit(victim, fault("kill"), port=other.port)
 
@@ -186,7 +228,7 @@ async def test_only_the_process_that_listens_there_is_ever_hit(victim: Victim) -
 
 
 async def test_a_process_of_another_machine_is_refused(victim: Victim) -> None:
-    """The address is not one of ours, whatever the process id says here."""
+    """The address is not local, whatever process has this id here."""
     with pytest.raises(FaultError, match="another machine"):
         await hit(victim, fault("kill"), host="192.0.2.1")
 
@@ -194,28 +236,31 @@ async def test_a_process_of_another_machine_is_refused(victim: Victim) -> None:
 
 
 async def test_a_node_is_hit_with_its_agent() -> None:
-    """Frozen together and woken together, and a neighbour feels nothing."""
-    with running() as decode, running() as holder, running() as neighbour:
+    """Both are frozen and woken together; another node is not affected."""
+    with running() as decode, running() as holder, running() as other:
 
         def state() -> dict[str, Any]:
-            urls = [f"http://127.0.0.1:{one.port}" for one in (decode, neighbour, holder)]
-            instances = row("d0", "n0", urls[0], decode.pid), row("d1", "n1", urls[1], neighbour.pid)
+            urls = [f"http://127.0.0.1:{one.port}" for one in (decode, other, holder)]
+            instances = (
+                row("d0", "n0", urls[0], decode.pid),
+                row("d1", "n1", urls[1], other.pid),
+            )
             return state_of(*instances, agents=(agent("n0", urls[2], holder.pid),))
 
         async with admin(state) as port:
-            done = scene(port, [fault("stop", for_s=0.3, whom={"node": "n0"})])
-            task = asyncio.create_task(strike(done))
+            done = injection(port, [fault("stop", for_s=0.3, whom={"node": "n0"})])
+            task = asyncio.create_task(inject_faults(done))
             while (decode.state(), holder.state()) != ("T", "T"):
                 await asyncio.sleep(0.005)
-            assert neighbour.state() != "T"
+            assert other.state() != "T"
             await task
 
         assert "T" not in (decode.state(), holder.state())
         assert done.carried_out[0]["instances"] == ["agent-n0", "d0"]
 
 
-async def test_who_died_of_another_fault_meanwhile_is_no_mistake(victim: Victim) -> None:
-    """The state was read a moment before; the others of the group are hit all the same."""
+async def test_a_victim_that_died_of_another_fault_meanwhile_is_no_error(victim: Victim) -> None:
+    """The state was read just before; the others of the group are hit all the same."""
     with running() as other:
         dead = subprocess.Popen([sys.executable, "-c", ""])
         dead.wait()
@@ -226,10 +271,12 @@ async def test_who_died_of_another_fault_meanwhile_is_no_mistake(victim: Victim)
             looks += 1
             health = "up" if looks == 1 else "down"
             urls = [f"http://127.0.0.1:{one.port}" for one in (other, victim)]
-            return state_of(row("d0", "n0", urls[0], dead.pid, health), row("d1", "n0", urls[1], victim.pid))
+            return state_of(
+                row("d0", "n0", urls[0], dead.pid, health), row("d1", "n0", urls[1], victim.pid)
+            )
 
         async with admin(state) as port:
-            await strike(scene(port, [fault("kill", whom={"node": "n0"})]))
+            await inject_faults(injection(port, [fault("kill", whom={"node": "n0"})]))
 
         assert victim.process.wait(5) == -9
         assert other.process.poll() is None
@@ -238,28 +285,50 @@ async def test_who_died_of_another_fault_meanwhile_is_no_mistake(victim: Victim)
 async def test_an_agent_is_asked_like_an_instance() -> None:
     """It sends pages, too: those of restores."""
     asked: list[Any] = []
-    async with instance(asked) as url, admin(lambda: state_of(agents=(agent("n0", url),))) as port:
-        await check_faults(parse_faults([fault("corrupt_page", pages=3, whom={"role": "agent"})]), port)
-        await strike_until_the_end(scene(port, [fault("corrupt_page", pages=3, whom={"role": "agent"})]))
+    async with (
+        instance(asked, "agent-n0") as url,
+        admin(lambda: state_of(agents=(agent("n0", url),))) as port,
+    ):
+        await check_faults(
+            parse_faults([fault("corrupt_page", pages=3, whom={"role": "agent"})]), port
+        )
+        await inject_until_the_end(
+            injection(port, [fault("corrupt_page", pages=3, whom={"role": "agent"})])
+        )
 
     assert asked == [{"type": "none"}, {"type": "pages", "pages": 3}, {"type": "none"}]
 
 
 async def test_a_link_fault_is_asked_of_both_ends_and_taken_back() -> None:
-    """Each end limits what it sends to the other's node; afterwards the next run must find the link whole."""
+    """Each end limits what it sends to the other's node; afterwards the next run must find the link
+    whole.
+    """
     asked: dict[str, list[Any]] = {"d0": [], "d1": [], "d2": []}
     link = {"whom": {"link": ["n0", "n1"]}}
-    async with instance(asked["d0"]) as u0, instance(asked["d1"]) as u1, instance(asked["d2"]) as u2:
+    async with (
+        instance(asked["d0"]) as u0,
+        instance(asked["d1"], "d1") as u1,
+        instance(asked["d2"], "d2") as u2,
+    ):
         rows = [row("d0", "n0", u0, 1), row("d1", "n1", u1, 2), row("d2", "n2", u2, 3)]
         async with admin(lambda: state_of(*rows)) as port:
             started_s = time.monotonic()
-            await strike(
-                scene(port, [fault("link_cut", for_s=0.3, **link), fault("link_rate", bytes_per_s=5e6, for_s=0.2, **link)])
+            await inject_faults(
+                injection(
+                    port,
+                    [
+                        fault("link_cut", for_s=0.3, **link),
+                        fault("link_rate", bytes_per_s=5e6, for_s=0.2, **link),
+                    ],
+                )
             )
 
     def holds(node: str) -> list[dict[str, Any]]:
         of_link = {"type": "link", "node": node}
-        return [of_link | {"bytes_per_s": 0.0, "for_s": 0.3}, of_link | {"bytes_per_s": 5e6, "for_s": 0.2}]
+        return [
+            of_link | {"bytes_per_s": 0.0, "for_s": 0.3},
+            of_link | {"bytes_per_s": 5e6, "for_s": 0.2},
+        ]
 
     assert time.monotonic() - started_s >= 0.3, "it was taken back before it was over"
     assert asked["d0"] == [*holds("n1"), {"type": "none"}]
@@ -267,33 +336,40 @@ async def test_a_link_fault_is_asked_of_both_ends_and_taken_back() -> None:
     assert asked["d2"] == []
 
 
-async def strike_until_the_end(scene: Scene) -> None:
+async def inject_until_the_end(injection: Injection) -> None:
     """As a run does: when the load is over, so are the faults."""
-    task = asyncio.create_task(strike(scene))
-    while scene.schedule.pending or not scene.carried_out:
+    task = asyncio.create_task(inject_faults(injection))
+    while injection.schedule.pending or not injection.carried_out:
         await asyncio.sleep(0.005)
-    # Whoever ended now of his own would have taken the fault back before any page was sent.
+    # Ending now would undo the fault before any page was sent.
     await asyncio.sleep(0.1)
     assert not task.done()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_damaged_pages_are_asked_of_the_instance_that_sends_them() -> None:
-    """The engine flips the bit; nobody else can, after the checksum. Those not sent by the end of the run stay whole."""
+async def test_page_damage_is_requested_from_the_sending_instance() -> None:
+    """The engine flips the bit, after the checksum. Pages not sent by the end of the run stay
+    undamaged.
+    """
     asked: list[Any] = []
     async with instance(asked) as url, admin(lambda: state_of(row("d0", "n0", url, 1))) as port:
-        await strike_until_the_end(scene(port, [fault("corrupt_page", pages=3)]))
+        await inject_until_the_end(injection(port, [fault("corrupt_page", pages=3)]))
 
     assert asked == [{"type": "pages", "pages": 3}, {"type": "none"}]
 
 
-async def test_faults_of_nobody_are_refused_before_any_load() -> None:
-    """All at once, with who there is."""
+async def test_faults_with_unknown_victims_are_refused_before_any_load() -> None:
+    """All at once, with the known names."""
     async with admin(
-        lambda: state_of(row("d0", "n0", "http://127.0.0.1:1", 1), row("p0", "n1", "http://127.0.0.1:2", 2))
+        lambda: state_of(
+            row("d0", "n0", "http://127.0.0.1:1", 1), row("p0", "n1", "http://127.0.0.1:2", 2)
+        )
     ) as port:
-        faults = [fault("kill", whom={"id": "d9"}), fault("link_cut", for_s=1, whom={"link": ["n0", "n9"]})]
+        faults = [
+            fault("kill", whom={"id": "d9"}),
+            fault("link_cut", for_s=1, whom={"link": ["n0", "n9"]}),
+        ]
         faults += [fault("kill", whom={"role": "agent"}), fault("kill")]
 
         with pytest.raises(ConfigError) as caught:
@@ -309,27 +385,42 @@ async def test_faults_of_nobody_are_refused_before_any_load() -> None:
 def test_the_members_of_a_cluster_are_known_before_it_runs() -> None:
     """Its agents only where there will be some; an instance of both roles is of each."""
     nodes = [{"id": "n0", "instances": [{"id": "b0", "role": "both"}]}]
-    local, off = ({"cluster": {"nodes": nodes}, "backup": {"mode": mode}} for mode in ("local", "off"))
-    faults = parse_faults([fault("kill", whom=whom) for whom in ({"id": "agent-n0"}, {"role": "agent"}, {"role": "decode"})])
+    local, off = (
+        {"cluster": {"nodes": nodes}, "backup": {"mode": mode}} for mode in ("local", "off")
+    )
+    faults = parse_faults(
+        [
+            fault("kill", whom=whom)
+            for whom in ({"id": "agent-n0"}, {"role": "agent"}, {"role": "decode"})
+        ]
+    )
 
     assert unknown_victims(faults, members_of(parse_config(local))) == []
     assert len(unknown_victims(faults, members_of(parse_config(off)))) == 2
 
 
-async def test_a_cluster_that_allows_no_faults_says_so_before_any_load() -> None:
+async def test_a_cluster_without_allow_faults_refuses_faults_before_any_load() -> None:
     """The route is not there; the message names the key."""
-    async with instance([], status=404) as url, admin(lambda: state_of(row("d0", "n0", url, 1))) as port:
+    async with (
+        instance([], status=404) as url,
+        admin(lambda: state_of(row("d0", "n0", url, 1))) as port,
+    ):
         with pytest.raises(ConfigError, match=r"d0 takes no faults .*cluster\.allow_faults: true"):
             await check_faults(parse_faults([fault("corrupt_page", pages=1)]), port)
 
         await check_faults(parse_faults([fault("kill")]), port)
 
 
-def test_a_stream_counts_where_it_works_and_its_phase_where_it_is_missed() -> None:
-    """A prefill instance whose pages a decoding stream would need is its victim too."""
+def test_a_stream_counts_where_it_runs_and_its_phase_where_it_is_depended_on() -> None:
+    """A decoding stream that depends on pages of a prefill instance counts there by its phase."""
 
     rows = [row("p0", "n0", "", 1), row("d0", "n0", "", 2), row("d1", "n1", "", 3, health="down")]
-    working = (stream("a", "prefill"), stream("b"), stream("c", output_tokens=50), stream("d", output_tokens=95))
+    working = (
+        stream("a", "prefill"),
+        stream("b"),
+        stream("c", output_tokens=50),
+        stream("d", output_tokens=95),
+    )
 
     seen = views(state_of(*rows, streams=(*working, stream("e", "waiting", output_tokens=9))))
 
@@ -341,7 +432,9 @@ def test_a_stream_counts_where_it_works_and_its_phase_where_it_is_missed() -> No
 
 def test_a_stream_without_an_end_decodes_until_it_ends() -> None:
     """A chat names no max_tokens; other clients of the cluster must not stop an experiment."""
-    seen = views(state_of(row("d0", "n0", "", 1), streams=(stream("a", output_tokens=95, max_tokens=None),)))
+    seen = views(
+        state_of(row("d0", "n0", "", 1), streams=(stream("a", output_tokens=95, max_tokens=None),))
+    )
 
     assert seen[InstanceId("d0")].streams == {"a": Phase.DECODE}
 
@@ -350,23 +443,39 @@ def test_an_instance_that_does_both_works_on_what_it_prefills() -> None:
     """Its streams name no prefill instance."""
     seen = views(state_of(row("d0", "n0", "", 1), streams=(stream("a", "prefill", prefill=None),)))
 
-    assert (seen[InstanceId("d0")].inflight, seen[InstanceId("d0")].streams) == (1, {"a": Phase.PREFILL})
+    assert (seen[InstanceId("d0")].inflight, seen[InstanceId("d0")].streams) == (
+        1,
+        {"a": Phase.PREFILL},
+    )
 
 
-def test_an_agent_is_seen_with_its_reservations_and_with_the_streams_that_it_protects() -> None:
-    """Room is reserved at once, pages come later: only who has some of a stream is missed by it."""
-    streams = stream("a", output_tokens=50, protected={"agent-n1": 7}), stream("b", protected={"agent-n1": 0})
+def test_an_agent_counts_its_reservations_and_the_streams_that_it_protects() -> None:
+    """Reservations come first, pages later: only streams with pages there depend on the agent."""
+    streams = (
+        stream("a", output_tokens=50, protected={"agent-n1": 7}),
+        stream("b", protected={"agent-n1": 0}),
+    )
 
-    seen = views(state_of(row("d0", "n0", "", 1), streams=streams, agents=(agent("n1", checkpoints=2),)))
+    seen = views(
+        state_of(row("d0", "n0", "", 1), streams=streams, agents=(agent("n1", checkpoints=2),))
+    )
 
     view = seen[InstanceId("agent-n1")]
-    assert (view.role, view.node, view.inflight, view.streams) == (VictimRole.AGENT, "n1", 2, {"a": Phase.DECODE})
+    assert (view.role, view.node, view.inflight, view.streams) == (
+        VictimRole.AGENT,
+        "n1",
+        2,
+        {"a": Phase.DECODE},
+    )
 
 
 def test_a_recovery_counts_as_one_where_it_goes_to() -> None:
     """From its decision to its first token; then the stream decodes like any other."""
     recoveries = [{"stream": "a", "outcome": "running"}, {"stream": "b", "outcome": "resumed"}]
-    streams = (stream("a", prefill=None, output_tokens=50), stream("b", prefill=None, output_tokens=50))
+    streams = (
+        stream("a", prefill=None, output_tokens=50),
+        stream("b", prefill=None, output_tokens=50),
+    )
 
     seen = views(state_of(row("d0", "n0", "", 1), streams=streams) | {"recoveries": recoveries})
 

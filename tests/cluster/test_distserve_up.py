@@ -1,4 +1,6 @@
-"""`kvrs up --backend distserve`: two real servers behind the proxy, and deaths of several kinds in the middle of a stream."""
+"""`kvrs up --backend distserve`: two real servers behind the proxy, and deaths of several kinds in
+the middle of a stream.
+"""
 
 import contextlib
 import json
@@ -12,9 +14,16 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.faults import closing_process, open_processes, rows_of
+from kvrs.cluster.fault_injection import closing_process, open_processes, rows_of
 from kvrs.cluster.processes import HOME_ENV
 from tests.cluster.launches import Launch
+
+pytestmark = [
+    pytest.mark.distserve,
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+]
 
 # Only ends what hangs: each of the servers loads torch three times.
 PATIENCE_S = 400.0
@@ -36,12 +45,18 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
 @pytest.fixture(scope="module")
 def undisturbed(up: Launch) -> list[int]:
-    up.wait_until_said("kvrs is up", PATIENCE_S)
+    up.wait_for_output("kvrs is up", PATIENCE_S)
     return [token for event in stream(up) for token in ids_of(event)]
 
 
 def stream(up: Launch) -> Iterator[Any]:
-    body = {"prompt": PROMPT, "max_tokens": TOKENS, "stream": True, "return_token_ids": True, "ignore_eos": True}
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": TOKENS,
+        "stream": True,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
     request = urllib.request.Request(f"{up.urls[0]}/v1/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=120) as answer:
         for line in answer:
@@ -66,18 +81,26 @@ def wait_all_up(up: Launch) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("who", ["decode stage", "prefill stage", "node"])
-def test_a_stream_survives_the_death(up: Launch, undisturbed: list[int], who: str) -> None:
-    """Token by token as undisturbed; and all of it comes back by itself."""
+@pytest.mark.parametrize("victim", ["decode stage", "prefill stage", "node"])
+def test_a_stream_survives_the_death(up: Launch, undisturbed: list[int], victim: str) -> None:
+    """Token by token as undisturbed; and all processes restart by themselves."""
     wait_all_up(up)
     events = stream(up)
     got = [token for _ in range(40) for token in ids_of(next(events))]
-    (row,) = state(up)["streams"]
+    (only,) = state(up)["streams"]
     instances = rows_of(state(up))
-    decode = instances[row["decode"]]
-    prefill = next(each for each in instances.values() if each["node"] == decode["node"] and each["role"] == "prefill")
-    victims = {"decode stage": [decode], "prefill stage": [prefill], "node": [prefill, decode]}[who]
-    handles = [handle for victim in victims for handle in open_processes(victim, server_too=who == "node")]
+    decode = instances[only["decode"]]
+    prefill = next(
+        each
+        for each in instances.values()
+        if each["node"] == decode["node"] and each["role"] == "prefill"
+    )
+    victims = {"decode stage": [decode], "prefill stage": [prefill], "node": [prefill, decode]}[
+        victim
+    ]
+    handles = [
+        handle for row in victims for handle in open_processes(row, server_too=victim == "node")
+    ]
 
     for handle in handles:
         # Both rows of a node name its server.
@@ -86,10 +109,10 @@ def test_a_stream_survives_the_death(up: Launch, undisturbed: list[int], who: st
 
     got += [token for event in events for token in ids_of(event)]
     assert got == undisturbed
-    recovered = [entry for entry in state(up)["recoveries"] if entry["stream"] == row["id"]]
-    assert bool(recovered) == (who != "prefill stage")
+    recovered = [entry for entry in state(up)["recoveries"] if entry["stream"] == only["id"]]
+    assert bool(recovered) == (victim != "prefill stage")
     wait_all_up(up)
-    assert all(rows_of(state(up))[victim["id"]]["epoch"] > victim["epoch"] for victim in victims)
+    assert all(rows_of(state(up))[row["id"]]["epoch"] > row["epoch"] for row in victims)
 
 
 def test_it_ends_clean_by_signal(up: Launch, undisturbed: list[int]) -> None:
@@ -97,12 +120,12 @@ def test_it_ends_clean_by_signal(up: Launch, undisturbed: list[int]) -> None:
     up.signal_group(signal.SIGTERM)
 
     assert up.process.wait(PATIENCE_S) == 0
-    assert up.said.endswith("ending\n"), up.said
+    assert up.output.endswith("ending\n"), up.output
     up.assert_nothing_left()
 
 
 def test_a_wrong_flag_ends_the_start_with_the_reason(tmp_path: Path) -> None:
-    """As the server itself says it, and without another try."""
+    """The reason is the server's own message, and there is no retry."""
     if HOME_ENV not in os.environ:
         pytest.skip(f"{HOME_ENV} is not set; it names a checkout of DistServe")
     config = tmp_path / "config.yaml"
@@ -111,7 +134,7 @@ def test_a_wrong_flag_ends_the_start_with_the_reason(tmp_path: Path) -> None:
 
     assert failing.process.wait(PATIENCE_S) == 2
 
-    assert "DistServe on node n" in failing.said
-    assert "unrecognized arguments: --wrong-flag" in failing.said
-    assert "Traceback" not in failing.said
+    assert "DistServe on node n" in failing.output
+    assert "unrecognized arguments: --wrong-flag" in failing.output
+    assert "Traceback" not in failing.output
     failing.assert_nothing_left()

@@ -1,4 +1,4 @@
-"""The guard ends what a launcher left behind, and nobody else."""
+"""The guard ends the processes that a launcher left behind, and no others."""
 
 import subprocess
 import sys
@@ -9,7 +9,11 @@ import pytest
 
 from kvrs.cluster.guard import members, start_guard
 
-HOLD_A_FILE = "import sys, time; f = open(sys.argv[1], 'a'); print('held', flush=True); time.sleep(600)"
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("clusters")]
+
+HOLD_A_FILE = (
+    "import sys, time; f = open(sys.argv[1], 'a'); print('held', flush=True); time.sleep(600)"
+)
 
 
 @pytest.fixture
@@ -21,21 +25,27 @@ def run_directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def holder(run_directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that is not our child's child and has a log of the run open."""
+    """A process outside of our process tree with a log file of the run open."""
     command = [sys.executable, "-c", HOLD_A_FILE, str(run_directory / "x.log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
 
 
-def test_who_holds_a_file_of_the_run_belongs_to_it(run_directory: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_process_with_a_file_of_the_run_open_belongs_to_it(
+    run_directory: Path, holder: subprocess.Popen[str]
+) -> None:
     """Names, parents and groups of processes change; open files do not."""
     assert list(members(run_directory)) == [holder.pid]
 
 
-def test_a_launcher_that_vanishes_takes_its_processes_along(run_directory: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_launcher_that_vanishes_takes_its_processes_along(
+    run_directory: Path, holder: subprocess.Popen[str]
+) -> None:
     """The end of the pipe is all that the guard needs to know."""
     guard = start_guard(run_directory)
     assert guard.stdin is not None
@@ -47,14 +57,18 @@ def test_a_launcher_that_vanishes_takes_its_processes_along(run_directory: Path,
     assert not run_directory.exists()
 
 
-def test_the_guard_spares_strangers_and_the_launcher_that_waits_for_it(
+def test_the_guard_spares_other_processes_and_the_launcher_that_waits_for_it(
     run_directory: Path, holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    """Ours is the launcher here: it has a file of the run open, too, and must live to see the guard end."""
+    """The test is the launcher here: it has a file of the run open, too, and has to outlive the
+    guard.
+    """
     stranger_file = tmp_path / "stranger.log"
     with (
         (run_directory / "launcher.log").open("w"),
-        subprocess.Popen([sys.executable, "-c", HOLD_A_FILE, str(stranger_file)], stdout=subprocess.PIPE) as stranger,
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD_A_FILE, str(stranger_file)], stdout=subprocess.PIPE
+        ) as stranger,
     ):
         guard = start_guard(run_directory)
         assert guard.stdin is not None

@@ -1,4 +1,4 @@
-"""A proxy is kept running, until that makes no sense."""
+"""A proxy is restarted, as long as that makes sense."""
 
 import errno
 import signal
@@ -15,7 +15,11 @@ import pytest
 from kvrs.cluster import proxies
 from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.proxies import ProxyError, ProxyProcess
-from kvrs.proxy.config import ProxySettings
+from kvrs.cluster.ray_actors import RayActors
+from kvrs.cluster.run_directory import RunDirectory
+from kvrs.config.proxy import ProxySettings
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 SERVE = """
 import http.server, sys
@@ -29,7 +33,7 @@ END_S = 30.0
 
 
 class Spawned:
-    """Starts a proxy of few words, or from some start on one that ends at once."""
+    """Starts a tiny proxy, or from some start on one that ends at once."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -38,13 +42,17 @@ class Spawned:
             self.port = free.getsockname()[1]
         self.starts = 0
         self.good_starts = 1_000_000
-        self.kept = ProxyProcess(ProxySettings(port=1, admin_port=self.port), self, lambda: "the last words")
+        self.kept = ProxyProcess(
+            ProxySettings(port=1, admin_port=self.port), self, lambda: "the last words"
+        )
 
     def __call__(self) -> subprocess.Popen[bytes]:
         self.starts += 1
         script = SERVE if self.starts <= self.good_starts else "raise SystemExit(3)"
         with (self.directory / "log").open("ab") as log:
-            return subprocess.Popen([sys.executable, "-c", script, str(self.port)], stdout=log, stderr=log)
+            return subprocess.Popen(
+                [sys.executable, "-c", script, str(self.port)], stdout=log, stderr=log
+            )
 
     def requests(self) -> int:
         return (self.directory / "log").read_text().count("GET /healthz")
@@ -57,7 +65,7 @@ class Spawned:
             except ProxyError as error:
                 return str(error)
             time.sleep(0.01)
-        raise AssertionError("no fault was told")
+        raise AssertionError("no fault was reported")
 
     def until_served(self, former: int | None = None) -> int:
         deadline_s = time.monotonic() + END_S
@@ -74,12 +82,12 @@ def spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spawned
     monkeypatch.setattr(proxies, "FIRST_PAUSE_S", 0.001)
     one = Spawned(tmp_path)
     yield one
-    one.kept.tell_to_end()
+    one.kept.stop()
     one.kept.wait(END_S)
 
 
-def test_whoever_is_killed_is_started_again(spawned: Spawned) -> None:
-    """As often as it takes: that it is killed says nothing against it."""
+def test_a_killed_proxy_is_restarted(spawned: Spawned) -> None:
+    """Any number of times: a kill is no sign of a fault of the proxy."""
     spawned.kept.start()
     former = spawned.until_served()
 
@@ -95,7 +103,7 @@ def test_whoever_is_killed_is_started_again(spawned: Spawned) -> None:
 
 
 def test_a_proxy_that_never_served_is_not_tried_again(spawned: Spawned) -> None:
-    """What is wrong with it will be so the next time."""
+    """Its mistake would be the same the next time."""
     spawned.good_starts = 0
 
     spawned.kept.start()
@@ -117,12 +125,12 @@ def test_one_that_ends_again_and_again_before_it_serves_is_given_up(spawned: Spa
     assert spawned.starts == 1 + proxies.QUICK_ENDS
 
 
-def test_who_is_told_to_end_has_no_successor(spawned: Spawned) -> None:
-    """Else the end of a cluster would not be one."""
+def test_a_stopped_proxy_has_no_successor(spawned: Spawned) -> None:
+    """Otherwise a cluster could not end."""
     spawned.kept.start()
     spawned.until_served()
 
-    spawned.kept.tell_to_end()
+    spawned.kept.stop()
     spawned.kept.wait(END_S)
     spawned.kept._thread.join(END_S)
 
@@ -130,8 +138,12 @@ def test_who_is_told_to_end_has_no_successor(spawned: Spawned) -> None:
     assert not spawned.kept._thread.is_alive()
 
 
-def test_a_proxy_that_cannot_even_be_started_is_told(spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine may have no process to spare; nobody would look after the proxy any more, and nobody know."""
+def test_a_proxy_whose_process_cannot_be_created_is_reported(
+    spawned: Spawned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may have no process to spare; the failure must be reported and the proxy still be
+    watched.
+    """
 
     def refuse() -> subprocess.Popen[bytes]:
         raise BlockingIOError(errno.EAGAIN, "no process to spare")
@@ -143,14 +155,17 @@ def test_a_proxy_that_cannot_even_be_started_is_told(spawned: Spawned, monkeypat
     assert "no process to spare" in spawned.until_fault()
 
 
-def test_one_that_was_given_up_is_tried_again_while_others_serve(spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file may be changed. A rolling restart with a bad one is not to end what runs well."""
+def test_a_failing_proxy_is_restarted_from_time_to_time_while_others_serve(
+    spawned: Spawned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file may be mended. A rolling restart with a bad file must not end the other proxies."""
     monkeypatch.setattr(proxies, "LONG_PAUSE_S", 0.01)
     spawned.good_starts = 1
     spawned.kept.start()
     former = spawned.until_served()
     cluster, others = Cluster.__new__(Cluster), ProxyProcess(ProxySettings(), spawned, lambda: "")
-    cluster.proxies, cluster._ray_runs = [spawned.kept, others], False
+    cluster.proxies = [spawned.kept, others]
+    cluster._actors = RayActors({}, RunDirectory(), print)
     others._served.set()
 
     spawned.kept.signal(signal.SIGKILL)
@@ -170,9 +185,12 @@ def test_one_that_was_given_up_is_tried_again_while_others_serve(spawned: Spawne
     cluster.check()
 
 
-@pytest.mark.parametrize("broken", [b"HTTP", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"HTTP/1.1 200 OK\r\n\r\n{"])
-def test_a_state_that_breaks_off_is_none(spawned: Spawned, broken: bytes) -> None:
-    """As when the proxy is killed while it answers: whoever asks has to ask again."""
+@pytest.mark.parametrize(
+    "broken",
+    [b"HTTP", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"HTTP/1.1 200 OK\r\n\r\n{"],
+)
+def test_a_truncated_state_is_an_error(spawned: Spawned, broken: bytes) -> None:
+    """As when the proxy is killed while it answers: the caller has to repeat its request."""
     cluster = Cluster.__new__(Cluster)
     cluster.proxies = [spawned.kept]
     with socket.create_server(("127.0.0.1", spawned.port)) as server:

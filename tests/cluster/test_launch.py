@@ -1,4 +1,6 @@
-"""How a cluster's start can end: with a reason, or because somebody wanted it to; and how signals end it later."""
+"""Ends of a cluster's start, with a reason or by a signal, and ends of a running cluster by
+signals.
+"""
 
 import os
 import re
@@ -10,6 +12,8 @@ import pytest
 
 from kvrs.cluster.guard import members
 from tests.cluster.launches import END_S, Launch
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 
 @pytest.fixture
@@ -31,8 +35,10 @@ def started(launch: Callable[[], Launch]) -> Launch:
     return launch()
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(tmp_path: Path, launch: Callable[..., Launch]) -> None:
-    """Starting it again would end the same way, so it is not tried again, and nothing but the reason is said."""
+def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(
+    tmp_path: Path, launch: Callable[..., Launch]
+) -> None:
+    """A restart would end in the same way, so there is none, and only the reason is printed."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "gpt2"}')
@@ -40,9 +46,13 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(tmp_path: 
     failing = launch("--model", str(model))
 
     assert failing.process.wait(END_S) == 2
-    assert re.search(rf"^instance [pd]0: {model}/tokenizer\.json: No such file", failing.said, re.MULTILINE), failing.said
-    assert "Traceback" not in failing.said
-    assert "raylet" not in failing.said
+    assert re.search(
+        rf"^instance [pd]0: {model}/config\.json: model_type: got 'gpt2'; allowed: ",
+        failing.output,
+        re.MULTILINE,
+    ), failing.output
+    assert "Traceback" not in failing.output
+    assert "raylet" not in failing.output
     failing.assert_nothing_left()
 
 
@@ -55,40 +65,46 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(tmp_path: 
         ("instances", signal.SIGTERM),
     ],
 )
-def test_a_signal_ends_a_start_that_is_under_way(started: Launch, stage: str, number: signal.Signals) -> None:
-    """Whoever presses Ctrl-C while the cluster starts does not wait for it to be up first."""
-    started.wait_until_said(stage)
+def test_a_signal_ends_a_start_that_is_under_way(
+    started: Launch, stage: str, number: signal.Signals
+) -> None:
+    """Ctrl-C during the start does not wait for the cluster to be up."""
+    started.wait_for_output(stage)
 
     started.signal_group(number)
 
     assert started.process.wait(END_S) != 0
-    assert "is up" not in started.said
-    assert "Traceback" not in started.said
+    assert "is up" not in started.output
+    assert "Traceback" not in started.output
     started.assert_nothing_left()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_running_cluster_ends_clean_by_signal(started: Launch, number: signal.Signals) -> None:
-    """Ray takes some signals for itself when it starts; they are still ours. A second one changes nothing."""
-    started.wait_until_said("kvrs is up")
+    """Ray takes some signals for itself when it starts; the launcher takes them back. A second one
+    changes nothing.
+    """
+    started.wait_for_output("kvrs is up")
 
     started.signal_group(number)
-    started.wait_until_said("ending")
+    started.wait_for_output("ending")
     started.signal_group(number)
 
     assert started.process.wait(END_S) == 0
-    assert started.said.endswith("ending\n"), started.said
+    assert started.output.endswith("ending\n"), started.output
     started.assert_nothing_left()
 
 
-def test_a_cluster_whose_ray_died_says_so_and_ends(started: Launch) -> None:
-    """Instances end with their raylet and nobody would bring them back: better an end than a proxy that refuses for ever."""
-    started.wait_until_said("kvrs is up")
+def test_a_cluster_whose_ray_died_reports_it_and_ends(started: Launch) -> None:
+    """Instances end with their raylet and would not be restarted: an end is better than a proxy
+    that refuses for ever.
+    """
+    started.wait_for_output("kvrs is up")
 
     os.kill(raylet_of(started.run_directory), signal.SIGKILL)
 
     assert started.process.wait(END_S) == 2
-    assert "Ray's raylet ended with status -9" in started.said.splitlines()[-1]
+    assert "Ray's raylet ended with status -9" in started.output.splitlines()[-1]
     started.assert_nothing_left()
 
 

@@ -1,4 +1,4 @@
-"""Which processes a configuration means, and which of them a fault hits."""
+"""The processes of a configuration, and which of them a fault hits."""
 
 import os
 import signal
@@ -10,19 +10,24 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.faults import FaultError, open_processes
+from kvrs.cluster.fault_injection import FaultError, open_processes
 from kvrs.cluster.processes import HOME_ENV, check_home, gpus_of, processes_of
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 
 def distserve(home: str | None = None, **document: Any) -> Config:
-    cluster = {"backend": "distserve", "distserve": {"home": home, "flags": document.pop("flags", [])}}
+    cluster = {
+        "backend": "distserve",
+        "distserve": {"home": home, "flags": document.pop("flags", [])},
+    }
     return parse_config({"cluster": cluster | document.pop("cluster", {})} | document)
 
 
 def test_a_node_of_distserve_is_one_server() -> None:
-    """Both instances live and die in it; agents are the same with every backend."""
+    """Both instances are in it; agents are the same with every backend."""
     config = distserve(backup={"mode": "both"})
 
     assert [(process.name, process.label) for process in processes_of(config)] == [
@@ -43,18 +48,28 @@ def test_the_embedded_engine_has_a_process_for_each_instance() -> None:
 
 def test_there_are_as_many_logical_gpus_as_workers() -> None:
     """By DistServe's own flags, which count for every node."""
-    flags = ["--decoding-tensor-parallel-size", "2", "--context-pipeline-parallel-size=3", "--block-size", "32"]
+    flags = [
+        "--decoding-tensor-parallel-size",
+        "2",
+        "--context-pipeline-parallel-size=3",
+        "--block-size",
+        "32",
+    ]
 
     assert gpus_of(distserve()) == 2 * (1 + 1)
     assert gpus_of(distserve(flags=flags)) == 2 * (3 + 2)
     assert gpus_of(distserve(cluster={"engine": {"device": "cuda"}})) is None
-    with pytest.raises(ConfigError, match=r"cluster\.distserve\.flags: argument --decoding-tensor-parallel-size"):
+    with pytest.raises(
+        ConfigError, match=r"cluster\.distserve\.flags: argument --decoding-tensor-parallel-size"
+    ):
         gpus_of(distserve(flags=["--decoding-tensor-parallel-size", "two"]))
 
 
 def test_a_checkout_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
     """By where it was given: in the file, or in the environment."""
-    with pytest.raises(ConfigError, match=f"cluster.distserve.home: missing, and {HOME_ENV} is not set"):
+    with pytest.raises(
+        ConfigError, match=f"cluster.distserve.home: missing, and {HOME_ENV} is not set"
+    ):
         check_home(distserve(), {})
     with pytest.raises(ConfigError, match=rf"cluster\.distserve\.home: {tmp_path} has no"):
         check_home(distserve(str(tmp_path)), {HOME_ENV: "/elsewhere"})
@@ -78,7 +93,9 @@ def row() -> Iterator[dict[str, Any]]:
 @pytest.fixture
 def workers() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Three processes with the name that Ray gives its workers."""
-    started = [subprocess.Popen(["ray::PageWorker", "60"], executable="/bin/sleep") for _ in range(3)]
+    started = [
+        subprocess.Popen(["ray::PageWorker", "60"], executable="/bin/sleep") for _ in range(3)
+    ]
     yield started
     for process in started:
         process.kill()
@@ -102,8 +119,10 @@ def test_an_instance_with_workers_loses_them_and_not_its_server(
     assert [process.wait(10) for process in workers] == [-signal.SIGKILL] * 3
 
 
-def test_only_so_many_workers_are_hit(row: dict[str, Any], workers: list[subprocess.Popen[bytes]]) -> None:
-    """One of several ranks is enough for a stage to die of."""
+def test_only_so_many_workers_are_hit(
+    row: dict[str, Any], workers: list[subprocess.Popen[bytes]]
+) -> None:
+    """The death of one rank is enough to end a stage."""
     row["worker_pids"] = [process.pid for process in workers]
 
     hit(open_processes(row, workers=1))
@@ -114,7 +133,9 @@ def test_only_so_many_workers_are_hit(row: dict[str, Any], workers: list[subproc
         open_processes(row, workers=4)
 
 
-def test_a_whole_node_loses_the_server_too(row: dict[str, Any], workers: list[subprocess.Popen[bytes]]) -> None:
+def test_a_whole_node_loses_the_server_too(
+    row: dict[str, Any], workers: list[subprocess.Popen[bytes]]
+) -> None:
     """Its handle comes beside those of the workers."""
     row["worker_pids"] = [workers[0].pid]
 
@@ -125,8 +146,8 @@ def test_a_whole_node_loses_the_server_too(row: dict[str, Any], workers: list[su
         os.close(handle)
 
 
-def test_a_number_that_is_no_worker_of_ray_is_not_trusted(row: dict[str, Any]) -> None:
-    """It may be another process by now. Nothing stays open."""
+def test_a_process_that_is_no_worker_of_ray_is_not_hit(row: dict[str, Any]) -> None:
+    """It may be another process by now. No handle stays open."""
     row["worker_pids"] = [os.getppid()]
     before = len(os.listdir("/proc/self/fd"))
 

@@ -1,4 +1,6 @@
-"""`kvrs up --proxies 2`: any of them serves, whoever is killed comes back, and all of it can be restarted under load."""
+"""`kvrs up --proxies 2`: any proxy serves, killed processes restart, and all can be restarted under
+load.
+"""
 
 import asyncio
 import json
@@ -22,26 +24,31 @@ from kvrs.cluster.guard import members
 from kvrs.demo import PACE
 from tests.cluster.launches import END_S, Launch
 
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
 REQUESTS = 6
 TOKENS = 120
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """One for all tests of this file that leave it whole: to start and restart a dozen processes takes its time."""
+    """One cluster for all tests of this file that leave it whole: a dozen processes take long to
+    start.
+    """
     directory = tmp_path_factory.mktemp("several")
     config = directory / "config.yaml"
     nodes = [{"id": f"n{n}", "instances": [{"id": f"b{n}", "role": "both"}]} for n in range(2)]
     document = {
         "proxy": {"drain_s": 60.0, "event_log": str(directory / "events.jsonl")},
         "cluster": {"engine": {"pace": PACE}, "nodes": nodes},
-        # What a stream retained is given back with the next renewal of leases, and who ends waits for it.
+        # Retained pages are released with the next renewal of leases, for which a draining process
+        # waits.
         "transfer": {"lease_s": 2.0},
     }
     config.write_text(yaml.safe_dump(document))
     launch = Launch(directory, "--config", str(config), "--proxies", "2")
     try:
-        launch.wait_until_said("Ctrl-C ends it")
+        launch.wait_for_output("Ctrl-C ends it")
         yield launch
     finally:
         launch.process.terminate()
@@ -54,32 +61,49 @@ def state_of(admin_url: str) -> Any:
 
 
 def pids(launch: Launch) -> dict[str, int]:
-    """Of everybody, as somebody who is up says it."""
+    """Process ids of all, from the state of a proxy that is up."""
     found: dict[str, int] = {}
     for _, admin_url in launch.all_urls:
         state = state_of(admin_url)
-        found |= {row["id"]: row["pid"] for key in ("instances", "agents", "proxies") for row in state[key]}
+        found |= {
+            row["id"]: row["pid"]
+            for key in ("instances", "agents", "proxies")
+            for row in state[key]
+        }
     return found
 
 
 @asynccontextmanager
 async def clients_of(launch: Launch) -> AsyncIterator[tuple[Clients, list[Had]]]:
-    """Clients, and what each request has to come to."""
+    """Clients, and the expected answer of each request."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
-        clients = Clients(session, lambda: [url for url, _ in launch.all_urls], bodies(REQUESTS, TOKENS, seed=1))
+        clients = Clients(
+            session, lambda: [url for url, _ in launch.all_urls], bodies(REQUESTS, TOKENS, seed=1)
+        )
         yield clients, await quiet_run(clients, REQUESTS)
 
 
 async def test_a_killed_proxy_is_back_and_its_streams_went_on(started: Launch) -> None:
-    """At the same port, another process; clients lost no token and got none twice, whichever way they asked."""
+    """At the same port, another process; clients lost no token and got none twice, whichever way
+    they asked.
+    """
     url, admin_url = started.all_urls[0]
     former = pids(started)["proxy-0"]
     async with clients_of(started) as (clients, quiet):
         ways = [Way.CONTINUE, Way.REPLAY] * (REQUESTS // 2)
-        reading = [asyncio.create_task(clients.read(n, way, f"killed-{n}", proxy=0)) for n, way in enumerate(ways)]
+        reading = [
+            asyncio.create_task(clients.read(n, way, f"killed-{n}", proxy=0))
+            for n, way in enumerate(ways)
+        ]
         async with asyncio.timeout(END_S):
-            while sum(row["output_tokens"] > 10 for row in (await asyncio.to_thread(state_of, admin_url))["streams"]) < REQUESTS:
+            while (
+                sum(
+                    row["output_tokens"] > 10
+                    for row in (await asyncio.to_thread(state_of, admin_url))["streams"]
+                )
+                < REQUESTS
+            ):
                 await asyncio.sleep(0.02)
 
         os.kill(former, signal.SIGKILL)
@@ -90,7 +114,7 @@ async def test_a_killed_proxy_is_back_and_its_streams_went_on(started: Launch) -
     assert until_answers(url) == "ok\n"
     now = pids(started)["proxy-0"]
     assert now != former
-    started.wait_until_said(f"proxy-0 ended and is started again, as process {now}")
+    started.wait_for_output(f"proxy-0 ended and was restarted, as process {now}")
 
 
 def until_answers(url: str) -> str:
@@ -104,8 +128,8 @@ def until_answers(url: str) -> str:
             time.sleep(0.05)
 
 
-async def test_no_stream_fails_while_everything_is_restarted(started: Launch) -> None:
-    """With a key or without; and whoever asks for it again meanwhile is told that it is under way. Who is started reads the
+async def test_no_stream_fails_during_a_rolling_restart(started: Launch) -> None:
+    """With a key or without. A second request meanwhile is refused. Restarted processes read the
     file as it is by then.
     """
     before = pids(started)
@@ -115,28 +139,35 @@ async def test_no_stream_fails_while_everything_is_restarted(started: Launch) ->
         loading = asyncio.create_task(load.run())
 
         started.process.send_signal(signal.SIGUSR1)
-        await until_said(started, "one process at a time\nproxy-0 is up again")
+        await until_printed(started, "one at a time\nproxy-0 is up again")
         started.process.send_signal(signal.SIGUSR1)
-        await until_said(started, "everything was restarted")
+        await until_printed(started, "all processes were restarted")
         load.stop()
         await loading
 
     assert is_exact(verdict(load.found, quiet)), verdict(load.found, quiet)
-    assert "a restart is under way already: the new one is ignored" in started.said
+    assert "a rolling restart is under way already: the request is ignored" in started.output
     after = pids(started)
     for name in ("config", "proxy-0", "proxy-1"):
-        assert yaml.safe_load((started.run_directory / f"{name}.yaml").read_text())["policy"]["slots_max"] == 7
+        assert (
+            yaml.safe_load((started.run_directory / f"{name}.yaml").read_text())["policy"][
+                "slots_max"
+            ]
+            == 7
+        )
     assert set(before) == {"b0", "b1", "agent-n0", "agent-n1", "proxy-0", "proxy-1"}
     assert [name for name in before if before[name] == after[name]] == []
 
 
-async def test_a_file_that_means_another_cluster_restarts_nobody(started: Launch) -> None:
-    """Other ports, other instances, another model: no process could go on with those of before."""
+async def test_a_file_of_another_cluster_restarts_nothing(started: Launch) -> None:
+    """Other ports, other instances, another model: new processes could not continue with the old
+    ones.
+    """
     before, text = pids(started), (started.directory / "config.yaml").read_text()
     change_file(started, cluster={"drain_s": 1.0})
 
     started.process.send_signal(signal.SIGUSR1)
-    await until_said(started, "nothing is restarted: cluster: changed")
+    await until_printed(started, "nothing is restarted: cluster: changed")
 
     (started.directory / "config.yaml").write_text(text)
     assert pids(started) == before
@@ -150,24 +181,29 @@ def change_file(launch: Launch, **sections: dict[str, Any]) -> None:
     file.write_text(yaml.safe_dump(document))
 
 
-async def until_said(launch: Launch, words: str) -> None:
+async def until_printed(launch: Launch, words: str) -> None:
     async with asyncio.timeout(3 * END_S):
-        while words not in launch.said:
-            assert launch.process.poll() is None, launch.said
+        while words not in launch.output:
+            assert launch.process.poll() is None, launch.output
             await asyncio.sleep(0.1)
 
 
-def test_each_proxy_writes_its_own_event_log(started: Launch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two in one file would be read by nobody."""
+def test_each_proxy_writes_its_own_event_log(
+    started: Launch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two logs in one file could not be read."""
     directory = started.directory
 
-    assert sorted(path.name for path in directory.glob("events*.jsonl")) == ["events-proxy-0.jsonl", "events-proxy-1.jsonl"]
+    assert sorted(path.name for path in directory.glob("events*.jsonl")) == [
+        "events-proxy-0.jsonl",
+        "events-proxy-1.jsonl",
+    ]
 
 
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """Nor of the proxies that it would bring back."""
     launch = Launch(tmp_path, "--nodes", "1", "--proxies", "3")
-    launch.wait_until_said("Ctrl-C ends it")
+    launch.wait_for_output("Ctrl-C ends it")
     directory = launch.run_directory
 
     launch.process.kill()
@@ -190,12 +226,21 @@ PEERS = {"proxy": {"peer_port": 21999, "peers": [{"id": "proxy-9", "peer_port": 
     [
         (["--proxies", "0"], {}, "Input should be greater than or equal to 1"),
         (["--proxies", "9"], {}, "Input should be less than or equal to 8"),
-        (["--proxies", "2"], PEERS, "--proxies: got 2 beside proxy.peers (proxy-9); allowed: one of them"),
-        (["--proxies", "2", "--port", "65530"], {}, "proxy-1: port: got 65540; allowed: 0 to 65535, for each proxy 10 above"),
+        (
+            ["--proxies", "2"],
+            PEERS,
+            "--proxies: got 2 beside proxy.peers (proxy-9); allowed: one of them",
+        ),
+        (
+            ["--proxies", "2", "--port", "65530"],
+            {},
+            "proxy-1: port: got 65540; allowed: 0 to 65535, for each proxy 10 above",
+        ),
         (
             ["--proxies", "2", "--port", "21990", "--admin-port", "22000"],
             {},
-            "proxy-1: port: 127.0.0.1:22000 is that of proxy-0: admin_port too; allowed: a port of its own",
+            "proxy-1: port: 127.0.0.1:22000 is that of proxy-0: admin_port too; allowed: "
+            "a port of its own",
         ),
         (
             ["--proxies", "2"],
@@ -204,7 +249,7 @@ PEERS = {"proxy": {"peer_port": 21999, "peers": [{"id": "proxy-9", "peer_port": 
         ),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_wrong_options_are_refused_before_anything_starts(
     tmp_path: Path, arguments: Sequence[str], document: dict[str, Any], words: str
 ) -> None:
     """With the value, and what is allowed."""
@@ -218,8 +263,8 @@ def test_what_cannot_be_is_said_before_anything_starts(
     finally:
         launch.process.kill()
     # Words that are too long for a line are wrapped in a frame by the command line's own messages.
-    assert words in " ".join(launch.said.replace("│", " ").split())
-    assert "logs are in" not in launch.said
+    assert words in " ".join(launch.output.replace("│", " ").split())
+    assert "logs are in" not in launch.output
 
 
 def test_a_port_of_the_second_proxy_that_is_in_use_is_named(tmp_path: Path) -> None:
@@ -232,4 +277,4 @@ def test_a_port_of_the_second_proxy_that_is_in_use_is_named(tmp_path: Path) -> N
         launch = Launch(tmp_path, "--proxies", "2", "--port", str(port - 10))
 
         assert launch.process.wait(END_S) == 2
-    assert f"proxy-1: port: 127.0.0.1:{port} is in use" in launch.said
+    assert f"proxy-1: port: 127.0.0.1:{port} is in use" in launch.output

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrs.config import Config, SecuritySettings, dump_config, load_config, parse_config, read_secret
+from kvrs.config.file import (
+    Config,
+    SecuritySettings,
+    config_digest,
+    dump_config,
+    load_config,
+    parse_config,
+    read_secret,
+)
 from kvrs.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "kvrs.example.yaml"
@@ -20,20 +28,30 @@ def faults_of(document: Any) -> list[str]:
 
 def test_every_fault_of_a_file_is_named_at_once() -> None:
     """A user mends a file in one go."""
-    faults = faults_of({"proxy": {"port": "x", "foo": 1}, "policy": {"name": "fastest", "slots_max": 0}})
+    faults = faults_of(
+        {"proxy": {"port": "x", "foo": 1}, "policy": {"name": "fastest", "slots_max": 0}}
+    )
 
     assert len(faults) == 4
     assert any(line.startswith("proxy.port: got 'x'") for line in faults)
-    assert any(line.startswith("proxy.foo: unknown key; allowed: ") and "admin_port" in line for line in faults)
+    assert any(
+        line.startswith("proxy.foo: unknown key; allowed: ") and "admin_port" in line
+        for line in faults
+    )
     assert any("policy.name" in line and "'rom' or 'auto'" in line for line in faults)
-    assert any("policy.slots_max: got 0" in line and "greater than or equal to 1" in line for line in faults)
+    assert any(
+        "policy.slots_max: got 0" in line and "greater than or equal to 1" in line
+        for line in faults
+    )
 
 
 def test_a_page_size_that_no_engine_could_serve_is_found_before_one_starts() -> None:
-    """Pages are parts of SIMD blocks; that is no news for an instance's log."""
+    """Pages are parts of SIMD blocks; the mistake is found by the check of the file."""
     (fault,) = faults_of({"cluster": {"engine": {"page_size_tokens": 24}}})
 
-    assert fault == "cluster.engine.page_size_tokens: got 24; allowed: a power of two from 1 to 1024"
+    assert (
+        fault == "cluster.engine.page_size_tokens: got 24; allowed: a power of two from 1 to 1024"
+    )
 
 
 @pytest.mark.parametrize("document", [[], "text", 3, {"nonsense": {}}])
@@ -49,16 +67,32 @@ def test_an_empty_file_is_the_default_configuration() -> None:
 
 def test_unknown_keys_deep_in_a_list_name_what_is_allowed_there() -> None:
     """The place counts list items, and the allowed keys are those of that very section."""
-    nodes = [{"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode", "prot": 1}]}]
+    nodes = [
+        {
+            "id": "n0",
+            "instances": [
+                {"id": "p0", "role": "prefill"},
+                {"id": "d0", "role": "decode", "prot": 1},
+            ],
+        }
+    ]
 
     (fault,) = faults_of({"cluster": {"nodes": nodes}})
 
-    assert fault.startswith("cluster.nodes.0.instances.1.prot: unknown key; allowed: host, id, page_port, port, role")
+    assert fault.startswith(
+        "cluster.nodes.0.instances.1.prot: unknown key; allowed: host, id, page_host, "
+        "page_port, port, role"
+    )
 
 
 def test_ids_ports_and_roles_are_checked_across_sections() -> None:
     """What no single value shows: doubles, and a cluster that could never serve."""
-    nodes = [{"id": "n0", "instances": [{"id": "p0", "role": "prefill", "port": 9000, "page_port": 9000}] * 2}]
+    nodes = [
+        {
+            "id": "n0",
+            "instances": [{"id": "p0", "role": "prefill", "port": 9000, "page_port": 9000}] * 2,
+        }
+    ]
 
     text = "\n".join(faults_of({"cluster": {"nodes": nodes}}))
 
@@ -81,11 +115,17 @@ def test_the_commented_example_holds_every_key_and_every_default() -> None:
 def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
     """People write rates as 20e6; YAML 1.1 would call that text."""
     path = tmp_path / "kvrs.yaml"
-    path.write_text("transfer: {link_bytes_per_s: 20e6, probe_interval_s: 1.5E+1, stall_timeout_s: .5e1}")
+    path.write_text(
+        "transfer: {link_bytes_per_s: 20e6, probe_interval_s: 1.5E+1, stall_timeout_s: .5e1}"
+    )
 
     transfer = load_config(path).transfer
 
-    assert (transfer.link_bytes_per_s, transfer.probe_interval_s, transfer.stall_timeout_s) == (20e6, 15.0, 5.0)
+    assert (transfer.link_bytes_per_s, transfer.probe_interval_s, transfer.stall_timeout_s) == (
+        20e6,
+        15.0,
+        5.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +137,9 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_what_yaml_allows_and_we_do_not_is_named(tmp_path: Path, text: str, reason: str) -> None:
-    """A key that stands twice would silently win; a deep document would be a traceback. The file is named."""
+    """A key that stands twice would silently win; a deep document would be a traceback. The file is
+    named.
+    """
     path = tmp_path / "kvrs.yaml"
     path.write_text(text)
 
@@ -105,14 +147,23 @@ def test_what_yaml_allows_and_we_do_not_is_named(tmp_path: Path, text: str, reas
         load_config(path)
 
 
-@pytest.mark.parametrize("text", ["proxy: [1, 2", "proxy: {port: 2026-13-40}", "proxy: {port: !!int x}", "a: 0b_"])
-def test_a_file_that_is_not_yaml_says_so(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["proxy: [1, 2", "proxy: {port: 2026-13-40}", "proxy: {port: !!int x}", "a: 0b_"]
+)
+def test_a_file_that_is_not_yaml_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     """A parser's error is one line with the file's name."""
     path = tmp_path / "broken.yaml"
     path.write_text(text)
 
     with pytest.raises(ConfigError, match=r"broken\.yaml: not valid YAML"):
         load_config(path)
+
+
+def test_a_budget_that_one_client_could_fill_with_one_body_is_refused() -> None:
+    """One address gets three quarters of it, which must be enough for the longest body."""
+    (fault,) = faults_of({"proxy": {"max_body_bytes": 4096, "body_budget_bytes": 8191}})
+
+    assert fault.startswith("proxy.body_budget_bytes: got 8191; allowed: at least twice ")
 
 
 def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
@@ -131,5 +182,16 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("environ", [{}, {"KVRS_SECRET": "short"}])
 def test_a_missing_or_short_secret_is_refused_by_name(environ: dict[str, str]) -> None:
     """Nothing starts unauthenticated by accident."""
-    with pytest.raises(ConfigError, match=r"KVRS_SECRET: a secret of \d+ bytes; allowed: at least 16"):
+    with pytest.raises(
+        ConfigError, match=r"KVRS_SECRET: a secret of \d+ bytes; allowed: at least 16"
+    ):
         read_secret(SecuritySettings(), environ)
+
+
+def test_equal_configurations_have_one_digest() -> None:
+    """Order and defaults in the file do not matter, each value does."""
+    plain = parse_config({"slo": {"abort": True}, "policy": {"name": "rom"}})
+    other = parse_config({"policy": {"name": "rom", "slots_max": 32}, "slo": {"abort": True}})
+    changed = parse_config({"policy": {"name": "rom", "slots_max": 31}, "slo": {"abort": True}})
+
+    assert config_digest(plain) == config_digest(other) != config_digest(changed)

@@ -1,10 +1,10 @@
-"""What a file may not say with backend distserve."""
+"""Limits of a configuration with backend distserve."""
 
 from typing import Any
 
 import pytest
 
-from kvrs.config import parse_config
+from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 
 
@@ -16,9 +16,20 @@ def faults_of(cluster: dict[str, Any], **sections: Any) -> list[str]:
 
 def test_a_node_is_one_server_with_both_stages() -> None:
     """Two decode instances on a node would be one process with one port."""
-    p, d, b = {"id": "p", "role": "prefill"}, {"id": "d", "role": "decode"}, {"id": "b", "role": "both"}
+    p, d, b = (
+        {"id": "p", "role": "prefill"},
+        {"id": "d", "role": "decode"},
+        {"id": "b", "role": "both"},
+    )
 
-    faults = faults_of({"nodes": [{"id": "n0", "instances": [p, d, d | {"id": "e"}]}, {"id": "n1", "instances": [b]}]})
+    faults = faults_of(
+        {
+            "nodes": [
+                {"id": "n0", "instances": [p, d, d | {"id": "e"}]},
+                {"id": "n1", "instances": [b]},
+            ]
+        }
+    )
 
     allowed = "allowed with backend 'distserve': one prefill and one decode, which are one server"
     assert faults == [
@@ -28,7 +39,9 @@ def test_a_node_is_one_server_with_both_stages() -> None:
 
 
 def test_tables_of_other_engines_are_refused() -> None:
-    """A stage cannot keep another's clock, and one table cannot be that of a prompt and that of decoding steps."""
+    """A stage cannot keep another engine's pace, and one table cannot be that of prefill and of
+    forced decode steps.
+    """
     name = "opt-13b-a100-distserve-tp1"
 
     faults = faults_of({"engine": {"pace": name}}, profiles={"prefill": name})

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.config import ENV_NAME, SecuritySettings, read_secret, read_secrets
+from kvrs.config.file import ENV_NAME, SecuritySettings, read_secret, read_secrets
 from kvrs.errors import ConfigError
 
 OLD, NEW = b"the secret of yesterday", b"the secret of tomorrow!"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distserve_patches import upstream
-from kvrs.cluster.launcher import ENVIRONMENT
+from distserve_patches import checkout, upstream
+from kvrs.cluster.ray_actors import ENVIRONMENT
 from kvrs.engine.tiny import write_tiny_model
 
 LOGICAL_GPUS = 8
@@ -33,19 +33,21 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def distserve(environment: None) -> Path:
-    """The checkout, loaded off the GPU: from here on `distserve.*` can be imported, and what subclasses it."""
-    if upstream.HOME_ENV not in os.environ:
-        pytest.skip(f"{upstream.HOME_ENV} is not set; it names a checkout of DistServe")
+    """The checkout, loaded off the GPU: from here on `distserve.*` can be imported, and what
+    subclasses it.
+    """
+    if checkout.HOME_ENV not in os.environ:
+        pytest.skip(f"{checkout.HOME_ENV} is not set; it names a checkout of DistServe")
     with warnings.catch_warnings():
         # What a dependency of upstream's warns of is not ours.
         warnings.simplefilter("ignore")
         upstream.load(off_gpu=True)
-    return upstream.checkout(None)
+    return checkout.find(None)
 
 
 @pytest.fixture(scope="package")
 def logical_gpus(distserve: Path) -> Iterator[int]:
-    """Ray runs, with as many GPUs as it says, which are none."""
+    """Ray runs, with that many logical GPUs."""
     import ray
 
     # Ray puts sockets with long names into it.

@@ -30,7 +30,9 @@ HELD = {
 
 
 def starter(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """What starts an engine over fake workers, and checks at the end that nothing of any job is left in it."""
+    """What starts an engine over fake workers, and checks at the end that nothing of any job is
+    left in it.
+    """
     import distserve.single_stage_engine as engines
     import ray
     from distserve import engine as engine_module
@@ -47,7 +49,10 @@ def starter(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     from distserve_patches import stages
 
     async def locate(actors: list[Any]) -> list[Any]:
-        return [SimpleNamespace(actor=actor, pid=number, here=True) for number, actor in enumerate(actors, 1)]
+        return [
+            SimpleNamespace(actor=actor, pid=number, here=True)
+            for number, actor in enumerate(actors, 1)
+        ]
 
     async def first_death(workers: list[Any]) -> str:
         deaths = [asyncio.ensure_future(worker.actor.death.wait()) for worker in workers]
@@ -68,7 +73,9 @@ def starter(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     model = ModelConfig(str(tiny_model), None, dtype="fp32")
 
     @contextlib.asynccontextmanager
-    async def start(max_batch: int = 4, ranks: int = 1, **sizes: int) -> AsyncIterator[tuple["RecoverableEngine", World]]:
+    async def start(
+        max_batch: int = 4, ranks: int = 1, **sizes: int
+    ) -> AsyncIterator[tuple["RecoverableEngine", World]]:
         world = World(**{"context_blocks": 40, "decoding_blocks": 40, **sizes})
         monkeypatch.setattr(engines, "ParaWorker", FakeWorkerClass(world))
         engine = recoverable.RecoverableEngine(
@@ -106,11 +113,21 @@ def is_empty(engine: "RecoverableEngine") -> bool:
     for stage in engine._stages.values():
         stage.block_manager.check()
     context, decoding = engine._context.scheduler, engine._decoding.scheduler
-    if context.unaccepted_queue or context.num_on_fly_request_block or engine.stage(Stage.CONTEXT).queued:
+    if (
+        context.unaccepted_queue
+        or context.num_on_fly_request_block
+        or engine.stage(Stage.CONTEXT).queued
+    ):
         return False
-    if decoding.stale or engine.stage(Stage.DECODING).queued or engine.stage(Stage.DECODING).running:
+    if (
+        decoding.stale
+        or engine.stage(Stage.DECODING).queued
+        or engine.stage(Stage.DECODING).running
+    ):
         return False
-    return all(engine.stage(stage).pages.free_pages == engine.stage(stage).pages.pages for stage in Stage)
+    return all(
+        engine.stage(stage).pages.free_pages == engine.stage(stage).pages.pages for stage in Stage
+    )
 
 
 async def finished(sink: Recorder) -> Recorder:

@@ -1,7 +1,8 @@
-"""Workers that live in the test's own process, under DistServe's own engine: no Ray, no model, and every call can be held up.
+"""Workers that live in the test's own process, under DistServe's own engine: no Ray, no model, and
+every call can be held up.
 
-Their KV is the tokens themselves, block by block, and the next token is a function of all of it. So a wrong block table, or a
-block that was given away too early, shows as a wrong token.
+Their KV is the tokens themselves, block by block, and the next token is a function of all of it. So
+a wrong block table, or a block that was given away too early, shows as a wrong token.
 """
 
 import asyncio
@@ -27,10 +28,10 @@ def continuation(history: Sequence[int], count: int) -> list[int]:
 
 
 class Recorder:
-    """A sink that checks the order of what it hears."""
+    """A sink that checks the order of its calls."""
 
     def __init__(self, *, wants: int | None = None) -> None:
-        self.wants = wants  # It says that it wants no more after so many.
+        self.wants = wants  # After so many tokens it wants no more.
         self.tokens: list[int] = []
         self.was_prefilled = False
         self.failure: tuple[Stage, str] | None = None
@@ -60,7 +61,9 @@ class Recorder:
         self.over.set()
 
 
-def new_job(number: int, history: Sequence[int], max_new: int, sink: Recorder, *, prefill_only: bool = False) -> Job:
+def new_job(
+    number: int, history: Sequence[int], max_new: int, sink: Recorder, *, prefill_only: bool = False
+) -> Job:
     sink.limit = 1 if prefill_only else max_new
     return Job(number, list(history), max_new, prefill_only, sink)
 
@@ -68,8 +71,18 @@ def new_job(number: int, history: Sequence[int], max_new: int, sink: Recorder, *
 class World:
     """All fake workers, what holds them up, and what becomes of them."""
 
-    def __init__(self, *, context_blocks: int, decoding_blocks: int, swap_blocks: int = 0, block_size: int = 4) -> None:
-        self.blocks = {"context": (context_blocks, swap_blocks), "decoding": (decoding_blocks, swap_blocks)}
+    def __init__(
+        self,
+        *,
+        context_blocks: int,
+        decoding_blocks: int,
+        swap_blocks: int = 0,
+        block_size: int = 4,
+    ) -> None:
+        self.blocks = {
+            "context": (context_blocks, swap_blocks),
+            "decoding": (decoding_blocks, swap_blocks),
+        }
         self.block_size = block_size
         self.actors: list[FakeActor] = []
         self.held: set[tuple[str, str]] = set()  # (stage, method): such calls wait.
@@ -113,20 +126,23 @@ class FakeActor:
         self.blocks: dict[int, list[int]] = {}
         self.swap: dict[int, list[int]] = {}
         self.context: FakeActor | None = None
-        self._calls: asyncio.Queue[tuple[str, tuple[Any, ...], asyncio.Future[Any]]] = asyncio.Queue()
+        self._calls: asyncio.Queue[tuple[str, tuple[Any, ...], asyncio.Future[Any]]] = (
+            asyncio.Queue()
+        )
         self._waiting: set[asyncio.Future[Any]] = set()
         self._runner = asyncio.get_running_loop().create_task(self._run())
 
     def __getattr__(self, name: str) -> "FakeMethod":
         return FakeMethod(self, name)
 
-    # Ray reads its environment when it is imported, which is not to happen before a fixture has set it.
+    # Ray reads its environment when it is imported, which is not to happen before a fixture has set
+    # it.
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
         from ray.exceptions import RayActorError
 
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # What nobody waits for may fail unheard, as with Ray.
+        # A call that is not awaited may fail unnoticed, as with Ray.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.world.calls[self.stage, name] += 1
         if self.dead:
@@ -161,7 +177,9 @@ class FakeActor:
                 self.world.bugs.append(error)
                 result = RayTaskError(name, str(error), error)
             except OSError as error:
-                result = RayTaskError(name, "Traceback: ray::on purpose\nOSError: broken on purpose", error)
+                result = RayTaskError(
+                    name, "Traceback: ray::on purpose\nOSError: broken on purpose", error
+                )
             self._waiting.discard(future)
             if future.done():
                 continue
@@ -190,7 +208,9 @@ class FakeActor:
     def _do_register_kvcache_mem_handles(self, _: object, handles: list[list["FakeActor"]]) -> None:
         self.context = handles[0][0]
 
-    def _do_step(self, _: object, tokens: list[list[int]], firsts: list[int], tables: list[list[int]]) -> list[int]:
+    def _do_step(
+        self, _: object, tokens: list[list[int]], firsts: list[int], tables: list[list[int]]
+    ) -> list[int]:
         return [self._compute(*request) for request in zip(tokens, firsts, tables, strict=True)]
 
     def _compute(self, tokens: list[int], first: int, table: list[int]) -> int:
@@ -203,11 +223,13 @@ class FakeActor:
 
     def _do_migrate_blocks(self, sources: list[int], _: object, targets: list[int]) -> None:
         if self.context is None or self.context.dead:
-            raise OSError("nobody is there to copy from")
+            raise OSError("there is no worker to copy from")
         for source, target in zip(sources, targets, strict=True):
             self.blocks[target] = list(self.context.blocks[source])
 
-    def _do_swap_blocks(self, ids: list[int], sources: list[int], targets: list[int], is_swap_in: bool) -> None:
+    def _do_swap_blocks(
+        self, ids: list[int], sources: list[int], targets: list[int], is_swap_in: bool
+    ) -> None:
         assert all(isinstance(number, int) for number in ids)
         for source, target in zip(sources, targets, strict=True):
             if is_swap_in:

@@ -1,4 +1,6 @@
-"""A stage without Ray: its ranks in this process, with caches of their own, and calls that are answered from a thread."""
+"""A stage without Ray: its ranks in this process, with caches of their own, and calls that are
+answered from a thread.
+"""
 
 import asyncio
 import itertools
@@ -45,14 +47,21 @@ class Stage:
     calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        sizes = {"tensor_parallel_size": self.tensor_size, "pipeline_parallel_size": self.pipeline_size}
+        sizes = {
+            "tensor_parallel_size": self.tensor_size,
+            "pipeline_parallel_size": self.pipeline_size,
+        }
         self.ranks = [
             Rank(
                 self.geometry,
                 self.blocks,
-                SimpleNamespace(**sizes, pipeline_parallel_rank=pipeline_rank, tensor_parallel_rank=tensor_rank),
+                SimpleNamespace(
+                    **sizes, pipeline_parallel_rank=pipeline_rank, tensor_parallel_rank=tensor_rank
+                ),
             )
-            for pipeline_rank, tensor_rank in itertools.product(range(self.pipeline_size), range(self.tensor_size))
+            for pipeline_rank, tensor_rank in itertools.product(
+                range(self.pipeline_size), range(self.tensor_size)
+            )
         ]
         self.pool = StagePool(self.geometry, self.call_workers, self.swapped_out, self.most_pages)
 
@@ -61,7 +70,10 @@ class Stage:
 
     def call_workers(self, method: str, *args: Any) -> Sequence[Awaitable[object]]:
         self.calls.append(method)
-        return [asyncio.ensure_future(asyncio.to_thread(self._answer, rank, method, *args)) for rank in self.ranks]
+        return [
+            asyncio.ensure_future(asyncio.to_thread(self._answer, rank, method, *args))
+            for rank in self.ranks
+        ]
 
     def _answer(self, rank: Rank, method: str, *args: Any) -> None:
         time.sleep(self.delay_s)
@@ -77,7 +89,9 @@ class Stage:
             rank.v_cache.copy_(by_page[:, layers, 1, heads])
 
     def whole(self) -> torch.Tensor:
-        """The stage's pages put together again, `[blocks, layers, 2, kv_heads, page_size_tokens, head_dim]`."""
+        """The stage's pages put together again, `[blocks, layers, 2, kv_heads, page_size_tokens,
+        head_dim]`.
+        """
         together = KvPool(self.geometry, self.blocks, torch.device("cpu")).tensor[: self.blocks]
         for rank, (layers, heads) in zip(self.ranks, self._parts(), strict=True):
             together[:, layers, 0, heads] = rank.k_cache
@@ -85,7 +99,10 @@ class Stage:
         return together
 
     def _parts(self) -> list[tuple[slice, slice]]:
-        layers, heads = self.geometry.layers // self.pipeline_size, self.geometry.kv_heads // self.tensor_size
+        layers, heads = (
+            self.geometry.layers // self.pipeline_size,
+            self.geometry.kv_heads // self.tensor_size,
+        )
         return [
             (slice(first_layer, first_layer + layers), slice(first_head, first_head + heads))
             for first_layer in range(0, self.geometry.layers, layers)

@@ -1,4 +1,6 @@
-"""An engine of two stages in a few lines, for tests of what stands on one: blocks and lives are real, tokens are arithmetic."""
+"""An engine of two stages in a few lines, for tests of its users: blocks and generations are
+real, tokens are arithmetic.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ PAGES = 32
 
 
 def next_token(history: Sequence[int]) -> int:
-    """What comes after a history, whoever computes it."""
+    """The token after a history, at either stage."""
     return 4 + (sum(history) * 31 + len(history)) % 200
 
 
@@ -23,10 +25,12 @@ class FakePool(KvPool):
 
 
 class ScriptedEngine:
-    """Does nothing by itself: tests say when the stages compute."""
+    """Does nothing by itself: tests drive both stages."""
 
     def __init__(self) -> None:
-        self.states = {stage: StageState(stage, PageManager(0, GEOMETRY.page_size_tokens)) for stage in Stage}
+        self.states = {
+            stage: StageState(stage, PageManager(0, GEOMETRY.page_size_tokens)) for stage in Stage
+        }
         self.pools: dict[Stage, FakePool] = {}
         self.jobs: dict[int, Job] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -37,7 +41,7 @@ class ScriptedEngine:
         self.room.set()
         self._blocks: dict[tuple[int, Stage], list[int]] = {}
         for stage in Stage:
-            self.revive(stage)
+            self.restart(stage)
 
     # What the server calls.
 
@@ -81,22 +85,24 @@ class ScriptedEngine:
         return job
 
     def prefill(self, job: Job) -> None:
-        """The context stage computes the history, and says token 0."""
+        """The context stage computes the history, and emits token 0."""
         blocks = self._allocate(job, Stage.CONTEXT)
         for index, block in enumerate(blocks):
-            # A page's bytes tell which page of which history it is.
-            self.pools[Stage.CONTEXT].tensor[block].fill_(float(sum(job.history[: 4 * (index + 1)])))
+            # A page's bytes identify its history and index.
+            self.pools[Stage.CONTEXT].tensor[block].fill_(
+                float(sum(job.history[: 4 * (index + 1)]))
+            )
         job.sink.prefilled()
         if job.id in self.jobs:
-            wants_more = self._say(job)
+            wants_more = self._emit(job)
             self._free(job)
             if not wants_more or job.prefill_only:
                 self.abort(job)
 
     def step(self, job: Job) -> None:
-        """The decoding stage says one more token."""
+        """The decoding stage emits one more token."""
         self._allocate(job, Stage.DECODING)
-        if not self._say(job):
+        if not self._emit(job):
             self.abort(job)
 
     def swap(self, job: Job) -> None:
@@ -108,22 +114,26 @@ class ScriptedEngine:
         self._blocks[job.id, Stage.DECODING] = elsewhere
 
     def die(self, which: Stage) -> list[Job]:
-        """The stage is down; the jobs that have not heard of it yet."""
+        """The stage is down. Returns the jobs that were not failed yet."""
         self.states[which].alive = False
         victims = list(self.jobs.values())
         self.jobs.clear()
         return victims
 
-    def revive(self, which: Stage) -> None:
+    def restart(self, which: Stage) -> None:
         import torch
 
         state = self.states[which]
         state.pages, state.alive = PageManager(PAGES, GEOMETRY.page_size_tokens), True
         state.generation += 1
-        state.worker_pids, state.workers_here, state.step_s = (1000 + state.generation,), True, 0.0001
+        state.worker_pids, state.workers_here, state.step_s = (
+            (1000 + state.generation,),
+            True,
+            0.0001,
+        )
         self.pools[which] = FakePool(GEOMETRY, PAGES, torch.device("cpu"))
 
-    def _say(self, job: Job) -> bool:
+    def _emit(self, job: Job) -> bool:
         token = next_token(self.tokens[job.id])
         self.tokens[job.id].append(token)
         return job.sink.token(token)

@@ -1,5 +1,6 @@
 """A DistServe server as a process of its own, in the Ray that the tests have."""
 
+import http.client
 import json
 import os
 import secrets
@@ -7,15 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from kvrs.cluster.ports import resolve_ports
-from kvrs.config import Config, dump_config, parse_config
-from kvrs.protocol.secrets import http_token
+from kvrs.config.file import Config, dump_config, parse_config
+from kvrs.protocol.secrets import Door, door_key
+from tests.ports import ProvenConnection
 
 ROOT = Path(__file__).parents[2]
 # Generous: they only end what hangs.
@@ -32,7 +33,13 @@ def config_for(model: Path, nodes: int = 1) -> Config:
             "model": str(model),
             "engine": {"pages": 512},
             "nodes": [
-                {"id": f"n{n}", "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}]}
+                {
+                    "id": f"n{n}",
+                    "instances": [
+                        {"id": f"p{n}", "role": "prefill"},
+                        {"id": f"d{n}", "role": "decode"},
+                    ],
+                }
                 for n in range(nodes)
             ],
         },
@@ -51,9 +58,14 @@ class ServerProcess:
         self.urls = {instance.id: instance.url for _, instance in config.cluster.instances()}
         command = [sys.executable, "-m", "distserve_patches.api_server", *flags]
         command += ["--kvrs-config", str(path), "--kvrs-node", "n0", "--end-with", str(os.getpid())]
-        environment = os.environ | {"KVRS_SECRET": SECRET, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        environment = os.environ | {
+            "KVRS_SECRET": SECRET,
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        }
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT)
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, cwd=ROOT
+            )
 
     def wait_ready(self) -> None:
         give_up_s = time.monotonic() + START_S
@@ -68,27 +80,39 @@ class ServerProcess:
 
     def get(self, instance: str, path: str) -> Any:
         """The answer, or the status that it has instead."""
-        try:
-            with urllib.request.urlopen(self._request(instance, path), timeout=10) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code
+        with closing(self._connection(instance, 10)) as connection:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return json.load(answer) if answer.status == 200 else answer.status
 
     def complete(self, instance: str, prompt: list[int], max_tokens: int, **fields: Any) -> Any:
-        body = {"prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True, "ignore_eos": True} | fields
-        with urllib.request.urlopen(self._request(instance, "/v1/completions", body), timeout=60) as answer:
-            return json.load(answer)
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        } | fields
+        with closing(self._connection(instance, 60)) as connection:
+            return json.load(_posted(connection, body))
 
-    def stream(self, instance: str, prompt: list[int], max_tokens: int, **fields: Any) -> Iterator[Any]:
+    def stream(
+        self, instance: str, prompt: list[int], max_tokens: int, **fields: Any
+    ) -> Iterator[Any]:
         """The events of a stream as they come."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True, "ignore_eos": True, "stream": True}
-        with urllib.request.urlopen(self._request(instance, "/v1/completions", body | fields), timeout=60) as answer:
-            for line in answer:
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "return_token_ids": True,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with closing(self._connection(instance, 60)) as connection:
+            for line in _posted(connection, body | fields):
                 if line.startswith(b"data: {"):
                     yield json.loads(line[6:])
 
     def wait_for(self, instance: str, epoch: int) -> Any:
-        """What the instance says of itself once it is in a later epoch."""
+        """The instance's description once it is in a later epoch."""
         give_up_s = time.monotonic() + START_S
         while True:
             info = self.get(instance, "/kvrs/v1/instance")
@@ -97,7 +121,14 @@ class ServerProcess:
             assert time.monotonic() < give_up_s, self.log.read_text()
             time.sleep(0.05)
 
-    def _request(self, instance: str, path: str, body: Any = None) -> urllib.request.Request:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {http_token(SECRET.encode())}", "Content-Type": "application/json"}
-        return urllib.request.Request(self.urls[instance] + path, data=data, headers=headers)  # type: ignore[index]
+    def _connection(self, instance: str, timeout_s: float) -> ProvenConnection:
+        key = door_key(SECRET.encode(), Door.INSTANCE, instance)
+        return ProvenConnection(self.urls[instance], key, timeout_s)  # type: ignore[index]
+
+
+def _posted(connection: ProvenConnection, body: Any) -> http.client.HTTPResponse:
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body).encode(), headers)
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    return answer

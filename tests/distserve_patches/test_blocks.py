@@ -1,4 +1,6 @@
-"""Blocks that are pages, under upstream's own stages and schedulers; only the workers are missing."""
+"""Blocks that are pages, under upstream's own stages and schedulers; only the workers are
+missing.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -8,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
@@ -33,7 +42,9 @@ def _upstream(distserve: Path) -> Iterator[None]:
 
 
 class Workers:
-    """What the stages tell their workers; every step is answered with a token for each request."""
+    """The calls of the stages to their workers; every step is answered with a token for each
+    request.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -48,19 +59,31 @@ class Workers:
         return [asyncio.ensure_future(answered())]
 
 
-def manager(gpu_blocks: int, cpu_blocks: int, workers: Workers, stage: str = "DECODING") -> "PagedBlockManager":
+def manager(
+    gpu_blocks: int, cpu_blocks: int, workers: Workers, stage: str = "DECODING"
+) -> "PagedBlockManager":
     from distserve.config import CacheConfig, ParallelConfig
     from distserve.utils import Stage
 
     from distserve_patches.blocks import PagedBlockManager
 
-    return PagedBlockManager(Stage[stage], gpu_blocks, cpu_blocks, None, ParallelConfig(), CacheConfig(P, 256), workers.call)
+    return PagedBlockManager(
+        Stage[stage],
+        gpu_blocks,
+        cpu_blocks,
+        None,
+        ParallelConfig(),
+        CacheConfig(P, 256),
+        workers.call,
+    )
 
 
 def request(number: int, tokens: int, more: int = 100) -> Any:
     from distserve.request import Request, SamplingParams
 
-    return Request(0.0, number, "", list(range(tokens)), SamplingParams(max_tokens=more, ignore_eos=True))
+    return Request(
+        0.0, number, "", list(range(tokens)), SamplingParams(max_tokens=more, ignore_eos=True)
+    )
 
 
 class NoText:
@@ -91,10 +114,18 @@ def stage_of(kind: type, blocks: "PagedBlockManager", parallel: Any, **fields: A
 
 
 class Stages:
-    """Upstream's two stages with the bridge between them; a step of one is taken when it is asked for."""
+    """Upstream's two stages with the bridge between them; a step of one is taken when it is asked
+    for.
+    """
 
-    def __init__(self, context_blocks: int, decoding_blocks: int, cpu_blocks: int, pipeline_size: int) -> None:
-        from distserve.config import ContextStageSchedConfig, DecodingStageSchedConfig, ParallelConfig
+    def __init__(
+        self, context_blocks: int, decoding_blocks: int, cpu_blocks: int, pipeline_size: int
+    ) -> None:
+        from distserve.config import (
+            ContextStageSchedConfig,
+            DecodingStageSchedConfig,
+            ParallelConfig,
+        )
         from distserve.single_stage_engine import ContextStageLLMEngine, DecodingStageLLMEngine
 
         self.bridge: asyncio.Queue[Any] = asyncio.Queue()
@@ -138,9 +169,13 @@ class Stages:
 
 
 class StagesMachine(RuleBasedStateMachine):
-    """Requests come and go, while others allocate, pin, lease and let go as they like. No assertion of upstream's may trip."""
+    """Requests come and go, while others allocate, pin, lease and let go as they like. No assertion
+    of upstream's may trip.
+    """
 
-    @initialize(decoding=st.integers(6, 16), cpu=st.integers(0, 12), pipeline_size=st.integers(1, 2))
+    @initialize(
+        decoding=st.integers(6, 16), cpu=st.integers(0, 12), pipeline_size=st.integers(1, 2)
+    )
     def start(self, decoding: int, cpu: int, pipeline_size: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.numbers = iter(range(10**6))
@@ -151,11 +186,14 @@ class StagesMachine(RuleBasedStateMachine):
             return Stages(8, decoding, cpu, pipeline_size)
 
         self.stages = self.loop.run_until_complete(make())
-        self.pages = {"context": self.stages.context_blocks.pages, "decoding": self.stages.blocks.pages}
+        self.pages = {
+            "context": self.stages.context_blocks.pages,
+            "decoding": self.stages.blocks.pages,
+        }
 
     @rule(tokens=st.integers(1, 5 * P), more=st.integers(1, 3 * P))
     def ask(self, tokens: int, more: int) -> None:
-        # Nothing is asked for that could never finish: whoever accepts requests sees to that.
+        # No request is added that could never finish: the server refuses those.
         more = min(more, self.stages.blocks.pages.pages * P - tokens)
         if more > 0:
             self.stages.context.add_request(request(next(self.numbers), tokens, more))
@@ -188,7 +226,9 @@ class StagesMachine(RuleBasedStateMachine):
             blocks.pages.pin(page)
         self.held[where].append(pages)
 
-    @rule(data=st.data(), where=st.sampled_from(["context", "decoding"]), lasts_s=st.integers(1, 20))
+    @rule(
+        data=st.data(), where=st.sampled_from(["context", "decoding"]), lasts_s=st.integers(1, 20)
+    )
     def retain(self, data: st.DataObject, where: str, lasts_s: int) -> None:
         blocks = self.stages.blocks if where == "decoding" else self.stages.context_blocks
         owners = sorted(number for number in blocks.block_table if blocks.gpu_blocks(number))
@@ -207,7 +247,9 @@ class StagesMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         where = data.draw(st.sampled_from([where for where, runs in self.held.items() if runs]))
-        self.pages[where].release(self.held[where].pop(data.draw(st.integers(0, len(self.held[where]) - 1))))
+        self.pages[where].release(
+            self.held[where].pop(data.draw(st.integers(0, len(self.held[where]) - 1)))
+        )
 
     @rule(data=st.data(), tokens=st.integers(2, 5 * P), more=st.integers(1, 2 * P))
     def take_up(self, data: st.DataObject, tokens: int, more: int) -> None:
@@ -235,13 +277,21 @@ class StagesMachine(RuleBasedStateMachine):
             return
         for blocks in (self.stages.blocks, self.stages.context_blocks):
             blocks.check()
-            in_tables = {block for number in blocks.block_table for block in blocks.gpu_blocks(number)}
-            foreign = [page for page in range(blocks.pages.pages) if blocks.pages.references(page) and page not in in_tables]
+            in_tables = {
+                block for number in blocks.block_table for block in blocks.gpu_blocks(number)
+            }
+            foreign = [
+                page
+                for page in range(blocks.pages.pages)
+                if blocks.pages.references(page) and page not in in_tables
+            ]
             assert blocks.max_num_gpu_blocks == blocks.pages.pages - len(foreign)
-            assert blocks.get_num_avail_gpu_blocks() == blocks.pages.pages - len(foreign) - len(in_tables)
+            assert blocks.get_num_avail_gpu_blocks() == blocks.pages.pages - len(foreign) - len(
+                in_tables
+            )
 
     def teardown(self) -> None:
-        """Once nobody holds anything any more, no block is lost."""
+        """Once all is released, no block is lost."""
         if hasattr(self, "stages"):
             try:
                 self.come_to_the_end()
@@ -260,12 +310,16 @@ class StagesMachine(RuleBasedStateMachine):
                 blocks.free_blocks(number)
             blocks.check()
             assert blocks.pages.free_pages == blocks.pages.pages
-        assert self.stages.blocks.get_num_avail_cpu_blocks() == self.stages.blocks.max_num_cpu_blocks
+        assert (
+            self.stages.blocks.get_num_avail_cpu_blocks() == self.stages.blocks.max_num_cpu_blocks
+        )
 
 
 def test_no_assertion_of_upstreams_trips_whoever_pins_what() -> None:
     """And no block is lost, over random histories."""
-    run_state_machine_as_test(StagesMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        StagesMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
 
 
 # Rules of their own.
@@ -294,7 +348,7 @@ async def test_a_freed_block_that_is_being_sent_is_given_to_nobody() -> None:
 
 
 async def test_workers_finish_swapping_out_before_the_blocks_are_used_again() -> None:
-    """They are told at once; who writes past their queue waits for the answer."""
+    """They are called at once; a writer past their queue waits for the answer."""
     workers = Workers()
     blocks = manager(2, 2, workers)
     one = request(1, 2 * P)
@@ -314,7 +368,9 @@ async def test_workers_finish_swapping_out_before_the_blocks_are_used_again() ->
 
 
 async def test_a_swap_that_finds_no_room_gives_the_request_up() -> None:
-    """Upstream's assertion would end the server. Who does not say what is to be done gets an error that says what is missing."""
+    """Upstream's assertion would end the server. Without a handler it is an error
+    that names what is missing.
+    """
     blocks = manager(4, 1, Workers())
     one, two = request(1, 2 * P), request(2, P)
     blocks.allocate_blocks(one)
@@ -336,11 +392,15 @@ async def test_a_swap_that_finds_no_room_gives_the_request_up() -> None:
 
 
 async def test_what_a_history_does_not_need_is_given_back() -> None:
-    """Of blocks for a whole history a request keeps those whose KV is there: the schedulers count no others."""
+    """Of blocks for a whole history a request keeps those whose KV is there: the schedulers count
+    no others.
+    """
     blocks = manager(8, 0, Workers())
     reserved = blocks.pages.allocate(5)
     assert reserved is not None
-    assert blocks.max_num_gpu_blocks == 3  # Reserved for somebody of whom the schedulers do not know yet.
+    assert (
+        blocks.max_num_gpu_blocks == 3
+    )  # Reserved for a request that the schedulers do not have yet.
 
     blocks.adopt(request(1, P + 1), reserved)
 
@@ -353,7 +413,9 @@ async def test_what_a_history_does_not_need_is_given_back() -> None:
     ("tokens", "shared", "refused"),
     [(2 * P, 2, False), (2 * P + 1, 2, False), (2 * P + 1, 3, True), (2 * P - 1, 2, True)],
 )
-async def test_a_block_that_others_read_is_never_written(tokens: int, shared: int, refused: bool) -> None:
+async def test_a_block_that_others_read_is_never_written(
+    tokens: int, shared: int, refused: bool
+) -> None:
     """Full blocks may have several owners; the one that the next step writes into may not."""
     blocks = manager(8, 0, Workers())
     reserved = blocks.pages.allocate(3)

@@ -12,27 +12,31 @@ import torch
 from torch import Tensor
 
 from distserve_patches.cpu.memory import handle_of, open_handle
-from kvrs.engine.config import EngineSettings
+from kvrs.config.engine import EngineSettings
 from kvrs.engine.worker import Worker
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
 
 BLOCK = 16
 PROMPTS = [[0, *range(5 + index, 40 + 7 * index)] for index in range(4)]
 OUTPUT_TOKENS = 40
 LONGEST_S = 120.0
-# Of what a worker believes its GPU to have: enough for everybody, and (with the model's 8 MB) about 14 blocks.
+# Of a worker's logical GPU memory: enough for all requests, and (with the model's 8 MB) about
+# 14 blocks.
 AMPLE, SCARCE = 0.9, 0.1305
 
 
 @contextlib.contextmanager
-def llm(model: Path, context: tuple[int, int], decoding: tuple[int, int], utilization: float = AMPLE) -> Iterator[Any]:
+def llm(
+    model: Path, context: tuple[int, int], decoding: tuple[int, int], utilization: float = AMPLE
+) -> Iterator[Any]:
     """Upstream's `OfflineLLM`; sizes are tensor and pipeline parallel."""
     import ray
     from distserve import config
     from distserve.llm import OfflineLLM
 
     parallel = [
-        config.ParallelConfig(tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1]) for sizes in (context, decoding)
+        config.ParallelConfig(tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+        for sizes in (context, decoding)
     ]
     made = OfflineLLM(
         config.ModelConfig(str(model), None, dtype="fp32"),
@@ -51,8 +55,12 @@ def llm(model: Path, context: tuple[int, int], decoding: tuple[int, int], utiliz
             ray.util.remove_placement_group(group)
 
 
-def generated(engine: Any, *batches: list[list[int]], between: Callable[[], object] = lambda: None) -> list[list[list[int]]]:
-    """One batch of prompts after the other. `OfflineLLM.generate` takes an event loop of its own each time, its queues do not."""
+def generated(
+    engine: Any, *batches: list[list[int]], between: Callable[[], object] = lambda: None
+) -> list[list[list[int]]]:
+    """One batch of prompts after the other. `OfflineLLM.generate` takes an event loop of its own
+    each time, its queues do not.
+    """
     from distserve.request import SamplingParams
 
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
@@ -100,7 +108,9 @@ def caches(stage: Any) -> list[Tensor]:
 
     ((worker,),) = stage.workers
     # A stage engine's own list of handles is overwritten with the other stage's.
-    handles = ray.get(worker.__ray_call__.remote(lambda self: [handle_of(self.k_cache), handle_of(self.v_cache)]))
+    handles = ray.get(
+        worker.__ray_call__.remote(lambda self: [handle_of(self.k_cache), handle_of(self.v_cache)])
+    )
     return [open_handle(handle).clone() for handle in handles]
 
 
@@ -133,19 +143,32 @@ def served(logical_gpus: int, tiny_model: Path) -> Served:
             engine,
             PROMPTS[:1],
             PROMPTS,
-            between=lambda: kv.extend(map(caches, [engine.context_engine, engine.decoding_engine][: 2 - len(kv)])),
+            between=lambda: kv.extend(
+                map(caches, [engine.context_engine, engine.decoding_engine][: 2 - len(kv)])
+            ),
         )
     return Served(alone, kv, crowded, swaps)
 
 
-def test_tokens_equal_the_embedded_engines_and_transformers(served: Served, tiny_model: Path, embedded: list[list[int]]) -> None:
-    """From the context stage over the bridge into decoding: what kvrs recovers elsewhere is what it would have been here."""
+def test_tokens_equal_the_embedded_engines_and_transformers(
+    served: Served, tiny_model: Path, embedded: list[list[int]]
+) -> None:
+    """From the context stage over the bridge into decoding: what kvrs recovers elsewhere is what it
+    would have been here.
+    """
     from transformers import AutoModelForCausalLM
 
     assert served.alone == embedded[:1]
     prompt = torch.tensor(PROMPTS[:1])
-    limits = {"max_new_tokens": OUTPUT_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    theirs = AutoModelForCausalLM.from_pretrained(tiny_model).generate(prompt, attention_mask=torch.ones_like(prompt), **limits)
+    limits = {
+        "max_new_tokens": OUTPUT_TOKENS,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_model).generate(
+        prompt, attention_mask=torch.ones_like(prompt), **limits
+    )
     assert theirs[0, prompt.shape[1] :].tolist() == served.alone[0]
 
 
@@ -154,20 +177,26 @@ def test_kv_equals_the_embedded_engines(served: Served, tiny_model: Path) -> Non
     worker = Worker(tiny_model, EngineSettings(pages=16, page_size_tokens=BLOCK))
     continuation(worker, PROMPTS[0])
 
-    for stage, tokens in zip(served.kv, (len(PROMPTS[0]), len(PROMPTS[0]) + OUTPUT_TOKENS - 1), strict=True):
+    for stage, tokens in zip(
+        served.kv, (len(PROMPTS[0]), len(PROMPTS[0]) + OUTPUT_TOKENS - 1), strict=True
+    ):
         full = tokens // BLOCK
         for kind, cache in enumerate(stage):
             # The first request of a stage got its first blocks.
             assert torch.equal(cache[:full], worker.pool.tensor[:full, :, kind])
 
 
-def test_requests_that_were_swapped_out_continue_exactly(served: Served, embedded: list[list[int]]) -> None:
-    """With fewer blocks than the requests need, upstream swaps; nobody sees it in the tokens."""
+def test_requests_that_were_swapped_out_continue_exactly(
+    served: Served, embedded: list[list[int]]
+) -> None:
+    """With fewer blocks than the requests need, upstream swaps, without effect on the tokens."""
     assert served.crowded == embedded
     assert set(served.swaps) == {False, True}
 
 
-def test_stages_of_different_shape_give_the_same_tokens(logical_gpus: int, tiny_model: Path, embedded: list[list[int]]) -> None:
+def test_stages_of_different_shape_give_the_same_tokens(
+    logical_gpus: int, tiny_model: Path, embedded: list[list[int]]
+) -> None:
     """Two ranks that split the heads hand over to two that split the layers."""
     with llm(tiny_model, (2, 1), (1, 2)) as made:
         (tokens,) = generated(made.engine, PROMPTS)
@@ -182,7 +211,10 @@ def test_a_worker_that_cannot_load_its_model_ends_the_start_with_its_reason(
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
 
-    with pytest.raises(Exception, match=r"neither model\.safetensors nor"), llm(tmp_path, (1, 1), (1, 1)):
+    with (
+        pytest.raises(Exception, match=r"neither model\.safetensors nor"),
+        llm(tmp_path, (1, 1), (1, 1)),
+    ):
         pass
 
 
@@ -200,6 +232,8 @@ def test_a_wait_ends_when_all_have_ended_and_raises_the_first_failure() -> None:
             raise ValueError(name)
 
     with pytest.raises(ValueError, match="first"):
-        asyncio.run(Asyncio.wait([call("first", 1, True), call("slow", 9, False), call("second", 2, True)]))
+        asyncio.run(
+            Asyncio.wait([call("first", 1, True), call("slow", 9, False), call("second", 2, True)])
+        )
 
     assert ended == ["first", "second", "slow"]

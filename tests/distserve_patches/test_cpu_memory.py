@@ -51,7 +51,9 @@ def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_migrate_between_all_layouts(
     context: tuple[int, int], decoding: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every decoding rank gets its own layers and heads of each block, whichever ranks of the context stage have them."""
+    """Every decoding rank gets its own layers and heads of each block, whichever ranks of the
+    context stage have them.
+    """
     keys, values = random_kv(), random_kv()
     sources = {tuple(rank): (share(keys, rank), share(values, rank)) for rank in ranks(context)}
     wanted, places = [4, 0, 3], [1, 5, 2]
@@ -60,8 +62,17 @@ def test_blocks_migrate_between_all_layouts(
         monkeypatch.setattr(migration, "_sources", {})
         k_cache, v_cache = share(torch.zeros_like(keys), own), share(torch.zeros_like(values), own)
         for rank, (source_keys, source_values) in sources.items():
-            migration.register(memory.handle_of(source_keys), memory.handle_of(source_values), LAYERS, HEADS, list(rank), own)
-        migration.migrate_blocks(context[1], context[0], wanted, own[2], own[0], own[3], own[1], places, k_cache, v_cache)
+            migration.register(
+                memory.handle_of(source_keys),
+                memory.handle_of(source_values),
+                LAYERS,
+                HEADS,
+                list(rank),
+                own,
+            )
+        migration.migrate_blocks(
+            context[1], context[0], wanted, own[2], own[0], own[3], own[1], places, k_cache, v_cache
+        )
 
         for cache, whole in ((k_cache, keys), (v_cache, values)):
             expected = torch.zeros_like(whole)
@@ -69,12 +80,17 @@ def test_blocks_migrate_between_all_layouts(
             assert torch.equal(cache, share(expected, own))
 
 
+@pytest.mark.process
 def test_memory_of_another_process_is_the_same_memory() -> None:
-    """A handle is a list of numbers, as a CUDA handle is, and opens the very bytes, with the row of zeros behind them."""
+    """A handle is a list of numbers, as a CUDA handle is, and opens the very bytes, with the row of
+    zeros behind them.
+    """
     tensor = memory.allocate((3, 2), torch.float32)
     parent, child = multiprocessing.Pipe()
 
-    process = multiprocessing.get_context("fork").Process(target=fill, args=(memory.handle_of(tensor),))
+    process = multiprocessing.get_context("fork").Process(
+        target=fill, args=(memory.handle_of(tensor),)
+    )
     process.start()
     process.join()
 
@@ -95,8 +111,11 @@ def give_handle(pipe: Connection) -> None:
     pipe.recv()
 
 
+@pytest.mark.process
 def test_blocks_of_a_dead_worker_do_not_migrate() -> None:
-    """Its memory is still mapped here; a GPU's would be gone, and what happens to requests must not differ."""
+    """Its memory is still mapped here; a GPU's would be gone, and what happens to requests must not
+    differ.
+    """
     parent, child = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=give_handle, args=(child,))
     process.start()
@@ -123,7 +142,9 @@ def test_a_new_context_worker_takes_the_place_of_the_old_one() -> None:
     own = share(torch.zeros(BLOCKS, LAYERS, HEADS, BLOCK, HEAD_DIM), one)
 
     for source in (old, new):
-        migration.register(memory.handle_of(source), memory.handle_of(source), LAYERS, HEADS, one, one)
+        migration.register(
+            memory.handle_of(source), memory.handle_of(source), LAYERS, HEADS, one, one
+        )
     migration.migrate_blocks(1, 1, [2], 1, 1, 0, 0, [3], own, own)
 
     assert torch.equal(own[3], new[2])

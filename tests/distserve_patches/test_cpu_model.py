@@ -1,4 +1,6 @@
-"""What stands for SwiftTransformer's model classes: exact, for every number of ranks, and refusing by name."""
+"""What stands for SwiftTransformer's model classes: exact, for every number of ranks, and refusing
+by name.
+"""
 
 import itertools
 import threading
@@ -13,17 +15,28 @@ from torch import Tensor
 
 from distserve_patches.cpu import memory, model
 from distserve_patches.cpu.group import Group, new_group_id
+from kvrs.config.engine import EngineSettings
 from kvrs.engine import tiny
-from kvrs.engine.config import EngineSettings
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
+
+pytestmark = pytest.mark.engine
 
 BLOCK, BLOCKS = 16, 12
 PROMPT = [0, *range(40, 77)]
 OUTPUT_TOKENS = 14
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]  # Tensor and pipeline parallel sizes.
-TINY = (tiny.VOCAB, tiny.MAX_POSITIONS, tiny.HIDDEN, tiny.LAYERS, tiny.HEADS, tiny.KV_HEADS, tiny.HEAD_DIM, tiny.INTERMEDIATE)
+TINY = (
+    tiny.VOCAB,
+    tiny.MAX_POSITIONS,
+    tiny.HIDDEN,
+    tiny.LAYERS,
+    tiny.HEADS,
+    tiny.KV_HEADS,
+    tiny.HEAD_DIM,
+    tiny.INTERMEDIATE,
+)
 
 
 class Stage:
@@ -36,7 +49,9 @@ class Stage:
         places = list(itertools.product(range(pipeline_size), range(tensor_size)))
         self.caches = [[memory.allocate(shape, torch.float32) for _ in "kv"] for _ in places]
         self.models = [
-            model.llama(*TINY, "fp32", BLOCK, BLOCKS, [tensor_size, tensor, pipeline_size, pipeline])
+            model.llama(
+                *TINY, "fp32", BLOCK, BLOCKS, [tensor_size, tensor, pipeline_size, pipeline]
+            )
             for pipeline, tensor in places
         ]
         self.places = places
@@ -57,14 +72,18 @@ class Stage:
     def each(self, call: Callable[..., Any]) -> list[Any]:
         return list(self.pool.map(call, self.models))
 
-    def step(self, token_ids: list[list[int]], firsts: list[int], tables: list[list[int]]) -> list[int]:
+    def step(
+        self, token_ids: list[list[int]], firsts: list[int], tables: list[list[int]]
+    ) -> list[int]:
         calls = [
             self.pool.submit(rank.forward, token_ids, firsts, keys, values, tables)
             for rank, (keys, values) in zip(self.models, self.caches, strict=True)
         ]
         results = [call.result(30) for call in calls]
         (answer,) = [result for result in results if result]
-        assert answer is results[self.places.index((max(self.places)[0], 0))], "upstream reads the last stage's first rank"
+        assert answer is results[self.places.index((max(self.places)[0], 0))], (
+            "upstream reads the last stage's first rank"
+        )
         return answer
 
     def whole(self, block: int) -> Tensor:
@@ -91,7 +110,9 @@ def embedded(directory: Path) -> tuple[list[int], Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_tokens_and_kv_equal_the_embedded_engines(tiny_model: Path, layout: tuple[int, int]) -> None:
+def test_tokens_and_kv_equal_the_embedded_engines(
+    tiny_model: Path, layout: tuple[int, int]
+) -> None:
     """To the last bit, however many ranks hold the KV, and beside another request."""
     table, other = [5, 2, 11, 1], [4, 6, 8, 10]
 
@@ -111,7 +132,7 @@ def test_tokens_and_kv_equal_the_embedded_engines(tiny_model: Path, layout: tupl
 
 
 def test_a_block_is_clean_for_its_next_owner(tiny_model: Path) -> None:
-    """What an earlier request left, even if it is no number, reaches nobody."""
+    """What an earlier request left, even if it is no number, reaches no other request."""
     with Stage(tiny_model, (1, 1)) as stage:
         for cache in stage.caches[0]:
             cache.fill_(torch.nan)
@@ -126,11 +147,21 @@ def test_a_family_without_rotary_embeddings_equals_transformers(tmp_path: Path) 
     from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "ffn_dim": 64, "num_hidden_layers": 2, "word_embed_proj_dim": 64}
-    theirs = OPTForCausalLM(OPTConfig(vocab_size=96, max_position_embeddings=64, init_std=0.4, **sizes)).eval()
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "word_embed_proj_dim": 64,
+    }
+    theirs = OPTForCausalLM(
+        OPTConfig(vocab_size=96, max_position_embeddings=64, init_std=0.4, **sizes)
+    ).eval()
     theirs.save_pretrained(tmp_path)
     prompt = list(range(5, 27))
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None)[0].tolist()
+    expected = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None
+    )[0].tolist()
 
     ours = model.opt(96, 64, 64, 2, 2, 32, "fp32", BLOCK, 4, [1, 0, 1, 0])
     ours.init_communicator(new_group_id(), new_group_id())
@@ -147,7 +178,7 @@ def test_a_family_without_rotary_embeddings_equals_transformers(tmp_path: Path) 
 
 
 def test_what_only_a_gpu_can_do_is_refused_by_name() -> None:
-    """A user who brings a GPU's settings learns which one is in the way."""
+    """A setting for GPUs only is refused by name."""
     with pytest.raises(ConfigError, match=r"dtype: got 'fp16'; allowed: 'fp32'"):
         model.llama(*TINY, "fp16", BLOCK, BLOCKS, [1, 0, 1, 0])
     with pytest.raises(ConfigError, match="--block-size: got 12"):
@@ -163,7 +194,10 @@ def test_a_request_with_more_blocks_than_allowed_is_an_error(tiny_model: Path) -
     ours = model.llama(*TINY, "fp32", BLOCK, 2, [1, 0, 1, 0])
     ours.init_communicator(new_group_id(), new_group_id())
     ours.load_weight(str(tiny_model))
-    keys, values = [memory.allocate((BLOCKS, tiny.LAYERS, tiny.KV_HEADS, BLOCK, tiny.HEAD_DIM), torch.float32) for _ in "kv"]
+    keys, values = [
+        memory.allocate((BLOCKS, tiny.LAYERS, tiny.KV_HEADS, BLOCK, tiny.HEAD_DIM), torch.float32)
+        for _ in "kv"
+    ]
 
     with pytest.raises(ValueError, match="--max-num-blocks-per-req is 2"):
         ours.forward([PROMPT], [0], keys, values, [[0, 1, 2]])
@@ -193,10 +227,13 @@ def test_no_rank_leaves_a_step_before_the_leader() -> None:
 
 
 def test_a_step_fails_when_a_rank_is_gone() -> None:
-    """Nobody waits for ever: the leader's step raises, and the others come back."""
+    """No rank waits for ever: the leader's step raises, and the others come back."""
     group_id = new_group_id()
     with ThreadPoolExecutor(3) as pool:
-        groups = [call.result(30) for call in [pool.submit(Group, group_id, [3, rank, 1, 0]) for rank in range(3)]]
+        groups = [
+            call.result(30)
+            for call in [pool.submit(Group, group_id, [3, rank, 1, 0]) for rank in range(3)]
+        ]
         leader, gone, other = groups
         gone.close()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ray.exceptions import RayActorError
 
-from kvrs.agent.config import BackupSettings
+from kvrs.config.backup import BackupSettings
 from kvrs.engine import checkpoints
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.kv_pool import KvPool
@@ -17,17 +17,31 @@ PAGES = 64
 
 
 class StageWorld(World):
-    """What a step computes goes into the caches of two ranks, each of which has half of the layers."""
+    """What a step computes goes into the caches of two ranks, each of which has half of the
+    layers.
+    """
 
     def __init__(self, most_pages: int = 64) -> None:
         super().__init__(PAGES)
-        geometry = KvGeometry(layers=2, kv_heads=1, head_dim=1, dtype_bytes=4, page_size_tokens=GEOMETRY.page_size_tokens)
+        geometry = KvGeometry(
+            layers=2,
+            kv_heads=1,
+            head_dim=1,
+            dtype_bytes=4,
+            page_size_tokens=GEOMETRY.page_size_tokens,
+        )
         assert geometry.page_bytes == GEOMETRY.page_bytes
         self.pool = KvPool(geometry, PAGES, torch.device("cpu"))
         self.stage = Stage(geometry, PAGES, pipeline_size=2, most_pages=most_pages)
         settings = BackupSettings(gather_s=0.0)
         self.checkpointer = Checkpointer(
-            self.pages, self.stage.pool, self.agents, AGENTS, settings, clock=self.now_s, released=self._count
+            self.pages,
+            self.stage.pool,
+            self.agents,
+            AGENTS,
+            settings,
+            clock=self.now_s,
+            released=self._count,
         )
 
     def fill(self, sequence: sequences.Sequence, pages: int) -> None:
@@ -54,7 +68,9 @@ async def test_pages_of_all_ranks_arrive_whole() -> None:
 
 @pytest.mark.parametrize("how", ["dead", "full"])
 async def test_pages_that_cannot_be_got_are_let_go_and_sent_later(how: str) -> None:
-    """The background goes on, whether the workers die or others have staged so much that there is no room."""
+    """The background goes on, whether the workers die or others have staged so much that there is
+    no room.
+    """
     world = StageWorld(most_pages=8)
     async with working(world):
         taken = world.stage.pool.slots.take(8) if how == "full" else []

@@ -1,4 +1,6 @@
-"""Pages of a stage that ranks hold in parts: as bytes they are the embedded engine's. Neither DistServe nor Ray is needed."""
+"""Pages of a stage that ranks hold in parts: as bytes they are the embedded engine's. Neither
+DistServe nor Ray is needed.
+"""
 
 import asyncio
 import itertools
@@ -48,15 +50,21 @@ def filled(tensor_size: int = 1, pipeline_size: int = 1) -> Stage:
 async def test_pages_go_between_all_degrees_and_stay_the_embedded_engines_bits(
     left: tuple[int, int], right: tuple[int, int], dtype_bytes: int
 ) -> None:
-    """Out of one stage, over bytes alone into other places of another one, and only those places are written."""
-    geometry = KvGeometry(layers=4, kv_heads=4, head_dim=8, dtype_bytes=dtype_bytes, page_size_tokens=4)
+    """Out of one stage, over bytes alone into other places of another one, and only those places
+    are written.
+    """
+    geometry = KvGeometry(
+        layers=4, kv_heads=4, head_dim=8, dtype_bytes=dtype_bytes, page_size_tokens=4
+    )
     embedded = embedded_pool(geometry)
     source, target = Stage(geometry, BLOCKS, *left), Stage(geometry, BLOCKS, *right)
     source.fill(embedded)
 
     saved = source.pool.stage([7, 2, 11])
     await saved.save()
-    assert [bytes(view) for view in saved.views] == [bytes(embedded.view(page)) for page in (7, 2, 11)]
+    assert [bytes(view) for view in saved.views] == [
+        bytes(embedded.view(page)) for page in (7, 2, 11)
+    ]
     arrived = target.pool.stage([0, 5, 3])
     for view, sent in zip(arrived.views, saved.views, strict=True):
         view[:] = sent
@@ -67,7 +75,9 @@ async def test_pages_go_between_all_degrees_and_stay_the_embedded_engines_bits(
     assert not whole[[1, 2, 3, 4, *range(6, BLOCKS)]].any()
 
 
-async def test_a_big_transfer_goes_in_pieces_that_let_others_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_big_transfer_goes_in_pieces_that_let_others_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And over more than one segment; all pages arrive."""
     import distserve_patches.pool as pool_module
 
@@ -84,7 +94,9 @@ async def test_a_big_transfer_goes_in_pieces_that_let_others_in_between(monkeypa
 
 
 async def test_pages_are_written_only_when_nothing_is_being_swapped_out_of_them() -> None:
-    """Calls that move pages pass those that wait for a step, so the one before has to be known to be through."""
+    """Calls that move pages pass those that wait for a step, so the one before has to be known to
+    be through.
+    """
     stage = filled()
     staged = stage.pool.stage([1])
 
@@ -110,11 +122,13 @@ async def test_a_dead_worker_is_a_failed_transfer() -> None:
 
 
 async def test_what_arrives_for_a_life_that_is_over_is_not_written_into_the_next_one() -> None:
-    """A stage calls whichever workers it has now: a pull may take longer than it takes to bring new ones up."""
+    """A stage calls whichever workers it has now: a pull may take longer than it takes to bring new
+    ones up.
+    """
     stage = filled()
     staged = stage.pool.stage([1, 2])
     stage.pool.close()
-    StagingSlots(GEOMETRY.page_bytes, 4)  # The next life's, in all likelihood at the same path.
+    StagingSlots(GEOMETRY.page_bytes, 4)  # The next generation's, probably at the same path.
 
     with pytest.raises(TransferError, match="gone"):
         await staged.restore(2)
@@ -145,7 +159,7 @@ async def test_whoever_is_cancelled_waits_until_nothing_is_written_any_more() ->
 
 
 def test_more_than_may_be_staged_is_refused_before_anything_is_allocated() -> None:
-    """Whoever holds room keeps it, and there is as much as before."""
+    """Staged pages keep their room, and there is as much as before."""
     slots = StagingSlots(page_bytes=1000, most_slots=3)
     size = os.stat(slots.file.path).st_size
     held = slots.take(2)
@@ -163,7 +177,9 @@ def test_more_than_may_be_staged_is_refused_before_anything_is_allocated() -> No
     slots.close()
 
 
-async def test_slots_are_used_again_and_never_twice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slots_are_used_again_and_never_twice_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As many as are in use at once, however often pages travel."""
     monkeypatch.setattr(staging, "SEGMENT_BYTES", 2 * GEOMETRY.page_bytes)
     stage = filled()
@@ -182,7 +198,9 @@ async def test_slots_are_used_again_and_never_twice_at_a_time(monkeypatch: pytes
 
 
 async def test_a_file_that_follows_another_one_is_not_taken_for_it() -> None:
-    """The system gives a descriptor's number again at once, so the second file of a server has the path of the first."""
+    """The system gives a descriptor's number again at once, so the second file of a server has the
+    path of the first.
+    """
     stage, embedded = filled(), embedded_pool()
     await stage.pool.stage([1]).save()
     stage.pool.close()
@@ -195,8 +213,13 @@ async def test_a_file_that_follows_another_one_is_not_taken_for_it() -> None:
 
 
 async def test_a_stage_of_other_pages_is_refused() -> None:
-    """Before a byte is written where it does not belong; and no block beyond the last is touched."""
-    stage, other = filled(), KvGeometry(layers=2, kv_heads=4, head_dim=8, dtype_bytes=4, page_size_tokens=4)
+    """Before a byte is written where it does not belong; and no block beyond the last is
+    touched.
+    """
+    stage, other = (
+        filled(),
+        KvGeometry(layers=2, kv_heads=4, head_dim=8, dtype_bytes=4, page_size_tokens=4),
+    )
     slots = StagingSlots(other.page_bytes, 4)
 
     with pytest.raises(AssertionError, match="a page of this stage has"):
@@ -207,8 +230,11 @@ async def test_a_stage_of_other_pages_is_refused() -> None:
         stage.ranks[0].export_pages(stage.pool.slots.file, [10_000], [0])
 
 
+@pytest.mark.process
 def test_nothing_is_left_of_the_memory_when_its_owner_was_killed() -> None:
-    """It never had a name; and a worker that has it mapped can go on without harm until it ends, too."""
+    """It never had a name; and a worker that has it mapped can go on without harm until it ends,
+    too.
+    """
     script = """
 import sys, time
 from distserve_patches.staging import StagingSlots
@@ -217,7 +243,9 @@ slots.view(slots.take(1)[0])[:4] = b"kvrs"
 print(slots.file.path, flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
         assert server.stdout is not None
         file = staging.StagingFile(server.stdout.readline().decode().strip(), 0, 4096, 8)
         mapped = file.map(0)
@@ -248,7 +276,9 @@ def retained(pages: PageManager) -> tuple[list[int], tuple[Tag, ...]]:
 
 
 async def test_a_page_server_sends_full_pages_and_the_partial_one() -> None:
-    """As from an embedded engine's pool; the slots are free afterwards, and the pages are nobody's but the lease's."""
+    """As from an embedded engine's pool; the slots are free afterwards, and the pages are nobody's
+    but the lease's.
+    """
     stage, embedded, pages = filled(2, 2), embedded_pool(), PageManager(BLOCKS, 4)
     released: list[bool] = []
     source = EnginePages(pages, stage.pool, released=lambda: released.append(True))
@@ -258,14 +288,16 @@ async def test_a_page_server_sends_full_pages_and_the_partial_one() -> None:
 
     assert pages.free_pages == BLOCKS - 3
     assert pinned.tail is not None
-    assert [bytes(view) for view in (*pinned.pages, pinned.tail)] == [bytes(embedded.view(page)) for page in allocated]
+    assert [bytes(view) for view in (*pinned.pages, pinned.tail)] == [
+        bytes(embedded.view(page)) for page in allocated
+    ]
     source.unpin(pinned)
     assert (pages.free_pages, stage.pool.slots.in_use, released) == (BLOCKS, 0, [True])
 
 
 @pytest.mark.parametrize("how", ["dead", "full", "cancelled"])
 async def test_pages_that_do_not_get_out_are_nobodys(how: str) -> None:
-    """The one who asked gets nothing, and everybody else the pages and the room."""
+    """The caller gets nothing, and pages and room are released for others."""
     stage, pages = filled(2), PageManager(BLOCKS, 4)
     stage.delay_s = 0.02
     if how == "full":

@@ -1,4 +1,6 @@
-"""Pages of real stages: upstream's engine over Ray workers, whose ranks have parts of the model's KV."""
+"""Pages of real stages: upstream's engine over Ray workers, whose ranks have parts of the model's
+KV.
+"""
 
 import asyncio
 import os
@@ -11,10 +13,10 @@ import pytest
 import pytest_asyncio
 
 from distserve_patches.jobs import Job, Stage
-from kvrs.engine.config import EngineSettings
+from kvrs.config.engine import EngineSettings
 from kvrs.engine.worker import Worker
 from kvrs.errors import TransferError
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
 
 if TYPE_CHECKING:
     from distserve_patches.engine import RecoverableEngine
@@ -26,7 +28,7 @@ NEW = 20
 
 
 class Listener:
-    """A sink that lets `prefilled` be somebody else's."""
+    """A sink with a replaceable `prefilled`."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -105,7 +107,9 @@ def embedded(model: Path) -> tuple[list[bytes], list[int]]:
 async def test_pages_go_from_a_context_stage_into_a_decoding_stage_of_another_shape(
     made: "RecoverableEngine", tiny_model: Path
 ) -> None:
-    """They are the embedded engine's, bit by bit, and whoever gets them goes on with its tokens."""
+    """They are the embedded engine's, bit by bit, and an engine that fetches them continues with
+    its tokens.
+    """
     expected, continuation = embedded(tiny_model)
     async with asyncio.timeout(60):
         theirs = made.pool(Stage.CONTEXT).stage(await prefilled_pages(made, 1))
@@ -145,7 +149,9 @@ async def test_pages_get_out_while_a_step_runs(made: "RecoverableEngine", tiny_m
         await step
 
 
-async def test_a_killed_worker_fails_the_transfer_and_takes_nothing_along(made: "RecoverableEngine") -> None:
+async def test_a_killed_worker_fails_the_transfer_and_takes_nothing_along(
+    made: "RecoverableEngine",
+) -> None:
     """What was staged before is still there; nothing of the memory has a name that would stay."""
     async with asyncio.timeout(60):
         pool = made.pool(Stage.CONTEXT)

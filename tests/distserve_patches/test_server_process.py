@@ -1,4 +1,6 @@
-"""The real server: DistServe's own engine in a process of its own, two decode workers, killed on purpose."""
+"""The real server: DistServe's own engine in a process of its own, two decode workers, killed on
+purpose.
+"""
 
 import os
 import signal
@@ -9,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvrs.config import parse_config
+from kvrs.config.file import parse_config
 from kvrs.engine.worker import Worker
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
 from tests.distserve_patches.server_process import ServerProcess, config_for
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.distserve]
 
 PROMPT = [(7 * i) % 500 + 4 for i in range(43)]  # Two full pages and a part.
 TOKENS = 40
@@ -20,8 +24,12 @@ TWO_DECODE_WORKERS = ("--decoding-tensor-parallel-size", "2")
 
 
 @pytest.fixture(scope="module")
-def server(logical_gpus: int, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    one = ServerProcess(config_for(tiny_model), tmp_path_factory.mktemp("server"), *TWO_DECODE_WORKERS)
+def server(
+    logical_gpus: int, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    one = ServerProcess(
+        config_for(tiny_model), tmp_path_factory.mktemp("server"), *TWO_DECODE_WORKERS
+    )
     try:
         one.wait_ready()
         yield one
@@ -32,13 +40,15 @@ def server(logical_gpus: int, tiny_model: Path, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def embedded(tiny_model: Path) -> list[int]:
-    """What the embedded engine says, token by token."""
+    """The output of the embedded engine, token by token."""
     worker = Worker(tiny_model, parse_config({"cluster": {"engine": {"pages": 64}}}).cluster.engine)
     ids, pages = list(PROMPT), range(16)
     chunk = Chunk(token_ids=ids, first_position=0, pages=pages, wants_logits=True)
     for _ in range(TOKENS):
         ids = [*ids, int(worker.execute([chunk])[0].argmax())]
-        chunk = Chunk(token_ids=ids[-1:], first_position=len(ids) - 1, pages=pages, wants_logits=True)
+        chunk = Chunk(
+            token_ids=ids[-1:], first_position=len(ids) - 1, pages=pages, wants_logits=True
+        )
     return ids[len(PROMPT) :]
 
 
@@ -53,18 +63,26 @@ def kvrs(stream: str, attempt: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def test_its_tokens_are_the_embedded_engines(server: ServerProcess, embedded: list[int]) -> None:
-    """One call through both stages, and the two calls of the P/D convention: the same tokens as one exact engine."""
+    """One call through both stages, and the two calls of the P/D convention: the same tokens as one
+    exact engine.
+    """
     assert ids_of(server.complete("d0", PROMPT, TOKENS)) == embedded
 
-    params = server.complete("p0", PROMPT, 1, kv_transfer_params={"do_remote_decode": True}, kvrs=kvrs("two"))
-    again = server.complete("d0", PROMPT, TOKENS, kv_transfer_params=params["kv_transfer_params"], kvrs=kvrs("two"))
+    params = server.complete(
+        "p0", PROMPT, 1, kv_transfer_params={"do_remote_decode": True}, kvrs=kvrs("two")
+    )
+    again = server.complete(
+        "d0", PROMPT, TOKENS, kv_transfer_params=params["kv_transfer_params"], kvrs=kvrs("two")
+    )
 
     assert ids_of(again) == embedded
 
 
-def test_the_death_of_one_decode_worker_is_the_decode_instances_only(server: ServerProcess, embedded: list[int]) -> None:
-    """Its stream gets an error, the prefill instance and the process live on with the prompt's pages, from which the stream goes
-    on exactly when the stage is back, in a higher epoch.
+def test_the_death_of_one_decode_worker_is_the_decode_instances_only(
+    server: ServerProcess, embedded: list[int]
+) -> None:
+    """Its stream gets an error, the prefill instance and the process live on with the prompt's
+    pages, from which the stream goes on exactly when the stage is back, in a higher epoch.
     """
     d0, p0 = server.get("d0", "/kvrs/v1/instance"), server.get("p0", "/kvrs/v1/instance")
     assert len(d0["worker_pids"]) == 2
@@ -86,8 +104,10 @@ def test_the_death_of_one_decode_worker_is_the_decode_instances_only(server: Ser
     assert rest["usage"]["completion_tokens"] == TOKENS
 
 
-def test_the_death_of_the_prefill_worker_leaves_streams_alone(server: ServerProcess, embedded: list[int]) -> None:
-    """Whoever decodes already needs nothing of the context stage any more."""
+def test_the_death_of_the_prefill_worker_leaves_streams_alone(
+    server: ServerProcess, embedded: list[int]
+) -> None:
+    """A stream that decodes already does not need the context stage any more."""
     p0 = server.get("p0", "/kvrs/v1/instance")
     events = server.stream("d0", PROMPT, TOKENS)
     got = ids_of(next(events)) + ids_of(next(events))
@@ -109,14 +129,18 @@ def test_a_client_that_leaves_frees_everything(server: ServerProcess) -> None:
     events.close()  # type: ignore[attr-defined]
 
     give_up_s = time.monotonic() + 30
-    while (load := server.get("d0", "/kvrs/v1/load"))["running"] or load["free_pages"] < before["free_pages"]:
+    while (load := server.get("d0", "/kvrs/v1/load"))["running"] or load["free_pages"] < before[
+        "free_pages"
+    ]:
         assert time.monotonic() < give_up_s, load
         time.sleep(0.02)
 
 
 def test_it_ends_by_signal_with_its_workers(server: ServerProcess) -> None:
     """The last test of the module."""
-    workers = [pid for name in ("p0", "d0") for pid in server.get(name, "/kvrs/v1/instance")["worker_pids"]]
+    workers = [
+        pid for name in ("p0", "d0") for pid in server.get(name, "/kvrs/v1/instance")["worker_pids"]
+    ]
 
     assert server.stop() == 0
 

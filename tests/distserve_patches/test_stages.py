@@ -1,4 +1,6 @@
-"""Upstream's own engine, schedulers and block manager over workers of the test's process: every state that a job can be in."""
+"""Upstream's own engine, schedulers and block manager over workers of the test's process: every
+state that a job can be in.
+"""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from distserve_patches.jobs import JobEnded, Stage
-from tests.distserve_patches.fake_engine import HELD, PROMPT, Running, finished, is_empty, starter, until
+from tests.distserve_patches.fake_engine import (
+    HELD,
+    PROMPT,
+    Running,
+    finished,
+    is_empty,
+    starter,
+    until,
+)
 from tests.distserve_patches.fake_workers import Recorder, continuation, new_job
 
 
@@ -68,8 +78,12 @@ async def test_a_sink_that_wants_no_more_ends_its_job_in_the_same_step(running: 
 
 
 @pytest.mark.parametrize("kv_tokens", [1, 4, 7, 8, 9, 12, 100])
-async def test_a_job_goes_on_behind_whatever_kv_was_brought(running: Running, kv_tokens: int) -> None:
-    """The tokens behind the KV are decoded again and dropped; what comes out is what was not known yet."""
+async def test_a_job_goes_on_behind_whatever_kv_was_brought(
+    running: Running, kv_tokens: int
+) -> None:
+    """The tokens behind the KV are decoded again and dropped; what comes out is what was not known
+    yet.
+    """
     async with running() as (engine, world):
         history = [*PROMPT, *continuation(PROMPT, 3)]
         sink = Recorder()
@@ -87,7 +101,9 @@ async def test_a_job_goes_on_behind_whatever_kv_was_brought(running: Running, kv
         assert world.calls["context", "step"] == 0
 
 
-async def test_a_job_that_was_brought_nothing_is_computed_by_the_context_stage(running: Running) -> None:
+async def test_a_job_that_was_brought_nothing_is_computed_by_the_context_stage(
+    running: Running,
+) -> None:
     """Its reserved blocks are free for others meanwhile."""
     async with running() as (engine, world):
         sink = Recorder()
@@ -103,7 +119,7 @@ async def test_a_job_that_was_brought_nothing_is_computed_by_the_context_stage(r
 
 
 async def test_reservations_wait_their_turn(running: Running) -> None:
-    """Who came first gets room first, and who gives up his place lets the next one in."""
+    """The first request gets room first, and an abort admits the next one."""
     async with running(decoding_blocks=6) as (engine, _):
         jobs = [new_job(number, PROMPT, 4, Recorder()) for number in range(4)]
         waiting = [asyncio.ensure_future(engine.reserve(job)) for job in jobs]
@@ -138,7 +154,9 @@ async def test_a_cancelled_reservation_leaves_nothing(running: Running) -> None:
 
 @pytest.mark.parametrize("held", HELD)
 async def test_an_abort_frees_everything_wherever_the_job_is(running: Running, held: str) -> None:
-    """At once what nobody uses, and what a step or a copy uses when it is done. The others do not notice."""
+    """At once what is not in use, and what a step or a copy uses when it is done. The others do not
+    notice.
+    """
     async with running(max_batch=2) as (engine, world):
         world.held.update(HELD[held])
         sinks = [Recorder() for _ in range(6)]
@@ -193,18 +211,31 @@ async def test_streams_that_are_swapped_out_come_back(running: Running) -> None:
             for sink in sinks:
                 await finished(sink)
 
-            done = [sink.tokens == continuation([*PROMPT, number], 30) for number, sink in enumerate(sinks)]
+            done = [
+                sink.tokens == continuation([*PROMPT, number], 30)
+                for number, sink in enumerate(sinks)
+            ]
             assert all(done) == (swap_blocks > 1)
             assert any(done)
-            assert all(sink.failure is not None for sink, is_done in zip(sinks, done, strict=True) if not is_done)
+            assert all(
+                sink.failure is not None
+                for sink, is_done in zip(sinks, done, strict=True)
+                if not is_done
+            )
             assert bool(world.calls["decoding", "swap_blocks"]) == (swap_blocks > 1)
 
 
-async def test_a_stream_that_was_swapped_out_does_not_wait_for_those_that_wait_for_it(running: Running) -> None:
-    """Upstream lets nobody pass it, though it fits into no batch beside the blocks of the one that waits."""
+async def test_a_stream_that_was_swapped_out_does_not_wait_for_those_that_wait_for_it(
+    running: Running,
+) -> None:
+    """Upstream lets no request pass it, though it fits into no batch beside the blocks of the one
+    that waits.
+    """
     async with running(decoding_blocks=12, swap_blocks=40) as (engine, world):
         growing, waiting = Recorder(), Recorder()
-        growing.on_token = lambda: world.held.add(("decoding", "step")) if len(growing.tokens) == 27 else None
+        growing.on_token = lambda: (
+            world.held.add(("decoding", "step")) if len(growing.tokens) == 27 else None
+        )
         engine.begin(new_job(1, PROMPT, 34, growing))
         await until(lambda: world.held)
         engine.begin(new_job(2, PROMPT[:8], 8, waiting))
@@ -217,15 +248,21 @@ async def test_a_stream_that_was_swapped_out_does_not_wait_for_those_that_wait_f
 
 
 @pytest.mark.parametrize("swap_blocks", [40, 0])
-async def test_streams_that_wait_do_not_hold_each_other_up(running: Running, swap_blocks: int) -> None:
-    """They own all blocks, the first one needs one more, and nothing is computed that could give one back."""
+async def test_streams_that_wait_do_not_hold_each_other_up(
+    running: Running, swap_blocks: int
+) -> None:
+    """They own all blocks, the first one needs one more, and nothing is computed that could give
+    one back.
+    """
     async with running(decoding_blocks=6, swap_blocks=swap_blocks) as (engine, world):
         history = PROMPT * 2
         first, second = Recorder(), Recorder()
         resumed = new_job(1, history, 4, second)
         blocks = await engine.reserve(resumed)
         engine.begin(new_job(2, PROMPT[:4], 4, first))
-        await until(lambda: [request.job.id for request in engine._decoding.scheduler.waiting_queue] == [2])
+        await until(
+            lambda: [request.job.id for request in engine._decoding.scheduler.waiting_queue] == [2]
+        )
         [worker] = world.living("decoding")
         for position, token in enumerate(history[:-1]):
             worker.blocks[blocks[position // 4]][position % 4] = token
@@ -239,7 +276,7 @@ async def test_streams_that_wait_do_not_hold_each_other_up(running: Running, swa
 
 
 async def test_a_job_that_ends_on_the_bridge_is_not_copied(running: Running) -> None:
-    """Between the two stages it stands in a queue out of which nobody can take it."""
+    """Between the two stages it stands in a queue from which it cannot be taken."""
     async with running() as (engine, world):
         sink = Recorder()
         job = new_job(1, PROMPT, 8, sink)

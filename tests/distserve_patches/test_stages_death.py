@@ -1,4 +1,6 @@
-"""Upstream's own engine over workers of the test's process, which die or fail: at every moment, and at random ones."""
+"""Upstream's own engine over workers of the test's process, which die or fail: at every moment, and
+at random ones.
+"""
 
 import asyncio
 import contextlib
@@ -18,12 +20,18 @@ def running(distserve: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("held", HELD)
-async def test_the_death_of_decoding_fails_its_streams_and_spares_prefills(running: Running, held: str) -> None:
-    """Whatever queue they are in. Prefills go on, retained pages stay, and the stage returns with a new generation."""
+async def test_the_death_of_decoding_fails_its_streams_and_spares_prefills(
+    running: Running, held: str
+) -> None:
+    """Whatever queue they are in. Prefills go on, retained pages stay, and the stage returns with a
+    new generation.
+    """
     async with running(max_batch=2) as (engine, world):
         world.held.update(HELD[held])
         changes: list[tuple[Stage, bool, int]] = []
-        engine.on_stage = lambda stage, state: changes.append((stage, state.alive, state.generation))
+        engine.on_stage = lambda stage, state: changes.append(
+            (stage, state.alive, state.generation)
+        )
         sinks = [Recorder() for _ in range(6)]
         for number, sink in enumerate(sinks):
             engine.begin(new_job(number, [*PROMPT, number], 8, sink))
@@ -55,7 +63,9 @@ async def test_the_death_of_decoding_fails_its_streams_and_spares_prefills(runni
         assert changes == [(Stage.DECODING, False, 1), (Stage.DECODING, True, 2)]
 
 
-async def test_the_death_of_the_context_stage_spares_streams_that_have_left_it(running: Running) -> None:
+async def test_the_death_of_the_context_stage_spares_streams_that_have_left_it(
+    running: Running,
+) -> None:
     """Those that decode go on; those that wait, compute or are being copied fail."""
     async with running(max_batch=3) as (engine, world):
         leaving = [Recorder() for _ in range(2)]
@@ -87,7 +97,9 @@ async def test_the_death_of_the_context_stage_spares_streams_that_have_left_it(r
 
 
 async def test_a_reservation_ends_with_its_stage(running: Running) -> None:
-    """Whoever waits hears it, whoever has it already is told through the sink; both may say what they do not know yet."""
+    """A waiting call raises, a job with blocks fails through its sink; both may begin what
+    they do not know yet.
+    """
     async with running(decoding_blocks=3) as (engine, world):
         has, waits = Recorder(), Recorder()
         job = new_job(1, PROMPT, 2, has)
@@ -99,13 +111,19 @@ async def test_a_reservation_ends_with_its_stage(running: Running) -> None:
 
         with pytest.raises(JobEnded):
             await waiting
-        assert (await finished(has)).failure == (await finished(waits)).failure == (Stage.DECODING, "killed by the test")
+        assert (
+            (await finished(has)).failure
+            == (await finished(waits)).failure
+            == (Stage.DECODING, "killed by the test")
+        )
         engine.take_up(job, 5)
         assert engine.blocks(job, Stage.DECODING) == []
 
 
 async def test_a_stage_is_brought_up_until_it_stays(running: Running) -> None:
-    """Workers that die while they start cost a pause, not the server; the other stage serves meanwhile."""
+    """Workers that die while they start cost a pause, not the server; the other stage serves
+    meanwhile.
+    """
     async with running() as (engine, world):
         world.barren = 3
         world.kill("decoding")
@@ -126,7 +144,9 @@ async def test_a_stage_is_brought_up_until_it_stays(running: Running) -> None:
 
 
 async def test_a_rank_that_dies_is_noticed_though_the_others_never_answer(running: Running) -> None:
-    """On a GPU they wait for it inside a collective operation, in a step as well as while they start."""
+    """On a GPU they wait for it inside a collective operation, in a step as well as while they
+    start.
+    """
     async with running(ranks=2) as (engine, world):
         world.held.add(("decoding", "step"))
         stream = Recorder()
@@ -145,7 +165,9 @@ async def test_a_rank_that_dies_is_noticed_though_the_others_never_answer(runnin
 
 
 async def test_a_context_stage_that_returns_waits_for_no_dead_decoding(running: Running) -> None:
-    """Decoding dies while the new blocks are made known to it, and gets to know them when it returns."""
+    """Decoding dies while the new blocks are made known to it, and gets to know them when it
+    returns.
+    """
     async with running() as (engine, world):
         world.held.add(("decoding", "register_kvcache_mem_handles"))
         known = world.calls["decoding", "register_kvcache_mem_handles"]
@@ -180,7 +202,7 @@ async def test_a_copy_that_fails_ends_its_job_alone(running: Running) -> None:
 
 
 async def test_a_step_that_fails_ends_the_stage(running: Running) -> None:
-    """What a worker's memory holds after an error in a step nobody knows."""
+    """After an error in a step a worker's memory is undefined."""
     async with running() as (engine, world):
         world.fails.add(("decoding", "step"))
         lost = Recorder()
@@ -193,8 +215,10 @@ async def test_a_step_that_fails_ends_the_stage(running: Running) -> None:
         assert lost.failure[0] is Stage.DECODING
 
 
-async def test_a_reservation_whose_blocks_may_still_be_read_ends_with_the_stage(running: Running) -> None:
-    """They may be on their way to swap space when somebody else writes into them."""
+async def test_a_reservation_whose_blocks_may_still_be_read_ends_with_the_stage(
+    running: Running,
+) -> None:
+    """They may be on their way to swap space when others write into them."""
     async with running(decoding_blocks=12, swap_blocks=40) as (engine, world):
         world.fails.add(("decoding", "wait_for_all_swap_out"))
         jobs = [new_job(number, [*PROMPT, number], 30, Recorder()) for number in range(3)]
@@ -215,7 +239,9 @@ async def test_a_reservation_whose_blocks_may_still_be_read_ends_with_the_stage(
 async def test_what_is_heard_late_of_a_death_does_not_end_the_next_life(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray says that a worker is gone later than the system does; by then others may have been started."""
+    """Ray reports that a worker is gone later than the system does; by then others may have been
+    started.
+    """
     from ray.exceptions import RayActorError
 
     async with running() as (engine, world):
@@ -255,10 +281,17 @@ async def test_a_swap_that_fails_ends_the_stage(running: Running) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_whatever_happens_every_job_ends_and_no_block_is_lost(running: Running, seed: int) -> None:
-    """Random streams, prefills, reservations, aborts, deaths: a job ends exact, aborted, or told that it failed."""
+async def test_whatever_happens_every_job_ends_and_no_block_is_lost(
+    running: Running, seed: int
+) -> None:
+    """Random streams, prefills, reservations, aborts, deaths: a job ends exact, aborted, or failed
+    that it failed.
+    """
     chance = random.Random(seed)
-    async with running(max_batch=3, context_blocks=24, decoding_blocks=18, swap_blocks=8) as (engine, world):
+    async with running(max_batch=3, context_blocks=24, decoding_blocks=18, swap_blocks=8) as (
+        engine,
+        world,
+    ):
         jobs: list[Job] = []
         aborted: set[int] = set()
         tasks = []
@@ -275,7 +308,13 @@ async def test_whatever_happens_every_job_ends_and_no_block_is_lost(running: Run
 
         for number in range(60):
             history = [chance.randrange(251) for _ in range(chance.randrange(1, 24))]
-            job = new_job(number, history, chance.randrange(1, 20), Recorder(), prefill_only=chance.random() < 0.2)
+            job = new_job(
+                number,
+                history,
+                chance.randrange(1, 20),
+                Recorder(),
+                prefill_only=chance.random() < 0.2,
+            )
             jobs.append(job)
             if not job.prefill_only and chance.random() < 0.4:
                 tasks.append(asyncio.ensure_future(bring(job)))

@@ -1,4 +1,6 @@
-"""Real worker processes under Ray, killed by SIGKILL while they serve, while they start, and twice in a row."""
+"""Real worker processes under Ray, killed by SIGKILL while they serve, while they start, and twice
+in a row.
+"""
 
 import asyncio
 import contextlib
@@ -28,7 +30,9 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def starting(logical_gpus: int, tiny_model: Path) -> Starting:
-    """Starts an engine of (tensor, pipeline) ranks with so many blocks, and checks at the end that all of them are free."""
+    """Starts an engine of (tensor, pipeline) ranks with so many blocks, and checks at the end that
+    all of them are free.
+    """
     from distserve.config import (
         CacheConfig,
         ContextStageSchedConfig,
@@ -47,12 +51,25 @@ def starting(logical_gpus: int, tiny_model: Path) -> Starting:
         *, blocks: int, context: tuple[int, int] = (1, 1), decoding: tuple[int, int] = (1, 1)
     ) -> AsyncIterator["RecoverableEngine"]:
         ranks = DisaggParallelConfig(*(ParallelConfig(tp, 0, pp) for tp, pp in (context, decoding)))
-        block_bytes = 2 * model.get_num_layers() * model.get_num_heads() * PAGE_SIZE * model.get_head_size() * 4
-        needed = LOGICAL_GPU_BYTES * 0.01 + model.get_model_size_in_bytes() + (blocks + 0.5) * block_bytes
+        block_bytes = (
+            2
+            * model.get_num_layers()
+            * model.get_num_heads()
+            * PAGE_SIZE
+            * model.get_head_size()
+            * 4
+        )
+        needed = (
+            LOGICAL_GPU_BYTES * 0.01
+            + model.get_model_size_in_bytes()
+            + (blocks + 0.5) * block_bytes
+        )
         engine = RecoverableEngine(
             model,
             ranks,
-            CacheConfig(PAGE_SIZE, 256, needed / LOGICAL_GPU_BYTES, (blocks * block_bytes) / (1 << 30)),
+            CacheConfig(
+                PAGE_SIZE, 256, needed / LOGICAL_GPU_BYTES, (blocks * block_bytes) / (1 << 30)
+            ),
             ContextStageSchedConfig("fcfs", 2, 512),
             DecodingStageSchedConfig("fcfs", 4, 512),
         )
@@ -80,7 +97,9 @@ def is_empty(engine: "RecoverableEngine") -> bool:
         return False
     for stage in engine._stages.values():
         stage.block_manager.check()
-    return all(engine.stage(stage).pages.free_pages == engine.stage(stage).pages.pages for stage in Stage)
+    return all(
+        engine.stage(stage).pages.free_pages == engine.stage(stage).pages.pages for stage in Stage
+    )
 
 
 def recorder(job: Job) -> Recorder:
@@ -88,8 +107,17 @@ def recorder(job: Job) -> Recorder:
     return job.sink
 
 
-def begun(engine: "RecoverableEngine", histories: Iterable[list[int]], max_new: int, *, prefill_only: bool = False) -> list[Job]:
-    jobs = [new_job(next(_numbers), history, max_new, Recorder(), prefill_only=prefill_only) for history in histories]
+def begun(
+    engine: "RecoverableEngine",
+    histories: Iterable[list[int]],
+    max_new: int,
+    *,
+    prefill_only: bool = False,
+) -> list[Job]:
+    jobs = [
+        new_job(next(_numbers), history, max_new, Recorder(), prefill_only=prefill_only)
+        for history in histories
+    ]
     for job in jobs:
         engine.begin(job)
     return jobs
@@ -102,7 +130,10 @@ async def tokens_of(jobs: list[Job]) -> list[list[int]]:
 
 
 def histories(count: int, length: int) -> list[list[int]]:
-    return [[0, *((5 + 7 * number + 3 * index) % 90 + 4 for index in range(length - 1))] for number in range(count)]
+    return [
+        [0, *((5 + 7 * number + 3 * index) % 90 + 4 for index in range(length - 1))]
+        for number in range(count)
+    ]
 
 
 def kill(engine: "RecoverableEngine", stage: Stage, rank: int = 0) -> None:
@@ -110,7 +141,9 @@ def kill(engine: "RecoverableEngine", stage: Stage, rank: int = 0) -> None:
 
 
 async def test_decoding_dies_under_load_and_again_while_it_starts(starting: Starting) -> None:
-    """Its streams fail, wherever they are; prefills and what they retain stay; after its return everything is as before."""
+    """Its streams fail, wherever they are; prefills and what they retain stay; after its return
+    everything is as before.
+    """
     async with starting(blocks=24) as engine:
         # More than fit: some decode, some are swapped out, some wait in every queue.
         asked = histories(9, 60)
@@ -121,7 +154,9 @@ async def test_decoding_dies_under_load_and_again_while_it_starts(starting: Star
 
         victims = begun(engine, asked, 70)
         line = engine._decoding.scheduler
-        await until(lambda: line.swapped_queue and line.unaccepted_queue and line.batch_queues[0].requests)
+        await until(
+            lambda: line.swapped_queue and line.unaccepted_queue and line.batch_queues[0].requests
+        )
         [retained] = begun(engine, histories(1, 40), 1, prefill_only=True)
 
         def retain() -> None:
@@ -131,7 +166,9 @@ async def test_decoding_dies_under_load_and_again_while_it_starts(starting: Star
         kill(engine, Stage.DECODING)
         await until(lambda: not engine.stage(Stage.DECODING).alive)
         assert all(recorder(job).over.is_set() for job in victims)
-        assert {failure[0] for job in victims if (failure := recorder(job).failure)} == {Stage.DECODING}
+        assert {failure[0] for job in victims if (failure := recorder(job).failure)} == {
+            Stage.DECODING
+        }
         for job, tokens in zip(victims, expected, strict=True):
             assert recorder(job).tokens == tokens[: len(recorder(job).tokens)]
         await tokens_of([retained])
@@ -143,13 +180,19 @@ async def test_decoding_dies_under_load_and_again_while_it_starts(starting: Star
         assert await tokens_of(begun(engine, asked[:4], 70)) == expected[:4]
 
         kill(engine, Stage.DECODING)
-        await until(lambda: engine.stage(Stage.DECODING).generation > 2 and engine.stage(Stage.DECODING).alive)
+        await until(
+            lambda: (
+                engine.stage(Stage.DECODING).generation > 2 and engine.stage(Stage.DECODING).alive
+            )
+        )
         assert await tokens_of(begun(engine, asked[:2], 70)) == expected[:2]
         assert changes == [(Stage.DECODING, False), (Stage.DECODING, True)] * 2
 
 
 async def test_the_context_stage_dies_and_decoding_goes_on(starting: Starting) -> None:
-    """Streams that have left it are not disturbed; what comes after its return finds its way to the same decoding workers."""
+    """Streams that have left it are not disturbed; what comes after its return finds its way to the
+    same decoding workers.
+    """
     async with starting(blocks=60) as engine:
         leaving, staying = histories(2, 50), histories(8, 200)
         expected = await tokens_of(begun(engine, leaving, 150))
@@ -171,7 +214,7 @@ async def test_the_context_stage_dies_and_decoding_goes_on(starting: Starting) -
 
 
 async def test_one_rank_of_a_stage_takes_the_others_along(starting: Starting) -> None:
-    """Also one that answers to nobody: the next life has new processes for all ranks."""
+    """Also one that does not answer: the next generation has new processes for all ranks."""
     async with starting(blocks=60, decoding=(2, 1)) as engine:
         asked = histories(3, 40)
         expected = await tokens_of(begun(engine, asked, 40))
@@ -188,12 +231,17 @@ async def test_one_rank_of_a_stage_takes_the_others_along(starting: Starting) ->
 
 
 async def test_streams_go_on_behind_kv_of_another_stage(starting: Starting) -> None:
-    """The pages of a prefill of the whole history come into reserved blocks: the tokens are those of one undisturbed stream."""
+    """The pages of a prefill of the whole history come into reserved blocks: the tokens are those
+    of one undisturbed stream.
+    """
     async with starting(blocks=60) as engine:
         [prompt] = histories(1, 40)
         [expected] = await tokens_of(begun(engine, [prompt], 60))
         history = [*prompt, *expected[:20]]
-        with contextlib.closing(engine.pool(Stage.CONTEXT)) as source, contextlib.closing(engine.pool(Stage.DECODING)) as target:
+        with (
+            contextlib.closing(engine.pool(Stage.CONTEXT)) as source,
+            contextlib.closing(engine.pool(Stage.DECODING)) as target,
+        ):
             saved = await pages_of_a_prefill(engine, source, history)
             for kv_tokens in (16, 37, 59):
                 job = new_job(next(_numbers), history, 40, Recorder())
@@ -208,7 +256,9 @@ async def test_streams_go_on_behind_kv_of_another_stage(starting: Starting) -> N
                 assert await tokens_of([job]) == [expected[20:]]
 
 
-async def pages_of_a_prefill(engine: "RecoverableEngine", source: "StagePool", history: list[int]) -> list[bytes]:
+async def pages_of_a_prefill(
+    engine: "RecoverableEngine", source: "StagePool", history: list[int]
+) -> list[bytes]:
     [prefill] = begun(engine, [history], 1, prefill_only=True)
     pages = engine.stage(Stage.CONTEXT).pages
     blocks: list[int] = []

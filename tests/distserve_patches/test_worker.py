@@ -1,4 +1,4 @@
-"""What our worker says before upstream's would trip. Ray does not run."""
+"""Checks of our worker before upstream's would fail. Ray does not run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from kvrs.errors import ConfigError
 
 
 def test_a_gpu_without_room_for_one_block_is_named_by_the_flag(distserve: Path) -> None:
-    """Upstream would make a cache of no blocks, and fail with what is no help to anybody."""
+    """Upstream would make a cache of no blocks, and fail with an unrelated error."""
     from distserve_patches.worker import PageWorker
 
     worker = object.__new__(PageWorker)

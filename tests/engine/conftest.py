@@ -23,7 +23,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a Hugging Face directory with random weights of any configuration of a family, by Hugging Face's own code."""
+    """Writes a Hugging Face directory with random weights of any configuration of a family, by
+    Hugging Face's own code.
+    """
 
     def write(family: str, seed: int = 0, max_shard_size: str = "5GB", **fields: Any) -> Path:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,7 +34,8 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
         for name, weight in model.named_parameters():
-            # Freshly made biases and norms are zeros and ones; those would hide that they are left out.
+            # Freshly made biases and norms are zeros and ones; those would hide that they are left
+            # out.
             if name.endswith("bias") or "norm" in name:
                 torch.nn.init.normal_(weight, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
         model.save_pretrained(directory, max_shard_size=max_shard_size)

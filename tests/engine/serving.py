@@ -6,27 +6,30 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from aiohttp.test_utils import TestClient, TestServer
+import aiohttp
 
-from kvrs.config import parse_config
-from kvrs.engine.http import make_app
+from kvrs.config.file import parse_config
 from kvrs.engine.instance import EngineInstance
+from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId
-from kvrs.protocol.secrets import http_token
+from tests.ports import instance_client
 
 SECRET = b"a secret of the tests, long enough"
-TOKEN = http_token(SECRET)
 
 
 @asynccontextmanager
-async def serving(model: Path, **engine: Any) -> AsyncIterator[tuple[EngineInstance, TestClient[Any, Any]]]:
+async def serving(
+    model: Path, **engine: Any
+) -> AsyncIterator[tuple[EngineInstance, aiohttp.ClientSession]]:
     """One instance, and a client of its HTTP side."""
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both"}]}]
-    config = parse_config({"cluster": {"model": str(model), "engine": {"pages": 1024, **engine}, "nodes": nodes}})
+    config = parse_config(
+        {"cluster": {"model": str(model), "engine": {"pages": 1024, **engine}, "nodes": nodes}}
+    )
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    # A bug that ends the engine's loop leaves requests without an answer; no test shall wait for it for ever.
-    async with asyncio.timeout(60), TestClient(TestServer(make_app(instance)), headers=headers) as client:
+    # A bug that ends the engine's loop leaves requests without an answer; no test shall wait for it
+    # for ever.
+    async with asyncio.timeout(60), instance_client(make_app(instance), SECRET) as client:
         await instance.start()
         try:
             yield instance, client

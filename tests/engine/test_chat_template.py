@@ -9,20 +9,41 @@ import pytest
 
 from kvrs.engine.chat import ChatTemplate, load_chat_template
 from kvrs.errors import ConfigError, RequestError
-from kvrs.protocol.openai import ChatRequest, parse_chat_request
+from kvrs.protocol.openai.requests import ChatRequest, parse_chat_request
 from kvrs.text.output import load_tokenizer
 
 USER = {"role": "user", "content": "hällo <b> & 🙂"}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Ä <tag>", "parameters": {"type": "object"}}}
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Ä <tag>", "parameters": {"type": "object"}},
+}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Zürich"}'},
+}
 CHATS = [
     {"messages": [USER]},
-    {"messages": [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "no"}, USER]},
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            USER,
+            {"role": "assistant", "content": "no"},
+            USER,
+        ]
+    },
     {"messages": [USER], "tools": [TOOL]},
     {"messages": [USER], "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}},
-    {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "sunny"}]},
+    {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "sunny"},
+        ]
+    },
 ]
-# The shape of widespread templates: loops with controls, namespaces, filters, macros, checks, dates.
+# The shape of widespread templates: loops with controls, namespaces, filters, macros, checks,
+# dates.
 QWEN_LIKE = """\
 {%- macro say(role, text) %}
     {{- '<|im_start|>' + role + '\\n' + text + '<|im_end|>\\n' }}
@@ -81,12 +102,18 @@ def as_transformers_wants(chat: dict[str, Any]) -> dict[str, Any]:
         message["content"] = message["content"] or ""
         for call in message.get("tool_calls", []):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return {"conversation": messages, "tools": chat.get("tools"), **chat.get("chat_template_kwargs", {})}
+    return {
+        "conversation": messages,
+        "tools": chat.get("tools"),
+        **chat.get("chat_template_kwargs", {}),
+    }
 
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("source", [None, QWEN_LIKE])
-def test_prompts_are_those_of_transformers(tiny_model: Path, chat: dict[str, Any], source: str | None) -> None:
+def test_prompts_are_those_of_transformers(
+    tiny_model: Path, chat: dict[str, Any], source: str | None
+) -> None:
     """The library for which templates are written is the judge of text and ids."""
     from transformers import AutoTokenizer
 
@@ -102,6 +129,29 @@ def test_prompts_are_those_of_transformers(tiny_model: Path, chat: dict[str, Any
     assert ids == judge.apply_chat_template(**wanted, tokenize=True, return_dict=False)
 
 
+@pytest.mark.parametrize("opens", [True, False])
+def test_documents_and_the_opening_are_those_of_transformers(tiny_model: Path, opens: bool) -> None:
+    """The template gets what the client gave, or would have by default."""
+    from transformers import AutoTokenizer
+
+    judge = AutoTokenizer.from_pretrained(tiny_model)
+    source = "{%- for each in documents or [] %}{{ each.title }}: {{ each.text }}\n{% endfor %}"
+    source += QWEN_LIKE
+    documents = [{"title": "a", "text": "é"}, {"title": "b", "text": "c"}]
+    chat = {"messages": [USER], "documents": documents, "add_generation_prompt": opens}
+
+    prompt = template_of(source).render(request_of(**chat))
+
+    assert "a: é\nb: c" in prompt
+    assert prompt == judge.apply_chat_template(
+        [USER],
+        documents=documents,
+        add_generation_prompt=opens,
+        chat_template=source,
+        tokenize=False,
+    )
+
+
 def test_parts_of_text_become_one_text(tiny_model: Path) -> None:
     """OpenAI allows a list of parts where templates know strings only."""
     template = load_chat_template(tiny_model)
@@ -110,34 +160,56 @@ def test_parts_of_text_become_one_text(tiny_model: Path) -> None:
 
     in_parts = template.render(request_of(messages=[{"role": "user", "content": parts}]))
 
-    assert in_parts == template.render(request_of(messages=[{"role": "user", "content": "one\ntwo"}]))
+    assert in_parts == template.render(
+        request_of(messages=[{"role": "user", "content": "one\ntwo"}])
+    )
 
 
 def test_tools_that_may_not_be_called_are_not_shown(tiny_model: Path) -> None:
-    """`tool_choice: none` is a promise."""
+    """With `tool_choice: none` no tool is offered to the model."""
     template = load_chat_template(tiny_model)
     assert template is not None
 
-    assert "weather" not in template.render(request_of(messages=[USER], tools=[TOOL], tool_choice="none"))
+    assert "weather" not in template.render(
+        request_of(messages=[USER], tools=[TOOL], tool_choice="none")
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "type 'text'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+            "type 'text'",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got 3"),
-        ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]", "function with a name"),
+        (
+            {"messages": [{"role": "user", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0]",
+            "function with a name",
+        ),
         ({"messages": [{"role": "user", "tool_calls": 3}]}, "messages[0].tool_calls", "list"),
         (
-            {"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            {
+                "messages": [
+                    {"role": "user", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
             "messages[0].tool_calls[0].function.arguments",
             "JSON",
         ),
         ({"messages": [{"role": "clown"}]}, "messages", "unknown role clown"),
-        ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
+        (
+            {"messages": [USER], "chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "'messages'",
+        ),
     ],
 )
-def test_messages_that_a_template_cannot_take_are_refused(fields: dict[str, Any], param: str, message: str) -> None:
+def test_messages_that_a_template_cannot_take_are_refused(
+    fields: dict[str, Any], param: str, message: str
+) -> None:
     """With the place, and in the template's own words where it has some."""
     with pytest.raises(RequestError, match=message) as refusal:
         template_of(QWEN_LIKE).render(request_of(**fields))
@@ -171,7 +243,9 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert render() is None
     config.write_text("{}")
     assert render() is None
-    config.write_text(json.dumps({"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}one"}))
+    config.write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}one"})
+    )
     assert render() == "<s>one"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     config.write_text(json.dumps({"chat_template": named}))
@@ -180,7 +254,10 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert render() == "own file"
 
 
-@pytest.mark.parametrize("content", ['{"chat_template": 3}', '{"chat_template": "{% if %}"}', '{"chat_template": [{}]}', "{"])
+@pytest.mark.parametrize(
+    "content",
+    ['{"chat_template": 3}', '{"chat_template": "{% if %}"}', '{"chat_template": [{}]}', "{"],
+)
 def test_a_broken_template_is_refused_by_name(tmp_path: Path, content: str) -> None:
     """At the start, and not at the first request."""
     (tmp_path / "tokenizer_config.json").write_text(content)

@@ -1,4 +1,6 @@
-"""The checkpointer between a page manager and agents that take, refuse, die and stall. No sockets and no model."""
+"""The checkpointer between a page manager and agents that take, refuse, die and stall. No sockets
+and no model.
+"""
 
 import asyncio
 import random
@@ -9,20 +11,28 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.agent.config import BackupSettings
+from kvrs.config.backup import BackupSettings
 from kvrs.engine import checkpoints
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.kv_pool import KvPool
-from kvrs.engine.requests import Run
+from kvrs.engine.requests import GenerationRun
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import Checkpoint
+from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.tags import Tag, root_tag
-from kvrs.scheduling import backlog, sequences
+from kvrs.scheduling import checkpoint_backlog as backlog
+from kvrs.scheduling import sequences
 from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.sources import Source
-from kvrs.transfer.peers import Claim, Held, Peer, StoreCode, StoredPages, TrafficClass
+from kvrs.scheduling.sources import PullSource
+from kvrs.transfer.peers import (
+    CheckpointClaim,
+    HeldPages,
+    Peer,
+    StoreCode,
+    StoredPages,
+    TrafficClass,
+)
 
 PAGE = 4
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=2, dtype_bytes=4, page_size_tokens=PAGE)
@@ -31,7 +41,9 @@ AGENTS = {name: Peer(name, NodeId("n"), "127.0.0.1", 1) for name in (A, B)}
 
 
 class Agents:
-    """What `PagePusher` would talk to. It copies what it is sent, page by page, with a switch of tasks in between."""
+    """What `PagePusher` would talk to. It copies what it is sent, page by page, with a switch of
+    tasks in between.
+    """
 
     def __init__(self) -> None:
         self.mood: dict[InstanceId, str] = {A: "well", B: "well"}
@@ -45,42 +57,44 @@ class Agents:
         self.stall: asyncio.Future[None] | None = None
         self.on_store: Callable[[], None] = lambda: None
 
-    async def offer(self, peer: Peer, claim: Claim, reserved_bytes: int, tags: Sequence[Tag]) -> Held:
+    async def offer(
+        self, peer: Peer, claim: CheckpointClaim, reserved_bytes: int, tags: Sequence[Tag]
+    ) -> HeldPages:
         self.offers += 1
         await self._suffer(peer.instance, "offers")
         key = (peer.instance, claim.stream)
         order = (claim.owner_epoch, claim.attempt)
         if order < self.latest.get(key, order):
-            return Held(StoreCode.FENCED, 0)
+            return HeldPages(StoreCode.FENCED, 0)
         if self.mood[peer.instance] == "full":
-            return Held(StoreCode.FULL, 0)
+            return HeldPages(StoreCode.FULL, 0)
         self.latest[key] = order
         self.reserved.add(key)
         held = self.tags.setdefault(key, [])
         common = 0
         while common < min(len(held), len(tags)) and held[common] == tags[common]:
             common += 1
-        return Held(StoreCode.OK, common)
+        return HeldPages(StoreCode.OK, common)
 
-    async def store(self, peer: Peer, batch: Sequence[StoredPages]) -> list[Held]:
+    async def store(self, peer: Peer, batch: Sequence[StoredPages]) -> list[HeldPages]:
         self.on_store()
         await self._suffer(peer.instance, "stores")
         return [await self._take(peer.instance, stored) for stored in batch]
 
-    async def _take(self, agent: InstanceId, stored: StoredPages) -> Held:
+    async def _take(self, agent: InstanceId, stored: StoredPages) -> HeldPages:
         key = (agent, stored.claim.stream)
         if (stored.claim.owner_epoch, stored.claim.attempt) < self.latest.get(key, (0, 0)):
-            return Held(StoreCode.FENCED, 0)
+            return HeldPages(StoreCode.FENCED, 0)
         held = self.tags.get(key, [])
         if key not in self.reserved or stored.first_page > len(held):
-            return Held(StoreCode.OK, len(held))
+            return HeldPages(StoreCode.OK, len(held))
         del held[stored.first_page :]
         for tag, page in zip(stored.tags, stored.pages, strict=True):
             await asyncio.sleep(0)
             self.bytes[tag] = bytes(page)
             self.received.append(tag)
             held.append(tag)
-        return Held(StoreCode.OK, len(held))
+        return HeldPages(StoreCode.OK, len(held))
 
     async def _suffer(self, agent: InstanceId, what: str) -> None:
         if self.mood[agent] == "dead":
@@ -99,7 +113,9 @@ class Agents:
 
 
 class World:
-    """Pages whose bytes are a function of their tag, and a scheduler that does just what a test says."""
+    """Pages whose bytes are a function of their tag, and a scheduler that the test
+    drives.
+    """
 
     def __init__(self, pages: int = 256, **backup: Any) -> None:
         self.pages = PageManager(pages, PAGE)
@@ -108,7 +124,13 @@ class World:
         self.released = 0
         settings = BackupSettings(gather_s=0.0, **backup)
         self.checkpointer = Checkpointer(
-            self.pages, self.pool, self.agents, AGENTS, settings, clock=self.now_s, released=self._count
+            self.pages,
+            self.pool,
+            self.agents,
+            AGENTS,
+            settings,
+            clock=self.now_s,
+            released=self._count,
         )
         self.most_pinned = 0
         self.sequences: list[sequences.Sequence] = []
@@ -133,16 +155,21 @@ class World:
         handed_over: bool = False,
     ) -> sequences.Sequence:
         sequence = sequences.Sequence(
-            StreamId(stream), (0, attempt), [7] * max(1, history * PAGE + 1), 0, root_tag("m", stream), prefill_only
+            StreamId(stream),
+            (0, attempt),
+            [7] * max(1, history * PAGE + 1),
+            0,
+            root_tag("m", stream),
+            prefill_only,
         )
-        source = Source(InstanceId("p"), None, range(0), TrafficClass.HANDOFF, StreamId(stream))
+        source = PullSource(InstanceId("p"), None, range(0), TrafficClass.HANDOFF, StreamId(stream))
         sequence.extend_tags(PAGE)
         self.sequences.append(sequence)
         self.checkpointer.began(run_of(sequence, to or (A,), (source,) if handed_over else ()))
         return sequence
 
     def fill(self, sequence: sequences.Sequence, pages: int) -> None:
-        """Compute that many pages more and say so."""
+        """Compute that many pages more and report them."""
         for _ in range(pages):
             index = sequence.computed_tokens // PAGE
             while len(sequence.token_ids) <= (index + 1) * PAGE:
@@ -157,9 +184,13 @@ class World:
 
     def end(self, sequence: sequences.Sequence, *, retained: bool = False) -> None:
         if retained:
-            self.pages.retain(sequence.stream, sequence.pages, len(sequence.pages) * PAGE, until_s=1e9)
+            self.pages.retain(
+                sequence.stream, sequence.pages, len(sequence.pages) * PAGE, until_s=1e9
+            )
         if sequence.prefill_only:
-            sequence.computed_tokens = sequence.history_tokens  # The last position lies in a page that is not full.
+            sequence.computed_tokens = (
+                sequence.history_tokens
+            )  # The last position lies in a page that is not full.
         self.pages.release(sequence.pages)
         sequence.pages = []
         self.checkpointer.ended(sequence)
@@ -178,11 +209,14 @@ def bytes_of(tag: Tag) -> bytes:
     return random.Random(tag).randbytes(GEOMETRY.page_bytes)
 
 
-def run_of(sequence: sequences.Sequence, agents: Sequence[InstanceId], sources: tuple[Source, ...]) -> Run:
+def run_of(
+    sequence: sequences.Sequence, agents: Sequence[InstanceId], sources: tuple[PullSource, ...]
+) -> GenerationRun:
     nothing: Any = None
-    return Run(
+    return GenerationRun(
         sequence=sequence,
         params=nothing,
+        biases=None,
         penalties=None,
         logprobs=None,
         text=nothing,
@@ -191,7 +225,7 @@ def run_of(sequence: sequences.Sequence, agents: Sequence[InstanceId], sources: 
         end_token_ids=frozenset(),
         stop_token_ids=frozenset(),
         sources=sources,
-        checkpoints=tuple(Checkpoint(agent, 1000) for agent in agents),
+        checkpoints=tuple(CheckpointTarget(agent, 1000) for agent in agents),
     )
 
 
@@ -303,7 +337,9 @@ async def test_a_small_pool_is_not_held_up_by_its_staging() -> None:
 
 @pytest.mark.parametrize("mood", ["dead", "stalls at offers", "stalls at stores", "full"])
 async def test_an_agent_that_does_not_take_pages_holds_up_nobody(mood: str) -> None:
-    """Another agent gets everything, and the engine's own calls return at once: they are no coroutines."""
+    """Another agent gets everything, and the engine's own calls return at once: they are no
+    coroutines.
+    """
     async with working(World(staging_pages=8)) as world:
         world.agents.mood[A] = mood
         sequence = world.begin("s", A, B)
@@ -369,7 +405,9 @@ async def test_an_agent_that_is_back_is_offered_its_pages_again(empty: bool) -> 
 
 
 async def test_an_agent_that_was_replaced_unnoticed_is_brought_everything() -> None:
-    """No connection broke on our side; its answer alone tells that it knows nothing of the stream."""
+    """No connection broke on our side; only its answer shows that it has nothing of the
+    stream.
+    """
     async with working(World()) as world:
         sequence = world.begin("s")
         world.fill(sequence, 5)
@@ -383,8 +421,12 @@ async def test_an_agent_that_was_replaced_unnoticed_is_brought_everything() -> N
         world.assert_held(sequence, 6)
 
 
-async def test_an_agent_that_was_replaced_between_offer_and_first_page_is_brought_everything() -> None:
-    """What it promised is forgotten, and it cannot have less than nothing: that nothing is taken must be enough of a sign."""
+async def test_an_agent_that_was_replaced_between_offer_and_first_page_is_brought_everything() -> (
+    None
+):
+    """Its reservation is gone, and it cannot have less than nothing: that nothing is taken
+    must be enough of a sign.
+    """
     async with working(World()) as world:
         world.agents.mood[A] = "stalls at stores"
         sequence = world.begin("s")
@@ -416,10 +458,14 @@ async def test_a_superseded_attempt_sends_nothing_more() -> None:
 
 
 class TestHandOff:
-    """Prefill and decode instances are two checkpointers; here they share the world, so as to share the agent."""
+    """Prefill and decode instances are two checkpointers; here they share the world, so as to share
+    the agent.
+    """
 
     async def test_the_prompt_is_sent_once_though_both_are_at_it(self) -> None:
-        world = World(staging_pages=1)  # Prefill takes many rounds, in which decode looks again and again.
+        world = World(
+            staging_pages=1
+        )  # Prefill takes many rounds, in which decode looks again and again.
         decode = Checkpointer(
             world.pages,
             world.pool,
@@ -455,7 +501,9 @@ class TestHandOff:
     async def test_what_a_prefill_computed_goes_on_being_sent_while_it_is_retained(self) -> None:
         async with working(World()) as world:
             world.agents.mood[A] = "dead"
-            kept, given_up = (world.begin(stream, history=6, prefill_only=True) for stream in ("kept", "given up"))
+            kept, given_up = (
+                world.begin(stream, history=6, prefill_only=True) for stream in ("kept", "given up")
+            )
             for sequence in (kept, given_up):
                 world.fill(sequence, 6)
             world.end(kept, retained=True)
@@ -470,7 +518,7 @@ class TestHandOff:
             assert world.checkpointer.unprotected == 0
 
     async def test_a_prompt_that_was_cached_is_brought_all_the_same(self) -> None:
-        """No batch filled a page of it, so the first word about it is that it ended."""
+        """No batch filled a page of it, so its end is the first event."""
         async with working(World()) as world:
             first = world.begin("s", B, history=3, prefill_only=True)
             world.fill(first, 3)
@@ -512,13 +560,17 @@ async def test_whoever_waits_for_pages_hears_when_they_are_not_pinned_any_more()
 
 
 async def test_without_agents_it_waits_for_ever_and_does_nothing() -> None:
-    """An instance whose tasks end is taken for broken."""
+    """An instance with an ended task counts as broken."""
     pages = PageManager(4, PAGE)
     pool = KvPool(GEOMETRY, 4, torch.device("cpu"))
-    idle = Checkpointer(pages, pool, Agents(), {}, BackupSettings(), clock=lambda: 0.0, released=lambda: None)
+    idle = Checkpointer(
+        pages, pool, Agents(), {}, BackupSettings(), clock=lambda: 0.0, released=lambda: None
+    )
     task = asyncio.create_task(idle.run())
     await asyncio.sleep(0)
-    sequence = sequences.Sequence(StreamId("s"), (0, 1), [1], 0, root_tag("m", ""), prefill_only=False)
+    sequence = sequences.Sequence(
+        StreamId("s"), (0, 1), [1], 0, root_tag("m", ""), prefill_only=False
+    )
     idle.began(run_of(sequence, [A], ()))
     idle.filled(sequence)
     idle.ended(sequence)

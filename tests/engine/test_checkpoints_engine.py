@@ -7,26 +7,29 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
+from kvrs.config.transfer import TransferSettings
 from kvrs.engine import checkpoints
-from kvrs.engine.http import make_app
 from kvrs.engine.instance import EngineInstance
+from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.frames import Claim, StoreCode
 from kvrs.protocol.instance import Capability
+from kvrs.protocol.page_messages import CheckpointClaim, StoreCode
 from kvrs.protocol.tags import Tag, page_tags
-from kvrs.scheduling import backlog
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
+from kvrs.scheduling import checkpoint_backlog as backlog
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, PullRequest
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.host import HostStore
-from tests.engine.serving import SECRET, TOKEN
+from tests.engine.serving import SECRET
+from tests.ports import instance_client
+
+pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 AGENT, AGENTS_NODE = InstanceId("agent-n1"), NodeId("n1")
 PAGE = 16
@@ -37,13 +40,15 @@ class CountingStore(HostStore):
 
     sent: list[tuple[StreamId, Tag]]
 
-    def begin(self, claim: Claim, first_page: int, tags: tuple[Tag, ...]) -> Any:
+    def begin(self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]) -> Any:
         self.sent += [(claim.stream, tag) for tag in tags]
         return super().begin(claim, first_page, tags)
 
 
 @asynccontextmanager
-async def agent(directory: Path, port: int = 0, capacity_bytes: int = 64 << 20) -> AsyncIterator[tuple[CountingStore, int]]:
+async def agent(
+    directory: Path, port: int = 0, capacity_bytes: int = 64 << 20
+) -> AsyncIterator[tuple[CountingStore, int]]:
     """A store and its page port, as an agent has them."""
     loop = asyncio.get_running_loop()
     with StoreDirectory(directory) as place:
@@ -67,7 +72,8 @@ async def agent(directory: Path, port: int = 0, capacity_bytes: int = 64 << 20) 
 
 def cluster(model: Path, agent_port: int, **sections: Any) -> Config:
     prefill, decode, third = (
-        {"id": name, "role": role} for name, role in (("p0", "prefill"), ("d0", "decode"), ("p1", "prefill"))
+        {"id": name, "role": role}
+        for name, role in (("p0", "prefill"), ("d0", "decode"), ("p1", "prefill"))
     )
     engine = {"pages": 512, **sections.pop("engine", {})}
     return parse_config(
@@ -77,7 +83,13 @@ def cluster(model: Path, agent_port: int, **sections: Any) -> Config:
                 "engine": engine,
                 "allow_faults": True,
                 "nodes": [
-                    {"id": "n0", "instances": [{**prefill, "page_port": free_port()}, {**decode, "page_port": free_port()}]},
+                    {
+                        "id": "n0",
+                        "instances": [
+                            {**prefill, "page_port": free_port()},
+                            {**decode, "page_port": free_port()},
+                        ],
+                    },
                     {"id": "n1", "instances": [third], "agent": {"page_port": agent_port}},
                 ],
             },
@@ -94,10 +106,12 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def engine(config: Config, name: str) -> AsyncIterator[tuple[EngineInstance, TestClient[Any, Any]]]:
+async def engine(
+    config: Config, name: str
+) -> AsyncIterator[tuple[EngineInstance, aiohttp.ClientSession]]:
     """An instance; when it is closed nothing is pinned any more."""
     instance = EngineInstance(config, InstanceId(name), 1, SECRET)
-    async with TestClient(TestServer(make_app(instance)), headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+    async with instance_client(make_app(instance), SECRET, name) as client:
         await instance.start()
         try:
             yield instance, client
@@ -114,15 +128,25 @@ def prompt_of(seed: int, tokens: int) -> list[int]:
     return [2 + (seed * 7919 + index * 31) % 500 for index in range(tokens)]
 
 
-async def ask(client: TestClient[Any, Any], stream: str, ids: list[int], max_tokens: int, **body: Any) -> dict[str, Any]:
+async def ask(
+    client: aiohttp.ClientSession, stream: str, ids: list[int], max_tokens: int, **body: Any
+) -> dict[str, Any]:
     kvrs = {
         "stream": stream,
         "attempt": 1,
         "prompt_tokens": len(ids),
         "checkpoints": [{"agent": AGENT, "reserved_bytes": 16 << 20}],
     }
-    asked = {"prompt": ids, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
-    async with client.post("/v1/completions", json={**asked, "kvrs": {**kvrs, **body.pop("kvrs", {})}, **body}) as response:
+    asked = {
+        "prompt": ids,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    async with client.post(
+        "/v1/completions", json={**asked, "kvrs": {**kvrs, **body.pop("kvrs", {})}, **body}
+    ) as response:
         answer = await response.json()
         assert response.status == 200, answer
         assert isinstance(answer, dict)
@@ -130,11 +154,17 @@ async def ask(client: TestClient[Any, Any], stream: str, ids: list[int], max_tok
 
 
 async def prefill_and_decode(
-    prefill: TestClient[Any, Any], decode: TestClient[Any, Any], stream: str, ids: list[int], max_tokens: int
+    prefill: aiohttp.ClientSession,
+    decode: aiohttp.ClientSession,
+    stream: str,
+    ids: list[int],
+    max_tokens: int,
 ) -> list[int]:
     """What a proxy does with a stream; returns its tokens."""
     done = await ask(prefill, stream, ids, 1, kv_transfer_params={"do_remote_decode": True})
-    answer = await ask(decode, stream, ids, max_tokens, kv_transfer_params=done["kv_transfer_params"])
+    answer = await ask(
+        decode, stream, ids, max_tokens, kv_transfer_params=done["kv_transfer_params"]
+    )
     return list(answer["choices"][0]["token_ids"])
 
 
@@ -146,7 +176,7 @@ async def eventually(what: Callable[[], bool]) -> None:
 
 @contextmanager
 def stalling_server() -> Iterator[int]:
-    """Takes connections and never says a word, like a process that was stopped."""
+    """Accepts connections and never answers, like a stopped process."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen(64)
@@ -159,37 +189,61 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backlog, "STUCK_S", 0.02)
 
 
-async def test_prefill_and_decode_together_keep_whole_streams_at_the_agent(tiny_model: Path, tmp_path: Path) -> None:
+async def test_prefill_and_decode_together_keep_whole_streams_at_the_agent(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """Bit for bit what decode has, whole while the streams go on, and no page is sent twice."""
     streams = {f"s{seed}": prompt_of(seed, 70 + 37 * seed) for seed in range(4)}
     async with asyncio.timeout(60), agent(tmp_path / "store") as (store, port):
         config = cluster(tiny_model, port)
-        async with engine(config, "p0") as (prefill, to_prefill), engine(config, "d0") as (decode, to_decode):
+        async with (
+            engine(config, "p0") as (prefill, to_prefill),
+            engine(config, "d0") as (decode, to_decode),
+        ):
             assert Capability.CHECKPOINT in prefill.info().capabilities
             answers = asyncio.gather(
-                *(prefill_and_decode(to_prefill, to_decode, stream, ids, 90) for stream, ids in streams.items())
+                *(
+                    prefill_and_decode(to_prefill, to_decode, stream, ids, 90)
+                    for stream, ids in streams.items()
+                )
             )
             # A stream that ended has nothing to bring: it is looked at while it runs.
-            await eventually(lambda: all(store.held(StreamId(stream)) > len(ids) // PAGE for stream, ids in streams.items()))
+            await eventually(
+                lambda: all(
+                    store.held(StreamId(stream)) > len(ids) // PAGE
+                    for stream, ids in streams.items()
+                )
+            )
             outputs = await answers
-            await eventually(lambda: prefill.load().checkpoint_lag_pages == decode.load().checkpoint_lag_pages == 0)
+            await eventually(
+                lambda: (
+                    prefill.load().checkpoint_lag_pages == decode.load().checkpoint_lag_pages == 0
+                )
+            )
 
             for (stream, ids), output in zip(streams.items(), outputs, strict=True):
                 tags = page_tags(decode.root(""), ids + output[:-1], PAGE)
                 held = store.held(StreamId(stream))
-                # What was filled in the last moments of a stream need not be there; what was filled before must.
+                # What was filled in the last moments of a stream need not be there; what was filled
+                # before must.
                 assert len(tags) - 2 <= held <= len(tags)
                 theirs = await store.pin(PullRequest(tuple(tags[:held])))
                 ours = decode.pages.match(tags[:held])
                 assert len(ours) == held
-                assert [bytes(page) for page in theirs.pages] == [bytes(decode.worker.pool.view(page)) for page in ours]
+                assert [bytes(page) for page in theirs.pages] == [
+                    bytes(decode.worker.pool.view(page)) for page in ours
+                ]
                 decode.pages.release(ours)
                 store.unpin(theirs)
             assert len(store.sent) == len(set(store.sent))
 
 
-async def test_a_stream_that_is_longer_than_was_guessed_is_kept_whole(tiny_model: Path, tmp_path: Path) -> None:
-    """The proxy reserves before anybody has tokenised a text; who has done that asks for what is really needed."""
+async def test_a_stream_that_is_longer_than_was_guessed_is_kept_whole(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The proxy reserves before the text is tokenised; the engine that tokenises it asks for what
+    is really needed.
+    """
     ids = prompt_of(6, 100)
     async with (
         asyncio.timeout(60),
@@ -215,7 +269,9 @@ async def tokens_without(model: Path, ids: list[int], max_tokens: int) -> list[i
 
 
 @pytest.mark.parametrize("how", ["dead", "stalled", "full"])
-async def test_decode_goes_on_whatever_the_agent_does(tiny_model: Path, tmp_path: Path, how: str) -> None:
+async def test_decode_goes_on_whatever_the_agent_does(
+    tiny_model: Path, tmp_path: Path, how: str
+) -> None:
     """Same tokens, all of them, while nothing is taken; and the pool is as small as it can be."""
     ids = prompt_of(1, 100)
     expected = await tokens_without(tiny_model, ids, 60)
@@ -223,7 +279,9 @@ async def test_decode_goes_on_whatever_the_agent_does(tiny_model: Path, tmp_path
         with stalling_server() as stalling:
             async with agent(tmp_path / "store", capacity_bytes=1 << 16) as (store, small):
                 port = {"dead": 1, "stalled": stalling, "full": small}[how]
-                config = cluster(tiny_model, port, engine={"pages": 10}, transfer={"stall_timeout_s": 0.05})
+                config = cluster(
+                    tiny_model, port, engine={"pages": 10}, transfer={"stall_timeout_s": 0.05}
+                )
                 async with engine(config, "d0") as (decode, client):
                     unprotected = 0
 
@@ -243,8 +301,12 @@ async def test_decode_goes_on_whatever_the_agent_does(tiny_model: Path, tmp_path
                     assert store.held_bytes == 0
 
 
-async def test_an_agent_that_comes_up_late_gets_everything(tiny_model: Path, tmp_path: Path) -> None:
-    """The stream began without protection, and is protected as soon as there is somebody to protect it."""
+async def test_an_agent_that_comes_up_late_gets_everything(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The stream began without protection, and is protected as soon as there is an agent to protect
+    it.
+    """
     ids, port = prompt_of(2, 100), free_port()
     config = cluster(tiny_model, port)
     async with asyncio.timeout(60), engine(config, "d0") as (decode, client):
@@ -259,8 +321,10 @@ async def test_an_agent_that_comes_up_late_gets_everything(tiny_model: Path, tmp
             await eventually(lambda: decode.checkpointer.lag_pages == 0)
 
 
-async def test_an_agent_that_is_replaced_gets_everything_again(tiny_model: Path, tmp_path: Path) -> None:
-    """The new one has nothing, and its promises are to be asked for anew."""
+async def test_an_agent_that_is_replaced_gets_everything_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The new one has nothing, and must get new offers."""
     ids, port = prompt_of(3, 100), free_port()
     config = cluster(tiny_model, port)
     async with asyncio.timeout(60), engine(config, "d0") as (_, client):
@@ -272,7 +336,9 @@ async def test_an_agent_that_is_replaced_gets_everything_again(tiny_model: Path,
         await answer
 
 
-async def test_a_page_that_is_damaged_on_its_way_is_sent_again(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_page_that_is_damaged_on_its_way_is_sent_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """The agent's checksum finds it; it never becomes visible."""
     ids = prompt_of(4, 100)
     async with asyncio.timeout(60), agent(tmp_path / "store") as (store, port):
@@ -286,27 +352,35 @@ async def test_a_page_that_is_damaged_on_its_way_is_sent_again(tiny_model: Path,
             theirs = await store.pin(PullRequest(tuple(tags)))
             ours = decode.pages.match(tags[: len(theirs.pages)])
             assert len(theirs.pages) > 10
-            assert [bytes(page) for page in theirs.pages] == [bytes(decode.worker.pool.view(page)) for page in ours]
+            assert [bytes(page) for page in theirs.pages] == [
+                bytes(decode.worker.pool.view(page)) for page in ours
+            ]
             assert len(store.sent) > len(set(store.sent))
             decode.pages.release(ours)
             store.unpin(theirs)
 
 
-async def test_an_older_attempt_is_shut_out_by_its_successor(tiny_model: Path, tmp_path: Path) -> None:
-    """Both run, on two engines that do not know of each other; only the later one's pages are taken."""
+async def test_an_older_attempt_is_shut_out_by_its_successor(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Both run, on two engines that do not know of each other; only the later one's pages are
+    taken.
+    """
     ids = prompt_of(5, 64)
     async with asyncio.timeout(60), agent(tmp_path / "store") as (store, port):
         config = cluster(tiny_model, port)
         async with engine(config, "d0") as (old, to_old), engine(config, "p1") as (_, to_new):
             first = asyncio.create_task(ask(to_old, "s", ids, 300))
             await eventually(lambda: store.held(StreamId("s")) > 4)
-            second = asyncio.create_task(ask(to_new, "s", ids, 60, temperature=1.0, seed=9, kvrs={"attempt": 2}))
+            second = asyncio.create_task(
+                ask(to_new, "s", ids, 60, temperature=1.0, seed=9, kvrs={"attempt": 2})
+            )
             await eventually(lambda: old.checkpointer.unprotected == 1)
             sent = len(store.sent)
             await asyncio.gather(first, second)
 
             assert [stream for stream, _ in store.sent[sent:]].count(StreamId("s")) <= 8
-            assert store.offer(Claim(StreamId("s"), 0, 1), 1, ()).code is StoreCode.FENCED
+            assert store.offer(CheckpointClaim(StreamId("s"), 0, 1), 1, ()).code is StoreCode.FENCED
 
 
 @pytest.mark.parametrize(
@@ -318,8 +392,12 @@ async def test_an_older_attempt_is_shut_out_by_its_successor(tiny_model: Path, t
         {"checkpoints": [{"agent": AGENT, "reserved_bytes": 1 << 64}]},
     ],
 )
-async def test_what_no_frame_can_carry_is_refused(tiny_model: Path, tmp_path: Path, kvrs: dict[str, Any]) -> None:
-    """Else the engine would find out when it tells the agent, and end with all its streams; and so would the next one."""
+async def test_what_no_frame_can_carry_is_refused(
+    tiny_model: Path, tmp_path: Path, kvrs: dict[str, Any]
+) -> None:
+    """Else the engine would find out when it makes the offer, and end with all its streams; and so
+    would the next one.
+    """
     async with (
         asyncio.timeout(60),
         agent(tmp_path / "store") as (_, port),

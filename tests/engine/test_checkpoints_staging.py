@@ -1,4 +1,6 @@
-"""Pages between a device and host buffers. The device is a CPU here, on which the same copies run at once."""
+"""Pages between a device and host buffers. The device is a CPU here, on which the same copies run
+at once.
+"""
 
 import asyncio
 
@@ -20,7 +22,9 @@ PAGES = 8
 
 def filled_pool(dtype_bytes: int = 4, *, buffered: bool) -> KvPool:
     """Every page has bytes of its own; with `buffered` they travel as beside a GPU."""
-    geometry = KvGeometry(layers=2, kv_heads=2, head_dim=4, dtype_bytes=dtype_bytes, page_size_tokens=4)
+    geometry = KvGeometry(
+        layers=2, kv_heads=2, head_dim=4, dtype_bytes=dtype_bytes, page_size_tokens=4
+    )
     pool = KvPool(geometry, PAGES, torch.device("cpu"))
     pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
     if buffered:
@@ -30,7 +34,9 @@ def filled_pool(dtype_bytes: int = 4, *, buffered: bool) -> KvPool:
 
 @pytest.mark.parametrize("dtype_bytes", [2, 4])
 @pytest.mark.parametrize("buffered", [False, True])
-async def test_pages_that_are_saved_and_restored_are_the_same_bits(dtype_bytes: int, buffered: bool) -> None:
+async def test_pages_that_are_saved_and_restored_are_the_same_bits(
+    dtype_bytes: int, buffered: bool
+) -> None:
     """To other places of the pool; and those beyond the count are left alone."""
     pool = filled_pool(dtype_bytes, buffered=buffered)
     before = pool.tensor.clone()
@@ -82,14 +88,18 @@ async def test_a_page_server_sends_what_the_pages_held_when_they_were_pinned() -
     pinned = await source.pin(PullRequest((tag,), StreamId("s"), tail_index=1))
 
     assert pinned.tail is not None
-    assert [bytes(view) for view in (*pinned.pages, pinned.tail)] == [bytes(pool.view(page)) for page in allocated]
+    assert [bytes(view) for view in (*pinned.pages, pinned.tail)] == [
+        bytes(pool.view(page)) for page in allocated
+    ]
     source.unpin(pinned)
     pages.release(allocated)
     assert len(pool._area._free) == 2
 
 
 async def test_pages_that_cannot_be_staged_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a GPU the host may have no memory left to pin: the one who asked gets nothing, and everybody else the pages."""
+    """Beside a GPU the host may have no memory left to pin: the caller gets nothing, and
+    the pages are released for others.
+    """
     pages, pool = PageManager(PAGES, 4), filled_pool(buffered=True)
     source = EnginePages(pages, pool, released=lambda: None)
     allocated, tag = pages.allocate(1), root_tag("m", "page")

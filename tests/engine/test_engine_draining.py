@@ -1,4 +1,4 @@
-"""An instance that is told to end: when it does."""
+"""Draining: when an instance that should end does so."""
 
 import asyncio
 import socket
@@ -9,19 +9,29 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 
-from kvrs.config import parse_config
+from kvrs.config.file import parse_config
 from kvrs.engine.server import serve
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
-from kvrs.protocol.secrets import http_token
+from kvrs.protocol.secrets import Door, door_key
 from tests.engine.serving import SECRET
+from tests.ports import client_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 
 class Told:
     """One instance, served as its process does, and the signals that it gets."""
 
-    def __init__(self, http: aiohttp.ClientSession, ended: "asyncio.Task[None]", stop: asyncio.Event, at_once: asyncio.Event):
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        ended: "asyncio.Task[None]",
+        stop: asyncio.Event,
+        at_once: asyncio.Event,
+    ):
         self.http = http
         self.ended = ended
         self.stop = stop
@@ -29,7 +39,13 @@ class Told:
 
     async def begin(self, stream: str, max_tokens: int, **fields: Any) -> aiohttp.ClientResponse:
         kvrs = {"stream": stream, "attempt": 1, "prompt_tokens": 40}
-        body = {"prompt": list(range(10, 50)), "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "kvrs": kvrs}
+        body = {
+            "prompt": list(range(10, 50)),
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "kvrs": kvrs,
+        }
         answer = await self.http.post("/v1/completions", json=body | fields)
         assert answer.status == 200, await answer.text()
         await answer.content.readuntil(b"\n\n")
@@ -40,8 +56,12 @@ class Told:
             return list((await answer.json())["unknown"])
 
     async def retain(self, stream: str) -> None:
-        """Pages on which somebody has a lease that ends after every test."""
-        body = {"prompt": list(range(10, 50)), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        """Pages with a lease that ends after every test."""
+        body = {
+            "prompt": list(range(10, 50)),
+            "max_tokens": 1,
+            "kv_transfer_params": {"do_remote_decode": True},
+        }
         kvrs = {"stream": stream, "attempt": 1, "prompt_tokens": 40}
         async with self.http.post("/v1/completions", json=body | {"kvrs": kvrs}) as answer:
             assert answer.status == 200, await answer.text()
@@ -63,14 +83,28 @@ async def told(model: Path, drain_s: float = 60.0) -> AsyncIterator[Told]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             ports.append(free.getsockname()[1])
-    nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", "port": ports[0], "page_port": ports[1]}]}]
+    nodes = [
+        {
+            "id": "n0",
+            "instances": [{"id": "e0", "role": "both", "port": ports[0], "page_port": ports[1]}],
+        }
+    ]
     config = parse_config(
-        {"cluster": {"model": str(model), "nodes": nodes, "drain_s": drain_s, "engine": {"max_model_len": 2048}}}
+        {
+            "cluster": {
+                "model": str(model),
+                "nodes": nodes,
+                "drain_s": drain_s,
+                "engine": {"max_model_len": 2048},
+            }
+        }
     )
     stop, at_once, ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    ended = asyncio.create_task(serve(config, InstanceId("e0"), 1, SECRET, stop, ready.set, at_once))
-    headers = {"Authorization": f"Bearer {http_token(SECRET)}"}
-    async with asyncio.timeout(60), aiohttp.ClientSession(f"http://127.0.0.1:{ports[0]}", headers=headers) as http:
+    ended = asyncio.create_task(
+        serve(config, InstanceId("e0"), 1, SECRET, stop, ready.set, at_once)
+    )
+    key = door_key(SECRET, Door.INSTANCE, "e0")
+    async with asyncio.timeout(60), client_of(f"http://127.0.0.1:{ports[0]}", key) as http:
         await ready.wait()
         try:
             yield Told(http, ended, stop, at_once)
@@ -81,30 +115,34 @@ async def told(model: Path, drain_s: float = 60.0) -> AsyncIterator[Told]:
 
 
 async def test_an_idle_instance_ends_at_once(tiny_model: Path) -> None:
-    """Nobody would come to take anything away."""
+    """No proxy would move streams or fetch pages."""
     async with told(tiny_model) as one, one.http.get("/kvrs/v1/load?watch=0.05"):
         one.stop.set()
 
         await one.ended
 
 
-async def test_it_says_that_it_is_about_to_end_and_lets_its_streams_come_to_theirs(tiny_model: Path) -> None:
-    """Whoever can take them away does; for the others it stays."""
+async def test_it_says_that_it_is_about_to_end_and_lets_its_streams_come_to_theirs(
+    tiny_model: Path,
+) -> None:
+    """Watching proxies move their streams; for the others it stays."""
     async with told(tiny_model) as one:
         answer = await one.begin("s", max_tokens=300)
         before = (await one.load()).draining
 
         one.stop.set()
         await one.until_draining()
-        said = await answer.read()
+        output = await answer.read()
         await one.ended
 
     assert not before
-    assert said.endswith(b"data: [DONE]\n\n")
+    assert output.endswith(b"data: [DONE]\n\n")
 
 
 async def test_what_was_taken_away_is_kept_for_whoever_fetches_it(tiny_model: Path) -> None:
-    """A moment, and only as long as somebody watches: else there is nobody who could have taken it."""
+    """A moment, and only as long as a proxy watches: else there is none that could have
+    taken it.
+    """
     async with told(tiny_model) as one:
         watch = await one.http.get("/kvrs/v1/load?watch=0.05")
         answer = await one.begin("s", max_tokens=1500)
@@ -115,16 +153,16 @@ async def test_what_was_taken_away_is_kept_for_whoever_fetches_it(tiny_model: Pa
         while (await one.load()).running:
             await asyncio.sleep(0.005)
         unknown = await one.lease(renew=["s", "other"])
-        said = [await watch.content.readline() for _ in range(40)]
+        output = [await watch.content.readline() for _ in range(40)]
         watch.close()
         await one.ended
 
     assert unknown == ["other"]
-    assert b"" not in said, "it ended though somebody had a lease on its pages"
+    assert b"" not in output, "it ended though its pages had a lease"
 
 
 async def test_its_patience_has_an_end(tiny_model: Path) -> None:
-    """Its place is wanted; whoever is left is recovered as after a death."""
+    """The time is over; streams that are left are recovered as after a death."""
     async with told(tiny_model, drain_s=0.0) as one, one.http.get("/kvrs/v1/load?watch=0.05"):
         await one.retain("s")
 

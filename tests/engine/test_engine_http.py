@@ -10,26 +10,41 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from kvrs.engine.requests import Run, StepOutput
+from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.protocol import frames
-from tests.engine.serving import TOKEN, serving
+from kvrs.protocol.secrets import Door, door_key
+from tests.engine.serving import SECRET, serving
+from tests.ports import tunnel
+
+pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 MESSAGES = [{"role": "user", "content": "kalo miren"}]
 KVRS = {"stream": "s", "attempt": 1, "prompt_tokens": 2}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
+@pytest.mark.process  # The client asks the system for its platform, once.
 async def test_the_openai_client_understands_both_endpoints(tiny_model: Path) -> None:
-    """Streamed and whole, with usage and log probabilities; a stream and a whole answer say the same."""
+    """Streamed and whole, with usage and log probabilities; a stream and a whole answer are the
+    same.
+    """
     async with (
         serving(tiny_model) as (_, client),
-        openai.AsyncOpenAI(base_url=str(client.make_url("/v1")), api_key=TOKEN, max_retries=0) as user,
+        tunnel(client, door_key(SECRET, Door.INSTANCE, "e0")) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as user,
     ):
-        chat: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 9, "temperature": 0}
+        chat: dict[str, Any] = {
+            "model": "tiny",
+            "messages": MESSAGES,
+            "max_completion_tokens": 9,
+            "temperature": 0,
+        }
         whole_chat = await user.chat.completions.create(**chat, logprobs=True, top_logprobs=2)
         chunks = [chunk async for chunk in await user.chat.completions.create(**chat, stream=True)]
-        whole_text = await user.completions.create(model="tiny", prompt="kalo", max_tokens=9, temperature=0, logprobs=2)
+        whole_text = await user.completions.create(
+            model="tiny", prompt="kalo", max_tokens=9, temperature=0, logprobs=2
+        )
         echoed = [
             event.choices[0].text
             async for event in await user.completions.create(
@@ -47,8 +62,13 @@ async def test_the_openai_client_understands_both_endpoints(tiny_model: Path) ->
     assert logprobs is not None
     assert logprobs.content is not None
     assert [len(token.top_logprobs) for token in logprobs.content] == [2] * 9
-    assert all(token.logprob == token.top_logprobs[0].logprob for token in logprobs.content), "greedy takes the likeliest"
-    assert bytes(byte for token in logprobs.content for byte in token.bytes or []).decode() == message.content
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in logprobs.content), (
+        "greedy takes the likeliest"
+    )
+    assert (
+        bytes(byte for token in logprobs.content for byte in token.bytes or []).decode()
+        == message.content
+    )
     assert "".join(echoed) == whole_text.choices[0].text
     found = whole_text.choices[0].logprobs
     assert found is not None
@@ -58,32 +78,54 @@ async def test_the_openai_client_understands_both_endpoints(tiny_model: Path) ->
 
 
 async def test_prefill_of_a_chat_hands_its_ids_and_pages_over(tiny_model: Path) -> None:
-    """As vLLM does for chats: the prompt's ids stand at the top. With them decode needs no template."""
-    body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True, "kv_transfer_params": {"do_remote_decode": True}}
+    """As vLLM does for chats: the prompt's ids stand at the top. With them decode needs no
+    template.
+    """
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 1,
+        "return_token_ids": True,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
     async with serving(tiny_model) as (instance, client):
-        answer = await (await client.post(CHAT, json={**body, "kvrs": {**KVRS, "prompt_tokens": 0}})).json()
+        answer = await (
+            await client.post(CHAT, json={**body, "kvrs": {**KVRS, "prompt_tokens": 0}})
+        ).json()
 
         text = "<|begin|>user: kalo miren<|end|>\nassistant: "
         assert answer["object"] == "chat.completion"
-        assert answer["prompt_token_ids"] == instance.served.tokenizer.encode(text, add_special_tokens=False).ids
+        assert (
+            answer["prompt_token_ids"]
+            == instance.vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        )
         assert answer["kv_transfer_params"]["remote_engine_id"] == "e0"
         assert answer["choices"][0]["token_ids"] == []
         assert answer["usage"]["completion_tokens"] == 0
 
 
 async def test_log_probabilities_are_the_models_own(tiny_model: Path) -> None:
-    """As in vLLM: of what the model thinks, before penalties and temperature change what is drawn."""
+    """As in vLLM: of what the model thinks, before penalties and temperature change what is
+    drawn.
+    """
     body = {"prompt": "kalo kalo kalo", "max_tokens": 1, "logprobs": 4, "temperature": 0}
     async with serving(tiny_model) as (_, client):
         plain = await (await client.post(COMPLETIONS, json=body)).json()
-        bent = await (await client.post(COMPLETIONS, json={**body, "temperature": 0.3, "repetition_penalty": 1.9})).json()
+        bent = await (
+            await client.post(
+                COMPLETIONS, json={**body, "temperature": 0.3, "repetition_penalty": 1.9}
+            )
+        ).json()
 
-    plain_top, bent_top = (answer["choices"][0]["logprobs"]["top_logprobs"][0] for answer in (plain, bent))
+    plain_top, bent_top = (
+        answer["choices"][0]["logprobs"]["top_logprobs"][0] for answer in (plain, bent)
+    )
     assert plain_top == dict(list(bent_top.items())[:4])
 
 
 # In the arguments, which are JSON within JSON.
-HALF_A_PAIR = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}]
+HALF_A_PAIR = [
+    {"id": "c", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
+]
 
 TAKE_OVER = {"do_remote_prefill": True, "remote_engine_id": "e0"}
 
@@ -100,10 +142,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "kalo " * 100_000}]}, "messages"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": HALF_A_PAIR}]}, "messages"),
     (COMPLETIONS, {"prompt": [5] * 3000}, "prompt"),
-    (COMPLETIONS, {"prompt": [5] * 3000, "kvrs": KVRS, "kv_transfer_params": {"do_remote_decode": True}}, "max_tokens"),
+    (
+        COMPLETIONS,
+        {"prompt": [5] * 3000, "kvrs": KVRS, "kv_transfer_params": {"do_remote_decode": True}},
+        "max_tokens",
+    ),
     (COMPLETIONS, {"prompt": [5, 5, 6, 7, 8], "max_tokens": 2, "kvrs": KVRS}, "max_tokens"),
     (COMPLETIONS, {"prompt": "x", "kvrs": {**KVRS, "token_ids": [5]}}, "kvrs.token_ids"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+    ),
     (COMPLETIONS, {"prompt": "x", "kvrs": {**KVRS, "stream": "é" * 128}}, "kvrs.stream"),
     (
         COMPLETIONS,
@@ -114,10 +164,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 async def test_what_an_engine_cannot_serve_is_refused(tiny_model: Path) -> None:
-    """With 400 and the field's name; and the engine lives on."""
+    """With 400 and the field's name; and the engine serves on."""
     async with serving(tiny_model) as (instance, client):
-        ended = [5, 5, *instance.served.tokenizer.encode("END.", add_special_tokens=False).ids]
-        for path, fields, param in [*REFUSED, (COMPLETIONS, {"prompt": ended, "stop": "EN", "kvrs": KVRS}, "stop")]:
+        ended = [5, 5, *instance.vocabulary.tokenizer.encode("END.", add_special_tokens=False).ids]
+        for path, fields, param in [
+            *REFUSED,
+            (COMPLETIONS, {"prompt": ended, "stop": "EN", "kvrs": KVRS}, "stop"),
+        ]:
             response = await client.post(path, json=fields)
             refusal = await response.json()
 
@@ -127,45 +180,69 @@ async def test_what_an_engine_cannot_serve_is_refused(tiny_model: Path) -> None:
 
 
 async def test_a_chat_without_max_tokens_may_fill_the_context(tiny_model: Path) -> None:
-    """Whatever the prompt leaves of what the instance says of itself, also where its pages are fewer than its positions."""
+    """Whatever the prompt leaves of the instance's own limit, also where its pages are
+    fewer than its positions.
+    """
     async with serving(tiny_model, pages=4) as (instance, client):
-        answer = await (await client.post(CHAT, json={"messages": MESSAGES, "temperature": 0, "ignore_eos": True})).json()
+        answer = await (
+            await client.post(
+                CHAT, json={"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
+            )
+        ).json()
 
         assert instance.info().max_model_len == 64
         assert answer["usage"]["total_tokens"] == 64
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_no_history_has_more_pages_than_a_frame_has_tags(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_history_has_more_pages_than_a_frame_has_tags(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With small pages a long prompt would; to ask a peer for them would end the instance."""
     monkeypatch.setattr(frames, "MAX_TAGS", 3)
     async with serving(tiny_model) as (instance, client):
-        too_long = await client.post(COMPLETIONS, json={"prompt": [5] * 65, "max_tokens": 1, "kvrs": KVRS})
+        too_long = await client.post(
+            COMPLETIONS, json={"prompt": [5] * 65, "max_tokens": 1, "kvrs": KVRS}
+        )
 
         assert instance.info().max_model_len == 48
         assert too_long.status == 400
 
 
 async def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:
-    """It says so, and what it takes instead; ids need no template."""
+    """The error names what is allowed instead; ids need no template."""
     write_tiny_model(tmp_path / "model", seed=0)
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
     async with serving(tmp_path / "model") as (_, client):
         refusal = await client.post(CHAT, json={"messages": MESSAGES})
-        resumed = await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 3, "kvrs": {**KVRS, "token_ids": [5, 6, 7]}})
+        resumed = await client.post(
+            CHAT,
+            json={"messages": MESSAGES, "max_tokens": 3, "kvrs": {**KVRS, "token_ids": [5, 6, 7]}},
+        )
 
         assert refusal.status == 400
-        assert "no chat template; allowed: /v1/completions" in (await refusal.json())["error"]["message"]
-        assert (await resumed.json())["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+        assert (
+            "no chat template; allowed: /v1/completions"
+            in (await refusal.json())["error"]["message"]
+        )
+        assert (await resumed.json())["usage"] == {
+            "prompt_tokens": 2,
+            "completion_tokens": 3,
+            "total_tokens": 5,
+        }
 
 
 async def test_a_superseded_attempt_ends_with_an_error(tiny_model: Path) -> None:
-    """A stream has one writer: the lower attempt is told so, and one that comes late is refused."""
+    """A stream has one writer: the lower attempt ends with that error, and one that comes late is
+    refused.
+    """
     body = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True}
     async with serving(tiny_model) as (_, client):
         lower = await client.post(CHAT, json={**body, "stream": True, "kvrs": KVRS})
         await lower.content.readany()
-        higher = asyncio.create_task(client.post(CHAT, json={**body, "max_tokens": 2, "kvrs": {**KVRS, "attempt": 2}}))
+        higher = asyncio.create_task(
+            client.post(CHAT, json={**body, "max_tokens": 2, "kvrs": {**KVRS, "attempt": 2}})
+        )
         rest = await lower.content.read()
         late = await client.post(CHAT, json={**body, "kvrs": KVRS})
 
@@ -175,11 +252,15 @@ async def test_a_superseded_attempt_ends_with_an_error(tiny_model: Path) -> None
         assert late.status == 409
 
 
-async def test_tokenising_a_long_prompt_does_not_hold_up_the_streams(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes seconds where a model has room for millions of characters: the event loop goes on meanwhile."""
+async def test_tokenising_a_long_prompt_does_not_hold_up_the_streams(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes seconds where a model has room for millions of characters: the event loop goes on
+    meanwhile.
+    """
     async with serving(tiny_model) as (instance, client):
         threads: list[bool] = []
-        real = instance.served.tokenizer
+        real = instance.vocabulary.tokenizer
 
         class Noting:
             """The tokenizer's own class takes no new methods."""
@@ -191,27 +272,43 @@ async def test_tokenising_a_long_prompt_does_not_hold_up_the_streams(tiny_model:
             def __getattr__(self, name: str) -> Any:
                 return getattr(real, name)
 
-        monkeypatch.setattr(instance, "served", replace(instance.served, tokenizer=cast(Tokenizer, Noting())))
+        monkeypatch.setattr(
+            instance,
+            "vocabulary",
+            replace(instance.vocabulary, tokenizer=cast(Tokenizer, Noting())),
+        )
         for words in (10, 3000):
-            assert (await client.post(COMPLETIONS, json={"prompt": "kalo " * words, "max_tokens": 1})).status in (200, 400)
+            assert (
+                await client.post(COMPLETIONS, json={"prompt": "kalo " * words, "max_tokens": 1})
+            ).status in (200, 400)
 
     assert threads == [True, False]
 
 
-async def test_taking_over_a_long_stream_does_not_hold_up_the_others(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its output is fed to the text machine once more, token by token; an instance may take over many streams at a time."""
+async def test_taking_over_a_long_stream_does_not_hold_up_the_others(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output is fed to the text machine once more, token by token; an instance may take over
+    many streams at a time.
+    """
     async with serving(tiny_model) as (_, client):
         threads: list[bool] = []
-        real = Run.replay
+        real = GenerationRun.replay
 
-        def replay(run: Run, history: list[int]) -> StepOutput | None:
+        def replay(run: GenerationRun, history: list[int]) -> StepOutput | None:
             threads.append(threading.current_thread() is threading.main_thread())
             return real(run, history)
 
-        monkeypatch.setattr(Run, "replay", replay)
+        monkeypatch.setattr(GenerationRun, "replay", replay)
         for produced in (10, 1000):
-            history = {"prompt": [5] * (3 + produced), "max_tokens": produced + 1, "ignore_eos": True}
-            answer = await client.post(COMPLETIONS, json={**history, "kvrs": {**KVRS, "prompt_tokens": 3}})
+            history = {
+                "prompt": [5] * (3 + produced),
+                "max_tokens": produced + 1,
+                "ignore_eos": True,
+            }
+            answer = await client.post(
+                COMPLETIONS, json={**history, "kvrs": {**KVRS, "prompt_tokens": 3}}
+            )
             assert (await answer.json())["usage"]["completion_tokens"] == produced + 1
 
     assert threads == [True, False]

@@ -1,23 +1,29 @@
-"""An instance that is started by hand: which of its ports it cannot have, and what its starts are told apart by."""
+"""An instance that is started by hand: which of its ports it cannot have, and what its starts are
+told apart by.
+"""
 
 import asyncio
 import socket
 from pathlib import Path
 
-import aiohttp
 import pytest
 
-from kvrs.config import parse_config
+from kvrs.config.file import parse_config
 from kvrs.engine.server import serve
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
-from kvrs.protocol.secrets import http_token
+from kvrs.protocol.secrets import Door, door_key
 from tests.engine.serving import SECRET
+from tests.ports import client_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 
 @pytest.mark.parametrize("key", ["port", "page_port"])
 async def test_a_port_in_use_is_named(tiny_model: Path, key: str) -> None:
-    """Two ports belong to an instance; "address already in use" alone would leave the user guessing."""
+    """Two ports belong to an instance; "address already in use" alone would leave the user
+    guessing.
+    """
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -28,26 +34,38 @@ async def test_a_port_in_use_is_named(tiny_model: Path, key: str) -> None:
         with pytest.raises(ConfigError) as caught:
             await serve(config, InstanceId("e0"), 1, SECRET, asyncio.Event(), lambda: None)
 
-    assert caught.value.faults == [f"instance e0: {key}: 127.0.0.1:{port} is in use; allowed: a free port"]
+    assert caught.value.faults == [
+        f"instance e0: {key}: 127.0.0.1:{port} is in use; allowed: a free port"
+    ]
 
 
 async def test_a_new_start_is_above_all_fences_of_the_one_before(tiny_model: Path) -> None:
-    """Else pages of a life that was fenced and then died would be asked for in the next one."""
+    """Else pages of a fenced, then restarted instance would be asked for in its next start."""
     ports = []
     for _ in range(2):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             ports.append(free.getsockname()[1])
-    nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", "port": ports[0], "page_port": ports[1]}]}]
+    nodes = [
+        {
+            "id": "n0",
+            "instances": [{"id": "e0", "role": "both", "port": ports[0], "page_port": ports[1]}],
+        }
+    ]
     config = parse_config({"cluster": {"model": str(tiny_model), "nodes": nodes}})
     epochs = []
-    headers = {"Authorization": f"Bearer {http_token(SECRET)}"}
     for start in (1, 2):
         stop, ready = asyncio.Event(), asyncio.Event()
-        serving = asyncio.create_task(serve(config, InstanceId("e0"), start, SECRET, stop, ready.set))
-        await asyncio.wait({serving, waiting := asyncio.ensure_future(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        serving = asyncio.create_task(
+            serve(config, InstanceId("e0"), start, SECRET, stop, ready.set)
+        )
+        await asyncio.wait(
+            {serving, waiting := asyncio.ensure_future(ready.wait())},
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         assert waiting.done()
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{ports[0]}", headers=headers) as http:
+        key = door_key(SECRET, Door.INSTANCE, "e0")
+        async with client_of(f"http://127.0.0.1:{ports[0]}", key) as http:
             for _ in range(2):
                 async with http.post("/kvrs/v1/fence", json={"attempts": {}}) as answer:
                     epochs.append((await answer.json())["epoch"])

@@ -1,7 +1,8 @@
-"""A stream that is cut anywhere and continued from its history says exactly what it would have said.
+"""A stream that is cut anywhere and continued from its history has exactly the output that it
+would have had.
 
-Three levels: ids that are forced on a run (for tools and reasoning, which a random model never writes), runs on the real
-worker, and HTTP.
+Three levels: ids that are forced on a run (for tools and reasoning, which a random model never
+writes), runs on the real worker, and HTTP.
 """
 
 import asyncio
@@ -10,23 +11,29 @@ import re
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
-from aiohttp.test_utils import TestClient
 from tokenizers import Tokenizer
 
+from kvrs.config.engine import EngineSettings
 from kvrs.engine.answers import ChatAnswer, CompletionAnswer
-from kvrs.engine.config import EngineSettings
-from kvrs.engine.requests import Model, Run, Sampled, StepOutput, make_run
+from kvrs.engine.requests import GenerationRun, Sampled, StepOutput, Vocabulary, make_run
 from kvrs.engine.worker import Worker
 from kvrs.ids import StreamId
-from kvrs.protocol.openai import ChatRequest, CompletionRequest, parse_chat_request, parse_completion_request
+from kvrs.protocol.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat_request,
+    parse_completion_request,
+)
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.chunks import Chunk
-from kvrs.scheduling.sequences import Sequence
+from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from tests.engine.serving import serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 STREAM = StreamId("the-stream")
 END_ID = 1
@@ -43,21 +50,51 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.4,
     },
     "greedy penalties": {"temperature": 0, "frequency_penalty": 2.0, "repetition_penalty": 0.8},
-    "min_tokens": {"temperature": 1.0, "seed": 5, "min_tokens": 20, "stop_token_ids": list(range(2, 300))},
+    "biases": {
+        "temperature": 1.1,
+        "seed": 7,
+        "min_p": 0.02,
+        "logit_bias": {"40": 4.0, "41": 4.0, "3": -100},
+        "allowed_token_ids": list(range(2, 400)),
+        "bad_words": ["ka", "lo mi"],
+    },
+    "min_tokens": {
+        "temperature": 1.0,
+        "seed": 5,
+        "min_tokens": 20,
+        "stop_token_ids": list(range(2, 300)),
+    },
 }
 MAX_TOKENS = 26
 PROMPT = "kalo miren. stavor 日本"
 
 
-def run_of(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> Run:
-    sequence = Sequence(STREAM, (0, 1), prompt + output, len(prompt), root_tag("model", ""), prefill_only=False)
-    return make_run(request, request.max_tokens or 200, sequence, (), Model(tokenizer, 512, frozenset({END_ID})))
+def run_of(
+    request: CompletionRequest | ChatRequest,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    output: list[int],
+) -> GenerationRun:
+    sequence = Sequence(
+        STREAM, (0, 1), prompt + output, len(prompt), root_tag("model", ""), prefill_only=False
+    )
+    return make_run(
+        request,
+        request.max_tokens or 200,
+        sequence,
+        (),
+        Vocabulary(tokenizer, 512, frozenset({END_ID})),
+    )
 
 
 def forced(
-    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, prompt: str, output: list[int], cut: int
+    request: CompletionRequest | ChatRequest,
+    tokenizer: Tokenizer,
+    prompt: str,
+    output: list[int],
+    cut: int,
 ) -> list[bytes]:
-    """The events after `cut` tokens when the model says just `output`."""
+    """The events after `cut` tokens when the model produces just `output`."""
     run = run_of(request, tokenizer, tokenizer.encode(prompt).ids, output[:cut])
     pieces = TokenPieces(tokenizer)
     answer: ChatAnswer | CompletionAnswer
@@ -75,7 +112,9 @@ def forced(
     return [msgspec.json.encode(event) for event in events if event is not None]
 
 
-WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🙂", "days": 2}}\n</tool_call>'
+WEATHER = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🙂", "days": 2}}\n</tool_call>'
+)
 FORCED = [
     "<think>Hm, 日本 é?</think>\n\nIt is 🚀 so.",
     f"<think>I must call.</think>\n{WEATHER}\n{WEATHER}",
@@ -92,9 +131,16 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 @pytest.mark.parametrize("text", FORCED)
 @pytest.mark.parametrize("prompt", ["user: hi\nassistant: ", "assistant: <think>\n"])
-@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}, {"tools": TOOLS, "stop": ["so.", "🙂"], "parallel_tool_calls": False}])
-def test_tools_and_reasoning_continue_at_every_cut(tokenizer: Tokenizer, text: str, prompt: str, fields: dict[str, Any]) -> None:
-    """Half a marker, half a call and half a character are held by the lost engine; its successor holds them again."""
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"tools": TOOLS}, {"tools": TOOLS, "stop": ["so.", "🙂"], "parallel_tool_calls": False}],
+)
+def test_tools_and_reasoning_continue_at_every_cut(
+    tokenizer: Tokenizer, text: str, prompt: str, fields: dict[str, Any]
+) -> None:
+    """Half a marker, half a call and half a character are held by the lost engine; its successor
+    holds them again.
+    """
     body = {"messages": [{"role": "user", "content": "x"}], "return_token_ids": True, **fields}
     request = parse_chat_request(msgspec.json.encode(body))
     output = [*tokenizer.encode(text, add_special_tokens=False).ids, END_ID]
@@ -111,10 +157,16 @@ def test_a_message_that_called_ends_with_tool_calls(tokenizer: Tokenizer) -> Non
     request = parse_chat_request(msgspec.json.encode(body))
     output = [*tokenizer.encode(WEATHER, add_special_tokens=False).ids, END_ID]
 
-    *events, last, usage = (json.loads(event) for event in forced(request, tokenizer, "x", output, 0))
+    *events, last, usage = (
+        json.loads(event) for event in forced(request, tokenizer, "x", output, 0)
+    )
 
-    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", [])]
-    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [(0, "function", "weather")]
+    calls = [
+        call for event in events for call in event["choices"][0]["delta"].get("tool_calls", [])
+    ]
+    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
+        (0, "function", "weather")
+    ]
     assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Zürich 🙂", "days": 2}
     assert not any("content" in event["choices"][0]["delta"] for event in events[1:])
     assert last["choices"][0]["finish_reason"] == "tool_calls"
@@ -123,10 +175,14 @@ def test_a_message_that_called_ends_with_tool_calls(tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize("text", ["日本 🙂 é and 🚀", "one two three END", "one EN", "é END"])
 @pytest.mark.parametrize("stop", [None, ["END", "三"], ["o three E", " "]])
-def test_completions_continue_at_every_cut(tokenizer: Tokenizer, text: str, stop: list[str] | None) -> None:
+def test_completions_continue_at_every_cut(
+    tokenizer: Tokenizer, text: str, stop: list[str] | None
+) -> None:
     """Stop strings that straddle the cut, and characters that do."""
     request = parse_completion_request(
-        msgspec.json.encode({"prompt": "x", "stop": stop, "return_token_ids": True, "max_tokens": 200})
+        msgspec.json.encode(
+            {"prompt": "x", "stop": stop, "return_token_ids": True, "max_tokens": 200}
+        )
     )
     output = [*tokenizer.encode(text, add_special_tokens=False).ids, END_ID]
     whole = forced(request, tokenizer, "x", output, 0)
@@ -136,9 +192,15 @@ def test_completions_continue_at_every_cut(tokenizer: Tokenizer, text: str, stop
 
 
 def answered(
-    worker: Worker, request: CompletionRequest, tokenizer: Tokenizer, prompt: list[int], output: list[int]
+    worker: Worker,
+    request: CompletionRequest,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    output: list[int],
 ) -> list[StepOutput]:
-    """Everything that an engine says after this history; it computes the history in two pieces, then token by token."""
+    """The whole output of an engine after this history; it computes the history in two pieces,
+    then token by token.
+    """
     run = run_of(request, tokenizer, prompt, output)
     token_ids, pages = run.sequence.token_ids, range(worker.pool.pages)
     half = len(token_ids) // 2
@@ -146,9 +208,11 @@ def answered(
     steps: list[StepOutput] = []
     computed = half
     while not steps or steps[-1].finish_reason is None:
-        # A neighbour in the batch, so that a row does not always stand in the same place.
+        # Another sequence in the batch, so that a row does not always stand in the same place.
         neighbour = Chunk([7], 0, [worker.pool.pages - 1], wants_logits=True)
-        logits = worker.execute([neighbour, Chunk(token_ids[computed:], computed, pages, wants_logits=True)])[1]
+        logits = worker.execute(
+            [neighbour, Chunk(token_ids[computed:], computed, pages, wants_logits=True)]
+        )[1]
         computed = len(token_ids)
         sampled = run.choose(logits)
         token_ids.append(sampled.token_id)
@@ -162,8 +226,12 @@ def worker(tiny_model: Path) -> Worker:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_on_the_worker_every_cut_continues_exactly(worker: Worker, tokenizer: Tokenizer, sampling: str) -> None:
-    """What was sampled, how likely it was, its text and its end: all of it is a function of the history."""
+def test_on_the_worker_every_cut_continues_exactly(
+    worker: Worker, tokenizer: Tokenizer, sampling: str
+) -> None:
+    """What was sampled, how likely it was, its text and its end: all of it is a function of the
+    history.
+    """
     body = {"prompt": "x", "max_tokens": MAX_TOKENS, "logprobs": 5, **SAMPLINGS[sampling]}
     request = parse_completion_request(msgspec.json.encode(body))
     prompt = tokenizer.encode(PROMPT).ids
@@ -175,7 +243,7 @@ def test_on_the_worker_every_cut_continues_exactly(worker: Worker, tokenizer: To
 
 
 @pytest.mark.parametrize(
-    ("text", "fields", "said", "reason"),
+    ("text", "fields", "output_text", "reason"),
     [
         ("one EN", {"stop": "END", "max_tokens": 0}, "EN", "length"),
         ("one EN", {"stop": "END"}, "EN", "stop"),
@@ -183,11 +251,11 @@ def test_on_the_worker_every_cut_continues_exactly(worker: Worker, tokenizer: To
     ],
 )
 def test_a_complete_history_gets_what_was_held_back(
-    tokenizer: Tokenizer, text: str, fields: dict[str, Any], said: str, reason: str
+    tokenizer: Tokenizer, text: str, fields: dict[str, Any], output_text: str, reason: str
 ) -> None:
-    """An engine may have died between its last token and the word that it was the last."""
+    """An engine may have died between its last token and the finish reason."""
     output = tokenizer.encode(text, add_special_tokens=False).ids
-    if reason == "stop" and said:
+    if reason == "stop" and output_text:
         output.append(END_ID)
     body = {"prompt": "x", **fields, "max_tokens": len(output) if "max_tokens" in fields else 100}
     request = parse_completion_request(msgspec.json.encode(body))
@@ -195,11 +263,17 @@ def test_a_complete_history_gets_what_was_held_back(
     run = run_of(request, tokenizer, [5, 6], output)
 
     assert run.ending is not None
-    assert (run.ending.token_ids, run.ending.delta.text, run.ending.finish_reason) == ([], said, reason)
+    assert (run.ending.token_ids, run.ending.delta.text, run.ending.finish_reason) == (
+        [],
+        output_text,
+        reason,
+    )
 
 
-async def events_of(client: TestClient[Any, Any], path: str, body: dict[str, Any]) -> list[bytes]:
-    """All events of a stream. Its name and its time of creation are taken out, which are no part of what is compared."""
+async def events_of(client: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[bytes]:
+    """All events of a stream. Its name and its time of creation are taken out, which are no part of
+    what is compared.
+    """
     async with client.post(path, json={**body, "stream": True}) as response:
         raw = await response.read()
         assert response.status == 200, raw
@@ -209,7 +283,12 @@ async def events_of(client: TestClient[Any, Any], path: str, body: dict[str, Any
 
 def ids_in(events: list[bytes]) -> list[int]:
     payloads = [json.loads(event[6:]) for event in events if event != b"data: [DONE]"]
-    return [token_id for payload in payloads for choice in payload["choices"] for token_id in choice.get("token_ids", [])]
+    return [
+        token_id
+        for payload in payloads
+        for choice in payload["choices"]
+        for token_id in choice.get("token_ids", [])
+    ]
 
 
 def finish_of(events: list[bytes]) -> tuple[str, Any]:
@@ -222,13 +301,18 @@ def stop_in_the_middle(events: list[bytes]) -> str:
     """A stop string of several tokens that this output would run into."""
     payloads = [json.loads(event[6:]) for event in events[:-2]]
     choices = [choice for payload in payloads for choice in payload["choices"]]
-    text = "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+    text = "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        for choice in choices
+    )
     return text[len(text) // 2 :][:5]
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
 async def test_over_http_every_cut_continues_exactly(tiny_model: Path, endpoint: str) -> None:
-    """Same bytes for ids, text, log probabilities, finish and usage; all cuts run at once, so in other batches than the whole."""
+    """Same bytes for ids, text, log probabilities, finish and usage; all cuts run at once, so in
+    other batches than the whole.
+    """
     chat = endpoint.startswith("chat")
     async with serving(tiny_model) as (instance, client):
         for name, sampling in SAMPLINGS.items():
@@ -237,38 +321,60 @@ async def test_over_http_every_cut_continues_exactly(tiny_model: Path, endpoint:
                 "max_tokens": MAX_TOKENS,
                 "return_token_ids": True,
                 "stream_options": {"include_usage": True},
-                **({"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}),
+                **(
+                    {"messages": [{"role": "user", "content": PROMPT}]}
+                    if chat
+                    else {"prompt": PROMPT}
+                ),
                 **({"logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3}),
             }
             if chat:
                 template = instance.chat_template
                 assert template is not None
                 text = template.render(parse_chat_request(json.dumps(body).encode()))
-                prompt = instance.served.tokenizer.encode(text, add_special_tokens=False).ids
+                prompt = instance.vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
             else:
-                prompt = instance.served.tokenizer.encode(PROMPT).ids
+                prompt = instance.vocabulary.tokenizer.encode(PROMPT).ids
 
             await _compare_cuts(client, f"/v1/{endpoint}", body, prompt, name, chat=chat)
         instance.pages.check()
 
 
 async def _compare_cuts(
-    client: TestClient[Any, Any], path: str, body: dict[str, Any], prompt: list[int], name: str, *, chat: bool
+    client: aiohttp.ClientSession,
+    path: str,
+    body: dict[str, Any],
+    prompt: list[int],
+    name: str,
+    *,
+    chat: bool,
 ) -> None:
-    plain = await events_of(client, path, {**body, "kvrs": {"stream": "plain", "attempt": 1, "prompt_tokens": 0}})
+    plain = await events_of(
+        client, path, {**body, "kvrs": {"stream": "plain", "attempt": 1, "prompt_tokens": 0}}
+    )
     for stop in (None, stop_in_the_middle(plain)):
         asked = {**body, "stop": stop}
         first = {"stream": "whole", "attempt": 1, "prompt_tokens": 0}
         whole = await events_of(client, path, {**asked, "kvrs": first})
         output = ids_in(whole)
         opening = 1 if chat else 0
-        assert stop is None or b'"finish_reason":"stop"' in whole[-3], f"{name}: stop string {stop!r} was never hit"
-        assert len(whole) == opening + len(output) + 2, "the last token and the finish reason come in one event"
+        assert stop is None or b'"finish_reason":"stop"' in whole[-3], (
+            f"{name}: stop string {stop!r} was never hit"
+        )
+        assert len(whole) == opening + len(output) + 2, (
+            "the last token and the finish reason come in one event"
+        )
 
-        def resume(cut: int, asked: dict[str, Any] = asked, output: list[int] = output) -> dict[str, Any]:
+        def resume(
+            cut: int, asked: dict[str, Any] = asked, output: list[int] = output
+        ) -> dict[str, Any]:
             kvrs = {"stream": f"cut-{cut}-", "attempt": 2, "prompt_tokens": len(prompt)}
             history = prompt + output[:cut]
-            return {**asked, "kvrs": {**kvrs, "token_ids": history}} if chat else {**asked, "prompt": history, "kvrs": kvrs}
+            return (
+                {**asked, "kvrs": {**kvrs, "token_ids": history}}
+                if chat
+                else {**asked, "prompt": history, "kvrs": kvrs}
+            )
 
         cuts = range(1, len(output))
         resumed = await asyncio.gather(*(events_of(client, path, resume(cut)) for cut in cuts))
@@ -276,5 +382,7 @@ async def _compare_cuts(
             assert events == whole[opening + cut :], f"{name}, stop {stop!r}, cut {cut}"
         _, *formal_end = ending = await events_of(client, path, resume(len(output)))
         assert ids_in(ending) == []
-        assert finish_of(ending) == finish_of(whole), "a history that is complete gets its formal end and no more tokens"
+        assert finish_of(ending) == finish_of(whole), (
+            "a history that is complete gets its formal end and no more tokens"
+        )
         assert formal_end == whole[-2:]

@@ -1,6 +1,7 @@
-"""A history whose KV comes from several places, or whose front is computed while its back is fetched, continues exactly.
+"""A history whose KV comes from several places, or whose front is computed while its back is
+fetched, continues exactly.
 
-Exactly: the same tokens, and on every KV page the same bits, as in a run that nobody disturbed.
+Exactly: the same tokens, and on every KV page the same bits, as in an undisturbed run.
 """
 
 import asyncio
@@ -10,14 +11,16 @@ from typing import Any
 
 import pytest
 
-from kvrs.config import parse_config
-from kvrs.engine.instance import peers_of
+from kvrs.config.file import parse_config
+from kvrs.engine.page_port import peers_of
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
-from kvrs.scheduling.sequences import Phase
+from kvrs.scheduling.sequences import SequencePhase
 from kvrs.transfer.peers import TrafficClass
-from tests.engine.neighbours import Neighbour, P, neighbours
+from tests.engine.peers import P, PeerEngine, peer_engines
+
+pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 PROMPT = [3 + position * 7 % 500 for position in range(9 * P + 5)]
 NEW = 3 * P  # So that pages of the output are full, too.
@@ -32,19 +35,26 @@ def body(token_ids: list[int], **kvrs: Any) -> dict[str, Any]:
 
 
 def source(holder: str, first_page: int, end_page: int, generation: int = 1) -> dict[str, Any]:
-    return {"id": holder, "first_page": first_page, "pages": end_page - first_page, "generation": generation}
+    return {
+        "id": holder,
+        "first_page": first_page,
+        "pages": end_page - first_page,
+        "generation": generation,
+    }
 
 
 class World:
-    """A target, two holders, and what an undisturbed run said and left in its pages."""
+    """A target, two holders, and the output and pages of an undisturbed run."""
 
-    def __init__(self, engines: list[Neighbour]) -> None:
+    def __init__(self, engines: list[PeerEngine]) -> None:
         self.target, self.holder, self.other = engines
         self.output: list[int] = []
         self.undisturbed: list[bytes | None] = []
 
     async def run_undisturbed(self, sampling: dict[str, Any] = GREEDY) -> list[int]:
-        """On both holders, so that each has all pages. Returns the history where the stream will be cut."""
+        """On both holders, so that each has all pages. Returns the history where the stream will be
+        cut.
+        """
         for engine in (self.holder, self.other):
             self.output = await engine.answer(body(PROMPT, attempt=1, sampling=sampling))
         self.undisturbed = self.other.pages(PROMPT + self.output)[: (len(PROMPT) + NEW - 1) // P]
@@ -63,20 +73,26 @@ class World:
 
 @pytest.fixture
 async def world(tiny_model: Path) -> AsyncIterator[World]:
-    async with neighbours([tiny_model] * 3) as engines:
+    async with peer_engines([tiny_model] * 3) as engines:
         yield World(engines)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
 @pytest.mark.parametrize("split_page", [1, 5, 10])
-async def test_the_front_is_computed_while_the_back_is_fetched(world: World, split_page: int, sampling: dict[str, Any]) -> None:
-    """Front first: it is whole before a byte of the back has come. The rest is exact, and nothing was computed twice."""
+async def test_the_front_is_computed_while_the_back_is_fetched(
+    world: World, split_page: int, sampling: dict[str, Any]
+) -> None:
+    """Front first: it is whole before a byte of the back has come. The rest is exact, and nothing
+    was computed twice.
+    """
     history = await world.run_undisturbed(sampling)
     world.target.may_pull.clear()
 
-    run = await world.target.begin(body(history, sampling=sampling, sources=[source("e1", split_page, 11)]))
+    run = await world.target.begin(
+        body(history, sampling=sampling, sources=[source("e1", split_page, 11)])
+    )
     await world.target.until(lambda: run.sequence.computed_tokens == split_page * P)
-    assert run.sequence.phase is Phase.PULLING
+    assert run.sequence.phase is SequencePhase.PULLING
     world.target.may_pull.set()
 
     world.assert_exact(await world.target.rest_of(run))
@@ -84,13 +100,15 @@ async def test_the_front_is_computed_while_the_back_is_fetched(world: World, spl
 
 
 async def test_a_back_that_comes_before_the_front_is_computed_waits_for_it(world: World) -> None:
-    """Back first: the executor is still at the front's first chunk when all of the back is there."""
+    """Back first: the executor is still at the front's first chunk when all of the back is
+    there.
+    """
     history = await world.run_undisturbed()
     world.target.may_compute.clear()
 
     run = await world.target.begin(body(history, sources=[source("e1", 4, 11)]))
     await world.target.until(lambda: bool(run.sequence.arrived))
-    assert (run.sequence.phase, run.sequence.computed_tokens) == (Phase.RUNNING, 0)
+    assert (run.sequence.phase, run.sequence.computed_tokens) == (SequencePhase.RUNNING, 0)
     world.target.may_compute.set()
 
     world.assert_exact(await world.target.rest_of(run))
@@ -98,13 +116,20 @@ async def test_a_back_that_comes_before_the_front_is_computed_waits_for_it(world
 
 
 async def test_two_sources_bring_what_each_has(world: World) -> None:
-    """The prompt from one, what was produced since from the other; only the unfinished page is computed."""
+    """The prompt from one, what was produced since from the other; only the unfinished page is
+    computed.
+    """
     history = await world.run_undisturbed()
 
-    rest = await world.target.answer(body(history, sources=[source("e1", 0, 6), source("e2", 6, 11)]))
+    rest = await world.target.answer(
+        body(history, sources=[source("e1", 0, 6), source("e2", 6, 11)])
+    )
 
     world.assert_exact(rest)
-    assert [(peer, len(request.tags)) for peer, request in world.target.asked] == [("e1", 6), ("e2", 5)]
+    assert [(peer, len(request.tags)) for peer, request in world.target.asked] == [
+        ("e1", 6),
+        ("e2", 5),
+    ]
     world.assert_computed(range(11 * P, len(history)), after=len(history))
 
 
@@ -112,43 +137,60 @@ async def test_what_lies_before_between_and_behind_sources_is_computed(world: Wo
     """In any order of the list: sources are asked in the order of their pages."""
     history = await world.run_undisturbed()
 
-    rest = await world.target.answer(body(history, sources=[source("e2", 7, 9), source("e1", 2, 5)]))
+    rest = await world.target.answer(
+        body(history, sources=[source("e2", 7, 9), source("e1", 2, 5)])
+    )
 
     world.assert_exact(rest)
     assert [peer for peer, _ in world.target.asked] == ["e1", "e2"]
-    world.assert_computed(range(2 * P), range(5 * P, 7 * P), range(9 * P, len(history)), after=len(history))
+    world.assert_computed(
+        range(2 * P), range(5 * P, 7 * P), range(9 * P, len(history)), after=len(history)
+    )
 
 
 async def test_a_source_begins_where_the_last_one_ended(world: World) -> None:
-    """The first one promised more than it has; the second one has that too."""
+    """The first one has less than announced; the second one has that too."""
     history = await world.run_undisturbed()
     world.holder.instance.pages.reset_cache()
     await world.holder.answer(body(PROMPT[: 3 * P + 1], stream="short", prompt_tokens=0))
 
-    rest = await world.target.answer(body(history, sources=[source("e1", 0, 8), source("e2", 0, 11)]))
+    rest = await world.target.answer(
+        body(history, sources=[source("e1", 0, 8), source("e2", 0, 11)])
+    )
 
     world.assert_exact(rest)
-    assert [(peer, len(request.tags)) for peer, request in world.target.asked] == [("e1", 8), ("e2", 8)]
+    assert [(peer, len(request.tags)) for peer, request in world.target.asked] == [
+        ("e1", 8),
+        ("e2", 8),
+    ]
     world.assert_computed(range(11 * P, len(history)), after=len(history))
 
 
 async def test_promised_pages_that_are_missing_are_computed(world: World) -> None:
-    """Nobody has them any more. What comes behind them from another source is fetched meanwhile, and used."""
+    """No peer has them any more. What comes behind them from another source is fetched meanwhile,
+    and used.
+    """
     history = await world.run_undisturbed()
     world.holder.instance.pages.reset_cache()
     await world.holder.answer(body(PROMPT[: 3 * P + 1], stream="short", prompt_tokens=0))
 
-    rest = await world.target.answer(body(history, sources=[source("e1", 0, 6), source("e2", 8, 10)]))
+    rest = await world.target.answer(
+        body(history, sources=[source("e1", 0, 6), source("e2", 8, 10)])
+    )
 
     world.assert_exact(rest)
     world.assert_computed(range(3 * P, 8 * P), range(10 * P, len(history)), after=len(history))
 
 
 async def test_a_source_that_restarted_since_gives_nothing(world: World) -> None:
-    """Its pages are of another generation; the next source is asked all the same, and the front computed."""
+    """Its pages are of another generation; the next source is asked all the same, and the front
+    computed.
+    """
     history = await world.run_undisturbed()
 
-    rest = await world.target.answer(body(history, sources=[source("e1", 0, 4, generation=7), source("e2", 4, 11)]))
+    rest = await world.target.answer(
+        body(history, sources=[source("e1", 0, 4, generation=7), source("e2", 4, 11)])
+    )
 
     world.assert_exact(rest)
     world.assert_computed(range(4 * P), range(11 * P, len(history)), after=len(history))
@@ -165,10 +207,14 @@ async def test_a_flipped_bit_is_noticed_and_its_page_computed(world: World) -> N
     world.assert_computed(range(len(history)), after=len(history))
 
 
-async def test_pages_of_another_model_are_refused_and_computed(tiny_model: Path, tmp_path: Path) -> None:
-    """At the hand-shake: equal tokens, equal geometry, other weights. Its tags would not be found there either."""
+async def test_pages_of_another_model_are_refused_and_computed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """At the hand-shake: equal tokens, equal geometry, other weights. Its tags would not be found
+    there either.
+    """
     write_tiny_model(tmp_path / "model", seed=1)
-    async with neighbours([tiny_model, tmp_path / "model", tiny_model]) as engines:
+    async with peer_engines([tiny_model, tmp_path / "model", tiny_model]) as engines:
         world = World(engines)
         history = await world.run_undisturbed()
 
@@ -182,8 +228,15 @@ async def test_pages_of_another_model_are_refused_and_computed(tiny_model: Path,
 
 async def test_recoveries_and_hand_offs_say_what_they_are(world: World) -> None:
     """On a link the one goes before the other."""
-    await world.holder.answer({**body(PROMPT, attempt=1), "kv_transfer_params": {"do_remote_decode": True}})
-    hand_off = {"do_remote_prefill": True, "remote_engine_id": "e1", "remote_block_ids": ["00"] * 9, "remote_request_id": "s"}
+    await world.holder.answer(
+        {**body(PROMPT, attempt=1), "kv_transfer_params": {"do_remote_decode": True}}
+    )
+    hand_off = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "e1",
+        "remote_block_ids": ["00"] * 9,
+        "remote_request_id": "s",
+    }
 
     await world.target.answer({**body(PROMPT, attempt=1), "kv_transfer_params": hand_off})
     await world.other.answer(body(PROMPT, sources=[source("e1", 3, 9)]))
@@ -196,7 +249,7 @@ async def test_recoveries_and_hand_offs_say_what_they_are(world: World) -> None:
 
 @pytest.mark.parametrize("when", ["front in flight", "back on its way", "back there"])
 async def test_an_aborted_split_gives_all_its_pages_back(world: World, when: str) -> None:
-    """Once nobody writes into them any more, whichever of the two is last."""
+    """When both writers are done, whichever is last."""
     history = await world.run_undisturbed()
     pages = world.target.instance.pages
     if when != "back there":
@@ -207,7 +260,7 @@ async def test_an_aborted_split_gives_all_its_pages_back(world: World, when: str
     await world.target.until(
         lambda: {
             "front in flight": bool(world.target.computed),
-            "back on its way": run.sequence.phase is Phase.PULLING,
+            "back on its way": run.sequence.phase is SequencePhase.PULLING,
             "back there": bool(run.sequence.arrived),
         }[when]
     )
@@ -220,7 +273,9 @@ async def test_an_aborted_split_gives_all_its_pages_back(world: World, when: str
     await world.target.until(lambda: pages.free_pages == pages.pages)
     pages.check()
     world.target.instance.core.scheduler.check()
-    world.assert_exact(await world.target.answer(body(history, attempt=3, sources=[source("e2", 0, 11)])))
+    world.assert_exact(
+        await world.target.answer(body(history, attempt=3, sources=[source("e2", 0, 11)]))
+    )
 
 
 async def test_a_bug_in_a_pull_ends_the_engine(world: World) -> None:
@@ -229,7 +284,7 @@ async def test_a_bug_in_a_pull_ends_the_engine(world: World) -> None:
     async def pull(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError
 
-    world.target.instance.puller.pull = pull  # type: ignore[method-assign]
+    world.target.instance.port.puller.pull = pull  # type: ignore[method-assign]
 
     await world.target.begin(body(PROMPT, sources=[source("e1", 0, 4)]))
     await world.target.until(lambda: world.target.instance.failed() is not None)
@@ -238,12 +293,20 @@ async def test_a_bug_in_a_pull_ends_the_engine(world: World) -> None:
 
 
 async def test_streams_beside_a_split_are_not_disturbed(world: World) -> None:
-    """Many at once, split at all kinds of pages, in one engine: each says what it would have said alone."""
+    """Many at once, split at all kinds of pages, in one engine: each has the output that it would
+    have had alone.
+    """
     history = await world.run_undisturbed()
 
     answers = await asyncio.gather(
         *(
-            world.target.answer(body(history, stream=f"s{page}", sources=[source("e1", page, 11), source("e2", 10, 11)]))
+            world.target.answer(
+                body(
+                    history,
+                    stream=f"s{page}",
+                    sources=[source("e1", page, 11), source("e2", 10, 11)],
+                )
+            )
             for page in range(11)
         )
     )
@@ -253,8 +316,14 @@ async def test_streams_beside_a_split_are_not_disturbed(world: World) -> None:
 
 
 def test_agents_are_peers_where_there_are_any() -> None:
-    """By their ids, with their page ports; without checkpoints in the configuration nobody knows them."""
-    node = {"id": "n0", "instances": [{"id": "e0", "role": "both"}], "agent": {"host": "::1", "page_port": 7}}
+    """By their ids, with their page ports; without checkpoints in the configuration there are no
+    them.
+    """
+    node = {
+        "id": "n0",
+        "instances": [{"id": "e0", "role": "both"}],
+        "agent": {"host": "::1", "page_port": 7},
+    }
     config = parse_config({"cluster": {"nodes": [node]}, "backup": {"mode": "local"}})
 
     agent = peers_of(config)[InstanceId("agent-n0")]
@@ -265,14 +334,16 @@ def test_agents_are_peers_where_there_are_any() -> None:
 
 async def test_a_source_that_nobody_knows_is_refused(tiny_model: Path) -> None:
     """With its name and those that are known: a request never brings an address."""
-    async with neighbours([tiny_model]) as [engine]:
+    async with peer_engines([tiny_model]) as [engine]:
         with pytest.raises(RequestError, match="'agent-n0' is not in the registry; allowed: e0"):
             await engine.begin(body(PROMPT, sources=[source("agent-n0", 0, 1)]))
 
 
 async def test_the_queue_delay_tells_of_the_wait_for_a_place(tiny_model: Path) -> None:
-    """Two that run fill an engine; who comes now waits as long as the place is being waited for already, once for each."""
-    async with neighbours([tiny_model], max_running=2) as [engine]:
+    """Two that run fill an engine; who comes now waits as long as the wait for a departure
+    already, once for each.
+    """
+    async with peer_engines([tiny_model], max_running=2) as [engine]:
         core, now_s = engine.instance.core, [100.0]
         core._clock = lambda: now_s[0]
         engine.may_compute.clear()
@@ -283,7 +354,7 @@ async def test_the_queue_delay_tells_of_the_wait_for_a_place(tiny_model: Path) -
         now_s[0] += 7.0
 
         each_s, overhead_s = core.prefill.extra(0, len(PROMPT)), core.prefill.step_overhead_s
-        steps = -(-4 * len(PROMPT) // engine.instance.config.cluster.engine.max_batch_tokens)
+        steps = -(-4 * len(PROMPT) // engine.instance.worker.settings.max_batch_tokens)
         assert compute_s == pytest.approx(steps * overhead_s + 4 * (each_s - overhead_s))
         assert compute_s > 0
         assert core.queue_delay_s() == pytest.approx(max(compute_s, 3 * 7.0))
@@ -295,7 +366,7 @@ async def test_the_queue_delay_tells_of_the_wait_for_a_place(tiny_model: Path) -
 
 
 class Recorder:
-    """In place of the one who sends checkpoints."""
+    """In place of the checkpointer."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -308,23 +379,27 @@ class Recorder:
         self.calls.append(("filled", sequence.computed_tokens // P))
 
     def ended(self, sequence: Any) -> None:
-        assert sequence.phase is Phase.FINISHED
+        assert sequence.phase is SequencePhase.FINISHED
         self.calls.append(("ended", sequence.computed_tokens // P))
 
 
 async def test_who_sends_checkpoints_hears_of_full_pages_and_of_nothing_else(world: World) -> None:
-    """Once per batch or arrival that fills some, computed or fetched; and not of streams without checkpoints."""
+    """Once per batch or arrival that fills some, computed or fetched; and not of streams without
+    checkpoints.
+    """
     history = await world.run_undisturbed()
     recorder = Recorder()
-    world.target.instance.core._checkpoints = recorder
+    world.target.instance.core.checkpoints = recorder
     await world.target.answer(body(PROMPT, stream="unprotected"))
     assert recorder.calls == []
     world.target.instance.pages.reset_cache()
     world.target.may_pull.clear()
     checkpoints = [{"agent": "agent-n9", "reserved_bytes": 1}]
 
-    run = await world.target.begin(body(history, sources=[source("e1", 3, 11)], checkpoints=checkpoints))
-    await world.target.until(lambda: run.sequence.phase is Phase.PULLING)
+    run = await world.target.begin(
+        body(history, sources=[source("e1", 3, 11)], checkpoints=checkpoints)
+    )
+    await world.target.until(lambda: run.sequence.phase is SequencePhase.PULLING)
     world.target.may_pull.set()
     await world.target.rest_of(run)
 

@@ -12,42 +12,86 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrs.engine.config import EngineSettings
+from kvrs.config.engine import EngineSettings
 from kvrs.engine.worker import Worker
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
+
+pytestmark = pytest.mark.engine
 
 SEQUENCES = 5
 LENGTH = 230
 PAGES = 1024
 ODD_LLAMA = {
-    "num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 20,
-    "intermediate_size": 101, "attention_bias": True, "initializer_range": 0.2,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 20,
+    "intermediate_size": 101,
+    "attention_bias": True,
+    "initializer_range": 0.2,
+}
 # Of every family, the tokens per page and a configuration in which all its parts are at work.
 MODELS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "llama, odd sizes, pages of 4": (4, "llama", ODD_LLAMA),
     "llama, odd sizes, pages of 128": (128, "llama", ODD_LLAMA),
-    "qwen2": (16, "qwen2", {
-        "num_hidden_layers": 2, "hidden_size": 70, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 99,
-        "initializer_range": 0.2,
-    }),
-    "qwen3": (8, "qwen3", {
-        "num_hidden_layers": 2, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 14,
-        "intermediate_size": 99, "initializer_range": 0.2,
-    }),
-    "opt": (16, "opt", {
-        "num_hidden_layers": 2, "hidden_size": 65, "num_attention_heads": 5, "ffn_dim": 131, "init_std": 0.2,
-    }),
-    "opt, norms behind, embeddings narrower": (32, "opt", {
-        "num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 6, "ffn_dim": 131, "word_embed_proj_dim": 35,
-        "do_layer_norm_before": False, "init_std": 0.2,
-    }),
-}  # fmt: skip
+    "qwen2": (
+        16,
+        "qwen2",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 70,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "intermediate_size": 99,
+            "initializer_range": 0.2,
+        },
+    ),
+    "qwen3": (
+        8,
+        "qwen3",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 14,
+            "intermediate_size": 99,
+            "initializer_range": 0.2,
+        },
+    ),
+    "opt": (
+        16,
+        "opt",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 65,
+            "num_attention_heads": 5,
+            "ffn_dim": 131,
+            "init_std": 0.2,
+        },
+    ),
+    "opt, norms behind, embeddings narrower": (
+        32,
+        "opt",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "ffn_dim": 131,
+            "word_embed_proj_dim": 35,
+            "do_layer_norm_before": False,
+            "init_std": 0.2,
+        },
+    ),
+}
 
 
 @dataclass
 class Bench:
-    """Two engines of one model, and what a plain run of each sequence alone, token by token, gave at every position."""
+    """Two engines of one model, and what a plain run of each sequence alone, token by token, gave
+    at every position.
+    """
 
     workers: list[Worker]
     token_ids: list[list[int]]
@@ -61,14 +105,21 @@ def bench_of(directory: Path, page_size_tokens: int) -> Bench:
     token_ids = [choose.choices(range(workers[0].vocab_size), k=LENGTH) for _ in range(SEQUENCES)]
     pages = range(PAGES)
     expected = [
-        torch.cat([workers[0].execute([Chunk(ids[at : at + 1], at, pages, wants_logits=True)]) for at in range(LENGTH)])
+        torch.cat(
+            [
+                workers[0].execute([Chunk(ids[at : at + 1], at, pages, wants_logits=True)])
+                for at in range(LENGTH)
+            ]
+        )
         for ids in token_ids
     ]
     return Bench(workers, token_ids, expected)
 
 
 @pytest.fixture(scope="session", params=["tiny model", *MODELS])
-def bench(request: pytest.FixtureRequest, tiny_model: Path, random_model: Callable[..., Path]) -> Bench:
+def bench(
+    request: pytest.FixtureRequest, tiny_model: Path, random_model: Callable[..., Path]
+) -> Bench:
     if request.param == "tiny model":
         return bench_of(tiny_model, 16)
     page_size_tokens, family, fields = MODELS[request.param]
@@ -77,7 +128,7 @@ def bench(request: pytest.FixtureRequest, tiny_model: Path, random_model: Callab
 
 @dataclass
 class Place:
-    """Where a sequence lives just now."""
+    """The engine and the pages of a sequence."""
 
     worker: int
     pages: list[int]
@@ -102,18 +153,28 @@ class Run:
         return cls(bench, [Place(choose.randrange(2), []) for _ in range(SEQUENCES)], free)
 
     def recover(self, sequence: int) -> None:
-        """Copy the pages, byte by byte, to other numbers in the other engine, and continue there."""
+        """Copy the pages, byte by byte, to other numbers in the other engine, and continue
+        there.
+        """
         old = self.places[sequence]
-        new = Place(1 - old.worker, [next(self.free[1 - old.worker]) for _ in old.pages], old.computed)
+        new = Place(
+            1 - old.worker, [next(self.free[1 - old.worker]) for _ in old.pages], old.computed
+        )
         for source, target in zip(old.pages, new.pages, strict=True):
-            self.bench.workers[new.worker].pool.view(target)[:] = self.bench.workers[old.worker].pool.view(source)
+            self.bench.workers[new.worker].pool.view(target)[:] = self.bench.workers[
+                old.worker
+            ].pool.view(source)
             self.bench.workers[old.worker].pool.tensor[source] = torch.nan
         self.places[sequence] = new
 
     def execute(self, sizes: list[tuple[int, int]]) -> None:
         """One batch on each engine: that many next tokens of those sequences."""
         for index, worker in enumerate(self.bench.workers):
-            members = [(sequence, size) for sequence, size in sizes if self.places[sequence].worker == index]
+            members = [
+                (sequence, size)
+                for sequence, size in sizes
+                if self.places[sequence].worker == index
+            ]
             chunks = [chunk for member in members for chunk in self._chunk(*member)]
             if not chunks:
                 continue
@@ -121,7 +182,9 @@ class Run:
             done = [sequence for sequence, _ in members if self.places[sequence].computed < LENGTH]
             for sequence, chunk, row in zip(done, chunks, logits, strict=True):
                 self.places[sequence].computed += len(chunk.token_ids)
-                assert torch.equal(row, self.bench.expected[sequence][self.places[sequence].computed - 1])
+                assert torch.equal(
+                    row, self.bench.expected[sequence][self.places[sequence].computed - 1]
+                )
 
     def _chunk(self, sequence: int, size: int) -> Iterator[Chunk]:
         place = self.places[sequence]
@@ -134,7 +197,11 @@ class Run:
         yield Chunk(token_ids, place.computed, place.pages, wants_logits=True)
 
 
-moves = st.tuples(st.integers(0, SEQUENCES - 1), st.sampled_from([1, 1, 1, 2, 5, 15, 16, 17, 33, 64, 100, 230]), st.booleans())
+moves = st.tuples(
+    st.integers(0, SEQUENCES - 1),
+    st.sampled_from([1, 1, 1, 2, 5, 15, 16, 17, 33, 64, 100, 230]),
+    st.booleans(),
+)
 schedules = st.lists(
     st.lists(moves, min_size=1, max_size=SEQUENCES, unique_by=lambda move: move[0]),
     min_size=1,
@@ -147,7 +214,9 @@ schedules = st.lists(
 def test_logits_do_not_depend_on_batch_chunking_or_where_pages_came_from(
     bench: Bench, schedule: list[list[tuple[int, int, bool]]], seed: int
 ) -> None:
-    """A resumed stream equals the uninterrupted one only if arithmetic sees the sequence and nothing else."""
+    """A resumed stream equals the uninterrupted one only if arithmetic sees the sequence and
+    nothing else.
+    """
     run = Run.on(bench, seed)
 
     for batch in schedule:
@@ -159,21 +228,31 @@ def test_logits_do_not_depend_on_batch_chunking_or_where_pages_came_from(
 
 
 def test_a_full_batch_of_decode_steps_equals_single_steps(bench: Bench) -> None:
-    """Nor does a row's place in its tile matter: each sequence takes every place of a batch larger than one tile."""
+    """Nor does a row's place in its tile matter: each sequence takes every place of a batch larger
+    than one tile.
+    """
     worker = bench.workers[0]
     page_size = worker.geometry.page_size_tokens
     per_sequence = -(-LENGTH // page_size)
-    pages = [list(range(index * per_sequence, (index + 1) * per_sequence)) for index in range(SEQUENCES)]
+    pages = [
+        list(range(index * per_sequence, (index + 1) * per_sequence)) for index in range(SEQUENCES)
+    ]
     for ids, held in zip(bench.token_ids, pages, strict=True):
         worker.execute([Chunk(ids[:200], 0, held, wants_logits=False)])
 
     for shift in range(17):
         members = [(shift + index) % SEQUENCES for index in range(SEQUENCES)]
         filler = [Chunk([0], 0, [PAGES - 1 - index], wants_logits=True) for index in range(shift)]
-        steps = [Chunk(bench.token_ids[index][200:201], 200, pages[index], wants_logits=True) for index in members]
+        steps = [
+            Chunk(bench.token_ids[index][200:201], 200, pages[index], wants_logits=True)
+            for index in members
+        ]
         logits = worker.execute(filler + steps)[shift:]
 
-        assert all(torch.equal(row, bench.expected[index][200]) for index, row in zip(members, logits, strict=True))
+        assert all(
+            torch.equal(row, bench.expected[index][200])
+            for index, row in zip(members, logits, strict=True)
+        )
 
 
 def test_logits_come_for_the_chunks_that_ask_in_their_order(tiny_model: Path) -> None:

@@ -18,6 +18,8 @@ from kvrs.engine.layers.tiles import (
 )
 from kvrs.errors import KvrsError
 
+pytestmark = pytest.mark.engine
+
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 100
@@ -51,14 +53,30 @@ def test_a_sum_over_features_is_the_same_in_any_company(size: int, rows: int, se
 @settings(deadline=None)
 @given(size=st.integers(2, 300), rows=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_a_norm_is_the_same_in_any_company(size: int, rows: int, seed: int) -> None:
-    """Row by row, in a batch, and as a slice of something wider; and it is the norm that torch knows."""
-    values, weight, bias = noise(rows, size, seed=seed), noise(size, seed=seed + 1), noise(size, seed=seed + 2)
+    """Row by row, in a batch, and as a slice of something wider; and it is the norm that torch
+    knows.
+    """
+    values, weight, bias = (
+        noise(rows, size, seed=seed),
+        noise(size, seed=seed + 1),
+        noise(size, seed=seed + 2),
+    )
 
     together = layer_norm(values, weight, bias, 1e-5)
 
-    assert all(torch.equal(layer_norm(values[row : row + 1], weight, bias, 1e-5)[0], together[row]) for row in range(rows))
-    assert torch.equal(layer_norm(torch.cat((values, values), 1)[:, :size], weight, bias, 1e-5), together)
-    assert torch.allclose(together, torch.nn.functional.layer_norm(values, (size,), weight, bias, 1e-5), rtol=1e-4, atol=0.05)
+    assert all(
+        torch.equal(layer_norm(values[row : row + 1], weight, bias, 1e-5)[0], together[row])
+        for row in range(rows)
+    )
+    assert torch.equal(
+        layer_norm(torch.cat((values, values), 1)[:, :size], weight, bias, 1e-5), together
+    )
+    assert torch.allclose(
+        together,
+        torch.nn.functional.layer_norm(values, (size,), weight, bias, 1e-5),
+        rtol=1e-4,
+        atol=0.05,
+    )
     assert torch.equal(layer_norm(values, None, None, 1e-5) * weight + bias, together)
 
 

@@ -1,4 +1,4 @@
-"""What a model directory says is checked, and refused by file and field."""
+"""A model directory is checked, and refused by file and field."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.engine.config import EngineSettings
+from kvrs.config.engine import EngineSettings
 from kvrs.engine.layers.rotary import RopeScaling
 from kvrs.engine.models.config import ModelConfig, Rope
 from kvrs.engine.worker import Worker
@@ -22,31 +22,51 @@ def directory(tiny_model: Path, tmp_path: Path) -> Path:
 def change(directory: Path, file: str = "config.json", **fields: Any) -> None:
     path = directory / file
     values = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({name: value for name, value in values.items() if value != "absent"}))
+    path.write_text(
+        json.dumps({name: value for name, value in values.items() if value != "absent"})
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mamba"}, r"config.json: model_type: got 'mamba'; allowed: llama, opt, qwen2, qwen3$"),
+        (
+            {"model_type": "mamba"},
+            r"config.json: model_type: got 'mamba'; allowed: llama, opt, qwen2, qwen3$",
+        ),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
-            r"architectures: got \['LlamaForSequenceClassification'\]; allowed: LlamaForCausalLM \(model_type is llama\)",
+            r"architectures: got \['LlamaForSequenceClassification'\]; allowed: "
+            r"LlamaForCausalLM \(model_type is llama\)",
         ),
-        ({"architectures": "LlamaForCausalLM"}, "architectures: got 'LlamaForCausalLM'; allowed: a list of strings"),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "architectures: got 'LlamaForCausalLM'; allowed: a list of strings",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'; allowed: silu"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.type: got 'yarn'; allowed: default, linear, llama3"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope_scaling.type: got 'yarn'; allowed: default, linear, llama3",
+        ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type: got 'dynamic'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: missing"),
-        ({"num_key_value_heads": 3}, r"num_key_value_heads: got 3; allowed: a divisor of num_attention_heads \(4\)"),
-        ({"num_hidden_layers": "four"}, "num_hidden_layers: got 'four'; allowed: a whole number from 1"),
+        (
+            {"num_key_value_heads": 3},
+            r"num_key_value_heads: got 3; allowed: a divisor of num_attention_heads \(4\)",
+        ),
+        (
+            {"num_hidden_layers": "four"},
+            "num_hidden_layers: got 'four'; allowed: a whole number from 1",
+        ),
         ({"vocab_size": "absent"}, "vocab_size: missing"),
         ({"head_dim": 31}, "head_dim: got 31; allowed: an even number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings: got 'no'; allowed: true or false"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: got 0; allowed: a number above 0"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_field(directory: Path, fields: dict[str, Any], message: str) -> None:
+def test_what_is_not_supported_is_refused_by_field(
+    directory: Path, fields: dict[str, Any], message: str
+) -> None:
     """A model that is computed a little wrong is worse than one that does not start."""
     change(directory, **fields)
 
@@ -65,11 +85,23 @@ LAYER_TYPES = "layer_types: got 'sliding_attention'; allowed: full_attention"
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, LAYER_TYPES),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, SLIDING),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, LAYER_TYPES),
-        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: got 'yarn'"),
+        (
+            "qwen3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.rope_type: got 'yarn'",
+        ),
         ("opt", {"activation_function": "gelu"}, "activation_function: got 'gelu'; allowed: relu"),
-        ("opt", {"hidden_size": 66}, r"num_attention_heads: got 4; allowed: a divisor of hidden_size \(66\)"),
+        (
+            "opt",
+            {"hidden_size": 66},
+            r"num_attention_heads: got 4; allowed: a divisor of hidden_size \(66\)",
+        ),
         ("opt", {"ffn_dim": "absent"}, "ffn_dim: missing"),
-        ("opt", {"do_layer_norm_before": "yes"}, "do_layer_norm_before: got 'yes'; allowed: true or false"),
+        (
+            "opt",
+            {"do_layer_norm_before": "yes"},
+            "do_layer_norm_before: got 'yes'; allowed: true or false",
+        ),
     ],
 )
 def test_what_other_families_cannot_do_here_is_refused_by_field(
@@ -85,7 +117,11 @@ def test_what_other_families_cannot_do_here_is_refused_by_field(
 
 def test_a_window_without_its_flag_is_of_no_effect(directory: Path) -> None:
     """Hugging Face writes one into every configuration of Qwen."""
-    plain: dict[str, Any] = {"sliding_window": 4096, "use_sliding_window": False, "layer_types": ["full_attention"] * 4}
+    plain: dict[str, Any] = {
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * 4,
+    }
     change(directory, model_type="qwen2", architectures=["Qwen2ForCausalLM"], **plain)
 
     assert ModelConfig.from_directory(directory).family == "qwen2"
@@ -120,13 +156,17 @@ def test_generation_config_names_the_end_tokens(directory: Path) -> None:
 
 
 def test_missing_weights_are_named(directory: Path) -> None:
-    """Tensor or file, the message says which."""
+    """Tensor or file, the message names it."""
     change(directory, attention_bias=True)
-    with pytest.raises(ConfigError, match=r"tensor model\.layers\.0\.self_attn\.q_proj\.bias: missing"):
+    with pytest.raises(
+        ConfigError, match=r"tensor model\.layers\.0\.self_attn\.q_proj\.bias: missing"
+    ):
         Worker(directory, EngineSettings(pages=2))
 
     change(directory, attention_bias=False, intermediate_size=300)
-    with pytest.raises(ConfigError, match=r"gate_proj\.weight: got shape \[256, 128\]; allowed: \[300, 128\]"):
+    with pytest.raises(
+        ConfigError, match=r"gate_proj\.weight: got shape \[256, 128\]; allowed: \[300, 128\]"
+    ):
         Worker(directory, EngineSettings(pages=2))
 
     (directory / "model.safetensors").write_bytes(b"no")
@@ -134,14 +174,18 @@ def test_missing_weights_are_named(directory: Path) -> None:
         Worker(directory, EngineSettings(pages=2))
 
     (directory / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+    with pytest.raises(
+        ConfigError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"
+    ):
         Worker(directory, EngineSettings(pages=2))
 
 
 def test_an_index_cannot_name_files_elsewhere(directory: Path) -> None:
-    """Nothing outside of the directory is read because a file in it says so."""
+    """Nothing outside of the directory is read because a file in it names it."""
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../other.safetensors"}}))
 
-    with pytest.raises(ConfigError, match=r"weight_map: other\.safetensors: not a file of this directory"):
+    with pytest.raises(
+        ConfigError, match=r"weight_map: other\.safetensors: not a file of this directory"
+    ):
         Worker(directory, EngineSettings(pages=2))

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.engine.config import EngineSettings
+from kvrs.config.engine import EngineSettings
 from kvrs.engine.worker import Worker
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
+
+pytestmark = pytest.mark.engine
 
 STEPS = 200
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19, 71]
@@ -24,88 +26,246 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, two layers, heads 4:2": ("llama", {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
-    }),
-    "llama, tied, heads 6:3, head_dim 20": ("llama", {
-        "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90,
-        "head_dim": 20, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    }),
-    "llama, biases, heads 8:1": ("llama", {
-        "num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 200,
-        "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5,
-    }),
-    "llama, llama3 rope, heads 4:4": ("llama", {
-        "num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 111,
-        "rope_parameters": LLAMA3_ROPE,
-    }),
-    "llama, linear rope, heads 9:3, head_dim 12": ("llama", {
-        "num_hidden_layers": 4, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 160,
-        "head_dim": 12, "rope_parameters": LINEAR_ROPE,
-    }),
-    "qwen2, heads 4:2": ("qwen2", {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
-    }),
-    "qwen2, tied, heads 6:2": ("qwen2", {
-        "num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 95,
-        "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    }),
-    "qwen2, window without its flag, heads 7:1": ("qwen2", {
-        "num_hidden_layers": 1, "hidden_size": 84, "num_attention_heads": 7, "num_key_value_heads": 1, "intermediate_size": 150,
-        "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0, "rms_norm_eps": 1e-5,
-    }),
-    "qwen2, llama3 rope, heads 8:8": ("qwen2", {
-        "num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 100,
-        "rope_parameters": LLAMA3_ROPE,
-    }),
-    "qwen2, linear rope, heads 5:5": ("qwen2", {
-        "num_hidden_layers": 3, "hidden_size": 70, "num_attention_heads": 5, "num_key_value_heads": 5, "intermediate_size": 77,
-        "rope_parameters": LINEAR_ROPE,
-    }),
-    "qwen3, heads 4:2, head_dim 24": ("qwen3", {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
-        "head_dim": 24,
-    }),
-    "qwen3, tied, heads 6:3, head_dim 12": ("qwen3", {
-        "num_hidden_layers": 2, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 90,
-        "head_dim": 12, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    }),
-    "qwen3, biases, heads 8:1": ("qwen3", {
-        "num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 200,
-        "head_dim": 16, "attention_bias": True, "rms_norm_eps": 1e-5,
-    }),
-    "qwen3, head_dim of its own default": ("qwen3", {
-        "num_hidden_layers": 1, "hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64,
-    }),
-    "qwen3, linear rope, heads 9:3, head_dim 14": ("qwen3", {
-        "num_hidden_layers": 3, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 111,
-        "head_dim": 14, "rope_parameters": LINEAR_ROPE,
-    }),
-    "opt, two layers": ("opt", {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 256,
-    }),
-    "opt, norms behind, embeddings narrower": ("opt", {
-        "num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 6, "ffn_dim": 130, "word_embed_proj_dim": 56,
-        "do_layer_norm_before": False, "init_std": 0.25,
-    }),
-    "opt, untied, embeddings wider": ("opt", {
-        "num_hidden_layers": 3, "hidden_size": 75, "num_attention_heads": 5, "ffn_dim": 99, "word_embed_proj_dim": 64,
-        "tie_word_embeddings": False,
-    }),
-    "opt, no biases, plain norms": ("opt", {
-        "num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 3, "ffn_dim": 200, "enable_bias": False,
-        "layer_norm_elementwise_affine": False,
-    }),
-    "opt, no final norm, odd heads": ("opt", {
-        "num_hidden_layers": 1, "hidden_size": 63, "num_attention_heads": 3, "ffn_dim": 64, "_remove_final_layer_norm": True,
-    }),
-}  # fmt: skip
+    "llama, two layers, heads 4:2": (
+        "llama",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+        },
+    ),
+    "llama, tied, heads 6:3, head_dim 20": (
+        "llama",
+        {
+            "num_hidden_layers": 3,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "intermediate_size": 90,
+            "head_dim": 20,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
+    "llama, biases, heads 8:1": (
+        "llama",
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 128,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "intermediate_size": 200,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "llama, llama3 rope, heads 4:4": (
+        "llama",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "intermediate_size": 111,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
+    "llama, linear rope, heads 9:3, head_dim 12": (
+        "llama",
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "intermediate_size": 160,
+            "head_dim": 12,
+            "rope_parameters": LINEAR_ROPE,
+        },
+    ),
+    "qwen2, heads 4:2": (
+        "qwen2",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+        },
+    ),
+    "qwen2, tied, heads 6:2": (
+        "qwen2",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "intermediate_size": 95,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "qwen2, window without its flag, heads 7:1": (
+        "qwen2",
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 84,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "intermediate_size": 150,
+            "use_sliding_window": False,
+            "sliding_window": 16,
+            "max_window_layers": 0,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "qwen2, llama3 rope, heads 8:8": (
+        "qwen2",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 96,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "intermediate_size": 100,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
+    "qwen2, linear rope, heads 5:5": (
+        "qwen2",
+        {
+            "num_hidden_layers": 3,
+            "hidden_size": 70,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "intermediate_size": 77,
+            "rope_parameters": LINEAR_ROPE,
+        },
+    ),
+    "qwen3, heads 4:2, head_dim 24": (
+        "qwen3",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "head_dim": 24,
+        },
+    ),
+    "qwen3, tied, heads 6:3, head_dim 12": (
+        "qwen3",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 60,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "intermediate_size": 90,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "qwen3, biases, heads 8:1": (
+        "qwen3",
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 128,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "intermediate_size": 200,
+            "head_dim": 16,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "qwen3, head_dim of its own default": (
+        "qwen3",
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 48,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 64,
+        },
+    ),
+    "qwen3, linear rope, heads 9:3, head_dim 14": (
+        "qwen3",
+        {
+            "num_hidden_layers": 3,
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "intermediate_size": 111,
+            "head_dim": 14,
+            "rope_parameters": LINEAR_ROPE,
+        },
+    ),
+    "opt, two layers": (
+        "opt",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "ffn_dim": 256,
+        },
+    ),
+    "opt, norms behind, embeddings narrower": (
+        "opt",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "ffn_dim": 130,
+            "word_embed_proj_dim": 56,
+            "do_layer_norm_before": False,
+            "init_std": 0.25,
+        },
+    ),
+    "opt, untied, embeddings wider": (
+        "opt",
+        {
+            "num_hidden_layers": 3,
+            "hidden_size": 75,
+            "num_attention_heads": 5,
+            "ffn_dim": 99,
+            "word_embed_proj_dim": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "opt, no biases, plain norms": (
+        "opt",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 96,
+            "num_attention_heads": 3,
+            "ffn_dim": 200,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+        },
+    ),
+    "opt, no final norm, odd heads": (
+        "opt",
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 63,
+            "num_attention_heads": 3,
+            "ffn_dim": 64,
+            "_remove_final_layer_norm": True,
+        },
+    ),
+}
 
 
 def write(random_model: Callable[..., Path], name: str, **more: Any) -> Path:
     family, fields = CONFIGURATIONS[name]
     spread = {"init_std" if family == "opt" else "initializer_range": 0.15}
-    return random_model(family, seed=7, **{"vocab_size": 160, "max_position_embeddings": 512} | spread | fields | more)
+    return random_model(
+        family,
+        seed=7,
+        **{"vocab_size": 160, "max_position_embeddings": 512} | spread | fields | more,
+    )
 
 
 def ours(directory: Path, prompt: list[int]) -> tuple[list[int], Tensor]:
@@ -138,7 +298,9 @@ def theirs(directory: Path, prompt: list[int]) -> tuple[list[int], Tensor]:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, random_model: Callable[..., Path]) -> None:
+def test_logits_and_greedy_tokens_equal_those_of_transformers(
+    name: str, random_model: Callable[..., Path]
+) -> None:
     """Exact recovery of a wrong model would be worthless."""
     directory = write(random_model, name)
 
@@ -151,7 +313,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, random_
 
 
 def test_tiny_model_equals_transformers(tiny_model: Path) -> None:
-    """The generated directory is one that everybody else can read too."""
+    """The generated directory can be read by transformers too."""
     token_ids, logits = ours(tiny_model, PROMPT)
     expected_ids, expected_logits = theirs(tiny_model, PROMPT)
 
@@ -161,7 +323,9 @@ def test_tiny_model_equals_transformers(tiny_model: Path) -> None:
 
 def test_sharded_half_precision_weights_are_widened(random_model: Callable[..., Path]) -> None:
     """Large checkpoints come in several bfloat16 files; the CPU computes in float32."""
-    directory = write(random_model, "llama, two layers, heads 4:2", max_shard_size="100KB", dtype="bfloat16")
+    directory = write(
+        random_model, "llama, two layers, heads 4:2", max_shard_size="100KB", dtype="bfloat16"
+    )
     to_bfloat16(directory)
 
     token_ids, logits = ours(directory, PROMPT)
@@ -172,14 +336,19 @@ def test_sharded_half_precision_weights_are_widened(random_model: Callable[..., 
     assert torch.allclose(logits, expected_logits, rtol=0.0, atol=1e-4)
 
 
-def test_a_checkpoint_of_opt_without_its_head_is_read_too(random_model: Callable[..., Path]) -> None:
+def test_a_checkpoint_of_opt_without_its_head_is_read_too(
+    random_model: Callable[..., Path],
+) -> None:
     """Some were saved as the bare decoder: other names, and the head is the embeddings anyway."""
     from safetensors.torch import load_file, save_file
 
     directory = write(random_model, "opt, two layers")
     _, expected = ours(directory, PROMPT)
     weights = load_file(directory / "model.safetensors")
-    save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, directory / "model.safetensors")
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in weights.items()},
+        directory / "model.safetensors",
+    )
 
     _, logits = ours(directory, PROMPT)
 
@@ -190,4 +359,8 @@ def to_bfloat16(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     for path in directory.glob("*.safetensors"):
-        save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.bfloat16() for name, tensor in load_file(path).items()},
+            path,
+            metadata={"format": "pt"},
+        )

@@ -1,4 +1,4 @@
-"""Penalties are what vLLM and transformers say they are, and the same bits after a recovery."""
+"""Penalties are those of vLLM and transformers, and the same bits after a recovery."""
 
 import pytest
 import torch
@@ -17,8 +17,12 @@ def row_of(seed: int) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(prompt=ids, output=ids, repetition=st.floats(0.05, 2.0), seed=st.integers(0, 100))
-def test_repetition_is_that_of_transformers(prompt: list[int], output: list[int], repetition: float, seed: int) -> None:
-    """Each token of prompt and output counts once: positive logits are divided, negative ones multiplied."""
+def test_repetition_is_that_of_transformers(
+    prompt: list[int], output: list[int], repetition: float, seed: int
+) -> None:
+    """Each token of prompt and output counts once: positive logits are divided, negative ones
+    multiplied.
+    """
     from transformers import RepetitionPenaltyLogitsProcessor
 
     row = row_of(seed)
@@ -31,8 +35,12 @@ def test_repetition_is_that_of_transformers(prompt: list[int], output: list[int]
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
-    """OpenAI: logit - count * frequency - (count > 0) * presence; what the client wrote is not held against the model."""
-    penalties = Penalties(VOCAB, [1, 2, 2], [2, 3, 3, 3], presence=0.5, frequency=0.25, repetition=1.0)
+    """OpenAI: logit - count * frequency - (count > 0) * presence; what the client wrote is not held
+    against the model.
+    """
+    penalties = Penalties(
+        VOCAB, [1, 2, 2], [2, 3, 3, 3], presence=0.5, frequency=0.25, repetition=1.0
+    )
 
     lowered = penalties.apply(torch.zeros(VOCAB))
 
@@ -56,7 +64,12 @@ def test_repetition_comes_before_the_others() -> None:
     repetition=st.floats(0.05, 2),
 )
 def test_counting_on_equals_counting_anew(
-    prompt: list[int], output: list[int], seam: int, presence: float, frequency: float, repetition: float
+    prompt: list[int],
+    output: list[int],
+    seam: int,
+    presence: float,
+    frequency: float,
+    repetition: float,
 ) -> None:
     """An attempt that takes over counts the whole history at once, the lost one token by token."""
     row = row_of(0)
@@ -76,6 +89,8 @@ def test_the_given_logits_stay_as_they_are(weights: tuple[float, float, float]) 
     before = row.clone()
     presence, frequency, repetition = weights
 
-    Penalties(VOCAB, [1], [2], presence=presence, frequency=frequency, repetition=repetition).apply(row)
+    Penalties(VOCAB, [1], [2], presence=presence, frequency=frequency, repetition=repetition).apply(
+        row
+    )
 
     assert torch.equal(row, before)

@@ -48,7 +48,9 @@ def test_a_draw_repeats_and_keeps_to_its_candidates(
 
 
 def test_draws_follow_the_distribution() -> None:
-    """The inverse of the cumulative distribution at an even number: each token as often as it is likely."""
+    """The inverse of the cumulative distribution at an even number: each token as often as it is
+    likely.
+    """
     row = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4]))
     params = SamplingParams(temperature=1.0, seed=5)
 
@@ -64,7 +66,9 @@ def test_seed_and_position_each_change_the_draw() -> None:
 
     assert len(numbers) == 2500
     assert all(0 <= number < 1 for number in numbers)
-    assert uniform(7, 3) == 0.49159767388235287, "the numbers are part of the protocol between engines: they never change"
+    assert uniform(7, 3) == 0.49159767388235287, (
+        "the numbers are part of the protocol between engines: they never change"
+    )
 
 
 def test_top_k_with_equal_logits_keeps_the_lowest_ids() -> None:
@@ -86,7 +90,10 @@ def test_log_probabilities_are_those_of_the_distribution(row: list[float], top: 
 
     assert found.logprob == pytest.approx(expected[-1].item(), abs=1e-4)
     order = sorted(range(len(row)), key=lambda index: (-row[index], index))[:top]
-    assert all(logprob == pytest.approx(expected[token_id].item(), abs=1e-4) for token_id, logprob in found.top)
+    assert all(
+        logprob == pytest.approx(expected[token_id].item(), abs=1e-4)
+        for token_id, logprob in found.top
+    )
     assert [row[token_id] for token_id, _ in found.top] == [row[index] for index in order]
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engine.config import EngineSettings
+from kvrs.config.engine import EngineSettings
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.engine.worker import Worker
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
 from kvrs.text.output import load_tokenizer
+
+pytestmark = pytest.mark.engine
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -29,9 +31,15 @@ def greedy(worker: Worker, prompt: list[int], tokens: int) -> list[int]:
     return token_ids[len(prompt) :]
 
 
+@pytest.mark.process
 def test_a_seed_gives_the_same_bytes_in_every_process(tiny_model: Path, tmp_path: Path) -> None:
-    """Four engine processes generate the same model on their own, and page tags depend on its bytes."""
-    script = "import sys, pathlib; from kvrs.engine.tiny import write_tiny_model; write_tiny_model(pathlib.Path(sys.argv[1]), 0)"
+    """Four engine processes generate the same model on their own, and page tags depend on its
+    bytes.
+    """
+    script = (
+        "import sys, pathlib; from kvrs.engine.tiny import write_tiny_model; "
+        "write_tiny_model(pathlib.Path(sys.argv[1]), 0)"
+    )
 
     for hash_seed in ("1", "2"):
         subprocess.run(
@@ -68,13 +76,16 @@ def test_a_complete_directory_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_greedy_output_varies_and_seldom_ends(seed: int, tmp_path: Path) -> None:
-    """A stream that repeats one token or ends at once would not show a lost, repeated or wrong one."""
+    """A stream that repeats one token or ends at once would not show a lost, repeated or wrong
+    one.
+    """
     write_tiny_model(tmp_path / "model", seed)
     worker = Worker(tmp_path / "model", EngineSettings(pages=64))
     tokenizer = load_tokenizer(tmp_path / "model")
 
     outputs = [
-        greedy(worker, tokenizer.encode(text).ids, 200) for text in ("hello", "kalo miren. stavor", "日本 x 123", "a b c d")
+        greedy(worker, tokenizer.encode(text).ids, 200)
+        for text in ("hello", "kalo miren. stavor", "日本 x 123", "a b c d")
     ]
 
     assert all(len(set(token_ids)) >= 20 for token_ids in outputs)
@@ -82,13 +93,19 @@ def test_greedy_output_varies_and_seldom_ends(seed: int, tmp_path: Path) -> None
 
 
 def test_worker_describes_the_model(tiny_model: Path) -> None:
-    """Peers compare fingerprints before they exchange pages: equal in every engine of a model, different for any other."""
+    """Peers compare fingerprints before they exchange pages: equal in every engine of a model,
+    different for any other.
+    """
     settings = EngineSettings(pages=4)
     worker, same = Worker(tiny_model, settings), Worker(tiny_model, settings)
     other_pages = Worker(tiny_model, EngineSettings(pages=4, page_size_tokens=32))
 
     assert worker.fingerprint == same.fingerprint != other_pages.fingerprint
-    assert (worker.vocab_size, worker.eos_token_ids, worker.max_positions) == (512, frozenset({1}), 2048)
+    assert (worker.vocab_size, worker.eos_token_ids, worker.max_positions) == (
+        512,
+        frozenset({1}),
+        2048,
+    )
     assert worker.geometry.page_bytes == 2 * 4 * 2 * 16 * 32 * 4
 
 

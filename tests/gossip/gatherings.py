@@ -1,30 +1,41 @@
-"""Members on loopback, in the test's own event loop, with intervals that make a test quick."""
+"""Members on loopback, in the test's own event loop, with short intervals."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from kvrs.gossip.config import GossipSettings
+from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.events import Event
 from kvrs.gossip.membership import Membership
 from kvrs.ids import NodeId
 
 HOST = "127.0.0.1"
 RING = (b"a secret of the tests",)
-QUICK = {"probe_interval_s": 0.1, "gossip_interval_s": 0.02, "sync_interval_s": 0.1, "reconnect_interval_s": 0.3}
+QUICK = {
+    "probe_interval_s": 0.1,
+    "gossip_interval_s": 0.02,
+    "sync_interval_s": 0.1,
+    "reconnect_interval_s": 0.3,
+}
 
 
 class Gathering:
     def __init__(self) -> None:
         self.seeds: dict[NodeId, str] = {}
-        self.heard: dict[NodeId, list[Event]] = {}
+        self.received: dict[NodeId, list[Event]] = {}
         self._members: list[Membership] = []
 
-    async def add(self, name: str, ring: tuple[bytes, ...] = RING, epoch: int | None = None, port: int = 0) -> Membership:
+    async def add(
+        self, name: str, ring: tuple[bytes, ...] = RING, epoch: int | None = None, port: int = 0
+    ) -> Membership:
         me = NodeId(name)
-        heard = self.heard[me] = []
-        member = Membership(me, GossipSettings.model_validate(QUICK), ring, heard.append, epoch=epoch)
-        bound = await member.start(HOST, port, {node: where for node, where in self.seeds.items() if node != me})
+        received = self.received[me] = []
+        member = Membership(
+            me, GossipSettings.model_validate(QUICK), ring, received.append, epoch=epoch
+        )
+        bound = await member.start(
+            HOST, port, {node: where for node, where in self.seeds.items() if node != me}
+        )
         self.seeds[me] = f"{HOST}:{bound}"
         self._members.append(member)
         return member
@@ -33,7 +44,7 @@ class Gathering:
         return int(self.seeds[member.id].rpartition(":")[2])
 
     async def kill(self, member: Membership) -> None:
-        """As by SIGKILL: not a word of goodbye."""
+        """As by SIGKILL: without an announcement."""
         self._members.remove(member)
         member._gossip = None
         if member._timer is not None:
@@ -55,7 +66,7 @@ async def gathering() -> AsyncIterator[Gathering]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait for something to become true; a test that waits in vain fails by this limit."""
+    """Wait for a condition; the limit fails a test that waits in vain."""
     async with asyncio.timeout(20):
         while not holds():
             await asyncio.sleep(0.005)

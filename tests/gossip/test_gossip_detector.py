@@ -1,182 +1,210 @@
-"""Who is declared dead, and who is not (SWIM with Lifeguard)."""
+"""Failure detection of SWIM with Lifeguard: which nodes are declared dead, and which are not."""
 
 import pytest
 
 from kvrs.gossip.events import MemberChanged
 from kvrs.gossip.suspicion import Suspicion
-from kvrs.gossip.wire import Ack, Ask, Nack, Ping, Push, Status, Vouch
+from kvrs.gossip.wire import Ack, IndirectAck, Nack, Ping, PingReq, Push, Status
 from kvrs.ids import NodeId
-from tests.gossip.gossip_house import INTERVAL_S, SETTINGS, A, B, C, D, E, House, alive, dead, suspect
+from tests.gossip.gossip_cluster import (
+    INTERVAL_S,
+    SETTINGS,
+    A,
+    B,
+    C,
+    D,
+    E,
+    GossipCluster,
+    alive,
+    dead,
+    suspect,
+)
 
 LONGEST_S = 2 * SETTINGS.suspicion_mult * SETTINGS.suspicion_max_mult * INTERVAL_S
 
 
-def answer(house: House, node: NodeId) -> None:
+def answer(system: GossipCluster, node: NodeId) -> None:
     """Wait until `node` is probed, and answer for it."""
-    ping = house.probe(node)
-    known = house.node.members[node]
-    house.handle(node, Ack(known.epoch, known.incarnation, ping.seq))
+    ping = system.probe(node)
+    known = system.node.members[node]
+    system.handle(node, Ack(known.epoch, known.incarnation, ping.seq))
 
 
-def keep_answering(house: House, nodes: set[NodeId], for_s: float) -> None:
-    """All of `nodes` answer at once, whatever they are asked, except for others."""
-    until_s, done = house.now_s + for_s, len(house.sent)
-    while house.now_s < until_s:
-        house.pass_time(0.02)
-        for send in house.sent[done:]:
+def keep_answering(system: GossipCluster, nodes: set[NodeId], for_s: float) -> None:
+    """All of `nodes` acknowledge every ping at once; relayed pings of others get no answer."""
+    until_s, done = system.now_s + for_s, len(system.sent)
+    while system.now_s < until_s:
+        system.pass_time(0.02)
+        for send in system.sent[done:]:
             if send.to in nodes and isinstance(send.packet, Ping):
-                known = house.node.members[send.to]
-                house.handle(send.to, Ack(known.epoch, known.incarnation, send.packet.seq))
-        done = len(house.sent)
+                known = system.node.members[send.to]
+                system.handle(send.to, Ack(known.epoch, known.incarnation, send.packet.seq))
+        done = len(system.sent)
 
 
-def test_who_answers_is_not_suspected() -> None:
-    """An Ack of the right number from the target ends the probe: nobody else is asked."""
-    house = House(B, C, D)
+def test_a_node_that_answers_is_not_suspected() -> None:
+    """An ack of the target with the right number ends the probe; no relay is asked."""
+    system = GossipCluster(B, C, D)
 
-    answer(house, B)
-    house.pass_time(INTERVAL_S)
+    answer(system, B)
+    system.pass_time(INTERVAL_S)
 
-    assert house.status(B) is Status.ALIVE
-    assert not [packet for packet in house.packets(Ask) if packet.target == B]
+    assert system.status(B) is Status.ALIVE
+    assert not [packet for packet in system.packets(PingReq) if packet.target == B]
 
 
-def test_a_silent_target_is_pinged_again_by_others_and_over_a_stream_before_it_is_suspected() -> None:
+def test_a_silent_target_is_probed_by_relays_and_over_a_stream_before_suspicion() -> None:
     """Three pings, the last of them over TCP, and two rounds of relays."""
-    house = House(B, C, D, E)
-    ping = house.probe(B)
+    system = GossipCluster(B, C, D, E)
+    ping = system.probe(B)
 
-    house.pass_time(INTERVAL_S * 0.99)
-    assert house.status(B) is Status.ALIVE
-    house.pass_time(INTERVAL_S * 0.05)
+    system.pass_time(INTERVAL_S * 0.99)
+    assert system.status(B) is Status.ALIVE
+    system.pass_time(INTERVAL_S * 0.05)
 
-    pings = [send for send in house.sent if isinstance(send.packet, Ping) and send.packet.seq == ping.seq]
+    pings = [
+        send
+        for send in system.sent
+        if isinstance(send.packet, Ping) and send.packet.seq == ping.seq
+    ]
     assert [(send.to, send.stream) for send in pings] == [(B, False), (B, False), (B, True)]
-    assert {send.to for send in house.sent if isinstance(send.packet, Ask) and send.packet.seq == ping.seq} == {C, D, E}
-    assert house.status(B) is Status.SUSPECT
-    assert house.node.members[B].by == (A,)
+    assert {
+        send.to
+        for send in system.sent
+        if isinstance(send.packet, PingReq) and send.packet.seq == ping.seq
+    } == {C, D, E}
+    assert system.status(B) is Status.SUSPECT
+    assert system.node.members[B].suspectors == (A,)
 
 
-def test_an_answer_that_reached_a_relay_is_as_good() -> None:
+def test_an_indirect_ack_ends_a_probe() -> None:
     """A node that others can reach is alive."""
-    house = House(B, C, D)
-    ping = house.probe(B)
-    house.pass_time(INTERVAL_S * 0.4)
+    system = GossipCluster(B, C, D)
+    ping = system.probe(B)
+    system.pass_time(INTERVAL_S * 0.4)
 
-    house.handle(C, Vouch(1, 0, ping.seq, B, 1, 0))
-    house.pass_time(INTERVAL_S)
+    system.handle(C, IndirectAck(1, 0, ping.seq, B, 1, 0))
+    system.pass_time(INTERVAL_S)
 
-    assert house.status(B) is Status.ALIVE
-
-
-def test_an_answer_that_reached_a_relay_for_somebody_else_is_none() -> None:
-    """It may be late, and meant for a process before this one, which began to count at the same number."""
-    house = House(B, C, D)
-    ping = house.probe(B)
-    house.pass_time(INTERVAL_S * 0.4)
-
-    house.handle(C, Vouch(1, 0, ping.seq, D, 1, 4))
-    house.pass_time(INTERVAL_S)
-
-    assert house.status(B) is Status.SUSPECT
-    assert house.node.members[B].incarnation == 0
+    assert system.status(B) is Status.ALIVE
 
 
-def test_an_answer_of_somebody_else_is_none() -> None:
-    """At the target's address another node may listen by now."""
-    house = House(B, C, D)
-    ping = house.probe(B)
+def test_an_indirect_ack_of_another_target_does_not_end_a_probe() -> None:
+    """It may be late, and answer a process before this one, whose numbers began the same."""
+    system = GossipCluster(B, C, D)
+    ping = system.probe(B)
+    system.pass_time(INTERVAL_S * 0.4)
 
-    house.handle(C, Ack(1, 0, ping.seq))
-    house.pass_time(INTERVAL_S)
+    system.handle(C, IndirectAck(1, 0, ping.seq, D, 1, 4))
+    system.pass_time(INTERVAL_S)
 
-    assert house.status(B) is Status.SUSPECT
+    assert system.status(B) is Status.SUSPECT
+    assert system.node.members[B].incarnation == 0
+
+
+def test_an_ack_of_another_node_does_not_end_a_probe() -> None:
+    """Another node may listen at the target's address by now."""
+    system = GossipCluster(B, C, D)
+    ping = system.probe(B)
+
+    system.handle(C, Ack(1, 0, ping.seq))
+    system.pass_time(INTERVAL_S)
+
+    assert system.status(B) is Status.SUSPECT
 
 
 def test_a_ping_over_a_stream_is_answered_over_one() -> None:
-    """Where datagrams are what fails, their answers would fail too."""
-    house = House(B, C)
+    """Where datagrams are lost, their acks would be lost too."""
+    system = GossipCluster(B, C)
 
-    sends = [*house.handle(B, Ping(1, 0, 7, True)), *house.handle(B, Ping(1, 0, 8, False))]
+    sends = [*system.handle(B, Ping(1, 0, 7, True)), *system.handle(B, Ping(1, 0, 8, False))]
 
     assert [(send.to, send.stream) for send in sends] == [(B, True), (B, False)]
 
 
-def test_a_relay_passes_the_answer_on() -> None:
-    """It pings under a number of its own, and says which life answered."""
-    house = House(B, C)
+def test_a_relay_sends_the_ack_on() -> None:
+    """It pings under a number of its own, and reports the epoch and incarnation that answered."""
+    system = GossipCluster(B, C)
 
-    ping = house.asked(C, 77, B)
-    [vouch] = house.handle(B, Ack(1, 0, ping.seq))
+    ping = system.relayed_ping(C, 77, B)
+    [indirect_ack] = system.handle(B, Ack(1, 0, ping.seq))
 
-    assert (vouch.to, vouch.packet) == (C, Vouch(1, 0, 77, B, 1, 0, vouch.packet.news))
-
-
-def test_a_relay_that_hears_nothing_says_so_in_time() -> None:
-    """So the prober knows that it is not its own network that failed; a later answer is nobody's."""
-    house = House(B, C)
-    ping = house.asked(C, 77, B)
-
-    house.pass_time(INTERVAL_S / 3)
-
-    assert [packet.seq for packet in house.packets(Nack, to=C)] == [77]
-    assert not [send for send in house.handle(B, Ack(1, 0, ping.seq)) if isinstance(send.packet, Vouch)]
+    assert (indirect_ack.to, indirect_ack.packet) == (
+        C,
+        IndirectAck(1, 0, 77, B, 1, 0, indirect_ack.packet.updates),
+    )
 
 
-def test_a_relay_that_does_not_know_the_target_says_so_at_once() -> None:
-    """Nothing to wait for."""
-    house = House(B, C)
+def test_a_relay_without_an_ack_sends_a_nack_in_time() -> None:
+    """So the prober learns that its own network works; a later ack is dropped."""
+    system = GossipCluster(B, C)
+    ping = system.relayed_ping(C, 77, B)
 
-    [nack] = house.handle(C, Ask(1, 0, 77, E))
+    system.pass_time(INTERVAL_S / 3)
 
-    assert (nack.to, nack.packet) == (C, Nack(1, 0, 77, nack.packet.news))
+    assert [packet.seq for packet in system.packets(Nack, to=C)] == [77]
+    assert not [
+        send
+        for send in system.handle(B, Ack(1, 0, ping.seq))
+        if isinstance(send.packet, IndirectAck)
+    ]
 
 
-def test_a_suspect_hears_of_it_in_whatever_it_is_sent() -> None:
-    """Buddy system: so it can refute before its time is over (Lifeguard)."""
-    house = House(B, C, D)
-    house.hear(C, suspect(B, C))
-    house.pass_time(INTERVAL_S)
-    for seq in range(30):  # Until the news has been told often enough, and no longer rides along by itself.
-        house.handle(C, Ping(1, 0, seq))
-    [ack] = house.handle(C, Ping(1, 0, 31))
+def test_a_relay_that_does_not_know_the_target_sends_a_nack_at_once() -> None:
+    """There is nothing to wait for."""
+    system = GossipCluster(B, C)
+
+    [nack] = system.handle(C, PingReq(1, 0, 77, E))
+
+    assert (nack.to, nack.packet) == (C, Nack(1, 0, 77, nack.packet.updates))
+
+
+def test_every_packet_to_a_suspect_carries_the_suspicion() -> None:
+    """Lifeguard's Buddy System: the suspect can refute before the suspicion ends."""
+    system = GossipCluster(B, C, D)
+    system.receive(C, suspect(B, C))
+    system.pass_time(INTERVAL_S)
+    # Until the update was sent often enough, and is not piggybacked on every packet any more.
+    for seq in range(30):
+        system.handle(C, Ping(1, 0, seq))
+    [ack] = system.handle(C, Ping(1, 0, 31))
     assert ack.packet == Ack(1, 0, 31)
 
-    [ack] = house.handle(B, Ping(1, 0, 9))
+    [ack] = system.handle(B, Ping(1, 0, 9))
 
-    assert [(said.id, said.status) for said in ack.packet.news] == [(B, Status.SUSPECT)]
+    assert [(update.id, update.status) for update in ack.packet.updates] == [(B, Status.SUSPECT)]
 
 
 def test_a_refutation_ends_the_suspicion() -> None:
-    """Whenever it comes before the end."""
-    house = House(B, C, D)
-    house.probe(B)
-    house.pass_time(INTERVAL_S * 1.1)
-    assert house.status(B) is Status.SUSPECT
+    """At any time before its end."""
+    system = GossipCluster(B, C, D)
+    system.probe(B)
+    system.pass_time(INTERVAL_S * 1.1)
+    assert system.status(B) is Status.SUSPECT
 
-    house.hear(C, alive(B, 1, 1))
-    keep_answering(house, {B, C, D}, LONGEST_S)
+    system.receive(C, alive(B, 1, 1))
+    keep_answering(system, {B, C, D}, LONGEST_S)
 
-    assert house.status(B) is Status.ALIVE
+    assert system.status(B) is Status.ALIVE
 
 
-def test_a_dead_node_is_declared_dead_with_all_accusers() -> None:
-    """First by whose word, then who confirmed it."""
-    house = House(B, C, D, E)
+def test_a_dead_node_is_declared_dead_with_all_suspectors() -> None:
+    """The first suspector comes first, then those that confirmed."""
+    system = GossipCluster(B, C, D, E)
 
-    house.probe(B)
-    house.pass_time(INTERVAL_S * 1.1)
-    house.hear(C, suspect(B, C, D, E))
-    keep_answering(house, {C, D, E}, 2.2 * SETTINGS.suspicion_mult * INTERVAL_S)
+    system.probe(B)
+    system.pass_time(INTERVAL_S * 1.1)
+    system.receive(C, suspect(B, C, D, E))
+    keep_answering(system, {C, D, E}, 2.2 * SETTINGS.suspicion_mult * INTERVAL_S)
 
-    assert (house.status(B), house.node.members[B].by) == (Status.DEAD, (A, C, D, E))
+    assert (system.status(B), system.node.members[B].suspectors) == (Status.DEAD, (A, C, D, E))
 
 
 def test_confirmations_shorten_a_suspicion_from_its_longest_to_its_least() -> None:
-    """A node that only one misses gets six times as long as one that everybody misses."""
+    """A node that one node suspects gets six times as long as one that all suspect."""
     suspicion = Suspicion(SETTINGS, 5, 0.0)
 
-    lengths = [suspicion.ends_s(accusers) for accusers in (1, 2, 3, 4, 5)]
+    lengths = [suspicion.ends_s(suspectors) for suspectors in (1, 2, 3, 4, 5)]
 
     least_s = SETTINGS.suspicion_mult * INTERVAL_S
     assert lengths[0] == pytest.approx(6 * least_s)
@@ -184,173 +212,187 @@ def test_confirmations_shorten_a_suspicion_from_its_longest_to_its_least() -> No
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_a_suspicion_is_longer_among_more() -> None:
-    """News takes longer to reach everybody, and so does a refutation; with one other there is nobody to confirm."""
-    assert Suspicion(SETTINGS, 1000, 0.0).ends_s(4) == pytest.approx(3 * SETTINGS.suspicion_mult * INTERVAL_S)
-    assert Suspicion(SETTINGS, 2, 0.0).ends_s(1) == pytest.approx(SETTINGS.suspicion_mult * INTERVAL_S)
+def test_a_suspicion_is_longer_with_more_members() -> None:
+    """Updates take longer to reach all, and so does a refutation; of two members none can
+    confirm.
+    """
+    assert Suspicion(SETTINGS, 1000, 0.0).ends_s(4) == pytest.approx(
+        3 * SETTINGS.suspicion_mult * INTERVAL_S
+    )
+    assert Suspicion(SETTINGS, 2, 0.0).ends_s(1) == pytest.approx(
+        SETTINGS.suspicion_mult * INTERVAL_S
+    )
 
 
-def test_nobody_declares_dead_whom_he_can_reach_whatever_others_say() -> None:
-    """Told that B is suspected by everybody, a node asks B itself, and B's answer is enough."""
-    house = House(B, C, D, E)
+def test_a_node_that_answers_is_not_declared_dead_whatever_others_report() -> None:
+    """A node that receives a confirmed suspicion probes the suspect itself, and its ack is
+    enough.
+    """
+    system = GossipCluster(B, C, D, E)
 
-    house.hear(C, suspect(B, C, D, E))
-    keep_answering(house, {B, C, D, E}, LONGEST_S)
+    system.receive(C, suspect(B, C, D, E))
+    keep_answering(system, {B, C, D, E}, LONGEST_S)
 
-    assert house.status(B) is Status.SUSPECT
+    assert system.status(B) is Status.SUSPECT
 
 
 def test_an_older_death_does_not_end_a_refuted_suspicion() -> None:
-    """The accuser did not hear of the refutation; it is alone with its word."""
-    house = House(B, C, D)
-    house.hear(B, alive(B, 1, 1))
+    """The suspector has missed the refutation; its update is older."""
+    system = GossipCluster(B, C, D)
+    system.receive(B, alive(B, 1, 1))
 
-    house.hear(C, dead(B, C))
+    system.receive(C, dead(B, C))
 
-    assert house.status(B) is Status.ALIVE
-
-
-def test_a_node_whose_probes_fail_for_no_fault_of_others_gives_them_more_time() -> None:
-    """Relays that say nothing at all point at the prober (local health multiplier): it probes slower."""
-    house = House(B, C, D, E)
-
-    house.pass_time(4 * INTERVAL_S)
-    assert house.node.health == SETTINGS.health_max
-    before = len(house.packets(Ping))
-    house.pass_time(4 * INTERVAL_S)
-
-    assert len(house.packets(Ping)) - before <= 6
+    assert system.status(B) is Status.ALIVE
 
 
-def test_relays_that_answer_keep_a_prober_s_trust_in_itself() -> None:
-    """All of them heard nothing either: it is the target."""
-    house = House(B, C, D, E)
-    ping = house.probe(B)
-    house.pass_time(INTERVAL_S * 0.4)
+def test_a_node_without_answers_of_relays_probes_slower() -> None:
+    """Relays that send not even a nack indicate a fault of the prober (local health multiplier)."""
+    system = GossipCluster(B, C, D, E)
+
+    system.pass_time(4 * INTERVAL_S)
+    assert system.node.health == SETTINGS.health_max
+    before = len(system.packets(Ping))
+    system.pass_time(4 * INTERVAL_S)
+
+    assert len(system.packets(Ping)) - before <= 6
+
+
+def test_nacks_keep_the_health_score_of_the_prober() -> None:
+    """No relay has an ack either: the fault is the target's."""
+    system = GossipCluster(B, C, D, E)
+    ping = system.probe(B)
+    system.pass_time(INTERVAL_S * 0.4)
     for relay in (C, D, E):
-        house.handle(relay, Nack(1, 0, ping.seq))
+        system.handle(relay, Nack(1, 0, ping.seq))
 
-    before = house.node.health
-    house.pass_time(INTERVAL_S * 0.65)
+    before = system.node.health
+    system.pass_time(INTERVAL_S * 0.65)
 
-    assert house.status(B) is Status.SUSPECT
-    assert house.node.health == before
-
-
-def test_trust_in_itself_is_never_more_than_whole() -> None:
-    """A Nack counts once, and only from whom was asked: packets arrive twice, and any holder of the secret can send many."""
-    house = House(B, C, D, E)
-    house.hear(B, suspect(A, B))
-    ping = house.probe(B)
-    house.pass_time(INTERVAL_S)
-    for relay in (C, C, NodeId("nobody")):
-        house.handle(relay, Nack(1, 0, ping.seq))
-
-    house.pass_time(INTERVAL_S * 1.1)
-
-    assert house.status(B) is Status.SUSPECT
-    assert house.node.health == 1 + 2
+    assert system.status(B) is Status.SUSPECT
+    assert system.node.health == before
 
 
-def test_answers_restore_trust() -> None:
-    """One by one."""
-    house = House(B, C)
-    house.hear(B, suspect(A, B))
-    assert house.node.health == 1
+def test_a_nack_counts_once_and_only_from_an_asked_relay() -> None:
+    """Packets are duplicated, and any holder of the secret can send nacks."""
+    system = GossipCluster(B, C, D, E)
+    system.receive(B, suspect(A, B))
+    ping = system.probe(B)
+    system.pass_time(INTERVAL_S)
+    for relay in (C, C, NodeId("unasked")):
+        system.handle(relay, Nack(1, 0, ping.seq))
 
-    answer(house, B)
+    system.pass_time(INTERVAL_S * 1.1)
 
-    assert house.node.health == 0
+    assert system.status(B) is Status.SUSPECT
+    assert system.node.health == 1 + 2
 
 
-def test_a_node_that_others_doubt_is_probed_at_once() -> None:
-    """A closed connection is a reason to look, not a death."""
-    house = House(B, C, D)
+def test_acks_restore_the_health_score() -> None:
+    """By one each."""
+    system = GossipCluster(B, C)
+    system.receive(B, suspect(A, B))
+    assert system.node.health == 1
 
-    sends = house.node.doubt(B, house.now_s)
+    answer(system, B)
+
+    assert system.node.health == 0
+
+
+def test_a_node_can_be_probed_out_of_turn() -> None:
+    """A closed connection is a reason for a probe, not a death."""
+    system = GossipCluster(B, C, D)
+
+    sends = system.node.probe_now(B, system.now_s)
 
     assert [(send.to, type(send.packet)) for send in sends] == [(B, Ping)]
-    assert house.status(B) is Status.ALIVE
+    assert system.status(B) is Status.ALIVE
 
 
-def test_waking_from_a_stop_nobody_is_dead() -> None:
-    """What was about to be concluded is void: the time in which a node stood still is no time that others were silent."""
-    house = House(B, C, D, E)
-    house.probe(B)
-    house.pass_time(INTERVAL_S * 1.1)
-    house.hear(C, suspect(B, C, D, E))
-    house.node.take_events()
+def test_time_in_which_a_node_was_stopped_declares_no_node_dead() -> None:
+    """Running suspicions are void: silence of others while the node was stopped does not count."""
+    system = GossipCluster(B, C, D, E)
+    system.probe(B)
+    system.pass_time(INTERVAL_S * 1.1)
+    system.receive(C, suspect(B, C, D, E))
+    system.node.take_events()
 
-    house.now_s += 300.0
-    house.node.tick(house.now_s)
-    house.pass_time(INTERVAL_S * 0.9)
+    system.now_s += 300.0
+    system.node.tick(system.now_s)
+    system.pass_time(INTERVAL_S * 0.9)
 
-    assert house.status(B) is Status.SUSPECT
-    assert not [event for event in house.node.take_events() if isinstance(event, MemberChanged)]
-
-
-def test_waking_in_the_last_moment_of_a_suspicion_a_node_asks_once_more() -> None:
-    """What the suspect may have said meanwhile was not heard; only a silence that was listened to counts."""
-    house = House(B, C, D, E)
-    house.probe(B)
-    house.pass_time(INTERVAL_S * 1.1)
-    house.hear(C, suspect(B, C, D, E))
-    house.pass_time(SETTINGS.suspicion_mult * INTERVAL_S - INTERVAL_S * 0.3)
-    assert house.status(B) is Status.SUSPECT
-
-    house.now_s += 300.0
-    house.node.tick(house.now_s)
-    house.pass_time(INTERVAL_S * 0.9)
-    assert house.status(B) is Status.SUSPECT
-    house.pass_time(INTERVAL_S * 2 * (1 + house.node.health))
-
-    assert house.status(B) is Status.DEAD
+    assert system.status(B) is Status.SUSPECT
+    assert not [event for event in system.node.take_events() if isinstance(event, MemberChanged)]
 
 
-def test_waking_from_a_stop_a_node_says_that_it_lives_before_it_is_told_that_it_is_dead() -> None:
-    """With a new incarnation, since the old one may have been declared dead; to the first that it can reach."""
-    house = House(B, C, D)
+def test_a_node_stopped_near_the_end_of_a_suspicion_probes_once_more() -> None:
+    """A refutation may have been missed; only a probe of the running node counts."""
+    system = GossipCluster(B, C, D, E)
+    system.probe(B)
+    system.pass_time(INTERVAL_S * 1.1)
+    system.receive(C, suspect(B, C, D, E))
+    system.pass_time(SETTINGS.suspicion_mult * INTERVAL_S - INTERVAL_S * 0.3)
+    assert system.status(B) is Status.SUSPECT
 
-    house.now_s += 5.0
-    sends = house.node.tick(house.now_s)
+    system.now_s += 300.0
+    system.node.tick(system.now_s)
+    system.pass_time(INTERVAL_S * 0.9)
+    assert system.status(B) is Status.SUSPECT
+    system.pass_time(INTERVAL_S * 2 * (1 + system.node.health))
 
-    assert {send.to for send in sends if isinstance(send.packet, Push) and alive(A, 1, 1) in send.packet.news}
-    assert house.node.members[A].incarnation == 1
+    assert system.status(B) is Status.DEAD
 
 
-def test_a_stop_is_noticed_too_when_a_packet_comes_first() -> None:
+def test_a_node_announces_itself_alive_after_a_stop() -> None:
+    """With a new incarnation, since the old one may have been declared dead, to the first reachable
+    peers.
+    """
+    system = GossipCluster(B, C, D)
+
+    system.now_s += 5.0
+    sends = system.node.tick(system.now_s)
+
+    assert {
+        send.to
+        for send in sends
+        if isinstance(send.packet, Push) and alive(A, 1, 1) in send.packet.updates
+    }
+    assert system.node.members[A].incarnation == 1
+
+
+def test_a_stop_is_noticed_when_a_packet_comes_before_the_timer() -> None:
     """Sockets may be served before timers."""
-    house = House(B, C, D)
-    house.probe(B)
+    system = GossipCluster(B, C, D)
+    system.probe(B)
 
-    house.now_s += 60.0
-    house.hear(C, suspect(D, C))
-    house.pass_time(INTERVAL_S * 0.5)
+    system.now_s += 60.0
+    system.receive(C, suspect(D, C))
+    system.pass_time(INTERVAL_S * 0.5)
 
-    assert house.status(B) is Status.ALIVE
-    assert house.node.members[A].incarnation == 1
+    assert system.status(B) is Status.ALIVE
+    assert system.node.members[A].incarnation == 1
 
 
 def test_a_clock_that_jumps_changes_nothing() -> None:
-    """Neither forth nor back, by however much."""
-    house = House(B, C, D)
+    """In either direction, by any amount."""
+    system = GossipCluster(B, C, D)
     for jump_s in (3600.0, -7200.0, 1e9, -1e9):
-        house.now_s += jump_s
-        house.hear(C, alive(D))
-        keep_answering(house, {B, C, D}, 4 * INTERVAL_S)
+        system.now_s += jump_s
+        system.receive(C, alive(D))
+        keep_answering(system, {B, C, D}, 4 * INTERVAL_S)
 
-    assert {house.status(node) for node in (B, C, D)} == {Status.ALIVE}
-    house.probe(B)
-    house.pass_time(2 * INTERVAL_S)
-    assert house.status(B) is Status.SUSPECT
+    assert {system.status(node) for node in (B, C, D)} == {Status.ALIVE}
+    system.probe(B)
+    system.pass_time(2 * INTERVAL_S)
+    assert system.status(B) is Status.SUSPECT
 
 
-def test_pings_for_others_are_bounded() -> None:
-    """Whoever asks for more than that pushes the oldest out."""
-    house = House(*(NodeId(f"n{i}") for i in range(50)))
+def test_relayed_pings_are_bounded() -> None:
+    """Further requests push the oldest out."""
+    system = GossipCluster(*(NodeId(f"n{i}") for i in range(50)))
 
     for seq in range(5000):
-        house.handle(NodeId("n0"), Ask(1, 0, seq, NodeId("n1")))
-    house.pass_time(INTERVAL_S)
+        system.handle(NodeId("n0"), PingReq(1, 0, seq, NodeId("n1")))
+    system.pass_time(INTERVAL_S)
 
-    assert len(house.packets(Nack)) <= 1024
+    assert len(system.packets(Nack)) <= 1024

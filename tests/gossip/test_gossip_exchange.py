@@ -1,18 +1,28 @@
-"""Two nodes compare what they know; what is published reaches everybody, bounded by the size of a packet."""
+"""Anti-entropy: published facts reach all nodes, in packets of bounded size."""
 
 import random
 
 import pytest
 
+from kvrs.config.gossip import GossipSettings
 from kvrs.errors import GossipError
-from kvrs.gossip.config import GossipSettings
-from kvrs.gossip.facts import FailureFact, HolderFact, InstanceFact, Kind, SlotsFact
+from kvrs.gossip.facts import FactKind, FailureFact, HolderFact, InstanceFact, SlotsFact
 from kvrs.gossip.node import Gossip
-from kvrs.gossip.wire import MAX_ENTRIES, Delta, Digest, Entry, Known, Push, RecordDelta, Status, encode
+from kvrs.gossip.wire import (
+    MAX_ENTRIES,
+    Delta,
+    Digest,
+    Entry,
+    KnownMember,
+    Push,
+    RecordDelta,
+    Status,
+    encode,
+)
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role
 from kvrs.sim.gossip import GossipNet, SimNode
-from tests.gossip.gossip_house import SETTINGS, alive
+from tests.gossip.gossip_cluster import SETTINGS, alive
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
@@ -28,8 +38,8 @@ def publish(net: GossipNet, node: SimNode, name: str, free: int) -> None:
     node.gossip.publish(name, SlotsFact(free, 0.0), node.clock_s(net.now_s))
 
 
-def test_what_one_node_publishes_all_others_read() -> None:
-    """And when it was written, by their own clocks, which no two nodes need to have in common."""
+def test_facts_of_one_node_reach_all_others() -> None:
+    """With the time of writing by the readers' own clocks, which need not agree."""
     net = cluster(5)
     writer = net.nodes[NodeId("n3")]
     net.run(5.0)
@@ -51,8 +61,8 @@ def test_what_one_node_publishes_all_others_read() -> None:
         assert node.clock_s(5.0) == pytest.approx(read.slots[writer.id, "d3"].written_s, abs=0.1)
 
 
-def test_what_is_withdrawn_is_gone_everywhere() -> None:
-    """Also after its tombstone was forgotten, and at a node that was cut off meanwhile."""
+def test_a_withdrawn_fact_is_gone_at_all_nodes() -> None:
+    """Also after its tombstone was forgotten, and at a node that was partitioned meanwhile."""
     net = cluster(4, GossipSettings(tombstone_s=5.0))
     writer, away = net.nodes[NodeId("n1")], NodeId("n3")
     net.run(5.0)
@@ -60,7 +70,7 @@ def test_what_is_withdrawn_is_gone_everywhere() -> None:
     publish(net, writer, "kept", 2)
     net.run(10.0)
     net.cut = lambda a, b: away in (a, b)
-    writer.gossip.withdraw(Kind.SLOTS, "gone", writer.clock_s(net.now_s))
+    writer.gossip.withdraw(FactKind.SLOTS, "gone", writer.clock_s(net.now_s))
     net.run(60.0)
 
     net.cut = None
@@ -70,8 +80,10 @@ def test_what_is_withdrawn_is_gone_everywhere() -> None:
         assert [name for owner, name in node.gossip.facts.slots if owner == writer.id] == ["kept"]
 
 
-def test_the_facts_of_a_dead_node_are_gone_and_back_when_it_lives() -> None:
-    """A decision never sees what the dead said last; whoever was only stopped is read again at once."""
+def test_facts_of_a_dead_node_are_gone_and_back_once_it_is_alive() -> None:
+    """A decision never uses the last facts of a dead node; those of a stopped node return at
+    once.
+    """
     net = cluster(4)
     writer, reader = net.nodes[NodeId("n1")], net.nodes[NodeId("n2")].gossip
     publish(net, writer, "d1", 7)
@@ -87,7 +99,7 @@ def test_the_facts_of_a_dead_node_are_gone_and_back_when_it_lives() -> None:
 
 
 def test_a_new_process_starts_with_an_empty_record() -> None:
-    """What the old one said is nobody's word any more."""
+    """Facts of the old process belong to no node any more."""
     net = cluster(4)
     publish(net, net.nodes[NodeId("n1")], "d1", 7)
     net.run(10.0)
@@ -98,8 +110,8 @@ def test_a_new_process_starts_with_an_empty_record() -> None:
     assert all(not node.gossip.facts.slots for node in net.nodes.values())
 
 
-def test_a_process_that_took_a_higher_epoch_keeps_what_it_published() -> None:
-    """It was started with a lower epoch than the process before it; its record is told under the one it took."""
+def test_a_process_that_took_a_higher_epoch_keeps_its_facts() -> None:
+    """It started with a lower epoch than the process before it; its record gets the new epoch."""
     net = cluster(4)
     publish(net, net.restart("n1", {NodeId("n0"): "n0:7"}, epoch=5), "old", 7)
     net.run(10.0)
@@ -114,12 +126,18 @@ def test_a_process_that_took_a_higher_epoch_keeps_what_it_published() -> None:
 
 
 @pytest.mark.parametrize("count", [20, 60])
-def test_everybody_gets_to_know_everybody_and_all_records_in_packets_of_bounded_size(count: int) -> None:
-    """With more members and entries than one packet can name: the network asserts the size of every packet."""
+def test_members_and_records_reach_all_nodes_in_packets_of_bounded_size(
+    count: int,
+) -> None:
+    """With more members and entries than fit into a packet; the network asserts every size."""
     net = cluster(count, GossipSettings(packet_bytes=1024))
     for node in net.nodes.values():
         for i in range(3):
-            node.gossip.publish(f"a-rather-long-name-of-an-instance-{i}", FailureFact(1, "x" * 60, 0.0), node.clock_s(0.0))
+            node.gossip.publish(
+                f"a-rather-long-name-of-an-instance-{i}",
+                FailureFact(1, "x" * 60, 0.0),
+                node.clock_s(0.0),
+            )
 
     net.run(20.0)
 
@@ -128,15 +146,17 @@ def test_everybody_gets_to_know_everybody_and_all_records_in_packets_of_bounded_
         assert len(node.gossip.facts.failures) == 3 * count
 
 
-def test_a_newcomer_learns_all_at_once_over_a_stream() -> None:
-    """It asks its seeds with room for a long answer, so it does not take a minute among a thousand."""
+def test_a_new_node_gets_all_members_at_once_over_a_stream() -> None:
+    """Its first digests have room for a long answer, so that it does not take a minute among
+    1,000.
+    """
     net = cluster(120)
     net.run(6.0)
 
-    newcomer = net.add("newcomer", {NodeId("n7"): "n7:7"})
+    new_node = net.add("newcomer", {NodeId("n7"): "n7:7"})
     net.run(6.1)
 
-    assert len(newcomer.gossip.members) == 121
+    assert len(new_node.gossip.members) == 121
 
 
 def node_a() -> Gossip:
@@ -149,11 +169,11 @@ def slots(node: NodeId, epoch: int, end: int, *entries: Entry) -> Delta:
     return Delta(1, 0, 1280, (), (RecordDelta(node, epoch, 0, end, 0, entries),))
 
 
-SLOT = Entry(Kind.SLOTS, "d0", 1, 0, b"\x92\x05\x00")
+SLOT = Entry(FactKind.SLOTS, "d0", 1, 0, b"\x92\x05\x00")
 
 
-def test_nobody_writes_another_s_record() -> None:
-    """What is said of this node's record is not taken; of others it is what they said themselves, passed on."""
+def test_only_the_owner_writes_its_record() -> None:
+    """Entries of this node's record are ignored; copies of other records are applied."""
     node = node_a()
 
     node.handle(slots(A, 1, 1, SLOT), B, 0.1)
@@ -162,8 +182,8 @@ def test_nobody_writes_another_s_record() -> None:
     assert list(node.facts.slots) == [(C, "d0")]
 
 
-def test_a_record_of_another_life_is_not_taken() -> None:
-    """Neither of the one before, nor of one that has not been heard of."""
+def test_a_record_of_another_epoch_is_not_applied() -> None:
+    """Neither of an earlier nor of an unknown later epoch."""
     node = node_a()
 
     node.handle(slots(C, 2, 1, SLOT), B, 0.1)
@@ -171,8 +191,8 @@ def test_a_record_of_another_life_is_not_taken() -> None:
     assert not node.facts.slots
 
 
-def test_a_stranger_gets_no_more_than_its_room() -> None:
-    """An answer is as long as the asker has room, and never longer than a stream's packet."""
+def test_an_answer_is_bounded_by_the_room_of_the_digest() -> None:
+    """And by the maximum size of a packet over a stream."""
     node = node_a()
     for i in range(60):
         node.publish(f"d{i}", FailureFact(1, "x" * 100, 0.0), 0.0)
@@ -183,20 +203,22 @@ def test_a_stranger_gets_no_more_than_its_room() -> None:
         assert send.stream == (most > 1280)
 
 
-def test_what_is_asked_for_is_answered_in_the_same_exchange() -> None:
-    """Push and pull: whoever is asked answers with what the asker lacks, and asks for what itself lacks."""
+def test_a_delta_answers_the_wants_of_the_other() -> None:
+    """Push and pull in one exchange."""
     node = node_a()
     node.publish("d0", SlotsFact(3, 0.0), 0.0)
 
-    [send] = node.handle(Delta(1, 0, 1280, (), (), (Known(A, 1, 0, Status.ALIVE, 0, 0),)), B, 0.1)
+    [send] = node.handle(
+        Delta(1, 0, 1280, (), (), (KnownMember(A, 1, 0, Status.ALIVE, 0, 0),)), B, 0.1
+    )
 
     assert isinstance(send.packet, Delta)
     assert [(record.id, record.end) for record in send.packet.records] == [(A, 1)]
     assert send.packet.wants == ()
 
 
-def test_digests_are_bounded_and_take_turns() -> None:
-    """With more members than one packet names, each goes on where the last one ended, and together they leave nobody out."""
+def test_digests_are_bounded_and_cover_all_members_in_turns() -> None:
+    """With more members than fit, each digest continues where the last one ended."""
     node = Gossip(A, "a:7", 1, SETTINGS, random.Random(0).random, 0.0)
     others = [NodeId(f"node-with-a-long-name-{i:03}") for i in range(300)]
     for other in others:
@@ -215,8 +237,8 @@ def test_digests_are_bounded_and_take_turns() -> None:
     assert sorted(set(named)) == [A, *others]
 
 
-def test_equal_nodes_say_nothing() -> None:
-    """A digest that shows nothing new is not answered: quiet clusters are quiet."""
+def test_a_digest_without_differences_gets_no_answer() -> None:
+    """Quiet clusters send little."""
     net = cluster(3)
     net.run(20.0)
     one, two = list(net.nodes.values())[:2]
@@ -228,7 +250,7 @@ def test_equal_nodes_say_nothing() -> None:
 
 
 def test_a_partition_heals_from_both_sides() -> None:
-    """Everybody held the other side dead; somebody asks the dead now and then."""
+    """Each side has declared the other dead; dead nodes get a digest from time to time."""
     net = cluster(8)
     net.run(10.0)
     side = {NodeId(f"n{i}") for i in range(3)}
@@ -239,30 +261,41 @@ def test_a_partition_heals_from_both_sides() -> None:
     net.cut = None
     net.run(75.0)
 
-    statuses = {member.status for node in net.nodes.values() for member in node.gossip.members.values()}
+    statuses = {
+        member.status for node in net.nodes.values() for member in node.gossip.members.values()
+    }
     assert statuses == {Status.ALIVE}
 
 
-def test_the_long_dead_are_not_told_to_those_who_forgot_them() -> None:
-    """Otherwise they would be told for ever: after half of the time until they are forgotten here too, they are not."""
+def test_long_dead_members_are_not_sent_to_nodes_that_forgot_them() -> None:
+    """After half of `forget_s` they are left out, otherwise they would circulate for ever."""
     net = cluster(3, GossipSettings(forget_s=20.0))
     net.run(5.0)
     node, dead = net.nodes[NodeId("n0")], net.nodes[NodeId("n2")]
     net.kill(dead)
-    ignorant = Digest(1, 0, 1280, "", "", tuple(node.gossip.members[n].known()[0] for n in (NodeId("n0"), NodeId("n1"))))
+    ignorant = Digest(
+        1,
+        0,
+        1280,
+        "",
+        "",
+        tuple(node.gossip.members[n].known()[0] for n in (NodeId("n0"), NodeId("n1"))),
+    )
 
-    told = []
+    sent = []
     for now_s in (12.0, 24.0, 60.0):
         net.run(now_s)
         sends = node.gossip.handle(ignorant, NodeId("n1"), node.clock_s(now_s))
-        told.append([said.id for send in sends for said in send.packet.news if said.id == dead.id])
+        sent.append(
+            [update.id for send in sends for update in send.packet.updates if update.id == dead.id]
+        )
 
-    assert told == [[dead.id], [], []]
+    assert sent == [[dead.id], [], []]
     assert all(dead.id not in node.gossip.members for node in net.nodes.values() if node.up)
 
 
 def test_a_full_record_refuses_more() -> None:
-    """The writer hears of it; an entry that is there may always be written anew."""
+    """The writer gets an error; an existing entry may always be written again."""
     node = node_a()
     for i in range(MAX_ENTRIES):
         node.publish(f"d{i}", SlotsFact(1, 0.0), 0.0)
@@ -274,7 +307,7 @@ def test_a_full_record_refuses_more() -> None:
         node.publish("x" * 65, SlotsFact(1, 0.0), 0.0)
 
 
-def test_where_a_node_is_comes_from_itself_or_from_the_configuration() -> None:
+def test_an_address_comes_from_the_node_itself_or_from_the_configuration() -> None:
     """A restarted node may listen elsewhere."""
     node = Gossip(A, "a:7", 1, SETTINGS, random.Random(0).random, 0.0, {B: "seed:1", A: "me:1"})
 

@@ -1,4 +1,4 @@
-"""What nodes tell each other of themselves, as decisions read it."""
+"""Facts that nodes publish, as decisions read them."""
 
 import math
 
@@ -7,11 +7,11 @@ import pytest
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import (
     Fact,
+    FactKind,
     Facts,
     FailureFact,
     HolderFact,
     InstanceFact,
-    Kind,
     LinkFact,
     Report,
     SlotsFact,
@@ -40,20 +40,25 @@ def test_a_fact_comes_back_as_it_was(fact: Fact) -> None:
 
 @pytest.mark.parametrize(
     "fact",
-    [SlotsFact(-1, 0.0), LinkFact(math.nan, 0.0, 0.0), FailureFact(1, "x" * 129, 0.0), FailureFact(1, "\u20ac" * 200, 0.0)],
+    [
+        SlotsFact(-1, 0.0),
+        LinkFact(math.nan, 0.0, 0.0),
+        FailureFact(1, "x" * 129, 0.0),
+        FailureFact(1, "\u20ac" * 200, 0.0),
+    ],
 )
-def test_a_fact_that_no_reader_would_take_is_not_published(fact: Fact) -> None:
-    """The writer's mistake is the writer's to hear of."""
+def test_an_invalid_fact_is_not_published(fact: Fact) -> None:
+    """The writer gets the error."""
     with pytest.raises(GossipError):
         encode_fact(fact)
 
 
 @pytest.mark.parametrize("value", [b"", b"\x90", b"\x92\xa1x\x00", b"\x92\xff\x00"])
 def test_a_malformed_value_is_counted_and_left_out(value: bytes) -> None:
-    """What one node writes wrongly hurts no reader."""
+    """A faulty writer does not affect readers."""
     facts = Facts()
 
-    facts.put(N0, Kind.SLOTS, "d0", value, 1.0)
+    facts.put(N0, FactKind.SLOTS, "d0", value, 1.0)
 
     assert (facts.slots, facts.unread) == ({}, 1)
 
@@ -61,9 +66,9 @@ def test_a_malformed_value_is_counted_and_left_out(value: bytes) -> None:
 def test_a_malformed_value_replaces_the_one_before() -> None:
     """An old value must not pass for the present one."""
     facts = Facts()
-    facts.put(N0, Kind.SLOTS, "d0", encode_fact(SlotsFact(1, 0.0)), 1.0)
+    facts.put(N0, FactKind.SLOTS, "d0", encode_fact(SlotsFact(1, 0.0)), 1.0)
 
-    facts.put(N0, Kind.SLOTS, "d0", b"\x00", 2.0)
+    facts.put(N0, FactKind.SLOTS, "d0", b"\x00", 2.0)
 
     assert facts.slots == {}
 
@@ -77,12 +82,12 @@ def test_a_kind_of_a_newer_release_is_left_out() -> None:
     assert facts.unread == 1
 
 
-def test_facts_are_kept_by_whose_word_they_are() -> None:
-    """Two nodes may speak of the same subject, and one that is dead takes only its own words along."""
+def test_facts_are_kept_by_publishing_node() -> None:
+    """Two nodes may publish facts of one subject, and a dead one takes only its own along."""
     facts = Facts()
     for node in (N0, N1):
-        facts.put(node, Kind.FAILURE, "d7", encode_fact(FACTS[4]), 1.0)
-    facts.put(N0, Kind.INSTANCE, "d0", encode_fact(FACTS[0]), 1.0)
+        facts.put(node, FactKind.FAILURE, "d7", encode_fact(FACTS[4]), 1.0)
+    facts.put(N0, FactKind.INSTANCE, "d0", encode_fact(FACTS[0]), 1.0)
 
     facts.forget(N0)
 

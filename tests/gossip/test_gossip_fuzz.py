@@ -1,4 +1,4 @@
-"""Whatever decodes is survived: any packet from anybody, at any moment, in any order."""
+"""Robustness against any decodable packet, from any sender, at any time, in any order."""
 
 import random
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrs.config.gossip import GossipSettings
 from kvrs.gossip import wire
-from kvrs.gossip.config import GossipSettings
 from kvrs.gossip.node import Gossip
 from kvrs.gossip.wire import Packet, Status, decode, encode
 from kvrs.ids import NodeId
@@ -19,38 +19,74 @@ nodes = st.sampled_from(NAMES)
 numbers = st.sampled_from((0, 1, 2, 3, 4, 1 << 31, (1 << 63) - 1))
 epochs = st.sampled_from((1, 2, 3, (1 << 63) - 1))
 statuses = st.sampled_from(Status)
-statements = st.lists(
-    st.builds(wire.Statement, nodes, epochs, numbers, statuses, st.just("x:1"), st.lists(nodes, max_size=8).map(tuple)),
+updates = st.lists(
+    st.builds(
+        wire.MemberUpdate,
+        nodes,
+        epochs,
+        numbers,
+        statuses,
+        st.just("x:1"),
+        st.lists(nodes, max_size=8).map(tuple),
+    ),
     max_size=4,
 ).map(tuple)
-knowns = st.lists(st.builds(wire.Known, nodes, numbers, numbers, statuses, numbers, numbers), max_size=5).map(tuple)
+digest_entries = st.lists(
+    st.builds(wire.KnownMember, nodes, numbers, numbers, statuses, numbers, numbers), max_size=5
+).map(tuple)
 entries = st.builds(
-    wire.Entry, st.integers(0, 6), st.sampled_from(("x", "y")), numbers, numbers, st.none() | st.binary(max_size=9)
+    wire.Entry,
+    st.integers(0, 6),
+    st.sampled_from(("x", "y")),
+    numbers,
+    numbers,
+    st.none() | st.binary(max_size=9),
 )
 records = st.lists(
-    st.builds(wire.RecordDelta, nodes, epochs, numbers, numbers, numbers, st.lists(entries, max_size=3).map(tuple)), max_size=3
+    st.builds(
+        wire.RecordDelta,
+        nodes,
+        epochs,
+        numbers,
+        numbers,
+        numbers,
+        st.lists(entries, max_size=3).map(tuple),
+    ),
+    max_size=3,
 ).map(tuple)
 packets = st.one_of(
-    st.builds(wire.Ping, epochs, numbers, numbers, st.booleans(), statements),
-    st.builds(wire.Ack, epochs, numbers, numbers, statements),
-    st.builds(wire.Ask, epochs, numbers, numbers, nodes, statements),
-    st.builds(wire.Vouch, epochs, numbers, numbers, nodes, epochs, numbers, statements),
-    st.builds(wire.Nack, epochs, numbers, numbers, statements),
-    st.builds(wire.Push, epochs, numbers, statements),
+    st.builds(wire.Ping, epochs, numbers, numbers, st.booleans(), updates),
+    st.builds(wire.Ack, epochs, numbers, numbers, updates),
+    st.builds(wire.PingReq, epochs, numbers, numbers, nodes, updates),
+    st.builds(wire.IndirectAck, epochs, numbers, numbers, nodes, epochs, numbers, updates),
+    st.builds(wire.Nack, epochs, numbers, numbers, updates),
+    st.builds(wire.Push, epochs, numbers, updates),
     st.builds(
-        wire.Digest, epochs, numbers, numbers, st.sampled_from(("", "a", "zz")), st.sampled_from(("", "b")), knowns, statements
+        wire.Digest,
+        epochs,
+        numbers,
+        numbers,
+        st.sampled_from(("", "a", "zz")),
+        st.sampled_from(("", "b")),
+        digest_entries,
+        updates,
     ),
-    st.builds(wire.Delta, epochs, numbers, numbers, statements, records, knowns),
+    st.builds(wire.Delta, epochs, numbers, numbers, updates, records, digest_entries),
 )
-steps = st.lists(st.tuples(packets, st.sampled_from([*NAMES[1:], NodeId("stranger")]), st.floats(-5.0, 5.0)), max_size=30)
+steps = st.lists(
+    st.tuples(packets, st.sampled_from([*NAMES[1:], NodeId("stranger")]), st.floats(-5.0, 5.0)),
+    max_size=30,
+)
 
 
 @given(steps, st.integers(0, 5))
 @settings(max_examples=400, deadline=None)
-def test_any_packets_in_any_order_are_survived(story: list[tuple[Packet, NodeId, float]], seed: int) -> None:
-    """No exception, a bounded table, and whatever is sent can be read by others and fits."""
+def test_any_packets_in_any_order_are_survived(
+    sequence: list[tuple[Packet, NodeId, float]], seed: int
+) -> None:
+    """No exception, a bounded table, and every packet that is sent can be decoded and fits."""
     node, now_s = Gossip(NAMES[0], "me:1", 1, SETTINGS, random.Random(seed).random, 0.0), 0.0
-    for packet, sender, pause_s in story:
+    for packet, sender, pause_s in sequence:
         now_s += pause_s
         for send in [*node.handle(decode(encode(packet)), sender, now_s), *node.tick(now_s)]:
             data = encode(send.packet)
@@ -62,15 +98,18 @@ def test_any_packets_in_any_order_are_survived(story: list[tuple[Packet, NodeId,
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_node_that_was_told_anything_still_finds_its_way(seed: int) -> None:
-    """Ticks go on, each at a later time than the one before."""
+def test_ticks_go_on_after_any_updates(seed: int) -> None:
+    """Each tick is at a later time than the one before."""
     draw = random.Random(seed)
     node = Gossip(NAMES[0], "me:1", 1, SETTINGS, draw.random, 0.0)
     for i in range(200):
-        news = tuple(
-            wire.Statement(draw.choice(NAMES), 1, draw.randrange(4), draw.choice(list(Status)[:3]), "x:1") for _ in range(3)
+        updates = tuple(
+            wire.MemberUpdate(
+                draw.choice(NAMES), 1, draw.randrange(4), draw.choice(list(Status)[:3]), "x:1"
+            )
+            for _ in range(3)
         )
-        node.handle(wire.Push(1, 9, news), NAMES[1], i * 0.01)
+        node.handle(wire.Push(1, 9, updates), NAMES[1], i * 0.01)
 
     ticks = [node.next_tick_s]
     for _ in range(2000):

@@ -1,26 +1,28 @@
-"""Section `gossip`: profiles are differences."""
+"""Section `gossip`: profiles are sets of differing defaults."""
 
 import pytest
 from pydantic import ValidationError
 
-from kvrs.gossip.config import GossipSettings, Profile
+from kvrs.config.gossip import GossipProfile, GossipSettings
 
 
 def test_lan_is_the_default() -> None:
-    """A file that says nothing gets the machine room."""
+    """For a file without a profile."""
     assert GossipSettings() == GossipSettings.model_validate({"profile": "lan"})
 
 
 def test_a_profile_changes_what_it_names_and_nothing_else() -> None:
     """wan and local differ from lan in a few keys each."""
-    lan, wan, local = (GossipSettings.model_validate({"profile": name}).model_dump() for name in Profile)
+    lan, wan, local = (
+        GossipSettings.model_validate({"profile": name}).model_dump() for name in GossipProfile
+    )
 
     assert wan["probe_interval_s"] > lan["probe_interval_s"]
     assert wan["packet_bytes"] == lan["packet_bytes"] < local["packet_bytes"]
     assert wan["confirmations"] == lan["confirmations"] == local["confirmations"]
 
 
-def test_what_the_file_names_goes_before_the_profile() -> None:
+def test_the_file_overrides_the_profile() -> None:
     """A profile is a set of defaults."""
     settings = GossipSettings.model_validate({"profile": "wan", "probe_interval_s": 1.0})
 
@@ -36,9 +38,16 @@ def test_a_written_section_reads_back_equal() -> None:
 
 @pytest.mark.parametrize(
     "section",
-    [{"profile": "moon"}, {"profile": ["lan"]}, {"profile": {}}, {"probe_interval_s": 0.0}, {"packet_bytes": 100}, {"speed": 1}],
+    [
+        {"profile": "moon"},
+        {"profile": ["lan"]},
+        {"profile": {}},
+        {"probe_interval_s": 0.0},
+        {"packet_bytes": 100},
+        {"speed": 1},
+    ],
 )
-def test_what_is_not_allowed_is_refused(section: dict[str, object]) -> None:
+def test_invalid_settings_are_rejected(section: dict[str, object]) -> None:
     """With a message of pydantic's, which `kvrs.config` turns into a line."""
     with pytest.raises(ValidationError):
         GossipSettings.model_validate(section)

@@ -1,14 +1,18 @@
+import asyncio
 from typing import Any
 
 import pytest
+import uvloop
 
 from kvrs.gossip import detector
 from kvrs.gossip.events import Superseded
-from kvrs.gossip.facts import HolderFact, Kind, LinkFact
+from kvrs.gossip.facts import FactKind, HolderFact, LinkFact
 from kvrs.gossip.membership import Membership, parse_address
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from tests.gossip.gatherings import gathering, until
+
+pytestmark = pytest.mark.network
 
 A, B, C = NodeId("n0"), NodeId("n1"), NodeId("n2")
 
@@ -17,87 +21,106 @@ def statuses(member: Membership) -> dict[NodeId, Status]:
     return {each.id: each.status for each in member.members.values()}
 
 
-async def test_whoever_knows_one_member_comes_to_know_all_and_what_they_say() -> None:
+async def test_a_node_with_one_seed_learns_all_members_and_facts() -> None:
     """A proxy whose file names the agents finds other proxies through them."""
-    async with gathering() as house:
-        one = await house.add(A)
+    async with gathering() as system:
+        one = await system.add(A)
         one.publish("agent-n0", HolderFact(100, 10))
-        two = await house.add(B)
-        del house.seeds[B]
-        three = await house.add(C)
+        two = await system.add(B)
+        del system.seeds[B]
+        three = await system.add(C)
         three.publish(A, LinkFact(1e9, 1e6, 0.5))
 
-        everybody = (one, two, three)
-        await until(lambda: all(statuses(each) == dict.fromkeys((A, B, C), Status.ALIVE) for each in everybody))
-        await until(lambda: all((C, A) in each.facts.links and (A, "agent-n0") in each.facts.holders for each in everybody))
-        three.withdraw(Kind.LINK, A)
-        await until(lambda: not any(each.facts.links for each in everybody))
+        members = (one, two, three)
+        await until(
+            lambda: all(
+                statuses(each) == dict.fromkeys((A, B, C), Status.ALIVE) for each in members
+            )
+        )
+        await until(
+            lambda: all(
+                (C, A) in each.facts.links and (A, "agent-n0") in each.facts.holders
+                for each in members
+            )
+        )
+        three.withdraw(FactKind.LINK, A)
+        await until(lambda: not any(each.facts.links for each in members))
 
         assert two.facts.holders[A, "agent-n0"].fact == HolderFact(100, 10)
 
 
-async def test_who_dies_is_dead_who_leaves_has_left_and_who_comes_back_lives() -> None:
-    """The epoch of a later process is higher by itself, so no word of its former life says anything about it."""
-    async with gathering() as house:
-        one, two, three = [await house.add(name) for name in (A, B, C)]
+async def test_deaths_departures_and_returns_are_distinguished() -> None:
+    """A later process has a higher epoch, so no update about the former one applies to it."""
+    async with gathering() as system:
+        one, two, three = [await system.add(name) for name in (A, B, C)]
         await until(lambda: all(len(statuses(each)) == 3 for each in (one, two, three)))
         two.publish("agent-n1", HolderFact(1, 1))
         await until(lambda: (B, "agent-n1") in one.facts.holders)
 
-        port = house.port_of(two)
-        await house.kill(two)
+        port = system.port_of(two)
+        await system.kill(two)
         await until(lambda: one.is_dead(B) and three.is_dead(B))
         of_the_dead = dict(one.facts.holders)
         await three.close()
         await until(lambda: statuses(one)[C] is Status.LEFT)
-        again = await house.add(B, port=port)
-        await until(lambda: statuses(one)[B] is Status.ALIVE and statuses(again).get(A) is Status.ALIVE)
+        again = await system.add(B, port=port)
+        await until(
+            lambda: statuses(one)[B] is Status.ALIVE and statuses(again).get(A) is Status.ALIVE
+        )
 
         assert (of_the_dead, one.is_dead(C), one.is_dead(NodeId("nobody"))) == ({}, False, False)
         assert one.members[B].epoch == again.describe()["epoch"]
-        house._members.remove(three)
+        system._members.remove(three)
 
 
-async def test_a_clock_that_was_set_back_keeps_nobody_out() -> None:
-    """The epoch of a process is the wall clock at its start: who began with too low a number hears so, and takes a higher."""
-    async with gathering() as house:
-        one, two = await house.add(A), await house.add(B)
+async def test_a_clock_that_was_set_back_keeps_no_node_out() -> None:
+    """The epoch of a process is the wall clock at its start: a process with too low an epoch gets
+    the higher one as an answer, and exceeds it.
+    """
+    async with gathering() as system:
+        one, two = await system.add(A), await system.add(B)
         await until(lambda: B in statuses(one) and A in statuses(two))
-        port, epoch = house.port_of(two), one.members[B].epoch
-        await house.kill(two)
+        port, epoch = system.port_of(two), one.members[B].epoch
+        await system.kill(two)
         await until(lambda: one.is_dead(B))
 
-        again = await house.add(B, epoch=epoch - 3600 * 10**9, port=port)
-        await until(lambda: statuses(one)[B] is Status.ALIVE and statuses(again).get(A) is Status.ALIVE)
+        again = await system.add(B, epoch=epoch - 3600 * 10**9, port=port)
+        await until(
+            lambda: statuses(one)[B] is Status.ALIVE and statuses(again).get(A) is Status.ALIVE
+        )
         again.publish("agent-n1", HolderFact(1, 1))
         await until(lambda: (B, "agent-n1") in one.facts.holders)
 
         assert one.members[B].epoch == again.describe()["epoch"] == epoch + 1
 
 
-async def test_the_older_of_two_processes_with_one_name_falls_silent_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not go on by itself, holding all others dead because nobody hears it."""
-    monkeypatch.setattr(detector, "_SETTLING_INTERVALS", 0.0)
-    async with gathering() as house:
-        one, older = await house.add(A), await house.add(B)
+async def test_the_older_of_two_processes_with_one_name_stops_and_reports_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not go on alone, with all others declared dead because its packets are rejected."""
+    monkeypatch.setattr(detector, "_STARTUP_INTERVALS", 0.0)
+    async with gathering() as system:
+        one, older = await system.add(A), await system.add(B)
         await until(lambda: B in statuses(one) and A in statuses(older))
 
-        heard = house.heard[B]
-        younger = await house.add(B)
-        await until(lambda: Superseded(younger.describe()["epoch"]) in heard)
+        received = system.received[B]
+        younger = await system.add(B)
+        await until(lambda: Superseded(younger.describe()["epoch"]) in received)
 
         assert older.describe()["over"]
         assert not one.is_dead(B)
         assert not older.is_dead(A)
 
 
-async def test_a_stranger_is_not_heard_and_counted() -> None:
-    """Gossip moves decisions, so only holders of the cluster's secret take part; an older secret of the ring does too."""
-    async with gathering() as house:
-        one = await house.add(A, ring=(b"the secret of today....", b"the secret of yesterday"))
-        await house.add(B, ring=(b"somebody else's secret.",))
+async def test_packets_without_the_secret_are_rejected_and_counted() -> None:
+    """Gossip influences decisions, so only holders of the secret take part; an older secret of the
+    keyring is accepted.
+    """
+    async with gathering() as system:
+        one = await system.add(A, ring=(b"the secret of today....", b"the secret of yesterday"))
+        await system.add(B, ring=(b"somebody else's secret.",))
         await until(lambda: one.drops().get("key", 0) > 0)
-        two = await house.add(C, ring=(b"the secret of yesterday", b"the secret of today...."))
+        two = await system.add(C, ring=(b"the secret of yesterday", b"the secret of today...."))
 
         await until(lambda: C in statuses(one) and A in statuses(two))
 
@@ -117,6 +140,26 @@ async def test_a_stranger_is_not_heard_and_counted() -> None:
         ("", None),
     ],
 )
-def test_only_numeric_addresses_are_spoken_to(text: str, address: Any) -> None:
-    """To look a name up on a member's word would stop the event loop, and tell a name server about it."""
+def test_only_numeric_addresses_are_used(text: str, address: Any) -> None:
+    """A name lookup for a member's address would block the event loop, and reveal it to a name
+    server.
+    """
     assert parse_address(text) == address
+
+
+def test_a_tick_that_is_overdue_can_be_timed_again() -> None:
+    """What uvloop returns for a time that has come is no timer, and has no `when`."""
+
+    async def publish_twice() -> None:
+        async with gathering() as system:
+            one = await system.add(A)
+            started_s = one._clock()
+            one._clock = lambda: started_s + 3600.0
+            for number in range(2):
+                one._timer = None if number == 0 else one._timer
+                one._set_timer()
+
+            assert one._timer is not None
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(publish_twice())

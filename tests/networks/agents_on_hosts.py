@@ -1,4 +1,4 @@
-"""`kvrs agent` processes, each on a host of its own, and what they come to hold of each other."""
+"""`kvrs agent` processes, each on a host of its own, and their states of each other."""
 
 import signal
 import sys
@@ -12,10 +12,10 @@ import yaml
 
 from experiments.gossip_agents.members import Members
 from experiments.gossip_agents.run import Watch
-from kvrs.config import ENV_NAME
-from kvrs.protocol.secrets import http_token
-from tests.networks.network_house import DESK, Network
-from tests.networks.talks import get
+from kvrs.config.file import ENV_NAME
+from kvrs.protocol.secrets import Door, door_key
+from tests.networks.conversations import get
+from tests.networks.network_cluster import DESK, Network
 
 PORT, PAGE_PORT, GOSSIP_PORT = 7001, 7002, 7946
 PATIENCE_S = 60.0
@@ -23,7 +23,7 @@ SECRET = "a secret of the tests, long enough"
 
 
 class AgentsOnHosts(Members):
-    """One agent for each name, with gossip and nothing else to do."""
+    """One agent per name, with gossip and no instances."""
 
     def __init__(self, count: int, gossip: dict[str, Any] | None = None) -> None:
         super().__init__(count)
@@ -51,21 +51,37 @@ class AgentsOnHosts(Members):
 
     def _document(self, directory: Path) -> dict[str, Any]:
         return {
-            "proxy": {"host": self.network.addresses[DESK]},
-            "cluster": {"nodes": [self._node(number, name) for number, name in enumerate(self.names)]},
+            "proxy": {"gossip_host": self.network.addresses[DESK]},
+            "cluster": {
+                "nodes": [self._node(number, name) for number, name in enumerate(self.names)]
+            },
             "gossip": self._gossip,
             "backup": {"directory": str(directory)},
         }
 
     def _node(self, number: int, name: str) -> dict[str, Any]:
         host = self.network.addresses[name]
-        # Nobody listens there: it is about the agents.
-        instance = {"id": f"i-{name}", "role": "decode" if number else "prefill", "host": host, "port": 8001, "page_port": 9001}
+        # No instance runs: the tests are about the agents.
+        instance = {
+            "id": f"i-{name}",
+            "role": "decode" if number else "prefill",
+            "host": host,
+            "port": 8001,
+            "page_port": 9001,
+        }
         agent = {"host": host, "port": PORT, "page_port": PAGE_PORT, "gossip_port": GOSSIP_PORT}
         return {"id": name, "instances": [instance], "agent": agent}
 
     def command(self, name: str) -> tuple[list[str], dict[str, str]]:
-        arguments = [sys.executable, "-m", "kvrs.agent", "--config", str(self._config), "--node", name]
+        arguments = [
+            sys.executable,
+            "-m",
+            "kvrs.agent",
+            "--config",
+            str(self._config),
+            "--node",
+            name,
+        ]
         return self.network.command_at(name, *arguments), {ENV_NAME: "\n".join(self.rings[name])}
 
     def start_all(self) -> None:
@@ -75,11 +91,11 @@ class AgentsOnHosts(Members):
         self.settle()
 
     def settle(self, names: Iterable[str] | None = None) -> None:
-        """Until all of these hold all of these for alive."""
+        """Wait until each of these has all of these alive."""
         self.watch.settle(list(names or self.names))
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Until what they say in their logs makes this true."""
+        """Wait for a condition on the events in their logs."""
         give_up_s = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < give_up_s, self.statuses()
@@ -87,15 +103,20 @@ class AgentsOnHosts(Members):
             time.sleep(0.02)
 
     def hold(self, by: Iterable[str], about: Iterable[str], status: str) -> bool:
-        """Whether each of these holds each of those for that."""
+        """Whether each of `by` has each of `about` in this status."""
         about = list(about)
-        return all(self.statuses().get((one, other)) == status for one in by for other in about if one != other)
+        return all(
+            self.statuses().get((one, other)) == status
+            for one in by
+            for other in about
+            if one != other
+        )
 
     def statuses(self) -> dict[tuple[str, str], str]:
         return {key: noticed.status for key, noticed in self.watch.held.items()}
 
     def deaths_within(self, seconds: float) -> list[tuple[str, str]]:
-        """Who declares whom dead in the coming seconds."""
+        """Deaths declared in the coming seconds: (suspector, dead member)."""
         self.watch.look()
         before = len(self.watch.deaths)
         until_s = time.monotonic() + seconds
@@ -109,14 +130,15 @@ class AgentsOnHosts(Members):
         self.watch.forget(name)
 
     def leave(self, name: str) -> None:
-        """It ends as it should, and says goodbye."""
+        """End the agent cleanly; it announces that it leaves."""
         process = self._running[name]
         process.terminate()
         process.wait(PATIENCE_S)
         self.watch.forget(name)
 
     def members(self, name: str) -> Any:
-        """What the agent itself shows."""
+        """The members that the agent itself shows."""
         ring = self.rings[name]
         url = f"http://{self.network.addresses[name]}:{PORT}/kvrs/v1/members"
-        return msgspec.json.decode(get(url, http_token(ring[0].encode())))
+        key = door_key(ring[0].encode(), Door.AGENT, f"agent-{name}")
+        return msgspec.json.decode(get(url, key))

@@ -1,4 +1,5 @@
-"""A cluster of real engines, agents and proxies, each on a host of its own, and clients at the desk.
+"""A cluster of real engines, agents and proxies, each on a host of its own, and clients at the desk
+(the host of the test).
 
 n0: p0, agent      n1: d0, agent      n2: d1, agent      f0: proxy-0      f1: proxy-1
 """
@@ -15,24 +16,25 @@ import aiohttp
 import msgspec
 
 from experiments.processes import Processes
-from kvrs.config import Config, parse_config
+from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentReport, LoadReport
-from kvrs.protocol.secrets import http_token
-from tests.networks.network_house import Network
+from kvrs.proving import ProvingConnector, agent_keys, instance_keys
+from tests.networks.network_cluster import Network
 
 HTTP, PAGES, GOSSIP, ADMIN, PEERS = 8000, 9000, 7946, 8001, 8002
 AGENT, AGENT_PAGES = 7001, 7002
-PACE = "opt-13b-a100-vllm-tp1"  # About 20 ms a token: a stream lasts long enough for what befalls it.
+PACE = "opt-13b-a100-vllm-tp1"  # About 20 ms per token: streams last long enough for the faults.
 PROXIES = ("proxy-0", "proxy-1")
 NODES = {"n0": ("p0", "prefill"), "n1": ("d0", "decode"), "n2": ("d1", "decode")}
 FRONTS = {"proxy-0": "f0", "proxy-1": "f1"}
+ADMIN_TOKEN = "a token for these tests only"
 _PATIENCE_S = 120.0
 Report = TypeVar("Report")
 
 
 class ClusterOnHosts(Processes):
-    """Its network is made and removed by whoever has it."""
+    """The caller makes and removes the network."""
 
     def __init__(self, network: Network, *, gossip: bool = True, **sections: Any) -> None:
         self.network = network
@@ -42,20 +44,29 @@ class ClusterOnHosts(Processes):
         self._sections = {"gossip": {"enabled": gossip, "profile": "lan"}} | sections
         super().__init__(self.front(PROXIES[0], None))
 
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._environment[ADMIN_ENV_NAME] = ADMIN_TOKEN
+        return self
+
     def __exit__(self, *error: object) -> None:
-        # Instances that end in order wait for those who may still want something of them.
+        # Killed, because instances that drain wait for transfers.
         for name, _ in NODES.values():
             if name in self._running:
                 self.kill(name)
         super().__exit__(*error)
 
     def front(self, proxy: str, of: Config | None = None) -> Config:
-        """The cluster as one of its proxies knows it."""
+        """The configuration of one proxy."""
         addresses = self.network.addresses
         others = [name for name in PROXIES if name != proxy]
-        peers = [{"id": name, "host": addresses[FRONTS[name]], "peer_port": PEERS} for name in others]
+        peers = [
+            {"id": name, "host": addresses[FRONTS[name]], "peer_port": PEERS} for name in others
+        ]
         ports = {"port": HTTP, "admin_port": ADMIN, "gossip_port": GOSSIP, "peer_port": PEERS}
-        section = {"id": proxy, "host": addresses[FRONTS[proxy]], "peers": peers, **ports}
+        keys = ("host", "admin_host", "peer_host", "gossip_host")
+        hosts = dict.fromkeys(keys, addresses[FRONTS[proxy]])
+        section = {"id": proxy, "allow_anonymous": True, "peers": peers, **hosts, **ports}
         if of is not None:
             return parse_config(of.model_dump(mode="json") | {"proxy": section})
         nodes = [self._node(host, *instance) for host, instance in NODES.items()]
@@ -69,7 +80,7 @@ class ClusterOnHosts(Processes):
         return {"id": host, "instances": [one], "agent": agent}
 
     def _resolved(self, config: Config) -> Config:
-        return config  # Each port is free on a host that has nothing else.
+        return config  # On hosts of their own all ports are free.
 
     def _placed(self, name: str, command: list[str]) -> list[str]:
         return self.network.command_at(self._hosts[name], *command)
@@ -79,7 +90,7 @@ class ClusterOnHosts(Processes):
             self.start_proxy(self.front(name, self.config), name)
 
     def log(self, name: str) -> str:
-        """Of its latest run."""
+        """The log of its latest run."""
         return self._log(name).read_text(errors="replace")
 
     def signal(self, name: str, number: signal.Signals) -> None:
@@ -87,16 +98,21 @@ class ClusterOnHosts(Processes):
 
 
 class Clients:
-    """At the desk, with a connection to whoever they want to ask."""
+    """HTTP clients at the desk."""
 
     def __init__(self, cluster: ClusterOnHosts) -> None:
         self.cluster = cluster
-        self._token = http_token(cluster.secret)
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
         timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
         self.http = await self._stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        nodes, secret = self.cluster.config.cluster.nodes, self.cluster.secret
+        instances = [one for node in nodes for one in node.instances]
+        keys = {**agent_keys(secret, nodes), **instance_keys(secret, instances)}
+        self._inner_http = await self._stack.enter_async_context(
+            aiohttp.ClientSession(connector=ProvingConnector(keys), timeout=timeout)
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -106,42 +122,58 @@ class Clients:
         return f"http://{self.cluster.network.addresses[FRONTS[proxy]]}:{port}"
 
     async def ask(self, proxy: str, prompt: list[int], tokens: int) -> tuple[int, ...]:
-        """The ids of a whole answer."""
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        """The token ids of a whole answer."""
+        body = {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         async with self.http.post(f"{self.url(proxy)}/v1/completions", json=body) as answer:
-            said = await answer.json()
-            assert answer.status == 200, said
-            return tuple(said["choices"][0]["token_ids"])
+            content = await answer.json()
+            assert answer.status == 200, content
+            return tuple(content["choices"][0]["token_ids"])
 
-    def ask_all(self, proxy: str, prompts: list[list[int]], tokens: int) -> list[asyncio.Task[tuple[int, ...]]]:
+    def ask_all(
+        self, proxy: str, prompts: list[list[int]], tokens: int
+    ) -> list[asyncio.Task[tuple[int, ...]]]:
         return [asyncio.create_task(self.ask(proxy, prompt, tokens)) for prompt in prompts]
 
     async def state(self, proxy: str) -> Any:
-        async with self.http.get(f"{self.url(proxy, ADMIN)}/kvrs/v1/state") as answer:
+        headers = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
+        url = f"{self.url(proxy, ADMIN)}/kvrs/v1/state"
+        async with self.http.get(url, headers=headers) as answer:
             return await answer.json()
 
     async def load(self, instance: str) -> LoadReport:
         return await self._inner(f"{self._instance_url(instance)}/kvrs/v1/load", LoadReport)
 
     async def agent(self, node: str) -> AgentReport:
-        return await self._inner(f"http://{self.cluster.network.addresses[node]}:{AGENT}/kvrs/v1/holdings", AgentReport)
+        return await self._inner(
+            f"http://{self.cluster.network.addresses[node]}:{AGENT}/kvrs/v1/holdings", AgentReport
+        )
 
     def _instance_url(self, instance: str) -> str:
-        return next(one.url for _, one in self.cluster.config.cluster.instances() if one.id == InstanceId(instance))
+        return next(
+            one.url
+            for _, one in self.cluster.config.cluster.instances()
+            if one.id == InstanceId(instance)
+        )
 
     async def _inner(self, url: str, kind: type[Report]) -> Report:
-        async with self.http.get(url, headers={"Authorization": f"Bearer {self._token}"}) as answer:
+        async with self._inner_http.get(url) as answer:
             answer.raise_for_status()
             return msgspec.json.decode(await answer.read(), type=kind)
 
     async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
-        """A test that waits in vain fails by this limit."""
+        """Wait for a condition; the limit fails a test that waits in vain."""
         async with asyncio.timeout(_PATIENCE_S):
             while not await holds():
                 await asyncio.sleep(0.05)
 
     async def until_all_up(self, *proxies: str) -> None:
-        """Instances, agents, and each proxy for the others."""
+        """Wait until instances and agents are up for each proxy."""
 
         async def are_up() -> bool:
             states = [await self.state(proxy) for proxy in proxies]
@@ -151,11 +183,15 @@ class Clients:
         await self.until(are_up)
 
     async def until_decoding(self, proxy: str, count: int, tokens: int = 3) -> list[Any]:
-        """The rows of that many streams that have come so far."""
+        """Wait for so many streams with tokens; return their rows."""
         rows: list[Any] = []
 
         async def have_come() -> bool:
-            rows[:] = [row for row in (await self.state(proxy))["streams"] if row["output_tokens"] >= tokens]
+            rows[:] = [
+                row
+                for row in (await self.state(proxy))["streams"]
+                if row["output_tokens"] >= tokens
+            ]
             return len(rows) >= count
 
         await self.until(have_come)
@@ -163,19 +199,29 @@ class Clients:
 
 
 class Keyed:
-    """A client of one stream with a key, who goes on where it stood."""
+    """A client of one stream with a key, which resumes at its position."""
 
     def __init__(self, clients: Clients, prompt: list[int], tokens: int) -> None:
         self._clients = clients
-        self._body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        self._body = {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         self._headers = {"Idempotency-Key": secrets.token_hex(16)}
         self.ids: list[int] = []
         self.done = False
 
     async def read(self, proxy: str, events: int | None = None) -> str | None:
-        """Ask one proxy, and read until the end or so many events have come; the code of an error, if that is what came."""
+        """Read from one proxy until the end or so many events; return the code of an error, if
+        one came.
+        """
         url = f"{self._clients.url(proxy)}/v1/completions"
-        async with self._clients.http.post(url, json=self._body | {"stream": True}, headers=self._headers) as answer:
+        async with self._clients.http.post(
+            url, json=self._body | {"stream": True}, headers=self._headers
+        ) as answer:
             if answer.status != 200:
                 return str((await answer.json())["error"]["code"])
             while not self.done and (events is None or len(self.ids) < events):

@@ -1,12 +1,12 @@
-"""Networks of our own, where this machine lets us make them."""
+"""Networks of namespaces, on machines that support them."""
 
 import pytest
 
-from tests.networks.network_house import missing
+from tests.networks.network_cluster import missing
 
 
 @pytest.fixture(scope="session")
 def possible() -> None:
-    """Whoever needs a network asks for this first."""
-    if (why := missing()) is not None:
-        pytest.skip(f"no network of our own: {why}")
+    """Skip the test where no network can be made."""
+    if (reason := missing()) is not None:
+        pytest.skip(f"no network of namespaces: {reason}")

@@ -1,4 +1,6 @@
-"""Five agents on five hosts: what each comes to hold of the others when hosts die, sleep, or cannot reach each other."""
+"""Five agents on five hosts: member states when hosts die, are stopped, or cannot reach each
+other.
+"""
 
 import signal
 from collections.abc import Iterator
@@ -7,8 +9,10 @@ import pytest
 
 from tests.networks.agents_on_hosts import AgentsOnHosts
 
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
 STALL_S = 5.0
-LOOK_S = 6.0  # Three times what a death needs to be known.
+LOOK_S = 6.0  # Three times the detection time of a death.
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +24,16 @@ def running(possible: None) -> Iterator[AgentsOnHosts]:
 
 @pytest.fixture
 def agents(running: AgentsOnHosts) -> Iterator[AgentsOnHosts]:
-    """All alive, before and after."""
+    """All alive, before and after each test."""
     yield running
     running.network.heal()
     running.settle()
 
 
-def test_a_host_that_dies_is_known_dead_by_all_and_its_next_life_is_believed(agents: AgentsOnHosts) -> None:
-    """Nobody else is held dead for it."""
+def test_a_death_and_a_restart_of_a_host_are_known_to_all(
+    agents: AgentsOnHosts,
+) -> None:
+    """No other host is declared dead."""
     others = [name for name in agents.names if name != "n3"]
     deaths = len(agents.watch.deaths)
 
@@ -39,8 +45,8 @@ def test_a_host_that_dies_is_known_dead_by_all_and_its_next_life_is_believed(age
     assert {death.member for death in agents.watch.deaths[deaths:]} == {"n3"}
 
 
-def test_both_sides_of_a_partition_declare_the_other_and_meet_again(agents: AgentsOnHosts) -> None:
-    """No side is more right than the other, and nobody has to be told that the wire is back."""
+def test_both_sides_of_a_partition_declare_the_other_dead_and_rejoin(agents: AgentsOnHosts) -> None:
+    """Each side goes on by itself, and no configuration is needed when the link is back."""
     few, many = agents.names[:2], agents.names[2:]
 
     agents.network.sever(few, many)
@@ -52,16 +58,18 @@ def test_both_sides_of_a_partition_declare_the_other_and_meet_again(agents: Agen
     assert within
 
 
-def test_two_hosts_that_do_not_hear_each_other_live_by_the_word_of_the_others(agents: AgentsOnHosts) -> None:
-    """A wire that is broken between two, in one direction (n0, n1) or in both (n2, n3), is no death."""
+def test_a_broken_link_between_two_hosts_is_no_death(
+    agents: AgentsOnHosts,
+) -> None:
+    """In one direction (n0, n1) or in both (n2, n3): relays still reach both."""
     agents.network.block("n0", "n1")
     agents.network.sever(["n2"], ["n3"])
 
     assert agents.deaths_within(LOOK_S) == []
 
 
-def test_a_host_that_only_speaks_costs_nobody_else_his_life(agents: AgentsOnHosts) -> None:
-    """It hears nobody, and says so; whoever it is about knows better, and so do those who believe him."""
+def test_a_host_that_receives_nothing_causes_no_deaths_of_others(agents: AgentsOnHosts) -> None:
+    """Its suspicions reach all others, which refute them."""
     for name in agents.names[1:]:
         agents.network.block(name, "n0")
 
@@ -69,18 +77,20 @@ def test_a_host_that_only_speaks_costs_nobody_else_his_life(agents: AgentsOnHost
     agents.network.heal()
     agents.settle()
 
-    assert {(by, about) for by, about in deaths if by != "n0"} <= {(name, "n0") for name in agents.names}
+    assert {(by, about) for by, about in deaths if by != "n0"} <= {
+        (name, "n0") for name in agents.names
+    }
 
 
-def test_nobody_dies_of_lost_packets(agents: AgentsOnHosts) -> None:
-    """A quarter of what arrives anywhere is dropped."""
+def test_lost_packets_cause_no_deaths(agents: AgentsOnHosts) -> None:
+    """A quarter of all packets is dropped."""
     agents.network.lose(25, *agents.names)
 
     assert agents.deaths_within(8.0) == []
 
 
-def test_who_slept_declares_nobody_dead_and_is_alive_again(agents: AgentsOnHosts) -> None:
-    """What did not come while a process was stopped says nothing of those who should have sent it."""
+def test_a_stopped_host_declares_no_death_and_is_alive_again(agents: AgentsOnHosts) -> None:
+    """Packets that were missed while a process was stopped are no sign of a death."""
     deaths = len(agents.watch.deaths)
     agents.signal("n2", signal.SIGSTOP)
     agents.deaths_within(STALL_S)

@@ -1,4 +1,6 @@
-"""What a link carries, as engines measure it and as the proxy believes it, against the rate that the kernel gives it."""
+"""Rates of links as engines measure them and as the proxy uses them, against the rate of the
+kernel.
+"""
 
 import asyncio
 import time
@@ -7,18 +9,25 @@ import pytest
 
 from kvrs.transfer.meter import Measurement, lower_bound
 from tests.networks.cluster_on_hosts import FRONTS, NODES, Clients, ClusterOnHosts
-from tests.networks.network_house import Network
+from tests.networks.network_cluster import Network
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 BYTES_PER_S = 3e6
 PROBES_S = 6.0
 TRANSFER = {"probe_interval_s": 0.25, "probe_bytes": 1 << 16}
 
 
-async def test_a_link_is_measured_by_little_and_believed_with_caution(possible: None) -> None:
-    """Probes find the rate of a link of which nothing is known and nothing else is sent, in a hundredth of it; what the proxy
-    decides by is the lower bound. Then a hand-off takes the same link, and its tokens are right.
+async def test_a_link_is_measured_with_few_bytes_and_used_by_its_lower_bound(
+    possible: None,
+) -> None:
+    """Probes find the rate of an unused link with a hundredth of its capacity; the proxy
+    decides by the lower bound. Then a hand-off takes the same link, and its tokens are right.
     """
-    with Network(*NODES, *FRONTS.values()) as network, ClusterOnHosts(network, gossip=False, transfer=TRANSFER) as cluster:
+    with (
+        Network(*NODES, *FRONTS.values()) as network,
+        ClusterOnHosts(network, gossip=False, transfer=TRANSFER) as cluster,
+    ):
         network.throttle("n0", BYTES_PER_S)
         cluster.start("p0", "d1")
         cluster.wait_ready("p0", "d1")
@@ -30,22 +39,34 @@ async def test_a_link_is_measured_by_little_and_believed_with_caution(possible: 
             await clients.until(lambda: _is_near(clients))
 
             cluster.start_front("proxy-0")
-            await clients.until(lambda: _is_believed(clients))
+            await clients.until(lambda: _is_used(clients))
             prompt = list(range(4, 204))
             answer = await clients.ask("proxy-0", prompt, 8)
             links = (await clients.state("proxy-0"))["links"]
-            (believed,) = [link["bytes_per_s"] for link in links if (link["source"], link["target"]) == ("n0", "n2")]
+            (used,) = [
+                link["bytes_per_s"]
+                for link in links
+                if (link["source"], link["target"]) == ("n0", "n2")
+            ]
             (report,) = (await clients.load("d1")).links
 
-    # One probe more or less may fall into the time that was watched.
-    assert TRANSFER["probe_bytes"] < sent <= 0.01 * BYTES_PER_S * took_s + 1.1 * TRANSFER["probe_bytes"]
-    # The answer's own hand-off may have been measured in between.
-    assert believed <= 1.05 * lower_bound(Measurement(report.bytes_per_s, report.spread, 0.0)) < report.bytes_per_s
+    # One probe more or less may fall into the measured time.
+    assert (
+        TRANSFER["probe_bytes"]
+        < sent
+        <= 0.01 * BYTES_PER_S * took_s + 1.1 * TRANSFER["probe_bytes"]
+    )
+    # The hand-off of the answer may have been measured in between.
+    assert (
+        used
+        <= 1.05 * lower_bound(Measurement(report.bytes_per_s, report.spread, 0.0))
+        < report.bytes_per_s
+    )
     assert len(answer) == 8
 
 
 async def _is_near(clients: Clients) -> bool:
-    """Whether the estimate has come near to the rate."""
+    """Whether the estimate is near the rate."""
     (link,) = (await clients.load("d1")).links
     return link.bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.15)
 
@@ -54,5 +75,5 @@ async def _is_measured(clients: Clients) -> bool:
     return bool((await clients.load("d1")).links)
 
 
-async def _is_believed(clients: Clients) -> bool:
+async def _is_used(clients: Clients) -> bool:
     return any(link["measured"] for link in (await clients.state("proxy-0"))["links"])

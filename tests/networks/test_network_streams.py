@@ -1,4 +1,4 @@
-"""Streams over a network that fails: their tokens are those of a run in which nothing happens."""
+"""Streams over a failing network: their tokens are those of an undisturbed run."""
 
 import asyncio
 import random
@@ -10,9 +10,21 @@ import pytest
 
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotCounts
-from tests.networks.cluster_on_hosts import AGENT, FRONTS, GOSSIP, NODES, PAGES, PROXIES, Clients, ClusterOnHosts, Keyed
-from tests.networks.network_house import Network
-from tests.networks.weather_relay import FAIR, Relay, Weather
+from tests.networks.chaos_relay import UNDISTURBED, ChaosSettings, Relay
+from tests.networks.cluster_on_hosts import (
+    AGENT,
+    FRONTS,
+    GOSSIP,
+    NODES,
+    PAGES,
+    PROXIES,
+    Clients,
+    ClusterOnHosts,
+    Keyed,
+)
+from tests.networks.network_cluster import Network
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 TOKENS, LONG_TOKENS = 200, 500
 LEASE_S = 3.0
@@ -20,14 +32,14 @@ STALL_S = 5.0
 PROMPTS = [[random.Random(n).randrange(4, 512) for _ in range(100)] for n in range(6)]
 
 
-class House(NamedTuple):
+class NetworkCluster(NamedTuple):
     cluster: ClusterOnHosts
-    pages: Relay  # Before what prefill retains. In fair weather, unless a test says otherwise.
+    pages: Relay  # Before the pages that prefill retains; undisturbed unless a test changes it.
 
 
 @pytest.fixture(scope="module")
-def house(possible: None) -> Iterator[House]:
-    # One recovery at a time into a target, and always by fetching what prefill retains.
+def system(possible: None) -> Iterator[NetworkCluster]:
+    # One recovery at a time into a target, always by fetching the pages that prefill retains.
     policy = {"name": "always_migrate", "slots_max": 1}
     with (
         Network(*NODES, *FRONTS.values()) as network,
@@ -38,17 +50,17 @@ def house(possible: None) -> Iterator[House]:
         cluster.start(*names)
         cluster.wait_ready(*names)
         cluster.start_front(*PROXIES)
-        yield House(cluster, pages)
+        yield NetworkCluster(cluster, pages)
 
 
 @pytest.fixture
-async def clients(house: House) -> AsyncIterator[Clients]:
-    """All is well, before and after."""
-    async with Clients(house.cluster) as opened:
+async def clients(system: NetworkCluster) -> AsyncIterator[Clients]:
+    """All are up, before and after each test."""
+    async with Clients(system.cluster) as opened:
         await opened.until_all_up(*PROXIES)
         yield opened
-        house.pages.back = FAIR
-        house.cluster.network.heal()
+        system.pages.back = UNDISTURBED
+        system.cluster.network.heal()
         await opened.until_all_up(*PROXIES)
 
 
@@ -56,15 +68,16 @@ _quiet: list[tuple[int, ...]] = []
 
 
 async def quiet(clients: Clients, tokens: int = TOKENS) -> list[tuple[int, ...]]:
-    """What each prompt's answer is when nothing happens."""
+    """Each prompt's answer in an undisturbed run."""
     if not _quiet:
         _quiet.extend(await asyncio.gather(*clients.ask_all("proxy-0", PROMPTS, LONG_TOKENS)))
     return [answer[:tokens] for answer in _quiet]
 
 
 async def test_streams_survive_a_link_that_is_cut(clients: Clients) -> None:
-    """Between a proxy and a decode host nothing passes any more, and nobody is told: no connection ends. When the link is back,
-    the proxy ends there what was its own, and nothing of the other proxy's.
+    """Between a proxy and a decode host all packets are dropped silently: no connection ends.
+    When the link is back, the proxy fences its own attempts there, and none of the other
+    proxy's.
     """
     wanted, network = await quiet(clients), clients.cluster.network
     other_wanted = (await quiet(clients, LONG_TOKENS))[4:]
@@ -89,16 +102,21 @@ async def test_streams_survive_a_link_that_is_cut(clients: Clients) -> None:
 
 async def _is(clients: Clients, proxy: str, name: str, health: str) -> bool:
     state = await clients.state(proxy)
-    return any((row["id"], row["health"]) == (name, health) for row in (*state["instances"], *state["agents"]))
+    return any(
+        (row["id"], row["health"]) == (name, health)
+        for row in (*state["instances"], *state["agents"])
+    )
 
 
-async def test_nobody_is_lost_on_one_word(clients: Clients) -> None:
-    """A proxy that cannot reach an agent of which all others hear; and one that hears no gossip at all, and holds everybody dead:
-    both have the reports of the instances themselves, so no stream is touched.
+async def test_gossip_alone_loses_no_instance(clients: Clients) -> None:
+    """One proxy cannot reach an agent that all others reach, and one receives no gossip and has
+    all members dead: both have reports of the instances themselves, so no stream is touched.
     """
     wanted, network = await quiet(clients, LONG_TOKENS), clients.cluster.network
     before = {name: len((await clients.state(name))["recoveries"]) for name in PROXIES}
-    asked = clients.ask_all("proxy-0", PROMPTS[:3], LONG_TOKENS) + clients.ask_all("proxy-1", PROMPTS[3:], LONG_TOKENS)
+    asked = clients.ask_all("proxy-0", PROMPTS[:3], LONG_TOKENS) + clients.ask_all(
+        "proxy-1", PROMPTS[3:], LONG_TOKENS
+    )
     for name in PROXIES:
         await clients.until_decoding(name, 3)
 
@@ -123,11 +141,15 @@ async def _holds_dead(clients: Clients, proxy: str, wanted: set[str]) -> bool:
     return {row["id"] for row in members if row["status"] == "dead"} == wanted
 
 
-async def test_processes_that_slept_cost_no_stream(clients: Clients) -> None:
-    """A proxy and an agent are stopped for 5 s: the other proxy's streams notice nothing, and the own ones go on after it."""
+async def test_stopped_processes_cost_no_stream(clients: Clients) -> None:
+    """A proxy and an agent are stopped for 5 s: streams of the other proxy are not affected,
+    and its own continue afterwards.
+    """
     wanted = await quiet(clients)
     before = {name: len((await clients.state(name))["recoveries"]) for name in PROXIES}
-    asked = clients.ask_all("proxy-0", PROMPTS[:3], TOKENS) + clients.ask_all("proxy-1", PROMPTS[3:], TOKENS)
+    asked = clients.ask_all("proxy-0", PROMPTS[:3], TOKENS) + clients.ask_all(
+        "proxy-1", PROMPTS[3:], TOKENS
+    )
     for name in PROXIES:
         await clients.until_decoding(name, 3)
 
@@ -146,40 +168,49 @@ async def test_processes_that_slept_cost_no_stream(clients: Clients) -> None:
     assert "dead" not in {row["status"] for row in states["proxy-1"]["members"]}
 
 
-async def test_damaged_pages_are_noticed_and_change_no_token(house: House, clients: Clients) -> None:
-    """A third of what prefill sends has a wrong byte, or ends early: engines compute what they cannot believe."""
+async def test_damaged_pages_are_detected_and_change_no_token(
+    system: NetworkCluster, clients: Clients
+) -> None:
+    """A third of the pieces that prefill sends has a wrong byte, or ends early: engines
+    recompute them.
+    """
     wanted = await quiet(clients)
-    before = house.pages.seen.copy()
+    before = system.pages.seen.copy()
 
-    house.pages.back = Weather(seed=5, damaged=0.3, cut=0.05)
+    system.pages.back = ChaosSettings(seed=5, damaged=0.3, cut=0.05)
     noticed = 0
-    for _ in range(10):  # Where a packet begins is chance, and not every wrong byte is one of a page.
+    # The boundaries of pieces vary, and not every wrong byte is in a page.
+    for _ in range(10):
         assert await asyncio.gather(*clients.ask_all("proxy-0", PROMPTS, TOKENS)) == wanted
         noticed = sum([(await clients.load(name)).damaged_pages for name in ("d0", "d1")])
         if noticed:
             break
 
-    assert (house.pages.seen - before)["damaged"] > 0
+    assert (system.pages.seen - before)["damaged"] > 0
     assert noticed > 0
 
 
-async def _row(clients: Clients, proxy: str, **wanted: str) -> Any:
-    """The recoveries of a proxy that are so."""
+async def _recoveries(clients: Clients, proxy: str, **wanted: str) -> Any:
+    """Recoveries of a proxy with these values."""
     rows = (await clients.state(proxy))["recoveries"]
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
-async def test_slots_of_a_proxy_whose_host_is_gone_go_to_the_other_one(house: House, clients: Clients) -> None:
-    """Nobody closes its connections. Its lease runs out, the target ends its transfer, and whoever waits gets the slot."""
-    wanted, cluster = await quiet(clients), house.cluster
+async def test_slots_of_a_proxy_whose_host_is_gone_go_to_the_other_one(
+    system: NetworkCluster, clients: Clients
+) -> None:
+    """Its connections stay open. Its lease expires, the target fences its transfer, and the
+    waiting attempt gets the slot.
+    """
+    wanted, cluster = await quiet(clients), system.cluster
     lost = clients.ask_all("proxy-0", PROMPTS[:3], TOKENS)
     waiting = clients.ask_all("proxy-1", PROMPTS[3:], TOKENS)
     for name in PROXIES:
         assert any(row["decode"] == "d0" for row in await clients.until_decoding(name, 3))
     expired = (await _slots(clients)).expired
 
-    # The first proxy notices a death that the other one sleeps through, and begins a transfer that takes its time.
-    house.pages.back = Weather(seed=0, bytes_per_s=2000)
+    # The first proxy notices a death while the other one is stopped, and begins a slow transfer.
+    system.pages.back = ChaosSettings(seed=0, bytes_per_s=2000)
     cluster.signal("proxy-1", signal.SIGSTOP)
     cluster.signal("d0", signal.SIGSTOP)
     await clients.until(lambda: _holds(clients, 1))
@@ -187,9 +218,9 @@ async def test_slots_of_a_proxy_whose_host_is_gone_go_to_the_other_one(house: Ho
     cluster.kill("proxy-0")
     cluster.signal("proxy-1", signal.SIGCONT)
     await clients.until(lambda: _expired(clients, expired + 1))
-    house.pages.back = FAIR
+    system.pages.back = UNDISTURBED
     answers = await asyncio.gather(*waiting)
-    moved = await _row(clients, "proxy-1", to="d1", outcome="resumed", **{"from": "d0"})
+    moved = await _recoveries(clients, "proxy-1", to="d1", outcome="resumed", **{"from": "d0"})
     for task in lost:
         task.cancel()
     await asyncio.gather(*lost, return_exceptions=True)
@@ -199,7 +230,7 @@ async def test_slots_of_a_proxy_whose_host_is_gone_go_to_the_other_one(house: Ho
 
     assert answers == wanted[3:]
     assert moved
-    assert "slots ended by themselves" in cluster.log("agent-n2")
+    assert "slot leases expired" in cluster.log("agent-n2")
 
 
 async def _slots(clients: Clients) -> SlotCounts:
@@ -214,9 +245,11 @@ async def _expired(clients: Clients, expired: int) -> bool:
     return (await _slots(clients)).expired >= expired
 
 
-async def test_a_stream_goes_on_without_its_mirror_and_nobody_guesses_who_has_it(clients: Clients) -> None:
-    """Two proxies that cannot reach each other: the one that has the stream serves it; the other one, which cannot ask, says so,
-    and continues it as soon as it can.
+async def test_a_stream_continues_without_its_mirror_and_no_other_owner_is_guessed(
+    clients: Clients,
+) -> None:
+    """Two proxies cannot reach each other: the owner serves the stream; the other one reports
+    `mirror_unreachable`, and resumes it once the link is back.
     """
     wanted, network = await quiet(clients), clients.cluster.network
     network.sever(["f0"], ["f1"])
@@ -225,17 +258,17 @@ async def test_a_stream_goes_on_without_its_mirror_and_nobody_guesses_who_has_it
     reading = asyncio.create_task(stream.read("proxy-0", events=10))
     await reading
 
-    refused = await stream.read("proxy-1")
+    error = await stream.read("proxy-1")
     network.heal()
     await clients.until(lambda: _peer_is(clients, "up"))
     resumed = await stream.read("proxy-1")
 
-    assert (refused, resumed) == ("mirror_unreachable", None)
+    assert (error, resumed) == ("mirror_unreachable", None)
     assert tuple(stream.ids) == wanted[0]
 
 
-async def test_a_stream_outlives_the_link_to_its_mirror(clients: Clients) -> None:
-    """It is open when the link is cut, and its client is kept waiting by nothing."""
+async def test_a_stream_survives_the_link_to_its_mirror(clients: Clients) -> None:
+    """It is running when the link is cut, and its client does not wait."""
     wanted, network = await quiet(clients), clients.cluster.network
     stream = Keyed(clients, PROMPTS[1], TOKENS)
     reading = asyncio.create_task(stream.read("proxy-0"))
@@ -248,6 +281,6 @@ async def test_a_stream_outlives_the_link_to_its_mirror(clients: Clients) -> Non
 
 
 async def _peer_is(clients: Clients, health: str) -> bool:
-    """For each of the two proxies the other one."""
+    """Whether each of the two proxies sees the other so."""
     rows = [row for name in PROXIES for row in (await clients.state(name))["proxies"]]
     return all(set(row["peers"].values()) == {health} for row in rows)

@@ -1,15 +1,17 @@
-"""A policy whose driver keeps the event log, and incidents recorded by it: one that is told, and rough ones that are drawn."""
+"""A policy whose driver keeps the event log, and incidents recorded by it: a scripted one, and
+random ones.
+"""
 
 import sys
 from collections import Counter
 from random import Random
 
-from kvrs.agent.config import BackupMode, BackupSettings, Placement
+from kvrs.config.backup import BackupMode, BackupSettings, Placement
+from kvrs.config.policy import Dispatch, Handoff, PolicyName, PolicySettings, SloSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.actions import Action, GiveUp, Start
-from kvrs.policy.config import Dispatch, Handoff, PolicyName, PolicySettings, SloSettings
 from kvrs.policy.event_log import event_line, header_line
-from kvrs.policy.events import (
+from kvrs.policy.model.actions import Action, GiveUp, Start
+from kvrs.policy.model.events import (
     AttemptFailed,
     CheckpointsReported,
     Deadlines,
@@ -25,6 +27,8 @@ from kvrs.policy.events import (
     LoadReported,
     PrefillDone,
     RetentionLost,
+    SelfTested,
+    SettingsReloaded,
     SlotDenied,
     StreamAdopted,
     StreamArrived,
@@ -35,7 +39,7 @@ from kvrs.policy.events import (
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.profiles import catalog
 from kvrs.protocol.gpus import GpuState
-from tests.policy.policy_stories import instance
+from tests.policy.policy_harness import instance
 
 POLICY, SLO, BACKUP = PolicySettings(), SloSettings(), BackupSettings(mode=BackupMode.REMOTE)
 A, B = StreamId("A"), StreamId("B")
@@ -44,12 +48,17 @@ A, B = StreamId("A"), StreamId("B")
 class Recorder:
     """A policy whose driver keeps the log."""
 
-    def __init__(self, policy: PolicySettings = POLICY, slo: SloSettings = SLO, backup: BackupSettings = BACKUP) -> None:
+    def __init__(
+        self,
+        policy: PolicySettings = POLICY,
+        slo: SloSettings = SLO,
+        backup: BackupSettings = BACKUP,
+    ) -> None:
         self.policy = RecoveryPolicy(policy, slo, backup)
         self.lines = [header_line(policy, slo, backup)]
         self.now_s = 0.1
 
-    def tell(self, event: Event, after_s: float = 0.1) -> list[Action]:
+    def handle(self, event: Event, after_s: float = 0.1) -> list[Action]:
         self.now_s += after_s
         actions = self.policy.handle(event, self.now_s)
         self.lines.append(event_line(self.now_s, event, actions))
@@ -57,53 +66,66 @@ class Recorder:
 
 
 def incident() -> list[str]:
-    """Two streams decode on n0, whose decode instance dies; one has a checkpoint on n1, where both come back."""
+    """Two streams decode on n0, whose decode instance dies; one has a checkpoint on n1, where both
+    come back.
+    """
     recorder = Recorder()
     table = catalog.prefill_table("opt-13b-a100-kvrs-seed")
     for name in ("p0", "d0", "p1"):
-        recorder.tell(InstanceUp(instance(name, prefill=table)))
+        recorder.handle(InstanceUp(instance(name, prefill=table)))
     for node in ("n0", "n1"):
-        recorder.tell(HolderUp(InstanceId(f"agent-{node}"), NodeId(node), 1, 1 << 28, 26e9))
-    recorder.tell(LinkMeasured(NodeId("n0"), NodeId("n1"), 1e9 / 3))
-    recorder.tell(LoadReported(InstanceId("p1"), 9.0))
+        recorder.handle(HolderUp(InstanceId(f"agent-{node}"), NodeId(node), 1, 1 << 28, 26e9))
+    recorder.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 1e9 / 3))
+    recorder.handle(LoadReported(InstanceId("p1"), 9.0))
     for stream in (A, B):
-        recorder.tell(StreamArrived(stream, 1000, most_tokens=1200, deadlines=Deadlines(recovery_gap_s=5.0)))
-        recorder.tell(PrefillDone(stream, 1, 1000))
-        recorder.tell(StreamResumed(stream, 1))
-    recorder.tell(CheckpointsReported(InstanceId("agent-n1"), 1, 1 << 22, 2, {A: 62}))
-    recorder.tell(InstanceUp(instance("d1", prefill=table)))
-    recorder.tell(InstanceLost(InstanceId("d0"), 1, "killed", {A: 7, B: 1}))
+        recorder.handle(
+            StreamArrived(stream, 1000, most_tokens=1200, deadlines=Deadlines(recovery_gap_s=5.0))
+        )
+        recorder.handle(PrefillDone(stream, 1, 1000))
+        recorder.handle(StreamResumed(stream, 1))
+    recorder.handle(CheckpointsReported(InstanceId("agent-n1"), 1, 1 << 22, 2, {A: 62}))
+    recorder.handle(InstanceUp(instance("d1", prefill=table)))
+    recorder.handle(InstanceLost(InstanceId("d0"), 1, "killed", {A: 7, B: 1}))
     for _ in range(2):
-        recorder.tell(TimerFired())
+        recorder.handle(TimerFired())
     for stream in (A, B):
-        recorder.tell(StreamResumed(stream, 2))
-    recorder.tell(AttemptFailed(A, 2, InstanceId("d1"), "reset [by peer]", 9))
-    recorder.tell(InstanceLost(InstanceId("p1"), 1, "gone", {}))
-    recorder.tell(HolderLost(InstanceId("agent-n1"), 1, "gone"))
+        recorder.handle(StreamResumed(stream, 2))
+    recorder.handle(AttemptFailed(A, 2, InstanceId("d1"), "reset [by peer]", 9))
+    recorder.handle(InstanceLost(InstanceId("p1"), 1, "gone", {}))
+    recorder.handle(HolderLost(InstanceId("agent-n1"), 1, "gone"))
     for stream in (A, B):
-        recorder.tell(StreamEnded(stream, 2))
+        recorder.handle(StreamEnded(stream, 2))
     return recorder.lines
 
 
 class Rough:
-    """Four nodes on which everything comes and goes, so that most of what a policy can be told and ask for occurs."""
+    """Four nodes on which everything comes and goes, so that most events and actions occur."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
+        self.slots_max = self.random.choice([1, 32])
         self.recorder = Recorder(
-            PolicySettings(
-                name=self.random.choice(list(PolicyName)),
-                dispatch=self.random.choice(list(Dispatch)),
-                handoff=self.random.choice(list(Handoff)),
-                slots_max=self.random.choice([1, 32]),
-            ),
+            self._settings(),
             SloSettings(abort=seed % 3 == 0, recovery_gap_s=2.0),
-            BackupSettings(mode=self.random.choice(list(BackupMode)), placement=self.random.choice(list(Placement))),
+            BackupSettings(
+                mode=self.random.choice(list(BackupMode)),
+                placement=self.random.choice(list(Placement)),
+            ),
         )
         self.epochs: Counter[InstanceId] = Counter()
         self.up: set[InstanceId] = set()
         self.started: dict[StreamId, Start] = {}
-        self.names = [InstanceId(f"{kind}{node}") for node in range(4) for kind in ("p", "d", "agent-n")]
+        self.names = [
+            InstanceId(f"{kind}{node}") for node in range(4) for kind in ("p", "d", "agent-n")
+        ]
+
+    def _settings(self) -> PolicySettings:
+        return PolicySettings(
+            name=self.random.choice(list(PolicyName)),
+            dispatch=self.random.choice(list(Dispatch)),
+            handoff=self.random.choice(list(Handoff)),
+            slots_max=self.slots_max,
+        )
 
     def run(self, steps: int) -> list[str]:
         for name in self.names:
@@ -117,60 +139,113 @@ class Rough:
         attempt = self.started[stream].attempt if self.started else 1
         name, node = self.random.choice(self.names), NodeId(f"n{self.random.randrange(4)}")
         drawn = self.random.random()
-        if drawn < 0.02:
+        if self.random.random() < 0.02:
+            self.eject(fresh)
+        elif drawn < 0.02:
             kept = (Kept(name, self.epochs[name], self.random.randint(0, 40)),)
-            self.tell(StreamAdopted(fresh, self.random.randint(50, 900), self.random.randint(0, 90), age_s=1.5, kept=kept))
+            self.handle(
+                StreamAdopted(
+                    fresh,
+                    self.random.randint(50, 900),
+                    self.random.randint(0, 90),
+                    age_s=1.5,
+                    kept=kept,
+                )
+            )
         elif drawn < 0.3:
-            self.tell(StreamArrived(fresh, self.random.randint(50, 900), deadlines=Deadlines(self.random.choice([None, 0.5]))))
+            self.handle(
+                StreamArrived(
+                    fresh,
+                    self.random.randint(50, 900),
+                    deadlines=Deadlines(self.random.choice([None, 0.5])),
+                )
+            )
         elif drawn < 0.5:
-            self.tell(PrefillDone(stream, attempt, self.random.randint(50, 900)))
+            self.handle(PrefillDone(stream, attempt, self.random.randint(50, 900)))
         elif drawn < 0.7:
-            self.tell(StreamResumed(stream, attempt))
+            self.handle(StreamResumed(stream, attempt))
+        elif drawn < 0.715:
+            self.handle(StreamEnded(stream, attempt))
         elif drawn < 0.72:
-            self.tell(StreamEnded(stream, attempt))
+            self.handle(SettingsReloaded(self._settings(), SloSettings(recovery_gap_s=2.0)))
         elif drawn < 0.73 and stream in self.started:
-            self.tell(SlotDenied(stream, attempt, self.started[stream].plan.decode, self.random.random()))
+            self.handle(
+                SlotDenied(stream, attempt, self.started[stream].plan.decode, self.random.random())
+            )
         elif drawn < 0.75:
-            self.tell(RetentionLost(name, (stream,)))
-            self.tell(AttemptFailed(stream, attempt, name, "reset", 5))
+            self.handle(RetentionLost(name, (stream,)))
+            self.handle(AttemptFailed(stream, attempt, name, "reset", 5))
         elif drawn < 0.8:
-            self.tell(LinkMeasured(node, NodeId(f"n{name[-1]}"), self.random.uniform(1e6, 1e10)))
+            self.handle(LinkMeasured(node, NodeId(f"n{name[-1]}"), self.random.uniform(1e6, 1e10)))
         elif drawn < 0.85 and not name.startswith("agent"):
-            self.tell(LoadReported(name, self.random.random()))
+            self.handle(LoadReported(name, self.random.random()))
         elif drawn < 0.9 and name.startswith("agent"):
-            self.tell(
-                CheckpointsReported(name, self.epochs[name], 1 << 20, 3, {s: self.random.randint(0, 60) for s in self.started})
+            self.handle(
+                CheckpointsReported(
+                    name,
+                    self.epochs[name],
+                    1 << 20,
+                    3,
+                    {s: self.random.randint(0, 60) for s in self.started},
+                )
             )
         elif drawn < 0.92 and not name.startswith("agent"):
-            self.tell(GpuJudged(name, self.random.choice(list(GpuState)), "xid 79", {stream: 3}))
-        elif drawn < 0.93 and not name.startswith("agent"):
-            self.tell(DrainReported(name, self.epochs[name], {stream: 3}))
+            self.handle(GpuJudged(name, self.random.choice(list(GpuState)), "xid 79", {stream: 3}))
+        elif drawn < 0.94 and not name.startswith("agent"):
+            self.handle(self.said(name, int(drawn * 1e6), stream))
         elif drawn < 0.95:
-            self.tell(TimerFired())
+            self.handle(TimerFired())
         elif name in self.up:
             self.fall(name)
         else:
             self.rise(name)
 
+    def said(self, name: InstanceId, drawn: int, stream: StreamId) -> Event:
+        """What an instance has said of itself."""
+        if drawn < 930_000:
+            return DrainReported(name, self.epochs[name], {stream: 3})
+        tokens = ("", "1", "2")[drawn % 3]
+        return SelfTested(name, self.epochs[name], drawn % 8 > 0, tokens)
+
+    def eject(self, fresh: StreamId) -> None:
+        """An instance fails every request until it is ejected, and answers its probe."""
+        for number in range(6):
+            stream = StreamId(f"{fresh}-{number}")
+            self.handle(StreamArrived(stream, 100))
+            if (start := self.started.get(stream)) is not None:
+                failing = start.plan.prefill or start.plan.decode
+                self.handle(AttemptFailed(stream, start.attempt, failing, "HTTP 500", 0))
+        self.recorder.now_s += 1.5
+        for number in range(6, 12):
+            stream = StreamId(f"{fresh}-{number}")
+            self.handle(StreamArrived(stream, 100))
+            self.handle(PrefillDone(stream, 1, 100))
+            self.handle(StreamResumed(stream, 1))
+
     def rise(self, name: InstanceId) -> None:
         self.up.add(name)
         self.epochs[name] += 1
         if name.startswith("agent"):
-            self.tell(HolderUp(name, NodeId(f"n{name[-1]}"), self.epochs[name], 1 << 26, 26e9))
+            self.handle(HolderUp(name, NodeId(f"n{name[-1]}"), self.epochs[name], 1 << 26, 26e9))
         else:
-            self.tell(InstanceUp(instance(name, self.epochs[name])))
+            self.handle(InstanceUp(instance(name, self.epochs[name])))
 
     def fall(self, name: InstanceId) -> None:
         self.up.discard(name)
         if name.startswith("agent"):
-            self.tell(HolderLost(name, self.epochs[name], "killed"))
+            self.handle(HolderLost(name, self.epochs[name], "killed"))
         else:
-            self.tell(
-                InstanceLost(name, self.epochs[name], "killed", {stream: self.random.randint(0, 50) for stream in self.started})
+            self.handle(
+                InstanceLost(
+                    name,
+                    self.epochs[name],
+                    "killed",
+                    {stream: self.random.randint(0, 50) for stream in self.started},
+                )
             )
 
-    def tell(self, event: Event) -> None:
-        for action in self.recorder.tell(event, self.random.uniform(0, 0.02)):
+    def handle(self, event: Event) -> None:
+        for action in self.recorder.handle(event, self.random.uniform(0, 0.02)):
             if isinstance(action, Start):
                 self.started[action.stream] = action
             elif isinstance(action, GiveUp):

@@ -13,20 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.agent.config import BackupMode, BackupSettings
+from kvrs.config.backup import BackupMode, BackupSettings
+from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.errors import LogError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.actions import Action, WakeAt
-from kvrs.policy.config import PolicyName, PolicySettings, SloSettings
-from kvrs.policy.costs import Instance
-from kvrs.policy.event_log import Entry, Header, event_line, header_line, read, rerun
-from kvrs.policy.events import (
+from kvrs.policy.event_log import Header, LogEntry, event_line, header_line, read, rerun
+from kvrs.policy.model.actions import Action, WakeAt
+from kvrs.policy.model.cluster_view import Instance
+from kvrs.policy.model.events import (
     CheckpointsReported,
     DrainReported,
     Event,
     GpuJudged,
     InstanceLost,
     InstanceUp,
+    SettingsReloaded,
     StreamArrived,
     TimerFired,
 )
@@ -34,7 +35,7 @@ from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Capability
-from tests.policy.policy_stories import instance
+from tests.policy.policy_harness import instance
 from tests.policy.recorded_incident import BACKUP, Rough, incident
 
 POLICY, SLO = PolicySettings(), SloSettings()
@@ -50,34 +51,61 @@ def tables(draw: st.DrawFn) -> PrefillTable:
     """In one dimension or in two, with dips."""
     if draw(st.booleans()):
         return PrefillTable(
-            draw(st.text()), draw(st.text()), draw(sizes), draw(st.lists(seconds, min_size=2)), draw(st.integers(0, 100))
+            draw(st.text()),
+            draw(st.text()),
+            draw(sizes),
+            draw(st.lists(seconds, min_size=2)),
+            draw(st.integers(0, 100)),
         )
     width = draw(st.integers(2, 5))
     rows = draw(st.lists(st.lists(seconds, min_size=width, max_size=width), min_size=2, max_size=4))
-    return PrefillTable.from_grid(draw(st.text()), draw(st.text()), PrefixGrid(draw(sizes), draw(sizes), rows))
+    return PrefillTable.from_grid(
+        draw(st.text()), draw(st.text()), PrefixGrid(draw(sizes), draw(sizes), rows)
+    )
 
 
 instances = st.builds(
     Instance,
     id=st.text().map(InstanceId),
     geometry=st.builds(
-        KvGeometry, layers=sizes, kv_heads=sizes, head_dim=sizes, dtype_bytes=st.integers(1, 8), page_size_tokens=sizes
+        KvGeometry,
+        layers=sizes,
+        kv_heads=sizes,
+        head_dim=sizes,
+        dtype_bytes=st.integers(1, 8),
+        page_size_tokens=sizes,
     ),
     prefill=tables(),
     capabilities=st.frozensets(st.sampled_from(Capability)),
     own_prefill=st.none() | st.just(InstanceId("p9")),
+    moves_kv=st.booleans(),
+    tokens=st.text(),
     max_model_len=st.none() | st.integers(0, 1 << 24),
 )
 counts = st.dictionaries(st.text(), st.integers())
 produced = {"produced_tokens": counts}
-mappings = {InstanceLost: produced, GpuJudged: produced, DrainReported: produced, CheckpointsReported: {"pages": counts}}
+mappings: dict[Any, dict[str, Any]] = {
+    InstanceLost: produced,
+    GpuJudged: produced,
+    DrainReported: produced,
+    CheckpointsReported: {"pages": counts},
+    SettingsReloaded: {
+        "policy": st.builds(
+            PolicySettings,
+            name=st.sampled_from(PolicyName),
+            handshake_s=st.floats(0, 10),
+            recovery=st.builds(RecoverySettings, wait_s=st.floats(0, 3600)),
+        ),
+        "slo": st.builds(SloSettings, ttft_s=st.none() | st.floats(1e-9, 86400)),
+    },
+}
 EVENTS = [kind for kind in get_args(Event) if kind is not InstanceUp]
 
 
-def entry_of(event: Event, answer: Sequence[Action], now_s: float = 1.5) -> Entry:
+def entry_of(event: Event, answer: Sequence[Action], now_s: float = 1.5) -> LogEntry:
     """What is read of one line, under a header."""
     _, entry = read([HEADER, event_line(now_s, event, answer)])
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, LogEntry)
     return entry
 
 
@@ -106,7 +134,9 @@ def test_every_action_comes_back_exactly(kind: Any, data: st.DataObject) -> None
 @given(instances)
 @settings(deadline=None)
 def test_an_instance_comes_back_with_its_table(up: Instance) -> None:
-    """The table gives the same times everywhere: what it works out for itself is worked out again from the same numbers."""
+    """The table gives the same times everywhere: what it works out for itself is worked out again
+    from the same numbers.
+    """
     found = entry_of(InstanceUp(up), []).event
 
     assert isinstance(found, InstanceUp)
@@ -114,7 +144,9 @@ def test_an_instance_comes_back_with_its_table(up: Instance) -> None:
     for name in ("_levelled", "_slopes", "_linear", "_quadratic", "_last_tokens"):
         assert repr(getattr(found.instance.prefill, name)) == repr(getattr(up.prefill, name))
     for prefix, new in ((0, 1), (17, 300), (100_000, 7)):
-        assert repr(found.instance.prefill.extra(prefix, new)) == repr(up.prefill.extra(prefix, new))
+        assert repr(found.instance.prefill.extra(prefix, new)) == repr(
+            up.prefill.extra(prefix, new)
+        )
 
 
 @given(
@@ -129,14 +161,20 @@ def test_the_settings_come_back(policy: PolicySettings, slo: SloSettings) -> Non
     assert [*read([header_line(policy, slo, backup, part=3)])] == [Header(3, policy, slo, backup)]
 
 
-def test_a_line_is_one_line_whatever_a_cause_says() -> None:
-    """And plain ASCII, so that nothing on the way can change it; whatever kind of mapping a driver hands over."""
-    line = event_line(0.1, InstanceLost(InstanceId("d0"), 1, "first\nsecond\u2028", MappingProxyType({A: 3})), [WakeAt(inf)])
+def test_a_line_is_one_line_whatever_the_text_of_a_cause() -> None:
+    """And plain ASCII, so that nothing on the way can change it; whatever kind of mapping a driver
+    hands over.
+    """
+    line = event_line(
+        0.1,
+        InstanceLost(InstanceId("d0"), 1, "first\nsecond\u2028", MappingProxyType({A: 3})),
+        [WakeAt(inf)],
+    )
 
     assert line.isascii()
     assert len(line.splitlines()) == 1
     _, entry = read([HEADER, line])
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, LogEntry)
     assert entry.event == InstanceLost(InstanceId("d0"), 1, "first\nsecond\u2028", {A: 3})
 
 
@@ -161,12 +199,21 @@ def test_any_incident_run_again_gives_the_same_actions(seed: int) -> None:
     assert rerun(lines).difference is None
 
 
+@pytest.mark.process
 def test_another_process_does_the_same() -> None:
-    """Where sets of names have another order: nothing may depend on it, not even the last bit of a sum."""
+    """Where sets of names have another order: nothing may depend on it, not even the last bit of a
+    sum.
+    """
     command = [sys.executable, "-m", "tests.policy.recorded_incident", "7", "400"]
 
     one, other = (
-        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True).stdout
+        subprocess.run(
+            command,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         for seed in ("1", "2")
     )
 
@@ -175,7 +222,7 @@ def test_another_process_does_the_same() -> None:
 
 
 def test_the_rough_incidents_are_rough_enough() -> None:
-    """Guards the tests above: every event and action really occurs in them."""
+    """Every event and action occurs in the logs of the tests above."""
     counts: Counter[str] = Counter()
     for seed in range(12):
         counts.update(rerun(Rough(seed).run(300)).counts)
@@ -184,7 +231,7 @@ def test_the_rough_incidents_are_rough_enough() -> None:
 
 
 def test_the_first_difference_is_named() -> None:
-    """Another policy decides otherwise; the line says where."""
+    """Another policy decides otherwise; the first such line is named."""
     lines = incident()
     never = header_line(PolicySettings(name=PolicyName.ALWAYS_RECOMPUTE), SLO, BACKUP)
     found = rerun([never, *lines[1:]])
@@ -198,10 +245,12 @@ def test_the_first_difference_is_named() -> None:
 
 @pytest.mark.parametrize("changed", ['"attempt": 2', '"at_s": '])
 def test_a_log_that_was_tampered_with_differs(changed: str) -> None:
-    """A number in what was asked for."""
+    """A number in a recorded action."""
     lines = incident()
     number = max(n for n, line in enumerate(lines) if changed in line and '"kind": "Start"' in line)
-    lines[number] = lines[number].replace(changed, changed[:-1] + "93" if changed[-1] == "2" else changed + "9")
+    lines[number] = lines[number].replace(
+        changed, changed[:-1] + "93" if changed[-1] == "2" else changed + "9"
+    )
 
     found = rerun(lines)
 
@@ -210,7 +259,9 @@ def test_a_log_that_was_tampered_with_differs(changed: str) -> None:
 
 
 def test_a_log_goes_on_in_its_next_part_and_begins_anew_with_another_proxy() -> None:
-    """Read one after another from part 1 on: what a policy was told before is not forgotten between two files."""
+    """Parts are read one after another from part 1 on; the policy's state goes on from one to the
+    next.
+    """
     lines = incident()
     split = [*lines[:9], header_line(POLICY, SLO, BACKUP, part=2), *lines[9:]]
 
@@ -226,7 +277,11 @@ def test_a_log_that_lacks_a_part_is_refused(parts: list[int]) -> None:
 
 
 GOOD = event_line(
-    1.0, InstanceUp(instance("d0", prefill=PrefillTable.from_grid("t", "s", PrefixGrid(1, 1, [[0, 1], [2, 3]])))), []
+    1.0,
+    InstanceUp(
+        instance("d0", prefill=PrefillTable.from_grid("t", "s", PrefixGrid(1, 1, [[0, 1], [2, 3]])))
+    ),
+    [],
 )
 
 
@@ -237,7 +292,10 @@ GOOD = event_line(
         ("[]", "Expected `object`"),
         ("[" * 100_000, "recursion"),
         (GOOD[:-5], "not JSON: Expecting ':' delimiter"),
-        (GOOD.replace("InstanceUp", "InstanceDown"), "event: got 'InstanceDown'; allowed: InstanceUp, InstanceLost"),
+        (
+            GOOD.replace("InstanceUp", "InstanceDown"),
+            "event: got 'InstanceDown'; allowed: InstanceUp, InstanceLost",
+        ),
         (GOOD.replace('"step_tokens": 1', '"step_tokens": 0'), "prefill.step_tokens"),
         (GOOD.replace('"rows": [[0, 1]', '"rows": [[0, 1, 2]'), "rows of different lengths"),
         (GOOD.replace('"seconds": [0, 1]', '"seconds": [0]'), "prefill.seconds"),
@@ -246,9 +304,15 @@ GOOD = event_line(
         (GOOD.replace('"at_s": 1.0', '"at_s": NaN'), "at_s"),
         (GOOD.replace('"at_s": 1.0', '"at_s": Infinity'), "at_s"),
         (GOOD.replace('"at_s": 1.0', '"at_s": 1e300'), "at_s"),
-        (GOOD.replace('"actions": []', '"actions": [{"kind": "Stop"}]'), "action: got 'Stop'; allowed: Start"),
+        (
+            GOOD.replace('"actions": []', '"actions": [{"kind": "Stop"}]'),
+            "action: got 'Stop'; allowed: Start",
+        ),
         (GOOD.replace('"actions": []', '"actions": [{"kind": "WakeAt"}]'), "at_s"),
-        (HEADER.replace('"kvrs_event_log": 1', '"kvrs_event_log": 99'), "kvrs_event_log: got 99; allowed: 1"),
+        (
+            HEADER.replace('"kvrs_event_log": 1', '"kvrs_event_log": 99'),
+            "kvrs_event_log: got 99; allowed: 1",
+        ),
         (HEADER.replace('"slots_max": 32', '"slots_max": 0'), "policy.slots_max: got 0"),
         (HEADER.replace('"part": 1', '"part": 0'), "part: got 0"),
     ],
@@ -271,7 +335,7 @@ def test_a_log_without_its_header_is_refused() -> None:
 
 
 def test_an_event_on_which_the_policy_fails_is_named_too() -> None:
-    """Its arithmetic holds for what drivers say, not for whatever somebody wrote into a file."""
+    """Its arithmetic holds for events of drivers, not for any text in a file."""
     up = [event_line(0.0, InstanceUp(instance("b0")), [])]
     asked = event_line(1.0, StreamArrived(A, 10**400), [])
 

@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.policy.costs import Option
 from kvrs.policy.learning import HALF_LIFE_S, Corrections
+from kvrs.policy.model.estimates import Option
 
 seconds = st.floats(0, 1e6, allow_nan=False)
-observations = st.lists(st.tuples(st.sampled_from(Option), seconds, seconds, st.floats(0, 1000)), max_size=30)
+observations = st.lists(
+    st.tuples(st.sampled_from(Option), seconds, seconds, st.floats(0, 1000)), max_size=30
+)
 
 
 def learned(ratio: float, *, times: int = 60, most: float = 4.0) -> Corrections:
@@ -23,7 +25,9 @@ def learned(ratio: float, *, times: int = 60, most: float = 4.0) -> Corrections:
 
 @given(most=st.floats(1, 100), seen=observations, asked_s=st.floats(0, 1e9))
 @settings(deadline=None)
-def test_a_factor_never_leaves_its_bounds(most: float, seen: list[tuple[Option, float, float, float]], asked_s: float) -> None:
+def test_a_factor_never_leaves_its_bounds(
+    most: float, seen: list[tuple[Option, float, float, float]], asked_s: float
+) -> None:
     """Whatever is observed, in whatever order of times, also when it took no time at all."""
     corrections = Corrections(most)
     for option, raw_s, real_s, now_s in seen:
@@ -49,7 +53,9 @@ def test_a_steady_ratio_is_found_whatever_came_before(ratio: float, first: float
 @settings(deadline=None)
 def test_every_observation_of_a_steady_ratio_comes_nearer_to_it(ratio: float, times: int) -> None:
     """And none overshoots."""
-    before, after = (learned(ratio, times=n).factor(Option.MIGRATE, 10.0) for n in (times, times + 1))
+    before, after = (
+        learned(ratio, times=n).factor(Option.MIGRATE, 10.0) for n in (times, times + 1)
+    )
 
     assert abs(log(after / ratio)) <= abs(log(before / ratio))
     assert (after - 1) * (ratio - 1) >= 0
@@ -58,7 +64,7 @@ def test_every_observation_of_a_steady_ratio_comes_nearer_to_it(ratio: float, ti
 @given(ratio=st.floats(0.25, 4.0), waits=st.lists(st.floats(0, 10_000), min_size=2))
 @settings(deadline=None)
 def test_what_was_learned_is_forgotten_towards_1(ratio: float, waits: list[float]) -> None:
-    """The longer there is no news, the less; never past 1."""
+    """The longer ago the last observation, the less; never past 1."""
     corrections = learned(ratio)
 
     left = [abs(log(corrections.factor(Option.MIGRATE, 10.0 + wait_s))) for wait_s in sorted(waits)]
@@ -67,16 +73,20 @@ def test_what_was_learned_is_forgotten_towards_1(ratio: float, waits: list[float
     assert corrections.factor(Option.MIGRATE, 10.0 + HALF_LIFE_S) == pytest.approx(
         corrections.factor(Option.MIGRATE, 10.0) ** 0.5
     )
-    assert corrections.factor(Option.MIGRATE, 10.0 + 20 * HALF_LIFE_S) == pytest.approx(1.0, abs=1e-5)
+    assert corrections.factor(Option.MIGRATE, 10.0 + 20 * HALF_LIFE_S) == pytest.approx(
+        1.0, abs=1e-5
+    )
 
 
-def test_news_after_a_long_silence_counts_from_1() -> None:
+def test_an_observation_after_a_long_pause_counts_from_1() -> None:
     """What has been forgotten does not come back."""
     corrections = learned(4.0)
 
     corrections.observe(Option.MIGRATE, 0.5, 0.5, 10.0 + 20 * HALF_LIFE_S)
 
-    assert corrections.factor(Option.MIGRATE, 10.0 + 20 * HALF_LIFE_S) == pytest.approx(1.0, abs=1e-5)
+    assert corrections.factor(Option.MIGRATE, 10.0 + 20 * HALF_LIFE_S) == pytest.approx(
+        1.0, abs=1e-5
+    )
 
 
 def test_twice_as_long_and_half_as_long_weigh_the_same() -> None:
@@ -89,7 +99,9 @@ def test_twice_as_long_and_half_as_long_weigh_the_same() -> None:
 
 
 def test_one_outlier_moves_little() -> None:
-    """A hung transfer takes a hundred times as long, and is taken for the largest factor there is."""
+    """A hung transfer takes a hundred times as long, and is taken for the largest factor there
+    is.
+    """
     corrections = learned(1.0)
 
     corrections.observe(Option.MIGRATE, 0.5, 50.0, 10.0)
@@ -98,7 +110,7 @@ def test_one_outlier_moves_little() -> None:
 
 
 def test_each_option_learns_for_itself() -> None:
-    """What is slow about a link says nothing about a prefill."""
+    """A slow link does not make a prefill slow."""
     corrections = learned(2.0)
 
     assert corrections.factor(Option.RECOMPUTE, 10.0) == 1.0
@@ -121,8 +133,11 @@ def test_a_bound_of_1_means_no_correction() -> None:
     assert corrections.snapshot() == {}
 
 
-@pytest.mark.parametrize(("raw_s", "real_s"), [(0.0, 0.0), (0.0, 0.0009), (0.0002, 0.0), (inf, 1.0), (1.0, inf), (nan, 1.0)])
-def test_what_is_too_short_or_no_number_teaches_nothing(raw_s: float, real_s: float) -> None:
+@pytest.mark.parametrize(
+    ("raw_s", "real_s"),
+    [(0.0, 0.0), (0.0, 0.0009), (0.0002, 0.0), (inf, 1.0), (1.0, inf), (nan, 1.0)],
+)
+def test_what_is_too_short_or_no_number_is_not_learned_from(raw_s: float, real_s: float) -> None:
     """A prediction of zero is a matter of the table, and a microsecond one of the clock."""
     corrections = Corrections(4.0)
 

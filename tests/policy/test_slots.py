@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from kvrs.config.policy import PolicyName
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.actions import Recovered, Start, WakeAt
-from kvrs.policy.config import PolicyName
-from kvrs.policy.costs import Option
-from kvrs.policy.events import (
+from kvrs.policy.model.actions import Recovered, Start, WakeAt
+from kvrs.policy.model.estimates import Option
+from kvrs.policy.model.events import (
     AttemptFailed,
     InstanceUp,
     LinkMeasured,
@@ -21,25 +21,29 @@ from kvrs.policy.events import (
 from kvrs.policy.slots import SHORTEST_WAIT_S, SlotBook
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
-from tests.policy.policy_stories import Story, instance, of, only
+from tests.policy.policy_harness import PolicyHarness, instance, of, only
 
 D, D1 = InstanceId("d"), InstanceId("d1")
 SLOW = PrefillTable("slow", "made up", 100, [0.0, 1.0, 2.0])  # 10 ms per token
 A, B, C, E = (StreamId(name) for name in "ABCE")
 
 
-def migrating(count: int, slots_max: int, name: PolicyName = PolicyName.ALWAYS_MIGRATE, **settings: Any) -> Story:
+def migrating(
+    count: int, slots_max: int, name: PolicyName = PolicyName.ALWAYS_MIGRATE, **settings: Any
+) -> PolicyHarness:
     """`count` victims s0, s1, ... of which as many as there are slots migrate to d1."""
-    story = Story("p0", "d0", name=name, slots_max=slots_max, **settings)
+    harness = PolicyHarness("p0", "d0", name=name, slots_max=slots_max, **settings)
     for n in range(count):
-        story.decoding(f"s{n}")
-    story.tell(InstanceUp(instance("d1")))
-    story.lose("d0")
-    return story
+        harness.decoding(f"s{n}")
+    harness.handle(InstanceUp(instance("d1")))
+    harness.lose("d0")
+    return harness
 
 
-def test_a_denial_says_how_long_the_wait_is_expected_to_be() -> None:
-    """Until the first transfer ends; whoever waits ahead adds a share of a mean transfer."""
+def test_a_full_target_has_an_expected_wait() -> None:
+    """Until the first transfer ends; each stream ahead in the queue adds a share of a mean
+    transfer.
+    """
     book = SlotBook(2)
     book.acquire(D, A, 0.0, 4.0)
     free = book.expected_wait_s(D, B, 1.0)
@@ -53,7 +57,7 @@ def test_a_denial_says_how_long_the_wait_is_expected_to_be() -> None:
     assert book.expected_wait_s(D, C, 9.0) == SHORTEST_WAIT_S
 
 
-def test_a_freed_slot_belongs_to_whoever_waits_first() -> None:
+def test_a_freed_slot_belongs_to_the_first_in_the_queue() -> None:
     """First in, first out: a newcomer does not overtake."""
     book = SlotBook(1)
     book.acquire(D, A, 0.0, 1.0)
@@ -68,22 +72,25 @@ def test_a_freed_slot_belongs_to_whoever_waits_first() -> None:
 
 def test_transfers_into_one_target_never_exceed_the_cap() -> None:
     """The others wait for a slot, in order."""
-    story = migrating(5, slots_max=2)
+    harness = migrating(5, slots_max=2)
 
-    snapshot = story.policy.snapshot()
+    snapshot = harness.policy.snapshot()
 
-    assert [start.stream for start in of(story.actions, Start) if start.attempt == 2] == ["s0", "s1"]
+    assert [start.stream for start in of(harness.actions, Start) if start.attempt == 2] == [
+        "s0",
+        "s1",
+    ]
     assert snapshot["slots"] == {"d1": {"held": 2, "waiting": 3, "max": 2}}
     assert snapshot["streams"]["queued"] == 3
 
 
 def test_a_slot_is_free_again_when_the_stream_flows_fails_or_ends() -> None:
     """Each of the three lets the next one in."""
-    story = migrating(5, slots_max=1)
+    harness = migrating(5, slots_max=1)
 
-    resumed = story.tell(StreamResumed(StreamId("s0"), 2))
-    failed = story.tell(AttemptFailed(StreamId("s1"), 2, D1, "reset", 0))
-    ended = story.tell(StreamEnded(StreamId("s2"), 2))
+    resumed = harness.handle(StreamResumed(StreamId("s0"), 2))
+    failed = harness.handle(AttemptFailed(StreamId("s1"), 2, D1, "reset", 0))
+    ended = harness.handle(StreamEnded(StreamId("s2"), 2))
 
     assert [start.stream for start in of(resumed, Start)] == ["s1"]
     assert [start.stream for start in of(failed, Start)] == ["s2"]
@@ -92,102 +99,119 @@ def test_a_slot_is_free_again_when_the_stream_flows_fails_or_ends() -> None:
 
 @pytest.mark.parametrize(("slots_max", "second"), [(1, Option.RECOMPUTE), (2, Option.MIGRATE)])
 def test_auto_weighs_the_wait_for_a_slot(slots_max: int, second: Option) -> None:
-    """Two victims fetch over two links, so only the slot is between them: who would wait for it recomputes."""
-    story = Story("p0", "d0", "p2", slots_max=slots_max)
-    story.tell(LinkMeasured(NodeId("n0"), NodeId("n1"), 3e6))
-    story.tell(LinkMeasured(NodeId("n2"), NodeId("n1"), 3e6))
-    story.tell(StreamArrived(A, 400))
-    story.tell(StreamArrived(B, 400))
-    story.tell(PrefillDone(A, 1, 400))
-    story.tell(PrefillDone(B, 1, 400))
-    story.tell(InstanceUp(instance("p1")))
-    story.tell(InstanceUp(instance("d1", capabilities=frozenset(Capability) - {Capability.SPLIT})))
+    """Two victims fetch over two links, so only the slot is shared: the one that would wait for it
+    recomputes.
+    """
+    harness = PolicyHarness("p0", "d0", "p2", slots_max=slots_max)
+    harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 3e6))
+    harness.handle(LinkMeasured(NodeId("n2"), NodeId("n1"), 3e6))
+    harness.handle(StreamArrived(A, 400))
+    harness.handle(StreamArrived(B, 400))
+    harness.handle(PrefillDone(A, 1, 400))
+    harness.handle(PrefillDone(B, 1, 400))
+    harness.handle(StreamResumed(A, 1))
+    harness.handle(StreamResumed(B, 1))
+    harness.handle(InstanceUp(instance("p1")))
+    harness.handle(
+        InstanceUp(instance("d1", capabilities=frozenset(Capability) - {Capability.SPLIT}))
+    )
 
-    records = of(story.lose("d0"), Recovered)
+    records = of(harness.lose("d0"), Recovered)
 
     assert [record.option for record in records] == [Option.MIGRATE, second]
 
 
 def test_an_expired_slot_ends_its_transfer_and_removes_the_option() -> None:
-    """`slot_lease_s`: a transfer that hangs does not keep others out, nor does its stream try the same again."""
-    story = migrating(2, slots_max=1, slot_lease_s=7.0)
+    """`slot_lease_s`: a transfer that hangs does not keep others out, nor does its stream try the
+    same again.
+    """
+    harness = migrating(2, slots_max=1, slot_lease_s=7.0)
 
-    actions = story.tell(TimerFired(), at_s=7.0)
+    actions = harness.handle(TimerFired(), at_s=7.0)
 
     first, second = of(actions, Recovered)
     assert (first.stream, first.attempt, first.option) == ("s0", 3, Option.RECOMPUTE)
     assert (second.stream, second.attempt, second.option) == ("s1", 2, Option.MIGRATE)
 
 
-def test_who_lost_his_slot_is_replaced_by_what_needs_none() -> None:
-    """His transfer may still be under way: it ends with the attempt, and nobody may share his slot with it until then."""
-    story = Story(slots_max=1, slot_lease_s=7.0)
+def test_an_attempt_whose_slot_expired_is_followed_by_one_that_needs_none() -> None:
+    """Its transfer may still be under way: it ends with the attempt, and the slot is not shared
+    until then.
+    """
+    harness = PolicyHarness(slots_max=1, slot_lease_s=7.0)
     for name in ("p0", "d0"):
-        story.tell(InstanceUp(instance(name, prefill=SLOW)))
+        harness.handle(InstanceUp(instance(name, prefill=SLOW)))
     for stream in (A, B):
-        story.decoding(stream, 321)
-    story.tell(InstanceUp(instance("d1", prefill=SLOW)))
-    story.tell(LinkMeasured(NodeId("n0"), NodeId("n1"), 6e5))
-    story.lose("d0")
-    waiting = story.policy.snapshot()["slots"]["d1"]["waiting"]
+        harness.decoding(stream, 321)
+    harness.handle(InstanceUp(instance("d1", prefill=SLOW)))
+    harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 6e5))
+    harness.lose("d0")
+    waiting = harness.policy.snapshot()["slots"]["d1"]["waiting"]
 
-    expired = of(story.tell(TimerFired(), at_s=7.0), Recovered)
+    expired = of(harness.handle(TimerFired(), at_s=7.0), Recovered)
 
-    assert (of(story.actions, Recovered)[0].option, waiting) == (Option.SPLIT, 1)
+    assert (of(harness.actions, Recovered)[0].option, waiting) == (Option.SPLIT, 1)
     assert (expired[0].stream, expired[0].option) == (A, Option.RECOMPUTE)
 
 
 def test_when_every_way_has_failed_only_the_last_stays_removed() -> None:
-    """The ways take turns; a transfer that was given up is always replaced at once, so its slot is really free."""
-    story = migrating(1, slots_max=1, slot_lease_s=7.0)
+    """The ways take turns; a transfer that was given up is always replaced at once, so its slot is
+    really free.
+    """
+    harness = migrating(1, slots_max=1, slot_lease_s=7.0)
     options = []
 
     for attempt in (2, 3, 4):
-        options.append(of(story.actions, Recovered)[-1].option)
-        story.tell(AttemptFailed(StreamId("s0"), attempt, D1, "reset", 0))
-        story.tell(TimerFired(), at_s=story.now_s + 2.0)
+        options.append(of(harness.actions, Recovered)[-1].option)
+        harness.handle(AttemptFailed(StreamId("s0"), attempt, D1, "reset", 0))
+        harness.handle(TimerFired(), at_s=harness.now_s + 2.0)
 
     assert options == [Option.MIGRATE, Option.RECOMPUTE, Option.MIGRATE]
-    assert of(story.actions, Recovered)[-1].option is Option.RECOMPUTE
+    assert of(harness.actions, Recovered)[-1].option is Option.RECOMPUTE
 
 
 def test_a_stream_in_the_queue_is_decided_again_when_its_wait_is_over() -> None:
-    """The denial's prediction may have been wrong: it looks again, and keeps its place while nothing is better."""
-    story = migrating(3, slots_max=1)
-    wake = story.actions[-1]
+    """The denial's prediction may have been wrong: it looks again, and keeps its place while
+    nothing is better.
+    """
+    harness = migrating(3, slots_max=1)
+    wake = harness.actions[-1]
     assert isinstance(wake, WakeAt)
 
-    looked = story.tell(TimerFired(), at_s=wake.at_s)
-    served = story.tell(StreamResumed(StreamId("s0"), 2))
+    looked = harness.handle(TimerFired(), at_s=wake.at_s)
+    served = harness.handle(StreamResumed(StreamId("s0"), 2))
 
     assert of(looked, Start) == []
     assert only(served, Start).stream == "s1"
 
 
-def test_nobody_queues_longer_than_anybody_waits() -> None:
+def test_no_stream_queues_longer_than_streams_wait_for_instances() -> None:
     """After `recovery.wait_s` even a policy that always migrates takes the other way."""
-    story = migrating(2, slots_max=1, wait_s=3.0)
+    harness = migrating(2, slots_max=1, wait_s=3.0)
 
-    actions = story.tell(TimerFired(), at_s=3.0)
+    actions = harness.handle(TimerFired(), at_s=3.0)
 
-    assert (only(actions, Recovered).stream, only(actions, Recovered).option) == ("s1", Option.RECOMPUTE)
+    assert (only(actions, Recovered).stream, only(actions, Recovered).option) == (
+        "s1",
+        Option.RECOMPUTE,
+    )
 
 
-def test_those_who_queue_for_a_lost_target_are_decided_again() -> None:
-    """A queue dies with its target."""
-    story = migrating(3, slots_max=1)
-    story.tell(InstanceUp(instance("d2")))
+def test_streams_that_queue_for_a_lost_target_are_decided_again() -> None:
+    """The queue is lost with its target."""
+    harness = migrating(3, slots_max=1)
+    harness.handle(InstanceUp(instance("d2")))
 
-    story.lose("d1")
+    harness.lose("d1")
 
-    assert "d1" not in story.policy.snapshot()["slots"]
-    assert story.policy.snapshot()["slots"]["d2"]["held"] == 1
+    assert "d1" not in harness.policy.snapshot()["slots"]
+    assert harness.policy.snapshot()["slots"]["d2"]["held"] == 1
 
 
 def test_a_new_target_serves_the_queue_at_once() -> None:
     """Its slots are all free."""
-    story = migrating(3, slots_max=1)
+    harness = migrating(3, slots_max=1)
 
-    actions = story.tell(InstanceUp(instance("d2")))
+    actions = harness.handle(InstanceUp(instance("d2")))
 
     assert [(start.stream, start.plan.decode) for start in of(actions, Start)] == [("s1", "d2")]

@@ -12,7 +12,15 @@ def test_every_profile_says_what_it_was_made_on() -> None:
     profiles = [catalog.profile(name) for name in catalog.names()]
 
     assert profiles
-    assert all(p.label and p.model and p.gpu and p.engine and p.source and p.kind in ("measured", "estimated") for p in profiles)
+    assert all(
+        p.label
+        and p.model
+        and p.gpu
+        and p.engine
+        and p.source
+        and p.kind in ("measured", "estimated")
+        for p in profiles
+    )
 
 
 def test_the_seeds_table_is_there() -> None:
@@ -23,13 +31,19 @@ def test_the_seeds_table_is_there() -> None:
 
 
 def test_distserves_fit_is_there() -> None:
-    """DistServe's A100-80G fit for OPT-13B, TP 1: 18.1 ms, 0.102 ms per token, 7.12 ns per squared token; two decode regimes."""
+    """DistServe's A100-80G fit for OPT-13B, TP 1: 18.1 ms, 0.102 ms per token, 7.12 ns per squared
+    token; two decode regimes.
+    """
     prefill = catalog.prefill_table("opt-13b-a100-distserve-tp1")
     decode = catalog.decode_table("opt-13b-a100-distserve-tp1")
 
     assert prefill.seconds_for(1000) == pytest.approx((18.1025 + 101.9123 + 7.1223) / 1e3, rel=1e-4)
-    assert decode.seconds_for(94, 50_000) == pytest.approx((19.9347 + 31.3468 + 3.6197) / 1e3, rel=1e-4)
-    assert decode.seconds_for(95, 50_000) == pytest.approx((7.1662 + 28.9900 + 15.0395) / 1e3, rel=1e-4)
+    assert decode.seconds_for(94, 50_000) == pytest.approx(
+        (19.9347 + 31.3468 + 3.6197) / 1e3, rel=1e-4
+    )
+    assert decode.seconds_for(95, 50_000) == pytest.approx(
+        (7.1662 + 28.9900 + 15.0395) / 1e3, rel=1e-4
+    )
 
 
 def test_opt_13b_takes_819200_bytes_per_token() -> None:
@@ -58,14 +72,21 @@ def test_a_profile_without_decode_figures_is_refused_as_a_decode_table() -> None
 
 @pytest.mark.parametrize("name", catalog.names())
 def test_every_profile_predicts_times_that_grow(name: str) -> None:
-    """Each file is a table that answers: longer prompts, longer prefixes and larger batches never take less."""
+    """Each file is a table that answers: longer prompts, longer prefixes and larger batches never
+    take less.
+    """
     table = catalog.prefill_table(name)
 
     assert 0 < table.seconds_for(256) <= table.seconds_for(2048) < table.seconds_for(200_000)
     assert table.extra(0, 512) <= table.extra(1024, 512) + 1e-9 or table.grid is None
     if catalog.profile(name).decode is not None:
         decode = catalog.decode_table(name)
-        assert 0 < decode.seconds_for(1, 1000) <= decode.seconds_for(1, 2000) <= decode.seconds_for(2, 4000)
+        assert (
+            0
+            < decode.seconds_for(1, 1000)
+            <= decode.seconds_for(1, 2000)
+            <= decode.seconds_for(2, 4000)
+        )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +102,9 @@ def test_every_profile_predicts_times_that_grow(name: str) -> None:
     ],
 )
 def test_kv_bytes_follow_the_published_configurations(name: str, bytes_per_token: int) -> None:
-    """`2 * layers * kv_heads * 128 * 2 bytes`: 40x40, 64x72, 32x8, 80x8, 40x8, 64x8 and 56x8 layers by KV heads."""
+    """`2 * layers * kv_heads * 128 * 2 bytes`: 40x40, 64x72, 32x8, 80x8, 40x8, 64x8 and 56x8 layers
+    by KV heads.
+    """
     assert catalog.kv_geometry(name).bytes_per_token == bytes_per_token
 
 
@@ -90,12 +113,18 @@ def test_what_others_estimated_or_kvrs_scaled_is_labelled_so() -> None:
     measured = {name for name in catalog.names() if catalog.profile(name).kind == "measured"}
 
     assert all("distserve" in name or name.startswith("opt-") for name in measured)
-    assert all(catalog.profile(name).kind == "estimated" for name in catalog.names() if not name.startswith("opt-"))
+    assert all(
+        catalog.profile(name).kind == "estimated"
+        for name in catalog.names()
+        if not name.startswith("opt-")
+    )
     assert "scaled" in catalog.profile("llama-3.1-8b-h100-vllm-tp1").source
 
 
 def test_a_cached_prefix_is_predicted_as_the_source_has_it() -> None:
-    """aiconfigurator, Qwen3-14B on H100, TP 1: 512 tokens behind 7,680 take 27.2 ms, 2,048 behind 30,720 take 158.7 ms."""
+    """aiconfigurator, Qwen3-14B on H100, TP 1: 512 tokens behind 7,680 take 27.2 ms, 2,048 behind
+    30,720 take 158.7 ms.
+    """
     table = catalog.prefill_table("qwen3-14b-h100-vllm-tp1")
 
     assert table.extra(7680, 512) == pytest.approx(0.0271971, rel=0.01)
@@ -107,4 +136,8 @@ def test_links_are_there() -> None:
     """Vidur's fits: 47.2 us and 7.8 GB/s between A100 nodes."""
     link = catalog.links()["a100-dgx-inter-node"]
 
-    assert (link.transfer.alpha_s, link.transfer.bytes_per_s, link.kind) == (47.2e-6, 7.8e9, "measured")
+    assert (link.transfer.alpha_s, link.transfer.bytes_per_s, link.kind) == (
+        47.2e-6,
+        7.8e9,
+        "measured",
+    )

@@ -17,7 +17,9 @@ def test_a_transfer_is_its_start_and_its_rate() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(0, 1e3)), min_size=1, max_size=6))
 def test_no_measurement_makes_a_transfer_impossible(points: list[tuple[int, float]]) -> None:
-    """Noise may bend times in any way; what is kept starts at zero or later and has a rate above zero."""
+    """Noise may bend times in any way; what is kept starts at zero or later and has a rate above
+    zero.
+    """
     found = fit_transfer(points)
 
     assert found.alpha_s >= 0

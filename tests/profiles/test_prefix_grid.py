@@ -14,7 +14,11 @@ grids = st.integers(2, 5).flatmap(
         PrefixGrid,
         st.integers(1, 256),
         st.integers(1, 512),
-        st.lists(st.lists(st.floats(0, 10, allow_subnormal=False), min_size=width, max_size=width), min_size=2, max_size=5),
+        st.lists(
+            st.lists(st.floats(0, 10, allow_subnormal=False), min_size=width, max_size=width),
+            min_size=2,
+            max_size=5,
+        ),
     )
 )
 
@@ -25,7 +29,9 @@ def attention_s(cached: int, new: int) -> float:
 
 
 def attention_grid() -> PrefixGrid:
-    return PrefixGrid(64, 256, [[attention_s(i * 256, j * 64) for j in range(17)] for i in range(5)])
+    return PrefixGrid(
+        64, 256, [[attention_s(i * 256, j * 64) for j in range(17)] for i in range(5)]
+    )
 
 
 def test_a_look_up_blends_the_four_points_around_it() -> None:
@@ -50,10 +56,16 @@ def test_the_grid_goes_through_its_points_or_above_a_dip(grid: PrefixGrid, i: in
     assert found == pytest.approx(largest)
 
 
-@given(grids, st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 3000), st.integers(0, 3000))
+@given(
+    grids, st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 3000), st.integers(0, 3000)
+)
 @settings(max_examples=150, deadline=None)
-def test_more_of_either_length_never_takes_less_time(grid: PrefixGrid, cached: int, new: int, more: int, longer: int) -> None:
-    """Non-decreasing along both axes: inside, outside, across every edge, and when the measurement dips."""
+def test_more_of_either_length_never_takes_less_time(
+    grid: PrefixGrid, cached: int, new: int, more: int, longer: int
+) -> None:
+    """Non-decreasing along both axes: inside, outside, across every edge, and when the measurement
+    dips.
+    """
     here = grid.seconds_for(cached, new)
 
     assert grid.seconds_for(cached + more, new) >= here - 1e-9
@@ -63,7 +75,9 @@ def test_more_of_either_length_never_takes_less_time(grid: PrefixGrid, cached: i
 @pytest.mark.parametrize(("cached", "new"), [(5000, 100), (100, 5000), (4000, 4000), (100_000, 16)])
 def test_beyond_the_grid_the_fitted_quadratic_goes_on(cached: int, new: int) -> None:
     """For times that are a quadratic of both lengths, exactly."""
-    assert attention_grid().seconds_for(cached, new) == pytest.approx(attention_s(cached, new), rel=1e-3)
+    assert attention_grid().seconds_for(cached, new) == pytest.approx(
+        attention_s(cached, new), rel=1e-3
+    )
 
 
 def test_there_is_no_jump_at_an_edge_of_the_grid() -> None:
@@ -83,9 +97,14 @@ def test_extra_asks_the_grid_where_there_is_one() -> None:
     assert table.extra(1000, 200) != pytest.approx(line.extra(1000, 200))
 
 
-@pytest.mark.parametrize("grid", [attention_grid(), PrefixGrid(100, 1000, [[0.01, 0.02, 0.04, 0.05], [0.01, 0.05, 0.06, 0.2]])])
+@pytest.mark.parametrize(
+    "grid",
+    [attention_grid(), PrefixGrid(100, 1000, [[0.01, 0.02, 0.04, 0.05], [0.01, 0.05, 0.06, 0.2]])],
+)
 def test_without_a_prefix_both_ways_to_ask_agree(grid: PrefixGrid) -> None:
-    """Recomputing asks by length, fetching asks by prefix and length: of one thing they must say one thing."""
+    """Recomputing asks by length, fetching asks by prefix and length: for one case both must give
+    one thing.
+    """
     table = PrefillTable.from_grid("t", "s", grid)
 
     for tokens in (0, 100, 250, 1024, 9000):
@@ -93,7 +112,9 @@ def test_without_a_prefix_both_ways_to_ask_agree(grid: PrefixGrid) -> None:
 
 
 def test_lengths_outside_the_grid_are_marked() -> None:
-    """Extrapolation is said, never hidden: in either direction, and below the first measured length."""
+    """Extrapolation is marked: in either direction, and below the first measured
+    length.
+    """
     table = PrefillTable.from_grid("t", "s", PrefixGrid(100, 1000, ROWS), covered_from_tokens=50)
 
     assert table.covers_extra(1000, 200)

@@ -21,9 +21,25 @@ GOOD: dict[str, Any] = {
     "version": "1",
     "kind": "measured",
     "source": "a test",
-    "geometry": {"layers": 4, "kv_heads": 2, "head_dim": 32, "dtype_bytes": 4, "page_size_tokens": 16},
-    "prefill": {"type": "grid", "new_step_tokens": 64, "cached_step_tokens": 128, "rows": [[0.01, 0.02], [0.01, 0.03]]},
-    "decode": {"type": "grid", "batches": [1, 4], "contexts": [100, 200], "rows": [[0.01, 0.02], [0.02, 0.04]]},
+    "geometry": {
+        "layers": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "dtype_bytes": 4,
+        "page_size_tokens": 16,
+    },
+    "prefill": {
+        "type": "grid",
+        "new_step_tokens": 64,
+        "cached_step_tokens": 128,
+        "rows": [[0.01, 0.02], [0.01, 0.03]],
+    },
+    "decode": {
+        "type": "grid",
+        "batches": [1, 4],
+        "contexts": [100, 200],
+        "rows": [[0.01, 0.02], [0.02, 0.04]],
+    },
 }
 
 
@@ -59,17 +75,37 @@ def test_a_decode_grid_answers_between_its_points(tmp_path: Path) -> None:
         ({"kind": "guessed"}, "$.kind"),
         ({"tp": 0}, "$.tp"),
         ({"surprise": 1}, "surprise"),
-        ({"prefill": {"type": "points", "seconds": {"512": 0.1}}}, "$.prefill.seconds: got 1 points; allowed: at least 2"),
-        ({"prefill": {"type": "points", "seconds": {"512": 0.1, "1024": -0.1}}}, "$.prefill.seconds[...]"),
-        ({"prefill": {"type": "points", "seconds": {"1": 0.1, "16777213": 0.2}}}, "allowed: at most 131072"),
-        ({"prefill": {"type": "quadratic", "coefficients_ms": [1, 1, -1], "max_tokens": 10}}, "$.prefill.coefficients_ms"),
+        (
+            {"prefill": {"type": "points", "seconds": {"512": 0.1}}},
+            "$.prefill.seconds: got 1 points; allowed: at least 2",
+        ),
+        (
+            {"prefill": {"type": "points", "seconds": {"512": 0.1, "1024": -0.1}}},
+            "$.prefill.seconds[...]",
+        ),
+        (
+            {"prefill": {"type": "points", "seconds": {"1": 0.1, "16777213": 0.2}}},
+            "allowed: at most 131072",
+        ),
+        (
+            {"prefill": {"type": "quadratic", "coefficients_ms": [1, 1, -1], "max_tokens": 10}},
+            "$.prefill.coefficients_ms",
+        ),
         ({"prefill": GOOD["prefill"] | {"rows": [[0.1, 0.2]]}}, "$.prefill.rows: got 1 rows of 2"),
-        ({"prefill": GOOD["prefill"] | {"rows": [[0.1, 0.2], [0.1]]}}, "$.prefill.rows[1]: got 1 numbers; allowed: 2"),
+        (
+            {"prefill": GOOD["prefill"] | {"rows": [[0.1, 0.2], [0.1]]}},
+            "$.prefill.rows[1]: got 1 numbers; allowed: 2",
+        ),
         ({"decode": GOOD["decode"] | {"batches": [4, 1]}}, "$.decode.batches"),
-        ({"decode": GOOD["decode"] | {"rows": [[0.1, 0.2]]}}, "$.decode.rows: got 1 rows; allowed: 2"),
+        (
+            {"decode": GOOD["decode"] | {"rows": [[0.1, 0.2]]}},
+            "$.decode.rows: got 1 rows; allowed: 2",
+        ),
     ],
 )
-def test_a_wrong_file_is_refused_with_place_and_reason(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_wrong_file_is_refused_with_place_and_reason(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     """A user's error names the file, the field, and what is wrong with it."""
     name = write(tmp_path / "wrong.json", **changes)
 
@@ -82,7 +118,11 @@ def test_a_wrong_file_is_refused_with_place_and_reason(tmp_path: Path, changes: 
 
 def test_all_faults_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     """One line each."""
-    name = write(tmp_path / "wrong.json", prefill=GOOD["prefill"] | {"rows": [[0.1]]}, decode=GOOD["decode"] | {"contexts": [1]})
+    name = write(
+        tmp_path / "wrong.json",
+        prefill=GOOD["prefill"] | {"rows": [[0.1]]},
+        decode=GOOD["decode"] | {"contexts": [1]},
+    )
 
     with pytest.raises(ConfigError) as refused:
         catalog.profile(name)

@@ -12,16 +12,26 @@ from kvrs.profiles import catalog
 from kvrs.profiles.schema import DecodeRows, PrefillRows
 
 
+@pytest.mark.process
+@pytest.mark.network
 def test_a_measured_profile_is_one_that_can_be_used(tmp_path: Path) -> None:
-    """Prefill in two dimensions, decode by batch and context, pages, link, labels: written so that it is read back."""
+    """Prefill in two dimensions, decode by batch and context, pages, link, labels: written so that
+    it is read back.
+    """
     shown = io.StringIO()
-    options = ProfileOptions(out=tmp_path / "new" / "mine.json", longest_tokens=64, max_batch=3, repeats=1)
+    options = ProfileOptions(
+        out=tmp_path / "new" / "mine.json", longest_tokens=64, max_batch=3, repeats=1
+    )
 
     path = run_profile(options, Console(file=shown))
 
     profile = catalog.profile(str(path))
     assert isinstance(profile.prefill, PrefillRows)
-    assert (len(profile.prefill.rows), len(profile.prefill.rows[0]), profile.prefill.new_step_tokens) == (5, 9, 8)
+    assert (
+        len(profile.prefill.rows),
+        len(profile.prefill.rows[0]),
+        profile.prefill.new_step_tokens,
+    ) == (5, 9, 8)
     assert isinstance(profile.decode, DecodeRows)
     assert (profile.decode.batches, profile.decode.contexts) == ([1, 2, 3], [16, 32, 48, 64])
     assert profile.pages is not None
@@ -37,7 +47,14 @@ def test_a_measured_profile_is_one_that_can_be_used(tmp_path: Path) -> None:
 
 def test_wrong_options_are_named_at_once_and_nothing_is_measured(tmp_path: Path) -> None:
     """Option, value, what is allowed."""
-    options = ProfileOptions(out=tmp_path / "mine.txt", model=tmp_path, longest_tokens=1, max_batch=1, repeats=0, device="tpu")
+    options = ProfileOptions(
+        out=tmp_path / "mine.txt",
+        model=tmp_path,
+        longest_tokens=1,
+        max_batch=1,
+        repeats=0,
+        device="tpu",
+    )
 
     with pytest.raises(ConfigError) as refused:
         run_profile(options)

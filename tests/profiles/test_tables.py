@@ -44,16 +44,22 @@ def test_only_lengths_within_the_measurements_are_covered() -> None:
 
 
 def test_beyond_its_grid_a_quadratic_table_follows_the_same_quadratic() -> None:
-    """Outside the measured range the fitted quadratic answers: for data that are quadratic, exactly."""
+    """Outside the measured range the fitted quadratic answers: for data that are quadratic,
+    exactly.
+    """
     table = PrefillTable.from_quadratic("t", "s", (18.0, 0.1, 7e-6), max_tokens=2048)
 
-    assert table.seconds_for(100_000) == pytest.approx((18.0 + 0.1 * 1e5 + 7e-6 * 1e10) / 1e3, rel=1e-6)
+    assert table.seconds_for(100_000) == pytest.approx(
+        (18.0 + 0.1 * 1e5 + 7e-6 * 1e10) / 1e3, rel=1e-6
+    )
 
 
 @given(tables, st.integers(0, 10_000), st.integers(1, 10_000))
 @settings(max_examples=150, deadline=None)
 def test_more_tokens_never_take_less_time(table: PrefillTable, tokens: int, more: int) -> None:
-    """Non-decreasing everywhere: inside, outside, across the edge, and when the measurement dips."""
+    """Non-decreasing everywhere: inside, outside, across the edge, and when the measurement
+    dips.
+    """
     assert table.seconds_for(tokens + more) >= table.seconds_for(tokens) - 1e-9
 
 
@@ -72,7 +78,9 @@ def test_there_is_no_jump_at_the_edge_of_the_grid(table: PrefillTable) -> None:
 @given(st.floats(0.001, 1), st.integers(1, 512))
 @settings(max_examples=30, deadline=None)
 def test_beyond_its_grid_no_table_is_flat(seconds: float, step: int) -> None:
-    """Also a table that measured the same time everywhere does not promise that any length takes no longer."""
+    """Also a table that measured the same time everywhere does not predict that any length takes no
+    longer.
+    """
     table = PrefillTable("t", "s", step, [seconds, seconds, seconds])
 
     assert table.seconds_for(20 * step) > table.seconds_for(2 * step)

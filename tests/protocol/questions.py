@@ -3,12 +3,15 @@
 from kvrs.protocol import frames
 from kvrs.protocol.frames import FrameType
 
-# How every frame begins. Of another version it would be refused for that alone, whatever else is wrong with it.
+# How every frame begins. Of another version it would be refused for that alone, whatever else is
+# wrong with it.
 KV = b"KV" + bytes((frames.VERSION,))
 
 
 def sealed(fields: bytes | bytearray) -> bytes:
-    """A body with the checksum that is right for it, so that nothing but its fields can be wrong."""
+    """A body with the checksum that is right for it, so that nothing but its fields can be
+    wrong.
+    """
     return bytes(fields) + frames.checksum(fields).to_bytes(frames.CHECKSUM_BYTES)
 
 

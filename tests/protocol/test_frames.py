@@ -8,22 +8,21 @@ from hypothesis import strategies as st
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol import frames
-from kvrs.protocol.frames import (
-    Answer,
-    Claim,
-    FrameType,
-    Held,
-    Hello,
+from kvrs.protocol.frames import AnswerHeader, FrameType
+from kvrs.protocol.page_messages import (
+    CheckpointClaim,
+    ClientHello,
+    HeldPages,
     Identity,
-    Offer,
-    Probe,
-    Pull,
+    OfferFrame,
+    ProbeFrame,
+    PullFrame,
     PullRequest,
-    Store,
+    ServerWelcome,
     StoreCode,
-    StoredRun,
+    StoredRange,
+    StoreFrame,
     TrafficClass,
-    Welcome,
 )
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from tests.protocol.questions import KV, sealed, unsealed
@@ -39,37 +38,54 @@ IDENTITIES = st.builds(
 )
 NONCES = st.binary(min_size=frames.NONCE_BYTES, max_size=frames.NONCE_BYTES)
 MACS = st.binary(min_size=frames.MAC_BYTES, max_size=frames.MAC_BYTES)
-HELLOS = st.builds(Hello, NONCES, IDENTITIES, NAMES.map(InstanceId), NAMES.map(NodeId), MACS)
+HELLOS = st.builds(ClientHello, NONCES, IDENTITIES, NAMES.map(InstanceId), NAMES.map(NodeId), MACS)
 TAGS = st.binary(min_size=TAG_BYTES, max_size=TAG_BYTES).map(Tag)
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 TRAFFIC = st.sampled_from(TrafficClass)
 REQUESTS = st.one_of(
     st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple), traffic=TRAFFIC),
-    st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple), st.text(min_size=1, max_size=60).map(StreamId), U32, TRAFFIC),
+    st.builds(
+        PullRequest,
+        st.lists(TAGS, max_size=20).map(tuple),
+        st.text(min_size=1, max_size=60).map(StreamId),
+        U32,
+        TRAFFIC,
+    ),
 )
-CLAIMS = st.builds(Claim, NAMES.map(StreamId), U64, U64)
+CLAIMS = st.builds(CheckpointClaim, NAMES.map(StreamId), U64, U64)
 RUNS = st.lists(st.tuples(TAGS, U64), min_size=1, max_size=8).flatmap(
     lambda pages: st.builds(
-        StoredRun, CLAIMS, U32, st.just(tuple(tag for tag, _ in pages)), st.just(tuple(checksum for _, checksum in pages))
+        StoredRange,
+        CLAIMS,
+        U32,
+        st.just(tuple(tag for tag, _ in pages)),
+        st.just(tuple(checksum for _, checksum in pages)),
     )
 )
-STORES = st.builds(Store, U32, st.lists(RUNS, min_size=1, max_size=5).map(tuple))
+STORES = st.builds(StoreFrame, U32, st.lists(RUNS, min_size=1, max_size=5).map(tuple))
 
 # what can be sent, its type, how it is encoded and how it is decoded
-KINDS: list[tuple[st.SearchStrategy[Any], FrameType, Callable[[Any], bytes], Callable[[bytes], Any]]] = [
+KINDS: list[
+    tuple[st.SearchStrategy[Any], FrameType, Callable[[Any], bytes], Callable[[bytes], Any]]
+] = [
     (NONCES, FrameType.CHALLENGE, frames.encode_challenge, frames.decode_challenge),
     (HELLOS, FrameType.HELLO, frames.encode_hello, frames.decode_hello),
-    (st.builds(Welcome, IDENTITIES, MACS), FrameType.WELCOME, frames.encode_welcome, frames.decode_welcome),
-    (st.builds(Pull, U32, REQUESTS), FrameType.PULL, frames.encode_pull, frames.decode_pull),
     (
-        st.builds(Probe, U32, st.integers(1, frames.MAX_PROBE_BYTES)),
+        st.builds(ServerWelcome, IDENTITIES, MACS),
+        FrameType.WELCOME,
+        frames.encode_welcome,
+        frames.decode_welcome,
+    ),
+    (st.builds(PullFrame, U32, REQUESTS), FrameType.PULL, frames.encode_pull, frames.decode_pull),
+    (
+        st.builds(ProbeFrame, U32, st.integers(1, frames.MAX_PROBE_BYTES)),
         FrameType.PROBE,
         frames.encode_probe,
         frames.decode_probe,
     ),
     (
-        st.builds(Offer, U32, CLAIMS, U64, st.lists(TAGS, max_size=20).map(tuple)),
+        st.builds(OfferFrame, U32, CLAIMS, U64, st.lists(TAGS, max_size=20).map(tuple)),
         FrameType.OFFER,
         frames.encode_offer,
         frames.decode_offer,
@@ -112,10 +128,23 @@ def test_a_body_that_is_cut_off_or_too_long_is_refused(case: Any, data: st.DataO
 
 
 ASKED = [
-    frames.encode_pull(Pull(7, PullRequest((Tag(bytes(TAG_BYTES)),), StreamId("s1"), tail_index=5))),
-    frames.encode_probe(Probe(7, 1 << 16)),
-    frames.encode_offer(Offer(7, Claim(StreamId("s1"), 3, 1), 1 << 20, (Tag(bytes(TAG_BYTES)),))),
-    frames.encode_store(Store(7, (StoredRun(Claim(StreamId("s1"), 3, 1), 0, (Tag(bytes(TAG_BYTES)),), (9,)),))),
+    frames.encode_pull(
+        PullFrame(7, PullRequest((Tag(bytes(TAG_BYTES)),), StreamId("s1"), tail_index=5))
+    ),
+    frames.encode_probe(ProbeFrame(7, 1 << 16)),
+    frames.encode_offer(
+        OfferFrame(7, CheckpointClaim(StreamId("s1"), 3, 1), 1 << 20, (Tag(bytes(TAG_BYTES)),))
+    ),
+    frames.encode_store(
+        StoreFrame(
+            7,
+            (
+                StoredRange(
+                    CheckpointClaim(StreamId("s1"), 3, 1), 0, (Tag(bytes(TAG_BYTES)),), (9,)
+                ),
+            ),
+        )
+    ),
 ]
 
 
@@ -129,8 +158,12 @@ def answered(wire: bytes) -> object:
 
 @pytest.mark.parametrize("frame", ASKED, ids=lambda frame: FrameType(frame[3]).name)
 def test_a_question_with_any_bit_flipped_is_never_answered(frame: bytes) -> None:
-    """Exhaustively, header and all: one other bit may name another page, whose bytes would then be quite right."""
-    wire = frame + bytes(300)  # A STORE is followed by its pages: with a longer length they are taken for its body.
+    """Exhaustively, header and all: one other bit may name another page, whose bytes would then be
+    quite right.
+    """
+    wire = frame + bytes(
+        300
+    )  # A STORE is followed by its pages: with a longer length they are taken for its body.
     assert answered(wire) is not None
 
     for bit in range(8 * len(frame)):
@@ -154,14 +187,24 @@ def test_a_question_that_is_cut_off_or_goes_on_has_a_wrong_checksum(frame: bytes
 
 
 def test_the_largest_questions_are_within_their_bounds_and_nothing_above_them_is() -> None:
-    """What may be asked can be sent, and no length beyond it is believed."""
-    stream, all_tags = StreamId("s" * frames.MAX_NAME_BYTES), (Tag(bytes(TAG_BYTES)),) * frames.MAX_TAGS
-    claim, pages = Claim(stream, 2**64 - 1, 2**64 - 1), frames.MAX_TAGS // frames.MAX_RUNS
+    """The largest question can be sent, and no length beyond it is accepted."""
+    stream, all_tags = (
+        StreamId("s" * frames.MAX_NAME_BYTES),
+        (Tag(bytes(TAG_BYTES)),) * frames.MAX_TAGS,
+    )
+    claim, pages = (
+        CheckpointClaim(stream, 2**64 - 1, 2**64 - 1),
+        frames.MAX_TAGS // frames.MAX_RANGES,
+    )
     largest = (
-        frames.encode_pull(Pull(1, PullRequest(all_tags, stream, 2**32 - 1))),
-        frames.encode_probe(Probe(1, frames.MAX_PROBE_BYTES)),
-        frames.encode_offer(Offer(1, claim, 2**64 - 1, all_tags)),
-        frames.encode_store(Store(1, (StoredRun(claim, 0, all_tags[:pages], (0,) * pages),) * frames.MAX_RUNS)),
+        frames.encode_pull(PullFrame(1, PullRequest(all_tags, stream, 2**32 - 1))),
+        frames.encode_probe(ProbeFrame(1, frames.MAX_PROBE_BYTES)),
+        frames.encode_offer(OfferFrame(1, claim, 2**64 - 1, all_tags)),
+        frames.encode_store(
+            StoreFrame(
+                1, (StoredRange(claim, 0, all_tags[:pages], (0,) * pages),) * frames.MAX_RANGES
+            )
+        ),
     )
 
     for frame in largest:
@@ -173,8 +216,12 @@ def test_the_largest_questions_are_within_their_bounds_and_nothing_above_them_is
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(DECODERS), st.binary(max_size=300))
-def test_random_bodies_are_decoded_or_refused_and_nothing_else(decode: Callable[[bytes], object], body: bytes) -> None:
-    """Whatever a peer sends, with a right checksum or a wrong one, the only error it can cause is a TransferError."""
+def test_random_bodies_are_decoded_or_refused_and_nothing_else(
+    decode: Callable[[bytes], object], body: bytes
+) -> None:
+    """Whatever a peer sends, with a right checksum or a wrong one, the only error it can cause is a
+    TransferError.
+    """
     for sent in (body, sealed(body)):
         try:
             decode(sent)
@@ -184,7 +231,9 @@ def test_random_bodies_are_decoded_or_refused_and_nothing_else(decode: Callable[
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=40), st.sampled_from(FrameType))
-def test_random_headers_are_decoded_or_refused_and_nothing_else(header: bytes, expected: FrameType) -> None:
+def test_random_headers_are_decoded_or_refused_and_nothing_else(
+    header: bytes, expected: FrameType
+) -> None:
     """As for bodies."""
     for decode in (frames.decode_header, frames.decode_answer):
         try:
@@ -196,9 +245,11 @@ def test_random_headers_are_decoded_or_refused_and_nothing_else(header: bytes, e
 @settings(max_examples=100, deadline=None)
 @given(STORES, st.data())
 def test_a_store_with_wrong_bytes_under_a_right_checksum_is_decoded_or_refused_and_nothing_else(
-    store: Store, data: st.DataObject
+    store: StoreFrame, data: st.DataObject
 ) -> None:
-    """Bodies that are nearly right reach deeper than random ones; what comes out has a checksum for each page, and pages."""
+    """Bodies that are nearly right reach deeper than random ones; what comes out has a checksum for
+    each page, and pages.
+    """
     body = unsealed(frames.encode_store(store)[frames.HEADER_BYTES :])
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
@@ -207,23 +258,25 @@ def test_a_store_with_wrong_bytes_under_a_right_checksum_is_decoded_or_refused_a
         decoded = frames.decode_store(sealed(body))
     except TransferError:
         return
-    assert all(len(run.tags) == len(run.checksums) > 0 for run in decoded.runs)
+    assert all(len(each.tags) == len(each.checksums) > 0 for each in decoded.ranges)
 
 
-@given(U32, st.lists(st.builds(Held, st.sampled_from(StoreCode), U32), max_size=20))
-def test_what_is_held_has_its_number_in_its_start(request_id: int, held: list[Held]) -> None:
+@given(U32, st.lists(st.builds(HeldPages, st.sampled_from(StoreCode), U32), max_size=20))
+def test_what_is_held_has_its_number_in_its_start(request_id: int, held: list[HeldPages]) -> None:
     """The receiver knows from its own question how many bytes to expect."""
-    frame = frames.encode_held(request_id, held)
+    start, payload = frames.encode_held(request_id, held)
 
-    start = frames.decode_answer(frame[: frames.ANSWER_BYTES], FrameType.HELD)
-    payload = frame[frames.ANSWER_BYTES :]
-    assert start == Answer(FrameType.HELD, request_id, len(held), 0, frames.held_bytes(len(held)))
+    assert start == AnswerHeader(
+        FrameType.HELD, request_id, len(held), 0, frames.held_bytes(len(held))
+    )
     assert len(payload) == frames.held_bytes(len(held))
     assert frames.decode_held(payload) == held
 
 
 @given(st.binary(max_size=60))
-def test_random_records_of_what_is_held_are_decoded_or_refused_and_nothing_else(payload: bytes) -> None:
+def test_random_records_of_what_is_held_are_decoded_or_refused_and_nothing_else(
+    payload: bytes,
+) -> None:
     """As for bodies."""
     try:
         frames.decode_held(payload)
@@ -233,7 +286,7 @@ def test_random_records_of_what_is_held_are_decoded_or_refused_and_nothing_else(
 
 @given(
     st.builds(
-        Answer,
+        AnswerHeader,
         type=st.sampled_from([FrameType.PAGE, FrameType.PROBE_DATA]),
         request_id=U32,
         index=U32,
@@ -241,7 +294,7 @@ def test_random_records_of_what_is_held_are_decoded_or_refused_and_nothing_else(
         payload_bytes=st.integers(0, frames.MAX_PROBE_BYTES),
     )
 )
-def test_the_start_of_an_answer_has_one_size(answer: Answer) -> None:
+def test_the_start_of_an_answer_has_one_size(answer: AnswerHeader) -> None:
     """A receiver reads a fixed number of bytes and then knows what follows."""
     prologue = frames.encode_answer(answer)
 
@@ -254,9 +307,9 @@ def test_the_start_of_an_answer_has_one_size(answer: Answer) -> None:
     [
         (b"PK\x01\x05\0\0\0\0", "not a frame"),
         (b"KV\x02\x05\0\0\0\0", "version 2"),
-        (b"KV\x03\x63\0\0\0\0", "type 99"),
-        (b"KV\x03\x02\0\0\0\0", "type 2"),
-        (b"KV\x03\x05\xff\xff\xff\xff", "at most"),
+        (b"KV\x04\x63\0\0\0\0", "type 99"),
+        (b"KV\x04\x02\0\0\0\0", "type 2"),
+        (b"KV\x04\x05\xff\xff\xff\xff", "at most"),
     ],
 )
 def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str) -> None:
@@ -266,7 +319,7 @@ def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str)
 
 
 def test_every_type_has_a_bound_on_its_length() -> None:
-    """No claimed length is believed."""
+    """No announced length is trusted."""
     for frame_type in FrameType:
         header = KV + bytes((frame_type,)) + b"\xff\xff\xff\xff"
 
@@ -276,7 +329,11 @@ def test_every_type_has_a_bound_on_its_length() -> None:
 
 def test_a_pull_that_claims_more_tags_than_it_holds_is_refused() -> None:
     """The number of tags is compared with the bound and with the bytes that are there."""
-    body = unsealed(frames.encode_pull(Pull(1, PullRequest((Tag(bytes(TAG_BYTES)),))))[frames.HEADER_BYTES :])
+    body = unsealed(
+        frames.encode_pull(PullFrame(1, PullRequest((Tag(bytes(TAG_BYTES)),))))[
+            frames.HEADER_BYTES :
+        ]
+    )
 
     body[4:8] = (2).to_bytes(4)
     with pytest.raises(TransferError, match="cut off"):
@@ -287,27 +344,33 @@ def test_a_pull_that_claims_more_tags_than_it_holds_is_refused() -> None:
 
 
 def test_a_pull_of_an_unknown_class_is_refused() -> None:
-    """Nobody jumps the queue by a number that nobody knows."""
-    body = unsealed(frames.encode_pull(Pull(1, PullRequest((), traffic=TrafficClass.CHECKPOINT)))[frames.HEADER_BYTES :])
+    """An unknown traffic class gets no priority."""
+    body = unsealed(
+        frames.encode_pull(PullFrame(1, PullRequest((), traffic=TrafficClass.CHECKPOINT)))[
+            frames.HEADER_BYTES :
+        ]
+    )
     body[8] += 1
 
     with pytest.raises(TransferError, match="traffic class 3"):
         frames.decode_pull(sealed(body))
 
 
-def store_body(*runs: int) -> bytearray:
-    """Of a STORE with runs of so many pages, without its checksum."""
-    claim = Claim(StreamId("s"), 0, 1)
-    all_runs = (StoredRun(claim, 0, (Tag(bytes(TAG_BYTES)),) * pages, (0,) * pages) for pages in runs)
-    return unsealed(frames.encode_store(Store(1, tuple(all_runs)))[frames.HEADER_BYTES :])
+def store_body(*ranges: int) -> bytearray:
+    """Of a STORE with ranges of so many pages, without its checksum."""
+    claim = CheckpointClaim(StreamId("s"), 0, 1)
+    all_ranges = (
+        StoredRange(claim, 0, (Tag(bytes(TAG_BYTES)),) * pages, (0,) * pages) for pages in ranges
+    )
+    return unsealed(frames.encode_store(StoreFrame(1, tuple(all_ranges)))[frames.HEADER_BYTES :])
 
 
 @pytest.mark.parametrize(
     ("at", "value", "fault"),
     [
-        (4, 0, "0 runs"),
-        (4, frames.MAX_RUNS + 1, "runs, allowed"),
-        (4, 2**32 - 1, "runs, allowed"),
+        (4, 0, "0 ranges"),
+        (4, frames.MAX_RANGES + 1, "ranges, allowed"),
+        (4, 2**32 - 1, "ranges, allowed"),
         (4, 2, "cut off"),
         (30, 0, "without pages"),
         (30, 2, "cut off"),
@@ -315,10 +378,14 @@ def store_body(*runs: int) -> bytearray:
         (30, 2**32 - 1, "tags, at most"),
     ],
 )
-def test_a_store_that_claims_what_it_does_not_hold_is_refused(at: int, value: int, fault: str) -> None:
-    """Every number is compared with its bound and with the bytes that are there, before anything is made of it."""
+def test_a_store_that_claims_what_it_does_not_hold_is_refused(
+    at: int, value: int, fault: str
+) -> None:
+    """Every number is compared with its bound and with the bytes that are there, before anything is
+    made of it.
+    """
     body = store_body(1)
-    assert int.from_bytes(body[at : at + 4]) == 1  # Number of runs, or of the pages of the first.
+    assert int.from_bytes(body[at : at + 4]) == 1  # Number of ranges, or of the pages of the first.
     body[at : at + 4] = value.to_bytes(4)
 
     with pytest.raises(TransferError, match=fault):
@@ -326,7 +393,7 @@ def test_a_store_that_claims_what_it_does_not_hold_is_refused(at: int, value: in
 
 
 def test_the_pages_of_a_store_are_bounded_over_all_its_runs() -> None:
-    """Or a few runs could have any number."""
+    """Or a few ranges could have any number."""
     half = frames.MAX_TAGS // 2 + 1
     body = store_body(half)
     both = (1).to_bytes(4) + (2).to_bytes(4) + body[8:] + body[8:]
@@ -336,7 +403,9 @@ def test_the_pages_of_a_store_are_bounded_over_all_its_runs() -> None:
 
 
 def test_a_reason_is_bounded_and_fit_for_a_log() -> None:
-    """Whoever refuses has not proved who it is, so it must not write lines or control characters into a log."""
+    """The peer that refuses has not proved its identity, so it must not write lines or control
+    characters into a log.
+    """
     frame = frames.encode_refused("no\nway\x1b[31m" + "é" * 1000)
 
     reason = frames.decode_refused(frame[frames.HEADER_BYTES :])

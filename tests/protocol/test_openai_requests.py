@@ -1,4 +1,4 @@
-"""What clients may ask for, and how everything else is refused."""
+"""Supported requests of clients, and how all others are refused."""
 
 from typing import Any
 
@@ -8,17 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.errors import RequestError
-from kvrs.protocol.openai import (
+from kvrs.protocol.openai.chunks import (
     ChatChunk,
     ChatChunkChoice,
+    ChatDelta,
     Choice,
     Completion,
-    Delta,
     FunctionCall,
     ToolCall,
-    parse_chat_request,
-    parse_completion_request,
 )
+from kvrs.protocol.openai.requests import parse_chat_request, parse_completion_request
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -36,10 +35,16 @@ def chat(**fields: Any) -> bytes:
     [
         ("best_of", 2, "1 or null"),
         ("suffix", "x", '"" or null'),
-        ("logit_bias", {"5": 1}, "{} or null"),
-        ("min_p", 0.1, "0 or null"),
+        ("logit_bias", dict.fromkeys(range(1025), 1), "at most 1024"),
+        ("logit_bias", {"-1": 1}, "none of them negative"),
+        ("bad_words", [""], "none of them empty"),
+        ("bad_words", ["x"] * 1025, "at most 1024"),
+        ("bad_words", ["x" * 16_385], "16384 characters"),
+        ("allowed_token_ids", [], "not be empty"),
+        ("min_p", 1.1, r"\[0.0, 1.0\]"),
         ("response_format", {"type": "json_object"}, '{"type":"text"} or null'),
-        ("guided_json", {}, "null"),
+        ("guided_json", {}, "null, or the field structured_outputs"),
+        ("a_new_field", 1, "allowed: .*temperature, "),
         ("structured_outputs", {"regex": "a"}, "null"),
         ("use_beam_search", True, "false or null"),
         ("logits_processors", ["x"], r"\[\] or null"),
@@ -58,8 +63,12 @@ def chat(**fields: Any) -> bytes:
     ],
 )
 @pytest.mark.parametrize("body", [completion, chat])
-def test_what_is_not_supported_is_refused_by_name(body: Any, field: str, value: Any, allowed: str) -> None:
-    """Nothing that would change the output is ignored; the message names the field and what is allowed."""
+def test_what_is_not_supported_is_refused_by_name(
+    body: Any, field: str, value: Any, allowed: str
+) -> None:
+    """Nothing that would change the output is ignored; the message names the field and what is
+    allowed.
+    """
     parse = parse_completion_request if body is completion else parse_chat_request
 
     with pytest.raises(RequestError, match=allowed) as refusal:
@@ -71,12 +80,24 @@ def test_what_is_not_supported_is_refused_by_name(body: Any, field: str, value: 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"best_of": 1, "suffix": None, "logit_bias": {}, "response_format": {"type": "text"}, "user": "somebody"},
-        {"n": 16, "presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 0.5, "top_k": -1},
+        {
+            "best_of": 1,
+            "suffix": None,
+            "logit_bias": {},
+            "response_format": {"type": "text"},
+            "user": "somebody",
+        },
+        {
+            "n": 16,
+            "presence_penalty": -2,
+            "frequency_penalty": 2.0,
+            "repetition_penalty": 0.5,
+            "top_k": -1,
+        },
         {"store": False, "metadata": {"a": "b"}, "service_tier": "auto"},
     ],
 )
-def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
+def test_values_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None:
     """Clients name defaults, and fields that are about their own book-keeping."""
     parse_completion_request(completion(**fields))
     parse_chat_request(chat(**fields))
@@ -123,10 +144,19 @@ def test_completions_have_limits_of_their_own(fields: dict[str, Any], param: str
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"echo": True}, "echo"),
         ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"tools": {"f": 1}}, "tools"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"min_tokens": 5, "max_completion_tokens": 4}, "min_tokens"),
-        ({"kvrs": {"stream": "s", "attempt": 1, "prompt_tokens": 1, "token_ids": [-1]}}, "kvrs.token_ids"),
-        ({"kvrs": {"stream": "s", "attempt": 1, "prompt_tokens": 1, "token_ids": []}}, "kvrs.token_ids"),
+        (
+            {"kvrs": {"stream": "s", "attempt": 1, "prompt_tokens": 1, "token_ids": [-1]}},
+            "kvrs.token_ids",
+        ),
+        (
+            {"kvrs": {"stream": "s", "attempt": 1, "prompt_tokens": 1, "token_ids": []}},
+            "kvrs.token_ids",
+        ),
     ],
 )
 def test_chats_have_limits_of_their_own(fields: dict[str, Any], param: str) -> None:
@@ -138,7 +168,7 @@ def test_chats_have_limits_of_their_own(fields: dict[str, Any], param: str) -> N
 
 
 @pytest.mark.parametrize("body", [completion, chat])
-def test_null_is_as_good_as_nothing(body: Any) -> None:
+def test_null_equals_an_absent_field(body: Any) -> None:
     """Many clients name every field of the API; it allows null for what has a default."""
     parse = parse_completion_request if body is completion else parse_chat_request
     silent = parse(body())
@@ -159,10 +189,10 @@ def test_a_list_of_one_prompt_is_that_prompt(prompt: str | list[int]) -> None:
 
 
 def test_what_is_passed_on_undecoded_must_be_text_too() -> None:
-    """An engine that stumbles over bytes which are no UTF-8 fails, and would have to be asked again and again."""
+    """Bytes that are not UTF-8 would fail at one engine after the other."""
     for body in (
         b'{"messages":[{"role":"user","content":"\xff"}]}',
-        b'{"messages":[{"role":"user"}],"unknown":"\xff"}',
+        b'{"messages":[{"role":"user"}],"user":"\xff"}',
     ):
         with pytest.raises(RequestError, match="not valid JSON"):
             parse_chat_request(body)
@@ -177,7 +207,7 @@ def test_a_usage_in_every_event_is_refused() -> None:
 
 
 def test_the_newer_name_of_max_tokens_counts() -> None:
-    """Whoever reads the request looks at one field only."""
+    """Readers of the request use one field only."""
     request = parse_chat_request(chat(max_completion_tokens=7))
 
     assert (request.max_tokens, request.max_completion_tokens) == (7, None)
@@ -191,11 +221,13 @@ def test_messages_stay_the_bytes_that_they_were() -> None:
 
     request = parse_chat_request(body)
 
-    assert bytes(request.messages) == b'[ {"role":"user", "content":"\\u00e9  \xc3\xa9", "x": 1.50} ]'
+    assert (
+        bytes(request.messages) == b'[ {"role":"user", "content":"\\u00e9  \xc3\xa9", "x": 1.50} ]'
+    )
 
 
 def test_both_endpoints_name_wanted_logprobs_alike() -> None:
-    """A number and a flag say the same thing: how many candidates to name beside each token."""
+    """A number and a flag have one meaning: how many alternatives to name beside each token."""
     assert parse_completion_request(completion()).wanted_logprobs is None
     assert parse_completion_request(completion(logprobs=0)).wanted_logprobs == 0
     assert parse_chat_request(chat(logprobs=False)).wanted_logprobs is None
@@ -204,7 +236,8 @@ def test_both_endpoints_name_wanted_logprobs_alike() -> None:
 
 
 @given(
-    body=st.binary(max_size=40) | st.recursive(st.none() | st.text(max_size=3), st.lists, max_leaves=5).map(msgspec.json.encode)
+    body=st.binary(max_size=40)
+    | st.recursive(st.none() | st.text(max_size=3), st.lists, max_leaves=5).map(msgspec.json.encode)
 )
 def test_garbage_is_a_refusal_and_never_a_crash(body: bytes) -> None:
     """Whatever a socket brings is the client's error."""
@@ -218,8 +251,19 @@ def test_events_have_the_bytes_that_the_proxy_cuts() -> None:
     call = ToolCall("call_1", FunctionCall("f", "{}"), index=0)
 
     text = msgspec.json.encode(Completion("cmpl-s", 1, "m", [Choice("a", token_ids=[5])]))
-    opening = msgspec.json.encode(ChatChunk("chatcmpl-s", 1, "m", [ChatChunkChoice(delta=Delta(role="assistant", content=""))]))
-    chunk = msgspec.json.encode(ChatChunk("chatcmpl-s", 1, "m", [ChatChunkChoice(delta=Delta(tool_calls=[call]), token_ids=[5])]))
+    opening = msgspec.json.encode(
+        ChatChunk(
+            "chatcmpl-s", 1, "m", [ChatChunkChoice(delta=ChatDelta(role="assistant", content=""))]
+        )
+    )
+    chunk = msgspec.json.encode(
+        ChatChunk(
+            "chatcmpl-s",
+            1,
+            "m",
+            [ChatChunkChoice(delta=ChatDelta(tool_calls=[call]), token_ids=[5])],
+        )
+    )
 
     assert text == (
         b'{"id":"cmpl-s","created":1,"model":"m","choices":[{"text":"a","index":0,"logprobs":null,"finish_reason":null,'

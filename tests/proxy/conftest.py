@@ -1,6 +1,7 @@
 """Fixtures of the proxy's tests."""
 
 import asyncio
+import platform
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 import pytest
 import uvloop
 
-from tests.proxy.house import House, open_house
+from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted_model import save_tokenizer
 
-HouseBuilder = Callable[..., Awaitable[House]]
+# The openai client asks for it with its first request; the first call runs `uname -p`, which is no
+# process of the test's.
+platform.processor()
+
+ProxyClusterBuilder = Callable[..., Awaitable[ProxyCluster]]
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -29,11 +34,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-async def build() -> AsyncIterator[HouseBuilder]:
-    """`await build(pairs=2, proxy={...}, ...)`, as `open_house`."""
+async def build() -> AsyncIterator[ProxyClusterBuilder]:
+    """`await build(pairs=2, proxy={...}, ...)`, as `open_proxy_cluster`."""
     async with AsyncExitStack() as stack:
 
-        async def make(**settings: Any) -> House:
-            return await stack.enter_async_context(open_house(**settings))
+        async def make(**settings: Any) -> ProxyCluster:
+            return await stack.enter_async_context(open_proxy_cluster(**settings))
 
         yield make

@@ -1,6 +1,8 @@
-"""The oracle of cuts: every stream here, cut anywhere, must give its client the bytes of the uninterrupted run.
+"""The oracle of cuts: every stream here, cut anywhere, must give its client the bytes of the
+uninterrupted run.
 
-A case is a request; a cut is a kind of break before one event of its stream. `experiments/cuts` makes all of them, a test a part.
+A case is a request; a cut is a kind of break before one event of its stream. `experiments/cuts`
+makes all of them, a test a part.
 """
 
 import re
@@ -45,10 +47,11 @@ def encoded(case: Case) -> bytes:
 
 
 async def ask(http: aiohttp.ClientSession, url: str, case: Case, **more: Any) -> list[bytes]:
-    """The answer in comparable form: per choice the bytes that it got, then those of the whole response.
+    """The answer in comparable form: per choice the bytes that it got, then those of the whole
+    response.
 
-    Raises:
-        CutOffError: a status that is not 200, several ids or times in one response, or not exactly one end.
+    Raises: CutOffError: a status that is not 200, several ids or times in one response, or not
+        exactly one end.
     """
     async with http.post(url + case.path, json=case.body | more) as response:
         body = await response.read()
@@ -58,13 +61,17 @@ async def ask(http: aiohttp.ClientSession, url: str, case: Case, **more: Any) ->
 
 
 def comparable(body: bytes, case: Case) -> list[bytes]:
-    """Without what differs between any two requests: the id, its tool calls' ids and the time. They are checked instead."""
+    """Without what differs between any two requests: the id, its tool calls' ids and the time. They
+    are checked instead.
+    """
     heads = set(_HEAD.findall(body))
     if len(heads) != 1 or len(set(_CREATED.findall(body))) != 1:
-        raise CutOffError(f"ids {sorted(heads)}, times {sorted(set(_CREATED.findall(body)))} in one response")
+        raise CutOffError(
+            f"ids {sorted(heads)}, times {sorted(set(_CREATED.findall(body)))} in one response"
+        )
     ((whole_id, stream),) = heads
     body = _CREATED.sub(b'"created":0', body.replace(whole_id, b"ID"))
-    # Of several choices only the first to speak gives the response its id.
+    # The first event of several choices gives the response its id.
     if case.choices > 1:
         body = _CALL.sub(b'"id":"call"', body)
     for number, call_id in enumerate(_call_ids(stream.decode())):
@@ -113,7 +120,9 @@ async def points(http: aiohttp.ClientSession, url: str, script: Script, case: Ca
     ]
 
 
-async def try_point(http: aiohttp.ClientSession, url: str, script: Script, point: Point, key: str) -> str | None:
+async def try_point(
+    http: aiohttp.ClientSession, url: str, script: Script, point: Point, key: str
+) -> str | None:
     """Make one cut; what was wrong with the answer, if anything."""
     script.cuts[key] = point.cut
     try:
@@ -130,8 +139,14 @@ async def try_point(http: aiohttp.ClientSession, url: str, script: Script, point
 
 def difference(got: bytes, expected: bytes) -> str:
     """Where two answers part."""
-    at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
-    return f"differs at byte {at}: got {got[max(0, at - 80) : at + 80]!r}, expected {expected[max(0, at - 80) : at + 80]!r}"
+    at = next(
+        (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
+        min(len(got), len(expected)),
+    )
+    return (
+        f"differs at byte {at}: got {got[max(0, at - 80) : at + 80]!r}, expected "
+        f"{expected[max(0, at - 80) : at + 80]!r}"
+    )
 
 
 _PLAIN: dict[str, dict[str, Any]] = {
@@ -187,14 +202,26 @@ def _completions() -> Iterator[Case]:
         for variant in variants:
             yield _completion(f"{play} {variant}", f"play {play}.", **_PLAIN[variant])
     for name, (play, stop) in _STOPS.items():
-        yield _completion(f"stop {name}", f"play {play}.", stop=stop, stream_options={"include_usage": True})
+        yield _completion(
+            f"stop {name}", f"play {play}.", stop=stop, stream_options={"include_usage": True}
+        )
     yield _completion("stop whole", "play stops.", stop=["STOP"], stream=False)
-    yield _completion("stop by id", "play latin.", stop_token_ids=[13, 500 + ord("!")], ignore_eos=True, max_tokens=24)
+    yield _completion(
+        "stop by id",
+        "play latin.",
+        stop_token_ids=[13, 500 + ord("!")],
+        ignore_eos=True,
+        max_tokens=24,
+    )
     yield _completion("echo", "play cjk.", echo=True, return_token_ids=True)
     yield _completion("echo two", "play mixed.", echo=True, n=2, seed=60)
     yield _completion("echo whole", [1, 600, 2], echo=True, stream=False, max_tokens=5)
     for variant in ("sampled", "logprobs", "two", "whole"):
-        yield _completion(f"random {variant}", [5, 6, 7], **{"temperature": 1.0, "seed": 3, "max_tokens": 16} | _PLAIN[variant])
+        yield _completion(
+            f"random {variant}",
+            [5, 6, 7],
+            **{"temperature": 1.0, "seed": 3, "max_tokens": 16} | _PLAIN[variant],
+        )
     yield _completion("random greedy", [8, 9], max_tokens=16, stop=["0x", "é1", "\n"])
 
 
@@ -208,7 +235,9 @@ def _chats() -> Iterator[Case]:
             if tools == "tools":
                 fields["tools"] = _TOOLS
             yield _chat(f"chat {play} {variant}", play, **fields)
-    yield _chat("chat sampled", "nothing that is played", temperature=1.0, seed=9, max_completion_tokens=18)
+    yield _chat(
+        "chat sampled", "nothing that is played", temperature=1.0, seed=9, max_completion_tokens=18
+    )
     yield _chat("chat stop", "thought/tokens", stop=["Cinquante-sept", "six"])
     yield _chat("chat stop in reasoning", "thought", stop=["8…</th"])
 
@@ -221,7 +250,12 @@ def _completion(name: str, prompt: str | list[int], **fields: Any) -> Case:
 def _chat(name: str, content: str, **fields: Any) -> Case:
     if not content.startswith("nothing"):
         content = f"play {content}."
-    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "stream": True, "max_tokens": 90} | fields
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "stream": True,
+        "max_tokens": 90,
+    } | fields
     if "max_completion_tokens" in fields:
         del body["max_tokens"]
     return Case(name, "/v1/chat/completions", body)

@@ -1,7 +1,8 @@
-"""An instance that follows a script: it speaks the instance protocol over real sockets and fails where it is told to.
+"""An instance that follows a script: it speaks the instance protocol over real sockets and fails
+where it is told to.
 
-With EXACT_RESUME among its capabilities it continues a stream as engines of ours do. Without, it is a plain P/D engine, which
-takes the history for a prompt and knows nothing of the object `kvrs`.
+With EXACT_RESUME among its capabilities it continues a stream as engines of ours do. Without, it is
+a plain P/D engine, which takes the history for a prompt and knows nothing of the object `kvrs`.
 """
 
 import asyncio
@@ -25,25 +26,35 @@ from kvrs.protocol.instance import (
     MeasuredPrefill,
     Role,
 )
-from kvrs.protocol.openai import (
+from kvrs.protocol.openai.chunks import (
     DONE,
     ChatChunk,
     ChatChunkChoice,
-    ChatRequest,
+    ChatDelta,
     Choice,
     Completion,
-    CompletionRequest,
-    Delta,
     Usage,
     error_body,
-    parse_chat_request,
-    parse_completion_request,
     sse,
 )
-from tests.proxy.scripted_model import Step, Writer, choice_of, finish_of, ids_of, rendered, token_after
+from kvrs.protocol.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat_request,
+    parse_completion_request,
+)
+from tests.proxy.scripted_model import (
+    Arithmetic,
+    Step,
+    Writer,
+    choice_of,
+    finish_of,
+    ids_of,
+    rendered,
+)
+from tests.proxy.scripted_server import SECRET as SECRET
 from tests.proxy.scripted_server import ScriptedServer, abort
 
-SECRET = b"a secret of the tests"
 GEOMETRY = KvGeometry(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4, page_size_tokens=16)
 
 
@@ -69,7 +80,9 @@ BREAKS = [Fault.RESET, Fault.CUT, Fault.EOF, Fault.DONE_ONLY, Fault.ERROR, Fault
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Breaks one stream before it sends its event number `event`, [DONE] included; its first attempt only."""
+    """Breaks one stream before it sends its event number `event`, [DONE] included; its first
+    attempt only.
+    """
 
     fault: Fault
     event: int
@@ -81,17 +94,29 @@ class Script:
     """What all instances of a test share."""
 
     faults: dict[int, Fault] = field(default_factory=dict)  # By output position; each happens once.
-    finish_faults: list[Fault] = field(default_factory=list)  # Between the last token's event and [DONE].
-    cuts: dict[str, Cut] = field(default_factory=dict)  # By the `user` of the request; each happens once.
-    lengths: dict[int | None, int] = field(default_factory=dict)  # Events of the streams that ended well, by seed.
+    finish_faults: list[Fault] = field(
+        default_factory=list
+    )  # Between the last token's event and [DONE].
+    cuts: dict[str, Cut] = field(
+        default_factory=dict
+    )  # By the `user` of the request; each happens once.
+    lengths: dict[int | None, int] = field(
+        default_factory=dict
+    )  # Events of complete streams, by seed.
     prefill_faults: list[Fault] = field(default_factory=list)
     tokens_per_event: int = 1
     stop_after: int | None = None  # The position whose token ends the stream with "stop".
-    separate_finish: bool = False  # The finish comes in an event of its own, after the last token's.
+    separate_finish: bool = (
+        False  # The finish comes in an event of its own, after the last token's.
+    )
     pause_s: float = 0.0  # Between two events.
     gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
     gate_at: int = 0
     prefill_gate: asyncio.Event | None = None  # Prefill calls wait for it.
+    # By the `user` of the request: the output position before which it kills its decode instance,
+    # or -1, its prefill instance.
+    poisons: dict[str, int] = field(default_factory=dict)
+    poisoned: list[tuple[str, str]] = field(default_factory=list)  # Deaths: user, instance.
     event_padding: int = 0  # Bytes of text added to every token, for clients that do not read.
 
 
@@ -107,7 +132,7 @@ class Scripted(ScriptedServer):
     bodies: list[dict[str, Any]] = field(default_factory=list)  # The same, undecoded.
     parses: bool = False  # A plain engine with a parser for reasoning.
     lease_updates: list[LeaseUpdate] = field(default_factory=list)
-    forgotten: set[str] = field(default_factory=set)  # Streams whose lease is said to be unknown.
+    forgotten: set[str] = field(default_factory=set)  # Streams whose lease is reported as unknown.
     fences: list[dict[str, int]] = field(default_factory=list)
     running: int = 0
     queued: int = 0
@@ -117,11 +142,21 @@ class Scripted(ScriptedServer):
     draining: bool = False
     aborted: int = 0
     watches: int = 0
-    refusal: tuple[int, bytes] | None = None
+    refusal: tuple[int, bytes] | None = None  # The answer to every completion.
+    retry_after: str | None = None  # Its header.
+    dying: asyncio.Task[None] | None = None  # Of a poisoned request.
+    hangs: bool = False  # It answers no completion, and all else.
     created: int = 100
-    deaf: bool = False  # It runs on, but does not say who it is.
-    own_prefill: str | None = None  # It is the decode instance of a server, and says the prompt's ids in the first event.
+    deaf: bool = False  # It runs, but does not answer with its identity.
+    own_prefill: str | None = (
+        # It is the decode instance of a server, and sends the prompt's ids in the first event.
+        None
+    )
     names_prompt: bool = True
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    moves_kv: bool = True  # Else what it should fetch does not come, and it computes that.
+    fetched_pages: int | None = 0
+    hangs_on: str = ""  # Streams whose ids begin so get no answer.
 
     def routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/completions", self._completions)
@@ -154,6 +189,8 @@ class Scripted(ScriptedServer):
         return _json(self.info())
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            return _json(self._report())
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         assert request.transport is not None
@@ -161,22 +198,25 @@ class Scripted(ScriptedServer):
         self.watches += 1
         try:
             while True:
-                report = LoadReport(
-                    self.epoch,
-                    queued=self.queued,
-                    running=self.running,
-                    free_pages=9,
-                    queue_delay_s=self.queue_delay_s,
-                    links=[],
-                    checkpoint_lag_pages=self.checkpoint_lag_pages,
-                    damaged_pages=self.damaged_pages,
-                    draining=self.draining,
-                )
-                await response.write(msgspec.json.encode(report) + b"\n")
+                await response.write(msgspec.json.encode(self._report()) + b"\n")
                 await asyncio.sleep(float(request.query["watch"]))
                 await self.awake.wait()
         finally:
             self.watches -= 1
+
+    def _report(self) -> LoadReport:
+        return LoadReport(
+            self.epoch,
+            queued=self.queued,
+            running=self.running,
+            free_pages=9,
+            queue_delay_s=self.queue_delay_s,
+            links=[],
+            checkpoint_lag_pages=self.checkpoint_lag_pages,
+            damaged_pages=self.damaged_pages,
+            fetched_pages=self.fetched_pages,
+            draining=self.draining,
+        )
 
     async def _leases(self, request: web.Request) -> web.Response:
         update = msgspec.json.decode(await request.read(), type=LeaseUpdate)
@@ -184,42 +224,56 @@ class Scripted(ScriptedServer):
         return _json(LeaseAnswer([stream for stream in update.renew if stream in self.forgotten]))
 
     async def _fence(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=FenceRequest)
-        self.fences.append({str(stream): attempt for stream, attempt in asked.attempts.items()})
+        parsed = msgspec.json.decode(await request.read(), type=FenceRequest)
+        self.fences.append({str(stream): attempt for stream, attempt in parsed.attempts.items()})
         self.epoch += 1
         return _json(self.info())
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        asked = parse_completion_request(body) if request.path == "/v1/completions" else parse_chat_request(body)
-        assert asked.n == 1
-        assert not getattr(asked, "echo", False)
-        self.completions.append(asked)
+        parsed = (
+            parse_completion_request(body)
+            if request.path == "/v1/completions"
+            else parse_chat_request(body)
+        )
+        assert parsed.n == 1
+        assert not getattr(parsed, "echo", False)
+        self.completions.append(parsed)
         self.bodies.append(msgspec.json.decode(body))
+        name = "" if parsed.kvrs is None else parsed.kvrs.stream
+        if self.hangs or (self.hangs_on and name.startswith(self.hangs_on)):
+            await asyncio.sleep(60)
         if self.refusal is not None:
-            return web.Response(status=self.refusal[0], body=self.refusal[1], content_type="application/json")
-        if asked.kv_transfer_params is not None and asked.kv_transfer_params.do_remote_decode:
-            return await self._prefill(request, asked)
+            return web.Response(
+                status=self.refusal[0],
+                body=self.refusal[1],
+                content_type="application/json",
+                headers=None if self.retry_after is None else {"Retry-After": self.retry_after},
+            )
+        if parsed.kv_transfer_params is not None and parsed.kv_transfer_params.do_remote_decode:
+            return await self._prefill(request, parsed)
         self.running += 1
         try:
-            return await self._decode(request, asked)
+            return await self._decode(request, parsed)
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1
             raise
         finally:
             self.running -= 1
 
-    def _history(self, asked: CompletionRequest | ChatRequest) -> list[int]:
-        if isinstance(asked, CompletionRequest):
-            return ids_of(asked.prompt)
-        given = asked.kvrs.token_ids if asked.kvrs is not None and self.exact else None
-        return rendered(asked) if given is None else list(given)
+    def _history(self, parsed: CompletionRequest | ChatRequest) -> list[int]:
+        if isinstance(parsed, CompletionRequest):
+            return ids_of(parsed.prompt)
+        given = parsed.kvrs.token_ids if parsed.kvrs is not None and self.exact else None
+        return rendered(parsed) if given is None else list(given)
 
     @property
     def exact(self) -> bool:
         return Capability.EXACT_RESUME in self.capabilities
 
-    async def _prefill(self, request: web.Request, asked: CompletionRequest | ChatRequest) -> web.StreamResponse:
+    async def _prefill(
+        self, request: web.Request, parsed: CompletionRequest | ChatRequest
+    ) -> web.StreamResponse:
         if self.script.prefill_faults:
             match self.script.prefill_faults.pop(0):
                 case Fault.UNAVAILABLE:
@@ -231,62 +285,97 @@ class Scripted(ScriptedServer):
                 case _:
                     assert request.transport is not None
                     abort(request.transport)
+        if self.script.poisons.get(parsed.user or "") == -1:
+            await self._die_of(parsed)
         if self.script.prefill_gate is not None:
             await self.script.prefill_gate.wait()
-        assert asked.kvrs is not None
+        assert parsed.kvrs is not None
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": []}
-        ids = {"prompt_token_ids": self._history(asked)}
-        is_chat = isinstance(asked, ChatRequest)
+        ids = {"prompt_token_ids": self._history(parsed)}
+        is_chat = isinstance(parsed, ChatRequest)
         # A field that the proxy does not know must reach decode all the same.
         transfer = {
             "do_remote_prefill": True,
             "remote_engine_id": self.id,
-            "remote_request_id": asked.kvrs.stream,
+            "remote_request_id": parsed.kvrs.stream,
             "tp_size": 1,
         }
-        whole = {"id": "cmpl-1", "choices": [choice if is_chat else choice | ids], "kv_transfer_params": transfer}
-        return web.Response(body=msgspec.json.encode(whole | ids if is_chat else whole), content_type="application/json")
+        whole = {
+            "id": "cmpl-1",
+            "choices": [choice if is_chat else choice | ids],
+            "kv_transfer_params": transfer,
+        }
+        return web.Response(
+            body=msgspec.json.encode(whole | ids if is_chat else whole),
+            content_type="application/json",
+        )
 
-    async def _decode(self, request: web.Request, asked: CompletionRequest | ChatRequest) -> web.StreamResponse:
-        assert asked.kvrs is not None
-        history = self._history(asked)
-        prompt_tokens = (asked.kvrs.prompt_tokens or len(history)) if self.exact else len(history)
+    async def _decode(
+        self, request: web.Request, parsed: CompletionRequest | ChatRequest
+    ) -> web.StreamResponse:
+        assert parsed.kvrs is not None
+        history = self._history(parsed)
+        if self.moves_kv and self.fetched_pages is not None:
+            self.fetched_pages += sum(run.pages for run in parsed.kvrs.sources)
+        prompt_tokens = (parsed.kvrs.prompt_tokens or len(history)) if self.exact else len(history)
         if (first := self.script.faults.get(len(history) - prompt_tokens)) in _INSTEAD:
             del self.script.faults[len(history) - prompt_tokens]
-            return web.Response(status=_INSTEAD[first], body=b"" if first is Fault.EMPTY else error_body("no"))
+            return web.Response(
+                status=_INSTEAD[first], body=b"" if first is Fault.EMPTY else error_body("no")
+            )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         sent = 0
-        async for event in self._events(asked, history, prompt_tokens):
+        position = len(history) - prompt_tokens
+        poisoned_at = self.script.poisons.get(parsed.user or "", -1)
+        if 0 <= poisoned_at <= position:
+            await self._die_of(parsed)
+        async for event in self._events(parsed, history, prompt_tokens):
             await self.awake.wait()
+            if poisoned_at >= 0 and position + sent >= poisoned_at:
+                await self._die_of(parsed)
             if isinstance(event, Fault):
                 return await _break(request, response, event)
-            if (cut := self._cut_before(asked, sent)) is not None:
+            if (cut := self._cut_before(parsed, sent)) is not None:
                 return await _break(request, response, cut)
             await response.write(event)
             sent += 1
-        self.script.lengths[asked.seed] = sent
+        self.script.lengths[parsed.seed] = sent
         return response
 
-    def _cut_before(self, asked: CompletionRequest | ChatRequest, event: int) -> Fault | None:
-        cut = self.script.cuts.get(asked.user or "")
-        if cut is None or cut.event != event or cut.seed not in (None, asked.seed):
+    async def _die_of(self, parsed: CompletionRequest | ChatRequest) -> None:
+        """The process ends, as by a fault of its GPU; nothing more comes."""
+        if self.dying is None or self.dying.done():
+            self.script.poisoned.append((parsed.user or "", self.id))
+            self.dying = asyncio.create_task(self.kill())
+        await asyncio.Event().wait()
+
+    def _cut_before(self, parsed: CompletionRequest | ChatRequest, event: int) -> Fault | None:
+        cut = self.script.cuts.get(parsed.user or "")
+        if cut is None or cut.event != event or cut.seed not in (None, parsed.seed):
             return None
-        del self.script.cuts[asked.user or ""]
+        del self.script.cuts[parsed.user or ""]
         return cut.fault
 
     async def _events(
-        self, asked: CompletionRequest | ChatRequest, history: list[int], prompt_tokens: int
+        self, parsed: CompletionRequest | ChatRequest, history: list[int], prompt_tokens: int
     ) -> AsyncIterator[bytes | Fault]:
         """All of a stream's events, with [DONE], or the fault that ends it."""
-        assert asked.kvrs is not None
+        assert parsed.kvrs is not None
         script, position = self.script, len(history) - prompt_tokens
-        head = _Head(asked, f"{'chat' if isinstance(asked, ChatRequest) else ''}cmpl-{asked.kvrs.stream}", self.created)
-        writer = Writer(asked, history[:prompt_tokens], self.exact or self.parses)
+        begun_with = len(history)
+        head = _Head(
+            parsed,
+            f"{'chat' if isinstance(parsed, ChatRequest) else ''}cmpl-{parsed.kvrs.stream}",
+            self.created,
+        )
+        writer = Writer(parsed, history[:prompt_tokens], self.exact or self.parses)
         steps = [writer.write(token_id) for token_id in history[prompt_tokens:]]
-        prompt = history[:prompt_tokens] if self._names_prompt(asked) and position == 0 else None
-        if isinstance(asked, ChatRequest) and position == 0:
-            yield head.event(ChatChunkChoice(delta=Delta(role="assistant", content="")), prompt=prompt)
+        prompt = history[:prompt_tokens] if self._names_prompt(parsed) and position == 0 else None
+        if isinstance(parsed, ChatRequest) and position == 0:
+            yield head.event(
+                ChatChunkChoice(delta=ChatDelta(role="assistant", content="")), prompt=prompt
+            )
         made = False
         while not steps or steps[-1].finish_reason is None:
             if script.gate is not None and position >= script.gate_at:
@@ -295,13 +384,17 @@ class Scripted(ScriptedServer):
                 yield fault
                 return
             fresh: list[Step] = []
-            while len(fresh) < script.tokens_per_event and (not fresh or fresh[-1].finish_reason is None):
-                fresh.append(self._step(writer, asked, history))
+            while len(fresh) < script.tokens_per_event and (
+                not fresh or fresh[-1].finish_reason is None
+            ):
+                fresh.append(self._step(writer, parsed, history, begun_with))
                 position += 1
                 if position in script.faults:
                     break
             steps, made = steps + fresh, True
-            choice = choice_of(asked, fresh, fresh[-1].finish_reason is not None and not script.separate_finish)
+            choice = choice_of(
+                parsed, fresh, fresh[-1].finish_reason is not None and not script.separate_finish
+            )
             if isinstance(choice, Choice) and prompt is not None:
                 choice.prompt_token_ids, prompt = prompt, None
             if isinstance(choice, Choice):
@@ -311,36 +404,48 @@ class Scripted(ScriptedServer):
         if script.finish_faults:
             yield script.finish_faults.pop(0)
             return
-        # Where the history was complete already, this is all that is left to say.
+        # With a complete history only this is left to send.
         if script.separate_finish or not made:
-            yield head.event(finish_of(asked, steps[-1]))
-        if asked.stream_options is not None and asked.stream_options.include_usage:
+            yield head.event(finish_of(parsed, steps[-1]))
+        if parsed.stream_options is not None and parsed.stream_options.include_usage:
             yield head.event(None, Usage(prompt_tokens, position, prompt_tokens + position))
         yield DONE
 
-    def _names_prompt(self, asked: CompletionRequest | ChatRequest) -> bool:
-        return self.own_prefill is not None and self.names_prompt and asked.kv_transfer_params is None
+    def _names_prompt(self, parsed: CompletionRequest | ChatRequest) -> bool:
+        return (
+            self.own_prefill is not None and self.names_prompt and parsed.kv_transfer_params is None
+        )
 
-    def _step(self, writer: Writer, asked: CompletionRequest | ChatRequest, history: list[int]) -> Step:
-        token_id = token_after(history, asked.seed if asked.temperature > 0 else None)
+    def _step(
+        self,
+        writer: Writer,
+        parsed: CompletionRequest | ChatRequest,
+        history: list[int],
+        begun_with: int,
+    ) -> Step:
+        seed = parsed.seed if parsed.temperature > 0 else None
+        token_id = self.arithmetic.next_token(history, begun_with, seed)
         history.append(token_id)
         step = writer.write(token_id)
-        assert asked.kvrs is not None
-        if len(history) - asked.kvrs.prompt_tokens == self.script.stop_after:
+        assert parsed.kvrs is not None
+        if len(history) - parsed.kvrs.prompt_tokens == self.script.stop_after:
             return replace(step, finish_reason="stop", rest=writer.finish())
         return step
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    asked: CompletionRequest | ChatRequest
+    parsed: CompletionRequest | ChatRequest
     id: str
     created: int
 
     def event(
-        self, choice: Choice | ChatChunkChoice | None, usage: Usage | None = None, prompt: list[int] | None = None
+        self,
+        choice: Choice | ChatChunkChoice | None,
+        usage: Usage | None = None,
+        prompt: list[int] | None = None,
     ) -> bytes:
-        kind: Any = ChatChunk if isinstance(self.asked, ChatRequest) else Completion
+        kind: Any = ChatChunk if isinstance(self.parsed, ChatRequest) else Completion
         made = kind(self.id, self.created, "scripted", [] if choice is None else [choice])
         if usage is not None:
             made.usage = usage
@@ -349,7 +454,9 @@ class _Head:
         return sse(msgspec.json.encode(made))
 
 
-async def _break(request: web.Request, response: web.StreamResponse, fault: Fault) -> web.StreamResponse:
+async def _break(
+    request: web.Request, response: web.StreamResponse, fault: Fault
+) -> web.StreamResponse:
     assert request.transport is not None
     match fault:
         case Fault.RESET:

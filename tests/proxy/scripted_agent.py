@@ -1,4 +1,6 @@
-"""An agent that holds what a test says: it speaks the agent's protocol over real sockets, and has no pages."""
+"""An agent whose holdings the test sets: it implements the agent's protocol over real sockets, and
+has no pages.
+"""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -7,7 +9,16 @@ import msgspec
 from aiohttp import web
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate, Slot, SlotAnswer, SlotAsked, SlotUpdate
+from kvrs.protocol.instance import (
+    AgentInfo,
+    AgentReport,
+    LeaseAnswer,
+    LeaseUpdate,
+    Slot,
+    SlotAnswer,
+    SlotAsked,
+    SlotUpdate,
+)
 from tests.proxy.scripted_server import ScriptedServer
 
 CAPACITY_BYTES = 1 << 20
@@ -16,16 +27,18 @@ CAPACITY_BYTES = 1 << 20
 @dataclass(eq=False)
 class ScriptedAgent(ScriptedServer):
     pages: dict[str, int] = field(default_factory=dict)  # Leading pages held, by stream.
-    denied: list[str] = field(default_factory=list)  # Told once.
+    denied: list[str] = field(default_factory=list)  # Reported once.
     reserved_bytes: int = 0
     lease_updates: list[LeaseUpdate] = field(default_factory=list)
-    forgotten: set[str] = field(default_factory=set)  # Streams whose reservation is said to be unknown.
+    forgotten: set[str] = field(
+        default_factory=set
+    )  # Streams whose reservation is reported as unknown.
     watches: int = 0
     slots_free: int = 1 << 30  # So many more are granted.
-    slot_wait_s: float = 0.05  # What a denial says.
+    slot_wait_s: float = 0.05  # `wait_s` of a denial.
     slot_updates: list[SlotUpdate] = field(default_factory=list)
-    slots_lost: set[str] = field(default_factory=set)  # Streams whose slot is said to have ended.
-    deaf: bool = False  # It does not answer who asks for slots.
+    slots_lost: set[str] = field(default_factory=set)  # Streams whose slot is reported as ended.
+    deaf: bool = False  # It does not answer requests for slots.
 
     def routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/kvrs/v1/agent", self._info)
@@ -42,7 +55,9 @@ class ScriptedAgent(ScriptedServer):
         return {stream for update in self.lease_updates for stream in update.release}
 
     async def _info(self, _: web.Request) -> web.Response:
-        info = AgentInfo(InstanceId(self.id), NodeId(self.node), self.epoch, self.pid, 1, CAPACITY_BYTES, 26e9)
+        info = AgentInfo(
+            InstanceId(self.id), NodeId(self.node), self.epoch, self.pid, 1, CAPACITY_BYTES, 26e9
+        )
         return web.Response(body=msgspec.json.encode(info), content_type="application/json")
 
     async def _holdings(self, request: web.Request) -> web.StreamResponse:
@@ -54,7 +69,11 @@ class ScriptedAgent(ScriptedServer):
         told: dict[str, int] | None = None
         try:
             while True:
-                changed = {stream: pages for stream, pages in self.pages.items() if told is None or told.get(stream) != pages}
+                changed = {
+                    stream: pages
+                    for stream, pages in self.pages.items()
+                    if told is None or told.get(stream) != pages
+                }
                 changed |= dict.fromkeys(told.keys() - self.pages.keys() if told else (), 0)
                 told = dict(self.pages)
                 await response.write(msgspec.json.encode(self._report(changed)) + b"\n")
@@ -78,7 +97,9 @@ class ScriptedAgent(ScriptedServer):
         update = msgspec.json.decode(await request.read(), type=LeaseUpdate)
         self.lease_updates.append(update)
         unknown = [stream for stream in update.renew if stream in self.forgotten]
-        return web.Response(body=msgspec.json.encode(LeaseAnswer(unknown)), content_type="application/json")
+        return web.Response(
+            body=msgspec.json.encode(LeaseAnswer(unknown)), content_type="application/json"
+        )
 
     async def _slots(self, request: web.Request) -> web.Response:
         update = msgspec.json.decode(await request.read(), type=SlotUpdate)
@@ -87,7 +108,9 @@ class ScriptedAgent(ScriptedServer):
             await asyncio.sleep(0.01)
         acquired = [self._slot(asked) for asked in update.acquire]
         lost = [asked.stream for asked in update.renew if asked.stream in self.slots_lost]
-        return web.Response(body=msgspec.json.encode(SlotAnswer(acquired, lost)), content_type="application/json")
+        return web.Response(
+            body=msgspec.json.encode(SlotAnswer(acquired, lost)), content_type="application/json"
+        )
 
     def _slot(self, asked: SlotAsked) -> Slot:
         if self.slots_free <= 0:

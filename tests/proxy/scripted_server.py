@@ -1,29 +1,38 @@
-"""A process of a cluster, as far as a proxy can tell: it listens on a port, and dies, hangs and returns when it is told to."""
+"""A process of a cluster as a proxy sees it: it listens on a port, and dies, hangs and restarts on
+request of the test.
+"""
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from aiohttp import web
 
+from kvrs.connections import ConnectionLimits
+from kvrs.http import HttpPort
+from kvrs.protocol.secrets import Door, door_keys
+
+SECRET = b"a secret of the tests"
 _PIDS = itertools.count(1000)
 
 
 @dataclass(eq=False)
 class ScriptedServer:
-    """Everything that it was asked is kept for the test to look at."""
+    """Keeps every request for the test."""
 
     id: str
     node: str
     epoch: int = 1
     pid: int = field(default_factory=lambda: next(_PIDS))
     port: int = 0
+    secret: bytes = SECRET
+    older: Sequence[bytes] = ()
     headers: list[dict[str, str]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     awake: asyncio.Event = field(default_factory=asyncio.Event)
-    _runner: web.AppRunner | None = None
+    _port: HttpPort | None = None
     _connections: set[asyncio.BaseTransport] = field(default_factory=set)
     _watching: set[asyncio.BaseTransport] = field(default_factory=set)
 
@@ -32,22 +41,22 @@ class ScriptedServer:
 
     async def start(self) -> None:
         self.awake.set()
-        app = web.Application(middlewares=[self._note])
+        app = web.Application(client_max_size=64 << 20, middlewares=[self._note])
         self.routes(app.router)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.05)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
+        keys = door_keys([self.secret, *self.older], self.id, *Door)
+        self._port = HttpPort(
+            app, ConnectionLimits.of_peers(), shutdown_timeout_s=0.05, names=None, keys=keys
+        )
+        self.port = await self._port.open("127.0.0.1", self.port)
 
     async def kill(self) -> None:
-        """As by SIGKILL: every connection is reset in the same instant, and nobody listens."""
-        assert self._runner is not None
-        for site in list(self._runner.sites):
-            await site.stop()
+        """As by SIGKILL: all connections are reset at once, and new ones are refused."""
+        assert self._port is not None
+        await self._port.stop_listening()
         for transport in list(self._connections):
             abort(transport)
-        await self._runner.cleanup()
-        self._runner = None
+        await self._port.close()
+        self._port = None
 
     async def restart(self) -> None:
         self.epoch += 1
@@ -55,18 +64,20 @@ class ScriptedServer:
         await self.start()
 
     async def close(self) -> None:
-        if self._runner is not None:
+        if self._port is not None:
             await self.kill()
 
     def freeze(self) -> None:
-        """As by SIGSTOP: connections stand and are taken, and nothing comes of them until `thaw`."""
+        """As by SIGSTOP: connections stand and are taken, and nothing comes of them until
+        `thaw`.
+        """
         self.awake.clear()
 
     def thaw(self) -> None:
         self.awake.set()
 
     def cut_watch(self) -> None:
-        """Only the proxy's watch connection breaks; the process lives on."""
+        """Break the proxy's watch connection only; the process runs on."""
         for transport in list(self._watching):
             abort(transport)
 

@@ -1,11 +1,14 @@
-"""A server that speaks as vLLM does, in what a proxy hears of it, and dies in the ways in which vLLM dies.
+"""A server with vLLM's interfaces, as far as a proxy uses them, that dies in the ways in which vLLM
+dies.
 
-It is as particular about `kv_transfer_params` as the real one is careless: where that one would go wrong in silence (the same
-hand-off pulled twice), or take its engine along (no blocks), this one notes a violation.
+It is as particular about `kv_transfer_params` as the real one is careless: where that one would go
+wrong in silence (the same hand-off pulled twice), or take its engine along (no blocks), this one
+notes a violation.
 """
 
 import asyncio
 import itertools
+import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +16,24 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvrs.protocol.openai import DONE, CompletionRequest, parse_completion_request, sse
+from kvrs.protocol.openai.chunks import DONE, sse
+from kvrs.protocol.openai.fields import VLLM
+from kvrs.protocol.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat_request,
+    parse_completion_request,
+)
 from tests.proxy.scripted import Fault
-from tests.proxy.scripted_model import Step, Writer, choice_of, ids_of, token_after
+from tests.proxy.scripted_model import (
+    Arithmetic,
+    Step,
+    Writer,
+    choice_of,
+    ids_of,
+    rendered,
+    token_after,
+)
 from tests.proxy.scripted_server import ScriptedServer, abort
 
 PAGE = 16
@@ -29,8 +47,12 @@ class VllmScript:
     """What the servers of one cluster share."""
 
     engines: set[str] = field(default_factory=set)  # That live, by id.
-    hand_offs: dict[str, list[int]] = field(default_factory=dict)  # Not pulled yet: histories by request id.
-    faults: dict[int, Fault] = field(default_factory=dict)  # By output position of the whole stream; each happens once.
+    hand_offs: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # Not pulled yet: histories by request id.
+    faults: dict[int, Fault] = field(
+        default_factory=dict
+    )  # By output position of the whole stream; each happens once.
     prompt_tokens: int = 3
     violations: list[str] = field(default_factory=list)
     gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
@@ -50,18 +72,31 @@ class ScriptedVllm(ScriptedServer):
     version: str = "0.32.0"
     connector: bool = True
     lacks: set[str] = field(default_factory=set)  # Fields, metrics and paths that it does not know.
-    transfer: dict[str, Any] = field(default_factory=dict)  # Changes to what prefill hands over; ... removes a field.
+    transfer: dict[str, Any] = field(
+        default_factory=dict
+    )  # Changes to what prefill hands over; ... removes a field.
     api_key: str | None = None
     running: int = 0
     waiting: int = 0
     pulled: int = 0
+    arithmetic: Arithmetic | None = None  # None: every request is a greedy one.
+    moves_kv: bool = True  # Else what it should pull does not come, and it computes that.
+    received_bytes: float = 0.0
+    # Status of its engines, where it runs with fault tolerance.
+    engines: list[str] | None = None
+    ft_path: str = "/fault_tolerance/status"
+    cold: bool = False  # Its first seeded request has to wait for kernels to be compiled.
+    waited: list[dict[str, Any]] = field(default_factory=list)  # Requests that had to.
 
     def routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/health", self._health)
         router.add_get("/version", self._version)
         router.add_get("/metrics", self._metrics)
+        if self.engines is not None:
+            router.add_get(self.ft_path, self._fault_tolerance)
         router.add_get("/v1/models", self._models)
         router.add_post("/v1/completions", self._completions)
+        router.add_post("/v1/chat/completions", self._completions)
 
     async def start(self) -> None:
         self.engine, self.started_s = f"engine-{next(_ENGINES)}", next(_STARTS)
@@ -73,7 +108,7 @@ class ScriptedVllm(ScriptedServer):
         await super().kill()
 
     def kill_engine(self) -> None:
-        """Only the process that computes; the server lives on for a moment."""
+        """Kill the process that computes; the server runs on for a moment."""
         self.script.engines.discard(self.engine)
 
     @property
@@ -83,52 +118,93 @@ class ScriptedVllm(ScriptedServer):
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.is_dead else 200)
 
+    async def _fault_tolerance(self, _: web.Request) -> web.Response:
+        engines = [{"id": n, "status": status} for n, status in enumerate(self.engines or [])]
+        return _json({"total_engines": len(engines), "engines": engines})
+
     async def _version(self, _: web.Request) -> web.Response:
         return _json({"version": self.version})
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+        if (
+            self.api_key is not None
+            and request.headers.get("Authorization") != f"Bearer {self.api_key}"
+        ):
             return _json({"error": "Unauthorized"}, 401)
-        adapter = {"id": "adapter", "root": "/adapters/a", "parent": self.model, "max_model_len": None}
-        return _json({"data": [adapter, {"id": self.model, "root": self.root, "parent": None, "max_model_len": 4096}]})
+        adapter = {
+            "id": "adapter",
+            "root": "/adapters/a",
+            "parent": self.model,
+            "max_model_len": None,
+        }
+        return _json(
+            {
+                "data": [
+                    adapter,
+                    {"id": self.model, "root": self.root, "parent": None, "max_model_len": 4096},
+                ]
+            }
+        )
 
     async def _metrics(self, _: web.Request) -> web.Response:
         labels = f'engine="0",model_name="{self.model}"'
         lines = [
-            "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.",
+            "# HELP process_start_time_seconds Start time of the process since unix "
+            "epoch in seconds.",
             f"process_start_time_seconds {float(self.started_s)!r}",
             f"vllm:num_requests_running{{{labels}}} {float(self.running)}",
             f"vllm:num_requests_waiting{{{labels}}} {float(self.waiting)}",
             f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
-            f'vllm:cache_config_info{{block_size="{PAGE}",num_gpu_blocks="100",enable_prefix_caching="True",x="a\\"b"}} 1.0',
+            f'vllm:cache_config_info{{block_size="{PAGE}",num_gpu_blocks="100",'
+            'enable_prefix_caching="True",x="a\\"b"} 1.0',
             f"vllm:request_prefill_time_seconds_sum{{{labels}}} 1.0",
             f"vllm:request_prefill_time_seconds_count{{{labels}}} 4.0",
         ]
         if self.connector:
             lines.append(f"vllm:nixl_num_failed_transfers_total{{{labels}}} 0.0")
+            lines.append(f"vllm:nixl_bytes_transferred_sum{{{labels}}} {self.received_bytes}")
         kept = [line for line in lines if not any(name in line for name in self.lacks)]
         return web.Response(text="\n".join(kept) + "\n", content_type="text/plain")
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.bodies.append(msgspec.json.decode(body))
-        fields = {name: value for name, value in self.bodies[-1].items() if name != "kv_transfer_params"}
-        asked = parse_completion_request(msgspec.json.encode(fields))
+        fields = {
+            name: value for name, value in self.bodies[-1].items() if name != "kv_transfer_params"
+        }
+        parse = parse_chat_request if "messages" in fields else parse_completion_request
+        parsed = parse(msgspec.json.encode(fields), VLLM)
         transfer = self.bodies[-1].get("kv_transfer_params")
         if "kvrs" in self.bodies[-1]:
             self.script.violations.append("the object kvrs was sent")
         if self.is_dead:
-            return _json({"error": {"message": ENGINE_DEAD, "type": "InternalServerError", "param": None, "code": 500}}, 500)
+            return _json(
+                {
+                    "error": {
+                        "message": ENGINE_DEAD,
+                        "type": "InternalServerError",
+                        "param": None,
+                        "code": 500,
+                    }
+                },
+                500,
+            )
+        if self.cold and parsed.seed is not None and parsed.temperature > 0:
+            self.cold = False
+            self.waited.append(self.bodies[-1])
+            await asyncio.sleep(0.3)
+        if any(status != "healthy" for status in self.engines or []):
+            return _json({"error": {"message": "unhealthy", "code": 503}}, 503)
         if transfer is not None and transfer["do_remote_decode"]:
-            return self._prefill(asked)
+            return self._prefill(parsed)
         self.running += 1
         try:
-            return await self._decode(request, asked, transfer)
+            return await self._decode(request, parsed, transfer)
         finally:
             self.running -= 1
 
-    def _prefill(self, asked: CompletionRequest) -> web.Response:
-        history = ids_of(asked.prompt)
+    def _prefill(self, parsed: CompletionRequest | ChatRequest) -> web.Response:
+        history = _history(parsed)
         name = f"cmpl-{len(self.bodies)}-{self.engine}"
         self.script.hand_offs[name] = history
         transfer: dict[str, Any] = {
@@ -144,15 +220,25 @@ class ScriptedVllm(ScriptedServer):
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
         } | self.transfer
-        choice = {"index": 0, "text": "x", "finish_reason": "length", "token_ids": [1], "prompt_token_ids": history}
+        choice = {
+            "index": 0,
+            "text": "x",
+            "finish_reason": "length",
+            "token_ids": [1],
+            "prompt_token_ids": history,
+        }
         whole = {
             "choices": [{key: value for key, value in choice.items() if key not in self.lacks}],
-            "kv_transfer_params": {key: value for key, value in transfer.items() if value is not ...},
+            "kv_transfer_params": {
+                key: value for key, value in transfer.items() if value is not ...
+            },
         }
         return _json({key: value for key, value in whole.items() if key not in self.lacks})
 
-    async def _decode(self, request: web.Request, asked: CompletionRequest, transfer: Any) -> web.StreamResponse:
-        history = ids_of(asked.prompt)
+    async def _decode(
+        self, request: web.Request, parsed: CompletionRequest | ChatRequest, transfer: Any
+    ) -> web.StreamResponse:
+        history = _history(parsed)
         script, position = self.script, len(history) - self.script.prompt_tokens
         if script.faults.get(position) is Fault.EMPTY:
             del script.faults[position]
@@ -162,7 +248,7 @@ class ScriptedVllm(ScriptedServer):
         if transfer is not None and not self._pull(history, transfer):
             await response.write(_error("Internal server error") + DONE)
             return response
-        async for event in self._events(asked, history, position):
+        async for event in self._events(parsed, history, position):
             if self.is_dead:
                 await response.write(_error(ENGINE_DEAD) + DONE)
                 return response
@@ -170,6 +256,16 @@ class ScriptedVllm(ScriptedServer):
                 return await _break(request, response, event)
             await response.write(event)
         return response
+
+    def _next_token(
+        self, parsed: CompletionRequest | ChatRequest, history: list[int], begun_with: int
+    ) -> int:
+        if self.arithmetic is None:
+            return token_after(history)
+        seed = None
+        if parsed.temperature > 0:
+            seed = random.getrandbits(60) if parsed.seed is None else parsed.seed
+        return self.arithmetic.next_token(history, begun_with, seed)
 
     def _pull(self, history: list[int], transfer: dict[str, Any]) -> bool:
         if not transfer["remote_block_ids"] or not transfer["remote_block_ids"][0]:
@@ -179,10 +275,14 @@ class ScriptedVllm(ScriptedServer):
         if self.script.hand_offs.pop(transfer["remote_request_id"], None) != history:
             self.script.violations.append("a hand-off of another history, or pulled twice")
         self.pulled += 1
+        self.received_bytes += len(history) * self.moves_kv
         return True
 
-    async def _events(self, asked: CompletionRequest, history: list[int], position: int) -> AsyncIterator[bytes | Fault]:
-        script, writer, prompt = self.script, Writer(asked, history, False), list(history)
+    async def _events(
+        self, parsed: CompletionRequest | ChatRequest, history: list[int], position: int
+    ) -> AsyncIterator[bytes | Fault]:
+        script, writer, prompt = self.script, Writer(parsed, history, False), list(history)
+        begun_with = len(history)
         made: list[Step] = []
         while not made or made[-1].finish_reason is None:
             if script.gate is not None and position >= script.gate_at:
@@ -191,32 +291,50 @@ class ScriptedVllm(ScriptedServer):
                 yield fault
                 return
             made = []
-            while len(made) < script.tokens_per_event and (not made or made[-1].finish_reason is None):
-                history.append(token_after(history))
+            while len(made) < script.tokens_per_event and (
+                not made or made[-1].finish_reason is None
+            ):
+                history.append(self._next_token(parsed, history, begun_with))
                 made.append(writer.write(history[-1]))
                 position += 1
                 if position in script.faults:
                     break
-            choice = msgspec.to_builtins(choice_of(asked, made, finished=True))
+            choice = msgspec.to_builtins(choice_of(parsed, made, finished=True))
             token_ids = choice.pop("token_ids")
             choice |= {"prompt_token_ids": prompt or None, "token_ids": token_ids}
             prompt = []
             yield _event([{key: value for key, value in choice.items() if key not in self.lacks}])
-        if asked.stream_options is not None and asked.stream_options.include_usage:
+        if parsed.stream_options is not None and parsed.stream_options.include_usage:
             yield _event([], {"prompt_tokens": 1, "total_tokens": 2, "completion_tokens": 1})
         yield DONE
 
 
+def _history(parsed: CompletionRequest | ChatRequest) -> list[int]:
+    return ids_of(parsed.prompt) if isinstance(parsed, CompletionRequest) else rendered(parsed)
+
+
 def _event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-    event: dict[str, Any] = {"id": "cmpl-x", "object": "text_completion", "created": 7, "model": "tiny", "choices": choices}
+    event: dict[str, Any] = {
+        "id": "cmpl-x",
+        "object": "text_completion",
+        "created": 7,
+        "model": "tiny",
+        "choices": choices,
+    }
     return sse(msgspec.json.encode(event if usage is None else event | {"usage": usage}))
 
 
 def _error(message: str, code: int = 500, kind: str = "InternalServerError") -> bytes:
-    return sse(msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}}))
+    return sse(
+        msgspec.json.encode(
+            {"error": {"message": message, "type": kind, "param": None, "code": code}}
+        )
+    )
 
 
-async def _break(request: web.Request, response: web.StreamResponse, fault: Fault) -> web.StreamResponse:
+async def _break(
+    request: web.Request, response: web.StreamResponse, fault: Fault
+) -> web.StreamResponse:
     assert request.transport is not None
     match fault:
         case Fault.RESET:
@@ -224,7 +342,9 @@ async def _break(request: web.Request, response: web.StreamResponse, fault: Faul
         case Fault.ERROR:
             await response.write(_error(ENGINE_DEAD) + DONE)
         case Fault.GARBAGE:
-            await response.write(_error("Token id 600 is out of vocabulary", 400, "BadRequestError") + DONE)
+            await response.write(
+                _error("Token id 600 is out of vocabulary", 400, "BadRequestError") + DONE
+            )
         case Fault.HANG:
             await asyncio.sleep(60)
         case _:
@@ -233,4 +353,6 @@ async def _break(request: web.Request, response: web.StreamResponse, fault: Faul
 
 
 def _json(said: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(said), status=status, content_type="application/json")
+    return web.Response(
+        body=msgspec.json.encode(said), status=status, content_type="application/json"
+    )

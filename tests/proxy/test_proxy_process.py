@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,40 +13,74 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.proxy.conftest import HouseBuilder
-from tests.proxy.house import House
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import SECRET
 
-ASKED = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
+pytestmark = [pytest.mark.process, pytest.mark.network]
+
+REQUEST = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 
 
 @asynccontextmanager
-async def process(house: House, directory: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """A second proxy before the same instances, and where it listens; one that does not end is killed."""
-    nodes: dict[str, list[dict[str, str | int]]] = {}
-    for page_port, one in enumerate(house.instances.values(), 1):
-        instance: dict[str, str | int] = {"id": one.id, "role": one.role.value, "port": one.port, "page_port": page_port}
-        nodes.setdefault(one.node, []).append(instance)
-    cluster = {"nodes": [{"id": node, "instances": instances} for node, instances in nodes.items()]}
-    config = directory / "kvrs.yaml"
-    config.write_bytes(msgspec.json.encode({"proxy": {"port": 0, "admin_port": 0}, "cluster": cluster}))
-    async with process_of(config) as started:
+async def process(
+    system: ProxyCluster,
+    directory: Path,
+    python: Sequence[str] = (sys.executable,),
+    **proxy: float,
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A second proxy before the same instances, and where it listens; one that does not end is
+    killed.
+    """
+    async with process_of(config_of(system, directory, **proxy), python) as started:
         yield started
 
 
+def config_of(system: ProxyCluster, directory: Path, **proxy: float) -> Path:
+    """The file of a proxy before the instances of `system`."""
+    nodes: dict[str, list[dict[str, str | int]]] = {}
+    for page_port, one in enumerate(system.instances.values(), 1):
+        instance: dict[str, str | int] = {
+            "id": one.id,
+            "role": one.role.value,
+            "port": one.port,
+            "page_port": page_port,
+        }
+        nodes.setdefault(one.node, []).append(instance)
+    cluster = {"nodes": [{"id": node, "instances": instances} for node, instances in nodes.items()]}
+    config = directory / "kvrs.yaml"
+    config.write_bytes(
+        msgspec.json.encode({"proxy": {"port": 0, "admin_port": 0, **proxy}, "cluster": cluster})
+    )
+    return config
+
+
 @asynccontextmanager
-async def process_of(config: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def process_of(
+    config: Path, python: Sequence[str] = (sys.executable,)
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    async with started_process(config, python) as started:
+        async with asyncio.timeout(20):
+            assert started.stderr is not None
+            while (
+                port := re.search(rb"proxy ready port=(\d+)", await started.stderr.readline())
+            ) is None:
+                assert started.returncode is None
+        yield started, f"http://127.0.0.1:{int(port[1])}/v1/completions"
+
+
+@asynccontextmanager
+async def started_process(
+    config: Path, python: Sequence[str] = (sys.executable,)
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A proxy that may not be ready yet; one that does not end is killed."""
     started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvrs", "proxy", "--config", str(config)),
+        *(*python, "-m", "kvrs", "proxy", "--config", str(config)),
         env=os.environ | {"KVRS_SECRET": SECRET.decode()},
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(20):
-            assert started.stderr is not None
-            while (port := re.search(rb"proxy ready port=(\d+)", await started.stderr.readline())) is None:
-                assert started.returncode is None
-        yield started, f"http://127.0.0.1:{int(port[1])}/v1/completions"
+        yield started
     finally:
         if started.returncode is None:
             started.kill()
@@ -54,15 +88,20 @@ async def process_of(config: Path) -> AsyncIterator[tuple[asyncio.subprocess.Pro
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_proxy_that_is_told_to_end_tells_its_clients(build: HouseBuilder, tmp_path: Path, number: signal.Signals) -> None:
-    """No stream only looks complete, and no client is left with a broken connection to guess about."""
-    house = await build()
-    house.script.gate, house.script.gate_at = asyncio.Event(), 2
-    async with process(house, tmp_path) as (proxy, url), aiohttp.ClientSession() as http:
-        asking = asyncio.create_task(http.post(url, json=ASKED))
-        streamed = await http.post(url, json=ASKED | {"stream": True})
+async def test_a_proxy_that_is_stopped_ends_streams_with_an_error(
+    build: ProxyClusterBuilder, tmp_path: Path, number: signal.Signals
+) -> None:
+    """No stream only looks complete, and no client gets a broken connection without a reason."""
+    system = await build()
+    system.script.gate, system.script.gate_at = asyncio.Event(), 2
+    async with (
+        process(system, tmp_path, drain_s=0.0) as (proxy, url),
+        aiohttp.ClientSession() as http,
+    ):
+        asking = asyncio.create_task(http.post(url, json=REQUEST))
+        streamed = await http.post(url, json=REQUEST | {"stream": True})
         await streamed.content.readuntil(b"\n\n")
-        while sum(instance.running for instance in house.instances.values()) < 2:
+        while sum(instance.running for instance in system.instances.values()) < 2:
             await asyncio.sleep(0.005)
 
         proxy.send_signal(number)
@@ -75,3 +114,98 @@ async def test_a_proxy_that_is_told_to_end_tells_its_clients(build: HouseBuilder
     assert (refused.status, end) == (503, b"")
     assert msgspec.json.decode(last[6:])["error"]["code"] == "shutting_down"
     assert msgspec.json.decode(whole)["error"]["code"] == "shutting_down"
+
+
+async def until_logged(proxy: asyncio.subprocess.Process, words: bytes) -> bytes:
+    """The log up to the line with these words."""
+    assert proxy.stderr is not None
+    logged = b""
+    async with asyncio.timeout(20):
+        while words not in logged:
+            line = await proxy.stderr.readline()
+            assert line, f"the proxy ended with {await proxy.wait()}"
+            logged += line
+    return logged
+
+
+async def test_a_proxy_outlives_signals_that_have_no_meaning_to_it(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """`kvrs up` restarts on SIGUSR1; to a proxy alone it must not be the end."""
+    system = await build()
+    async with process(system, tmp_path) as (proxy, url), aiohttp.ClientSession() as http:
+        proxy.send_signal(signal.SIGUSR1)
+        await until_logged(proxy, b"SIGUSR1 is ignored")
+
+        answer = await http.post(url, json=REQUEST)
+
+        assert answer.status == 200
+        assert proxy.returncode is None
+
+
+async def test_a_second_signal_ends_a_proxy_that_drains(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """By default streams without a key may run to their end, but an operator need not wait."""
+    system = await build()
+    system.script.gate, system.script.gate_at = asyncio.Event(), 2
+    async with process(system, tmp_path) as (proxy, url), aiohttp.ClientSession() as http:
+        streamed = await http.post(url, json=REQUEST | {"stream": True})
+        await streamed.content.readuntil(b"\n\n")
+
+        proxy.send_signal(signal.SIGTERM)
+        await until_logged(proxy, b"draining")
+        proxy.send_signal(signal.SIGTERM)
+        events = await streamed.read()
+
+        assert await proxy.wait() == 0
+    assert b"shutting_down" in events
+
+
+async def test_a_signalled_proxy_lets_a_stream_without_a_key_run_to_its_end(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """With the default of `drain_s` a rolling restart fails no stream."""
+    system = await build()
+    gate = system.script.gate = asyncio.Event()
+    system.script.gate_at = 2
+    async with process(system, tmp_path) as (proxy, url), aiohttp.ClientSession() as http:
+        streamed = await http.post(url, json=REQUEST | {"stream": True})
+        await streamed.content.readuntil(b"\n\n")
+
+        proxy.send_signal(signal.SIGTERM)
+        await until_logged(proxy, b"draining")
+        gate.set()
+        events = await streamed.read()
+
+        assert await proxy.wait() == 0
+    assert events.endswith(b"data: [DONE]\n\n")
+    assert b"error" not in events
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+async def test_a_signal_while_a_proxy_starts_does_not_end_it(
+    build: ProxyClusterBuilder, tmp_path: Path, number: signal.Signals
+) -> None:
+    """A supervisor may send it right after the start: here in the middle of the imports, long
+    before there is an event loop.
+    """
+    system = await build()
+
+    def is_importing(pid: int) -> bool:
+        return "pydantic_core" in Path(f"/proc/{pid}/maps").read_text()
+
+    async with (
+        started_process(config_of(system, tmp_path)) as proxy,
+        aiohttp.ClientSession() as http,
+    ):
+        async with asyncio.timeout(20):
+            while not is_importing(proxy.pid):
+                await asyncio.sleep(0.001)
+        proxy.send_signal(number)
+        logged = await until_logged(proxy, b"proxy ready")
+        port = int(logged.partition(b"proxy ready port=")[2].split()[0])
+
+        answer = await http.post(f"http://127.0.0.1:{port}/v1/completions", json=REQUEST)
+
+        assert answer.status == 200

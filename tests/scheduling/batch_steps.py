@@ -1,12 +1,11 @@
 """Short words for the stories about the batch scheduler."""
 
+from kvrs.config.batch import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.batches import BatchScheduler
-from kvrs.scheduling.chunks import Chunk
-from kvrs.scheduling.config import BatchSettings
 from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.sequences import Pull, Sequence
+from kvrs.scheduling.scheduler import BatchScheduler
+from kvrs.scheduling.sequences import Chunk, Pull, Sequence
 
 P = 4  # Tokens per page.
 ROOT = root_tag("model")
@@ -25,18 +24,33 @@ def sequence(
     stream: StreamId = S,
     attempt: int = 1,
 ) -> Sequence:
-    """With the history `first`, `first + 1`, ...: equal beginnings for equal `first`. `pull_pages` are the leading ones."""
+    """With the history `first`, `first + 1`, ...: equal beginnings for equal `first`. `pull_pages`
+    are the leading ones.
+    """
     history = list(range(first, first + tokens))
-    return Sequence(stream, (0, attempt), history, tokens, ROOT, prefill_only, pulls or leading(pull_pages), pull_tail)
+    return Sequence(
+        stream,
+        (0, attempt),
+        history,
+        tokens,
+        ROOT,
+        prefill_only,
+        pulls or leading(pull_pages),
+        pull_tail,
+    )
 
 
 def leading(pages: int) -> tuple[range, ...]:
     return (range(pages),) if pages else ()
 
 
-def scheduler(pages: int = 64, max_batch_tokens: int = 64, max_running: int = 8) -> tuple[BatchScheduler, PageManager]:
+def scheduler(
+    pages: int = 64, max_batch_tokens: int = 64, max_running: int = 8
+) -> tuple[BatchScheduler, PageManager]:
     manager = PageManager(pages, P)
-    batch_settings = BatchSettings(page_size_tokens=P, pages=pages, max_batch_tokens=max_batch_tokens, max_running=max_running)
+    batch_settings = BatchSettings(
+        page_size_tokens=P, pages=pages, max_batch_tokens=max_batch_tokens, max_running=max_running
+    )
     return BatchScheduler(batch_settings, manager), manager
 
 
@@ -55,4 +69,7 @@ def step(batches: BatchScheduler) -> Batch:
 
 
 def shape(batch: Batch) -> list[tuple[Sequence, int, int, bool]]:
-    return [(one, chunk.first_position, len(chunk.token_ids), chunk.wants_logits) for one, chunk in batch]
+    return [
+        (one, chunk.first_position, len(chunk.token_ids), chunk.wants_logits)
+        for one, chunk in batch
+    ]

@@ -1,6 +1,6 @@
 """Claims about pulls, and about sequences that end before their time."""
 
-from kvrs.scheduling.sequences import Phase
+from kvrs.scheduling.sequences import SequencePhase
 from tests.scheduling.batch_steps import scheduler, sequence, shape, step, submit
 
 
@@ -13,9 +13,12 @@ def test_a_pull_asks_for_what_the_local_cache_lacks() -> None:
 
     [pull] = submit(batches, long)
 
-    assert long.phase is Phase.PULLING
+    assert long.phase is SequencePhase.PULLING
     assert pull.spans == (range(1, 3),)
-    assert (pull.tail_index, pull.tail_tokens) == (None, 0)  # The history ends one token into page 3: nothing is left to pull.
+    assert (pull.tail_index, pull.tail_tokens) == (
+        None,
+        0,
+    )  # The history ends one token into page 3: nothing is left to pull.
 
 
 def test_the_tail_is_pulled_up_to_the_position_before_the_last() -> None:
@@ -31,7 +34,9 @@ def test_the_tail_is_pulled_up_to_the_position_before_the_last() -> None:
 
 
 def test_a_last_page_that_is_just_full_is_pulled_as_a_tail() -> None:
-    """All of it but the last position is of use; its tag is not, since the last position makes the page full."""
+    """All of it but the last position is of use; its tag is not, since the last position makes the
+    page full.
+    """
     batches, pages = scheduler()
     one = sequence(8, pull_pages=2, pull_tail=True)
 
@@ -44,7 +49,9 @@ def test_a_last_page_that_is_just_full_is_pulled_as_a_tail() -> None:
 
 
 def test_a_tail_is_not_pulled_behind_a_gap() -> None:
-    """A peer that holds fewer full pages than the history has cannot have its tail in the right place."""
+    """A peer that holds fewer full pages than the history has cannot have its tail in the right
+    place.
+    """
     batches, _ = scheduler()
     one = sequence(15, pull_pages=2, pull_tail=True)
 
@@ -71,13 +78,13 @@ def test_abort_while_waiting_leaves_the_queue() -> None:
     running, waiting, behind = sequence(9), sequence(16, first=100), sequence(1, first=200)
     submit(batches, running, waiting, behind)
 
-    batches.abort(waiting)
+    batches.finish(waiting)
 
     assert batches.waiting == 1
     assert batches.queued_tokens == 9 + 1
     batches.finish(running)
     batches.admit()
-    assert behind.phase is Phase.RUNNING
+    assert behind.phase is SequencePhase.RUNNING
     pages.check()
     batches.check()
 
@@ -88,9 +95,9 @@ def test_abort_while_pulling_keeps_the_pages_until_the_pull_has_ended() -> None:
     one = sequence(13, pull_pages=3)
     submit(batches, one)
 
-    batches.abort(one)
+    batches.finish(one)
 
-    assert (one.phase, batches.pulling, batches.queued_tokens) == (Phase.FINISHED, 0, 0)
+    assert (one.phase, batches.pulling, batches.queued_tokens) == (SequencePhase.FINISHED, 0, 0)
     assert pages.free_pages == 0
     batches.check()
     batches.pulled(one, range(3))
@@ -106,7 +113,7 @@ def test_abort_in_flight_keeps_the_pages_until_the_batch_is_complete() -> None:
     submit(batches, one, other)
     batch = batches.next_batch()
 
-    batches.abort(one)
+    batches.finish(one)
 
     assert pages.free_pages == 1
     batches.check()
@@ -124,8 +131,8 @@ def test_abort_between_batches_gives_the_pages_back_at_once() -> None:
     submit(batches, one)
     step(batches)
 
-    batches.abort(one)
-    batches.abort(one)
+    batches.finish(one)
+    batches.finish(one)
 
     assert pages.free_pages == 4
     assert len(pages.match(one.tags)) == 2
@@ -135,15 +142,19 @@ def test_abort_between_batches_gives_the_pages_back_at_once() -> None:
 def test_a_stalled_sequence_that_is_aborted_holds_nobody_up() -> None:
     """Admission waits for a stalled sequence only while there is one."""
     batches, _ = scheduler(pages=5, max_running=3)
-    older, puller, newcomer = sequence(4), sequence(12, first=100, pull_pages=2), sequence(1, first=200)
+    older, puller, latest = (
+        sequence(4),
+        sequence(12, first=100, pull_pages=2),
+        sequence(1, first=200),
+    )
     submit(batches, older)
     submit(batches, puller)
     for _ in range(5):
         step(batches)
     assert batches.next_batch() == []
-    batches.add(newcomer)
+    batches.add(latest)
 
-    batches.abort(older)
+    batches.finish(older)
     batches.admit()
 
-    assert newcomer.phase is Phase.RUNNING
+    assert latest.phase is SequencePhase.RUNNING

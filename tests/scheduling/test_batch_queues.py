@@ -1,12 +1,14 @@
-"""Claims about the three queues, as a whole scheduler lives with them."""
+"""Claims about the three queues, in a whole scheduler."""
 
-from kvrs.scheduling.line import order
-from kvrs.scheduling.sequences import Phase, Queue
+from kvrs.scheduling.fair_queue import order
+from kvrs.scheduling.sequences import Queue, SequencePhase
 from tests.scheduling.batch_steps import scheduler, sequence, shape, step, submit
 
 
 def test_a_recovery_is_computed_before_the_prompts_of_new_ones() -> None:
-    """Also before the rest of one that is half computed; only those who are decoding do not notice it."""
+    """Also before the rest of one that is half computed; only those who are decoding do not notice
+    it.
+    """
     batches, _ = scheduler(max_batch_tokens=8, max_running=3)
     streaming, half, waiting = sequence(3), sequence(30, first=100), sequence(4, first=200)
     submit(batches, streaming, half)
@@ -20,14 +22,18 @@ def test_a_recovery_is_computed_before_the_prompts_of_new_ones() -> None:
         [(streaming, 3, 1, True), (recovery, 0, 7, False)],
         [(streaming, 4, 1, True), (recovery, 7, 3, True), (half, 5, 4, False)],
     ]
-    assert waiting.phase is Phase.WAITING
+    assert waiting.phase is SequencePhase.WAITING
 
 
 def test_the_three_queues_are_counted_apart() -> None:
-    """Those who wait; who is admitted stands in no queue any more."""
+    """Waiting sequences count; an admitted one is in no queue any more."""
     batches, _ = scheduler(max_running=1)
     running, new = sequence(4), sequence(4, first=100)
-    recompute, reuse, another = sequence(4, attempt=2), sequence(9, attempt=2, pull_pages=2), sequence(9, attempt=3, pull_pages=1)
+    recompute, reuse, another = (
+        sequence(4, attempt=2),
+        sequence(9, attempt=2, pull_pages=2),
+        sequence(9, attempt=3, pull_pages=1),
+    )
 
     submit(batches, running)
     submit(batches, new, recompute, reuse, another)
@@ -38,11 +44,16 @@ def test_the_three_queues_are_counted_apart() -> None:
 
 
 def test_what_is_pulled_costs_no_place_in_line() -> None:
-    """A long history that is fetched goes before a short one that is computed, and lets the next one pass soon."""
+    """A long history that is fetched goes before a short one that is computed, and lets the next
+    one pass soon.
+    """
     batches, _ = scheduler(max_running=1)
     running = sequence(4)
     submit(batches, running)
-    first, second = sequence(41, first=100, attempt=2, pull_pages=10), sequence(41, first=200, attempt=2, pull_pages=10)
+    first, second = (
+        sequence(41, first=100, attempt=2, pull_pages=10),
+        sequence(41, first=200, attempt=2, pull_pages=10),
+    )
     computed = sequence(4, first=300, attempt=2)
     submit(batches, computed, first, second)
 
@@ -50,16 +61,18 @@ def test_what_is_pulled_costs_no_place_in_line() -> None:
 
 
 def test_a_recovery_does_not_turn_out_who_is_running() -> None:
-    """It stands behind all whose history is computed: one pause more for a second client would be no gain."""
+    """It stands behind all whose history is computed: one pause more for a second client would be
+    no gain.
+    """
     batches, _ = scheduler(pages=6)
     running, recovered = sequence(7), sequence(7, first=100, attempt=2)
     submit(batches, running)
     step(batches)
     submit(batches, recovered)
-    while recovered.phase is Phase.RUNNING:
+    while recovered.phase is SequencePhase.RUNNING:
         step(batches)
 
-    assert (running.phase, recovered.phase) == (Phase.RUNNING, Phase.WAITING)
+    assert (running.phase, recovered.phase) == (SequencePhase.RUNNING, SequencePhase.WAITING)
 
 
 def test_recoveries_without_end_do_not_starve_a_new_one() -> None:
@@ -84,9 +97,13 @@ def test_recoveries_without_end_do_not_starve_a_new_one() -> None:
 
 
 def test_a_head_that_is_passed_is_tried_again_by_what_it_saw_itself() -> None:
-    """Not by the free pages that the one who passed it has seen, and then taken from."""
+    """Not by the free pages before the sequence that passed it took some."""
     batches, pages = scheduler(pages=10)
-    cached, streaming, big = sequence(8, first=100, prefill_only=True), sequence(9), sequence(20, first=200)
+    cached, streaming, big = (
+        sequence(8, first=100, prefill_only=True),
+        sequence(9),
+        sequence(20, first=200),
+    )
     submit(batches, cached)
     step(batches)
     batches.finish(cached)
@@ -99,4 +116,4 @@ def test_a_head_that_is_passed_is_tried_again_by_what_it_saw_itself() -> None:
     submit(batches, sequence(4, first=300, attempt=2, prefill_only=True))
 
     assert pages.free_pages == 1
-    assert big.phase is Phase.RUNNING
+    assert big.phase is SequencePhase.RUNNING

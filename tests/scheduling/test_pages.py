@@ -21,7 +21,9 @@ def computed_run(pages: PageManager, tags: list[Tag]) -> list[int]:
 
 
 def held(pages: PageManager, tags: list[Tag]) -> int:
-    """How long a leading run of `tags` can be found; leaves all pins as they were (but refreshes what it finds)."""
+    """How long a leading run of `tags` can be found; leaves all pins as they were (but refreshes
+    what it finds).
+    """
     run = pages.match(tags)
     pages.release(run)
     pages.check()
@@ -80,7 +82,7 @@ def test_match_stops_at_the_first_gap() -> None:
 
 
 def test_free_pages_are_given_before_cached_ones() -> None:
-    """The cache is not touched while there is anything that nobody can want."""
+    """The cache is not touched while there are pages without content."""
     pages = PageManager(4, P)
     pages.release(computed_run(pages, TAGS[:2]))
 
@@ -141,7 +143,9 @@ def test_cached_pages_go_before_leased_ones() -> None:
 
 
 def test_the_lease_that_ends_first_loses_its_run_from_the_tail() -> None:
-    """Under pressure a lease shrinks before a later one is touched, and what is left is a leading run."""
+    """Under pressure a lease shrinks before a later one is touched, and what is left is a leading
+    run.
+    """
     pages = PageManager(6, P)
     late, early = computed_run(pages, TAGS[:3]), computed_run(pages, TAGS[3:6])
     pages.retain(S, late, tokens=3 * P, until_s=20.0)
@@ -190,7 +194,7 @@ def test_a_page_under_two_leases_is_given_up_with_the_last() -> None:
 
 
 def test_a_given_up_page_is_not_returned_when_its_number_is_used_again() -> None:
-    """A page number says nothing about the content; the lease knows what it has lost."""
+    """A page number does not identify the content; the lease records what it has lost."""
     pages = PageManager(1, P)
     run = computed_run(pages, TAGS[:1])
     pages.retain(S, run, tokens=P, until_s=10.0)
@@ -205,7 +209,7 @@ def test_a_given_up_page_is_not_returned_when_its_number_is_used_again() -> None
 
 
 def test_a_partial_page_lives_exactly_as_long_as_its_lease() -> None:
-    """It has no tag: without the lease nobody could say what is in it."""
+    """It has no tag: without the lease its content is unknown."""
     pages = PageManager(3, P)
     run = computed_run(pages, TAGS[:1]) + (pages.allocate(1) or [])
     pages.retain(S, run, tokens=P + 3, until_s=10.0)
@@ -334,7 +338,9 @@ def test_reset_forgets_everything_without_a_hard_pin() -> None:
 
 
 def test_leases_given_back_early_leave_no_litter() -> None:
-    """The normal end of a stream gives its lease back; the order of ends must not grow for ever by it."""
+    """The normal end of a stream gives its lease back; the order of ends must not grow for ever by
+    it.
+    """
     pages = PageManager(1, P)
     run = computed_run(pages, TAGS[:1])
 

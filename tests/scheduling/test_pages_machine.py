@@ -12,7 +12,11 @@ from kvrs.scheduling.pages import PageManager
 
 P = 4
 # Runs of pages, some with a common beginning of two pages.
-FAMILIES = [page_tags(root_tag("model"), [0] * P * shared + [family] * P * 6, P)[:6] for family in (1, 2, 3) for shared in (0, 2)]
+FAMILIES = [
+    page_tags(root_tag("model"), [0] * P * shared + [family] * P * 6, P)[:6]
+    for family in (1, 2, 3)
+    for shared in (0, 2)
+]
 
 
 @dataclass
@@ -35,10 +39,18 @@ class Model:
         return any(page in lease.pages for lease in self.leases.values())
 
     def free(self) -> list[int]:
-        return [page for page in range(self.total) if page not in self.pins and page not in self.tags and not self.leased(page)]
+        return [
+            page
+            for page in range(self.total)
+            if page not in self.pins and page not in self.tags and not self.leased(page)
+        ]
 
     def cached(self) -> list[int]:
-        return [page for page in self.lru if page in self.tags and page not in self.pins and not self.leased(page)]
+        return [
+            page
+            for page in self.lru
+            if page in self.tags and page not in self.pins and not self.leased(page)
+        ]
 
     def touch(self, pages: list[int]) -> None:
         """Those pages lost a pin, in this order."""
@@ -75,7 +87,9 @@ class PagesMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.owned: list[list[int]] = []  # Runs with a hard pin each, as sequences and senders hold them.
+        self.owned: list[
+            list[int]
+        ] = []  # Runs with a hard pin each, as sequences and senders hold them.
 
     @initialize(total=st.integers(2, 14))
     def start(self, total: int) -> None:
@@ -102,7 +116,9 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(data=st.data(), family=st.sampled_from(FAMILIES))
     def register(self, data: st.DataObject, family: list[Tag]) -> None:
         run = data.draw(st.sampled_from(self.owned))
-        if any(page in self.model.tags for page in run) or any(self.model.pins[page] > 1 for page in run):
+        if any(page in self.model.tags for page in run) or any(
+            self.model.pins[page] > 1 for page in run
+        ):
             return
         for page, tag in zip(run, family, strict=False):
             known = [other for other, other_tag in self.model.tags.items() if other_tag == tag]
@@ -136,7 +152,12 @@ class PagesMachine(RuleBasedStateMachine):
         self.model.unpin(run)
 
     @precondition(lambda self: any(self.owned))
-    @rule(data=st.data(), key=st.sampled_from("abcd"), partial=st.integers(1, P), lasts_s=st.integers(1, 20))
+    @rule(
+        data=st.data(),
+        key=st.sampled_from("abcd"),
+        partial=st.integers(1, P),
+        lasts_s=st.integers(1, 20),
+    )
     def retain(self, data: st.DataObject, key: str, partial: int, lasts_s: int) -> None:
         run = data.draw(st.sampled_from([run for run in self.owned if run]))
         until_s = self._unique_end(lasts_s)
@@ -193,10 +214,12 @@ class PagesMachine(RuleBasedStateMachine):
         self.pages.reset_cache()
 
         self.model.leases.clear()
-        self.model.tags = {page: tag for page, tag in self.model.tags.items() if page in self.model.pins}
+        self.model.tags = {
+            page: tag for page, tag in self.model.tags.items() if page in self.model.pins
+        }
 
     def _unique_end(self, lasts_s: int) -> float:
-        # Which of two leases with the same end shrinks first is nobody's business.
+        # Which of two leases with the same end shrinks first is not specified.
         until_s = self.now_s + lasts_s
         while any(lease.until_s == until_s for lease in self.model.leases.values()):
             until_s += 1 / 64
@@ -206,11 +229,16 @@ class PagesMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         self.pages.check()
         assert self.pages.free_pages == self.model.total - len(self.model.pins)
-        assert {page: tag for page, tag in enumerate(self.pages._tags) if tag is not None} == self.model.tags
+        assert {
+            page: tag for page, tag in enumerate(self.pages._tags) if tag is not None
+        } == self.model.tags
         assert list(self.pages._cached) == self.model.cached()
         for key in "abcd":
             lease = self.model.leases.get(StreamId(key))
-            intact = [self.pages.retained_page(StreamId(key), index) for index in range(len(lease.pages) + 1 if lease else 1)]
+            intact = [
+                self.pages.retained_page(StreamId(key), index)
+                for index in range(len(lease.pages) + 1 if lease else 1)
+            ]
             assert intact == [*(lease.pages if lease else []), None]
 
 

@@ -1,9 +1,13 @@
-"""A seed says everything: an incident that was found in a simulation can be looked at as often as one likes."""
+"""A seed says everything: an incident that was found in a simulation can be looked at as often as
+one likes.
+"""
 
 import hashlib
 import os
 import subprocess
 import sys
+
+import pytest
 
 from kvrs.sim.scenarios import scenario
 
@@ -19,12 +23,13 @@ def digest(seeds: range) -> str:
     for seed in seeds:
         world = scenario(seed, keep_log=True)
         world.run()
-        for lines in (world.log, *(proxy.log for proxy in world.proxies)):
+        for lines in (world.cluster.log, *(proxy.log for proxy in world.cluster.proxies)):
             assert lines is not None
             found.update("\n".join(lines).encode())
     return found.hexdigest()
 
 
+@pytest.mark.process
 def test_same_seed_gives_the_same_log_in_every_process() -> None:
     """Neither a clock, nor an address, nor the order of a set has a say."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -50,6 +55,7 @@ def test_other_seeds_give_other_logs() -> None:
     assert len({digest(range(seed, seed + 1)) for seed in range(8)}) == 8
 
 
+@pytest.mark.process
 def test_simulator_loads_no_tensors() -> None:
     """It is meant for machines without any of that."""
     script = "import sys, kvrs.sim.command, kvrs.sim.scenarios; sys.exit('torch' in sys.modules)"

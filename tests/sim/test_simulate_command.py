@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvrs.errors import ConfigError
-from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.policy.ledger import Ledger
 from kvrs.sim.command import SimulateOptions, run_simulation
 
 CONFIG = """
@@ -32,27 +32,41 @@ def faults(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_faults_of_a_file_hit_the_simulated_cluster(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_of_a_file_hit_the_simulated_cluster(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The language is that of real clusters."""
-    file = faults(tmp_path, "- {when: {inflight_at_least: 3}, what: kill, whom: {role: decode, pick: busiest}}")
+    file = faults(
+        tmp_path,
+        "- {when: {inflight_at_least: 3}, what: kill, whom: {role: decode, pick: busiest}}",
+    )
 
-    status = run_simulation(SimulateOptions(config=config, fault=file, requests=30, seeds=2, proxies=2))
+    status = run_simulation(
+        SimulateOptions(config=config, fault=file, requests=30, seeds=2, proxies=2)
+    )
 
     shown = capsys.readouterr().out
     assert status == 0
-    assert "All laws held in 2 of 2 runs." in shown
+    assert "All invariants held in 2 of 2 runs." in shown
     assert "kill decode (inflight_at_least 3)" in shown
     assert "streams recovered" in shown
     assert "pause p99" in shown
 
 
-def test_random_deaths_are_drawn_by_the_seed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_deaths_are_drawn_by_the_seed(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same seeds, the same table; other seeds, another one."""
     options = SimulateOptions(config=config, deaths=4, requests=20, seeds=2)
 
     tables = []
     for seed in (0, 0, 5):
-        assert run_simulation(SimulateOptions(config=config, deaths=4, requests=20, seeds=2, seed=seed)) == 0
+        assert (
+            run_simulation(
+                SimulateOptions(config=config, deaths=4, requests=20, seeds=2, seed=seed)
+            )
+            == 0
+        )
         tables.append(capsys.readouterr().out)
 
     assert options.seed == 0
@@ -73,13 +87,17 @@ def test_names_that_nobody_bears_are_refused(config: Path, tmp_path: Path) -> No
     """All of them at once, before anything runs."""
     file = faults(
         tmp_path,
-        "- {when: {at_s: 1}, what: kill, whom: {id: d9}}\n- {when: {at_s: 1}, what: link_cut, for_s: 1, whom: {link: [n0, n7]}}",
+        "- {when: {at_s: 1}, what: kill, whom: {id: d9}}\n- {when: {at_s: 1}, what: "
+        "link_cut, for_s: 1, whom: {link: [n0, n7]}}",
     )
 
     with pytest.raises(ConfigError) as caught:
         run_simulation(SimulateOptions(config=config, fault=file))
 
-    assert [line.rsplit(": ", 1)[1] for line in caught.value.faults] == ["nobody is called 'd9'", "nobody is called 'n7'"]
+    assert [line.rsplit(": ", 1)[1] for line in caught.value.faults] == [
+        "nobody is called 'd9'",
+        "nobody is called 'n7'",
+    ]
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
@@ -93,9 +111,9 @@ def test_broken_law_is_named_with_its_seed(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other seeds are simulated all the same."""
-    monkeypatch.setattr(RecoveryPolicy, "_forget", lambda self, stream: None)
+    monkeypatch.setattr(Ledger, "forget", lambda self, stream: None)
 
     assert run_simulation(SimulateOptions(config=config, requests=5, seeds=2)) == 1
     shown = capsys.readouterr().out
-    assert "All laws held in 0 of 2 runs." in shown
+    assert "All invariants held in 0 of 2 runs." in shown
     assert "seed 1: " in shown

@@ -1,4 +1,6 @@
-"""A chat's text is split into content, reasoning and calls: once, and the same however it is resumed."""
+"""A chat's text is split into content, reasoning and calls: once, and the same however it is
+resumed.
+"""
 
 import json
 from itertools import pairwise
@@ -13,11 +15,15 @@ from kvrs.text.chat import ChatOutput, ChatSplitter
 from kvrs.text.output import TextDelta
 
 STREAM = StreamId("stream")
-WEATHER = '<tool_call>{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}</tool_call>'
+WEATHER = (
+    '<tool_call>{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}</tool_call>'
+)
 WEATHER_ARGUMENTS = '{"city": "Zürich", "days": [1, 2]}'
 
 
-def split(pieces: list[str], *, reasoning: bool = False, tools: bool = True, parallel: bool = True) -> TextDelta:
+def split(
+    pieces: list[str], *, reasoning: bool = False, tools: bool = True, parallel: bool = True
+) -> TextDelta:
     """All parts of a text that arrives in pieces."""
     splitter = ChatSplitter(STREAM, reasoning=reasoning, tools=tools, parallel_tool_calls=parallel)
     total = TextDelta("")
@@ -27,7 +33,9 @@ def split(pieces: list[str], *, reasoning: bool = False, tools: bool = True, par
 
 
 def machine(tokenizer: Tokenizer, prompt: str = "hello", stops: tuple[str, ...] = ()) -> ChatOutput:
-    return ChatOutput(tokenizer, stops, stream=STREAM, prompt_ids=tokenizer.encode(prompt).ids, tools=True)
+    return ChatOutput(
+        tokenizer, stops, stream=STREAM, prompt_ids=tokenizer.encode(prompt).ids, tools=True
+    )
 
 
 def deltas(output: ChatOutput, token_ids: list[int]) -> list[TextDelta]:
@@ -56,20 +64,32 @@ def calls_of(delta: TextDelta) -> list[tuple[str, str]]:
         ("<thin", "<thin", "", []),
         (WEATHER, "", "", [("weather", WEATHER_ARGUMENTS)]),
         (f"<think>x</think>\n\n{WEATHER}\n", "", "x", [("weather", WEATHER_ARGUMENTS)]),
-        (f"Let me see.\n{WEATHER}\n{WEATHER}", "Let me see.\n", "", [("weather", WEATHER_ARGUMENTS)] * 2),
+        (
+            f"Let me see.\n{WEATHER}\n{WEATHER}",
+            "Let me see.\n",
+            "",
+            [("weather", WEATHER_ARGUMENTS)] * 2,
+        ),
         (f"{WEATHER} and more", " and more", "", [("weather", WEATHER_ARGUMENTS)]),
         ('<tool_call>{"name": "f"}</tool_call>', "", "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "", "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": {}}', "", "", [("f", "{}")]),
         ("<tool_call>no json</tool_call>x", "<tool_call>no json</tool_call>x", "", []),
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', "", []),
-        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', '<tool_call>{"name": "f", "arguments": 3}</tool_call>', "", []),
+        (
+            '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+            "",
+            [],
+        ),
         ("<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, "", []),
         ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', "", []),
         ("1 < 2 <tool", "1 < 2 <tool", "", []),
     ],
 )
-def test_a_message_has_these_parts(text: str, content: str, reasoning: str, calls: list[tuple[str, str]]) -> None:
+def test_a_message_has_these_parts(
+    text: str, content: str, reasoning: str, calls: list[tuple[str, str]]
+) -> None:
     """What only looks like a marker or a call stays content, to the last character."""
     whole = split([text])
 
@@ -93,8 +113,14 @@ fragments = st.sampled_from(
 
 
 @settings(deadline=None, max_examples=200)
-@given(parts=st.lists(fragments, max_size=8), cuts=st.lists(st.integers(0, 300), max_size=10), reasoning=st.booleans())
-def test_parts_do_not_depend_on_how_the_text_arrives(parts: list[str], cuts: list[int], reasoning: bool) -> None:
+@given(
+    parts=st.lists(fragments, max_size=8),
+    cuts=st.lists(st.integers(0, 300), max_size=10),
+    reasoning=st.booleans(),
+)
+def test_parts_do_not_depend_on_how_the_text_arrives(
+    parts: list[str], cuts: list[int], reasoning: bool
+) -> None:
     """A step of an engine may bring one token or several."""
     text = "".join(parts)
     ends = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
@@ -106,14 +132,18 @@ def test_parts_do_not_depend_on_how_the_text_arrives(parts: list[str], cuts: lis
 
 
 @settings(deadline=None, max_examples=100)
-@given(text=st.text("<>/think ol_ca\n", max_size=60).filter(lambda text: "<think>" not in text and "<tool_call>" not in text))
+@given(
+    text=st.text("<>/think ol_ca\n", max_size=60).filter(
+        lambda text: "<think>" not in text and "<tool_call>" not in text
+    )
+)
 def test_without_markers_all_text_is_content(text: str) -> None:
     """Half a marker is held back only until it is clear that it is none."""
     assert split(list(text)) == TextDelta(text)
 
 
 def test_calls_are_text_where_no_tools_were_offered() -> None:
-    """Nobody could answer them."""
+    """Such calls could not be answered."""
     assert split([WEATHER], tools=False) == TextDelta(WEATHER)
 
 
@@ -128,7 +158,9 @@ def test_calls_have_ids_that_another_engine_gives_too() -> None:
 
     assert [first.index, second.index] == [0, 1]
     assert first.id != second.id
-    assert first.id == "call_7267aa8d94c5c99e1fa84fd5", "the ids are part of the protocol between engines: they never change"
+    assert first.id == "call_7267aa8d94c5c99e1fa84fd5", (
+        "the ids are part of the protocol between engines: they never change"
+    )
 
 
 def test_endless_white_space_is_not_held_back_for_ever() -> None:
@@ -151,8 +183,12 @@ OUTPUTS = [
 @pytest.mark.parametrize("text", OUTPUTS)
 @pytest.mark.parametrize("prompt", ["user: x\nassistant: ", "assistant: <think>\n"])
 @pytest.mark.parametrize("stops", [(), ("42",), ("ü", "first.")])
-def test_every_cut_continues_exactly(tokenizer: Tokenizer, text: str, prompt: str, stops: tuple[str, ...]) -> None:
-    """An engine that takes over feeds the ids sent so far, drops what comes out, and goes on, in the middle of anything."""
+def test_every_cut_continues_exactly(
+    tokenizer: Tokenizer, text: str, prompt: str, stops: tuple[str, ...]
+) -> None:
+    """An engine that takes over feeds the ids sent so far, drops what comes out, and goes on, in
+    the middle of anything.
+    """
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     whole = deltas(machine(tokenizer, prompt, stops), token_ids)
 
@@ -165,13 +201,18 @@ def test_every_cut_continues_exactly(tokenizer: Tokenizer, text: str, prompt: st
 
 
 def test_a_template_may_have_opened_the_reasoning(tokenizer: Tokenizer) -> None:
-    """Then the output begins inside of it; a template that opened and closed it asks for content."""
+    """Then the output begins inside of it; a template that opened and closed it asks for
+    content.
+    """
     token_ids = tokenizer.encode("hm</think>yes", add_special_tokens=False).ids
 
     opened = deltas(machine(tokenizer, "assistant: <think>\n"), token_ids)
     closed = deltas(machine(tokenizer, "assistant: <think>\n\n</think>\n\n"), token_ids)
 
-    assert ("".join(delta.reasoning for delta in opened), "".join(delta.text for delta in opened)) == ("hm", "yes")
+    assert (
+        "".join(delta.reasoning for delta in opened),
+        "".join(delta.text for delta in opened),
+    ) == ("hm", "yes")
     assert "".join(delta.text for delta in closed) == "hm</think>yes"
 
 
@@ -191,7 +232,9 @@ def test_markers_that_are_special_tokens_count_all_the_same() -> None:
     tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token="?"))
     tokenizer.decoder = decoders.Fuse()
     markers = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<other>"]
-    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in (*markers, "</s>")])
+    tokenizer.add_special_tokens(
+        [AddedToken(marker, special=True) for marker in (*markers, "</s>")]
+    )
     think, think_end, call, call_end, other = tokenizer.encode("".join(markers)).ids
     output = ChatOutput(tokenizer, (), stream=STREAM, prompt_ids=[1], tools=True)
 

@@ -12,8 +12,12 @@ from kvrs.errors import ConfigError
 from kvrs.text.output import OutputText, load_tokenizer
 
 
-def deltas(tokenizer: Tokenizer, token_ids: list[int], stops: list[str] | None = None) -> tuple[list[str], str | None]:
-    """Every piece of text in order, and the stop string if one was hit (then there is no last piece)."""
+def deltas(
+    tokenizer: Tokenizer, token_ids: list[int], stops: list[str] | None = None
+) -> tuple[list[str], str | None]:
+    """Every piece of text in order, and the stop string if one was hit (then there is no last
+    piece).
+    """
     output = OutputText(tokenizer, stops or [])
     pieces: list[str] = []
     for token in token_ids:
@@ -25,10 +29,14 @@ def deltas(tokenizer: Tokenizer, token_ids: list[int], stops: list[str] | None =
 
 
 def byte_symbols() -> dict[int, str]:
-    """How byte-level vocabularies write each byte: printable Latin-1 as itself, the others from code point 256 on."""
+    """How byte-level vocabularies write each byte: printable Latin-1 as itself, the others from
+    code point 256 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
-    return {value: chr(value) for value in printable} | {value: chr(256 + index) for index, value in enumerate(others)}
+    return {value: chr(value) for value in printable} | {
+        value: chr(256 + index) for index, value in enumerate(others)
+    }
 
 
 def byte_token(tokenizer: Tokenizer, value: int) -> int:
@@ -50,7 +58,7 @@ def tokens_of(pieces: list[bytes]) -> tuple[Tokenizer, list[int]]:
 @settings(deadline=None, max_examples=200)
 @given(token_ids=st.lists(st.integers(0, 530), max_size=120))
 def test_deltas_joined_are_the_text_of_all_ids(tokenizer: Tokenizer, token_ids: list[int]) -> None:
-    """Nothing is lost or said twice, even when the ids are noise, special or unknown."""
+    """Nothing is lost or emitted twice, even when the ids are noise, special or unknown."""
     pieces, _ = deltas(tokenizer, token_ids)
 
     assert "".join(pieces) == tokenizer.decode(token_ids)
@@ -78,9 +86,13 @@ def test_an_unfinished_character_comes_out_at_the_end(tokenizer: Tokenizer) -> N
 
 
 def test_endless_broken_bytes_do_not_make_the_window_grow(tokenizer: Tokenizer) -> None:
-    """The cost per token is bounded: a model that produces garbage must not slow its instance down."""
+    """The cost per token is bounded: a model that produces garbage must not slow its instance
+    down.
+    """
     choose = random.Random(0)
-    token_ids = [byte_token(tokenizer, choose.choice([0x80, 0xBF, 0xE4, 0xF0, 0xC3])) for _ in range(2000)]
+    token_ids = [
+        byte_token(tokenizer, choose.choice([0x80, 0xBF, 0xE4, 0xF0, 0xC3])) for _ in range(2000)
+    ]
     output = OutputText(tokenizer)
     pieces: list[str] = []
     widest = 0
@@ -93,7 +105,17 @@ def test_endless_broken_bytes_do_not_make_the_window_grow(tokenizer: Tokenizer) 
     assert "".join(pieces) + output.finish().text == tokenizer.decode(token_ids)
 
 
-BROKEN_PIECES = [b"\xff", b"\xa0", b"\xe4", b"\xbd", b"\xe4\xbd", b"\xa0\xe4", b"\xbd\xa0\xff", b"\xa0\xf0\x9f", b"a\xe4"]
+BROKEN_PIECES = [
+    b"\xff",
+    b"\xa0",
+    b"\xe4",
+    b"\xbd",
+    b"\xe4\xbd",
+    b"\xa0\xe4",
+    b"\xbd\xa0\xff",
+    b"\xa0\xf0\x9f",
+    b"a\xe4",
+]
 
 
 @settings(deadline=None, max_examples=100)
@@ -113,7 +135,9 @@ def test_tokens_that_straddle_characters_are_cut_nowhere_wrong(pieces: list[byte
     seam=st.integers(0, 60),
     stops=st.lists(st.text("kalomi 日", min_size=1, max_size=4), max_size=3),
 )
-def test_replaying_a_history_continues_exactly(tokenizer: Tokenizer, token_ids: list[int], seam: int, stops: list[str]) -> None:
+def test_replaying_a_history_continues_exactly(
+    tokenizer: Tokenizer, token_ids: list[int], seam: int, stops: list[str]
+) -> None:
     """An engine that takes over feeds the ids sent so far, drops the text, and goes on."""
     whole, stopped = deltas(tokenizer, token_ids, stops)
     replayed = OutputText(tokenizer, stops)
@@ -134,8 +158,12 @@ def test_replaying_a_history_continues_exactly(tokenizer: Tokenizer, token_ids: 
     pieces=st.lists(st.text("ab日", min_size=1, max_size=3), max_size=12),
     stops=st.lists(st.text("ab日", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_text_ends_where_the_first_stop_string_completes(pieces: list[str], stops: list[str]) -> None:
-    """Stop strings count in the text: how it is cut into tokens makes no difference, and not a character too much is sent."""
+def test_text_ends_where_the_first_stop_string_completes(
+    pieces: list[str], stops: list[str]
+) -> None:
+    """Stop strings count in the text: how it is cut into tokens makes no difference, and not a
+    character too much is sent.
+    """
     text = "".join(pieces)
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
 
@@ -159,11 +187,27 @@ def test_a_possible_beginning_of_a_stop_string_is_held_back(tokenizer: Tokenizer
 
 
 def test_spaces_of_sentencepiece_style_tokens_survive() -> None:
-    """Such a decoder drops the space of the first token it sees; only the very first of a text may lose it."""
-    vocab = {"▁the": 0, "▁cat": 1, "s": 2, "▁": 3, "<0xE2>": 4, "<0x82>": 5, "<0xAC>": 6, "<unk>": 7}
+    """Such a decoder drops the space of the first token it sees; only the very first of a text may
+    lose it.
+    """
+    vocab = {
+        "▁the": 0,
+        "▁cat": 1,
+        "s": 2,
+        "▁": 3,
+        "<0xE2>": 4,
+        "<0x82>": 5,
+        "<0xAC>": 6,
+        "<unk>": 7,
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     token_ids = [0, 1, 2, 1, 3, 3, 4, 5, 6, 0]
 

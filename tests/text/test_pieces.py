@@ -1,4 +1,4 @@
-"""What single tokens say, for log probabilities."""
+"""The text of single tokens, for log probabilities."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +10,9 @@ from kvrs.text.pieces import TokenPieces
 @settings(deadline=None, max_examples=50)
 @given(text=st.text(max_size=30))
 def test_the_bytes_of_all_tokens_are_the_text(tokenizer: Tokenizer, text: str) -> None:
-    """Also where a character is spread over tokens: then none of them has its text, but each has its bytes."""
+    """Also where a character is spread over tokens: then none of them has its text, but each has
+    its bytes.
+    """
     pieces = TokenPieces(tokenizer)
 
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -34,7 +36,12 @@ def test_spaces_and_bytes_of_sentencepiece_style_tokens() -> None:
     vocab = {"▁the": 0, "s": 1, "<0xE2>": 2, "<unk>": 3}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     pieces = TokenPieces(tokenizer)
 

@@ -1,4 +1,6 @@
-"""An agent's store in a dictionary, behind a real page server, and what a test needs to speak to it."""
+"""An agent's store in a dictionary, behind a real page server, and what a test needs to speak to
+it.
+"""
 
 import asyncio
 import time
@@ -6,14 +8,23 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Claim, Held, Identity, Peer, PinnedPages, PullRequest, StoreCode, StoredPages
+from kvrs.transfer.peers import (
+    CheckpointClaim,
+    HeldPages,
+    Identity,
+    Peer,
+    PinnedPages,
+    PullRequest,
+    StoreCode,
+    StoredPages,
+)
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 
 PAGE_BYTES = 4096
@@ -38,11 +49,11 @@ def content(stream: StreamId, index: int) -> bytes:
     return tag(stream, index) * (PAGE_BYTES // TAG_BYTES)
 
 
-def claim(stream: StreamId, attempt: int = 1) -> Claim:
-    return Claim(stream, owner_epoch=0, attempt=attempt)
+def claim(stream: StreamId, attempt: int = 1) -> CheckpointClaim:
+    return CheckpointClaim(stream, owner_epoch=0, attempt=attempt)
 
 
-def run_of(stream: StreamId, first: int, count: int) -> StoredPages:
+def range_of(stream: StreamId, first: int, count: int) -> StoredPages:
     pages = [memoryview(content(stream, index)) for index in range(first, first + count)]
     return StoredPages(claim(stream), first, tags(stream, first, count), pages)
 
@@ -63,22 +74,24 @@ class Arriving:
         self.sink.visible[self.tags[index]] = bytes(self.memory[index])
         self.sink.streams[self.stream][self.first_page + index] = self.tags[index]
 
-    def end(self) -> Held:
+    def end(self) -> HeldPages:
         assert not self.ended
         self.ended = True
         self.sink.arriving -= 1
-        return Held(self.sink.refused.get(self.stream, StoreCode.OK), self.sink.leading(self.stream))
+        return HeldPages(
+            self.sink.refused.get(self.stream, StoreCode.OK), self.sink.leading(self.stream)
+        )
 
 
 @dataclass
 class Sink:
-    """Takes what is offered, unless told otherwise; and hands it out again."""
+    """Stores what is offered, unless refused by the test, and serves it again."""
 
     identity: Identity = AGENT
     refused: dict[StreamId, StoreCode] = field(default_factory=dict)
     visible: dict[Tag, bytes] = field(default_factory=dict)
     streams: dict[StreamId, dict[int, Tag]] = field(default_factory=dict)
-    reserved: dict[Claim, int] = field(default_factory=dict)
+    reserved: dict[CheckpointClaim, int] = field(default_factory=dict)
     arriving: int = 0
     begun: int = 0
 
@@ -88,22 +101,29 @@ class Sink:
 
     def adopt(self, client: Identity) -> None:
         if not self.reserved:
-            self.identity = replace(self.identity, fingerprint=client.fingerprint, page_bytes=client.page_bytes)
+            self.identity = replace(
+                self.identity, fingerprint=client.fingerprint, page_bytes=client.page_bytes
+            )
 
-    def offer(self, claim: Claim, reserved_bytes: int, tags: tuple[Tag, ...]) -> Held:
+    def offer(
+        self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
+    ) -> HeldPages:
         if (code := self.refused.get(claim.stream, StoreCode.OK)) is StoreCode.OK:
             self.reserved[claim] = reserved_bytes
             pages = self.streams.setdefault(claim.stream, {})
             pages |= {index: tag for index, tag in enumerate(tags) if tag in self.visible}
-        return Held(code, self.leading(claim.stream))
+        return HeldPages(code, self.leading(claim.stream))
 
-    def begin(self, claim: Claim, first_page: int, tags: tuple[Tag, ...]) -> Arriving:
+    def begin(self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]) -> Arriving:
         self.arriving += 1
         self.begun += 1
         pages = self.streams.setdefault(claim.stream, {})
         wanted = claim.stream not in self.refused and first_page <= self.leading(claim.stream)
         memory = [bytearray(PAGE_BYTES) for _ in tags]
-        views = [memoryview(page) if wanted and first_page + index not in pages else None for index, page in enumerate(memory)]
+        views = [
+            memoryview(page) if wanted and first_page + index not in pages else None
+            for index, page in enumerate(memory)
+        ]
         return Arriving(self, claim.stream, first_page, tags, views, memory)
 
     async def pin(self, request: PullRequest) -> PinnedPages:
@@ -118,13 +138,13 @@ class Sink:
         pass
 
     def assert_whole(self) -> None:
-        """Whatever is visible is what its tag says."""
+        """Every visible page is that of its tag."""
         for own, page in self.visible.items():
             assert page == bytes(own) * (PAGE_BYTES // TAG_BYTES)
 
 
 @dataclass
-class House:
+class StoringAgent:
     """An engine's sending side and an agent."""
 
     sink: Sink
@@ -134,27 +154,32 @@ class House:
     puller: PagePuller
     peer: Peer
 
-    async def offer(self, stream: StreamId, known: int = 0) -> Held:
+    async def offer(self, stream: StreamId, known: int = 0) -> HeldPages:
         return await self.pusher.offer(self.peer, claim(stream), 1 << 20, tags(stream, 0, known))
 
 
 @asynccontextmanager
-async def house(
+async def agent_store(
     engine: Identity = ENGINE,
     secret: bytes = SECRET,
     settings: TransferSettings = SETTINGS,
     agent_settings: TransferSettings = SETTINGS,
-) -> AsyncIterator[House]:
+) -> AsyncIterator[StoringAgent]:
     sink = Sink()
     server = PageServer(
-        lambda: sink.identity, sink, SECRET, agent_settings, SendingLinks(agent_settings, SendingFaults(), N1), sink
+        lambda: sink.identity,
+        sink,
+        SECRET,
+        agent_settings,
+        SendingLinks(agent_settings, SendingFaults(), N1),
+        sink,
     )
     links = SendingLinks(settings, SendingFaults(), engine.node)
     pusher = PagePusher(lambda: engine, secret, settings, links)
     puller = PagePuller(lambda: engine, secret, settings, time.monotonic)
     peer = Peer(AGENT.instance, N1, "127.0.0.1", await server.start("127.0.0.1", 0))
     try:
-        yield House(sink, server, links, pusher, puller, peer)
+        yield StoringAgent(sink, server, links, pusher, puller, peer)
     finally:
         await pusher.close()
         await puller.close()

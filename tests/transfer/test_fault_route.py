@@ -8,11 +8,13 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvrs.config import parse_config
+from kvrs.config.file import parse_config
 from kvrs.errors import RequestError
 from kvrs.ids import NodeId
 from kvrs.transfer.fault_route import add_fault_route
-from kvrs.transfer.faults import SendingFaults
+from kvrs.transfer.send_faults import SendingFaults
+
+pytestmark = pytest.mark.network
 
 N1 = NodeId("n1")
 
@@ -40,7 +42,11 @@ async def serving(faults: SendingFaults) -> AsyncIterator[str]:
 
 
 async def ask(faults: SendingFaults, body: str) -> tuple[int, str]:
-    async with serving(faults) as url, aiohttp.ClientSession() as session, session.post(url, data=body) as answer:
+    async with (
+        serving(faults) as url,
+        aiohttp.ClientSession() as session,
+        session.post(url, data=body) as answer,
+    ):
         return answer.status, await answer.text()
 
 
@@ -60,7 +66,10 @@ async def test_faults_reach_the_sending_side_and_end_when_that_is_asked() -> Non
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ('{"type":"link","node":"n9","bytes_per_s":0,"for_s":60}', "node: got 'n9'; allowed: n0, n1"),
+        (
+            '{"type":"link","node":"n9","bytes_per_s":0,"for_s":60}',
+            "node: got 'n9'; allowed: n0, n1",
+        ),
         ('{"type":"link","node":"n1","bytes_per_s":-1,"for_s":60}', ">= 0"),
         ('{"type":"pages","pages":0}', ">= 1"),
         ('{"type":"melt"}', "Invalid value 'melt'"),
@@ -79,5 +88,5 @@ async def test_a_wrong_request_is_refused_and_changes_nothing(body: str, reason:
 
 
 def test_no_configuration_allows_faults_by_itself() -> None:
-    """The route is not even there unless the file says so."""
+    """The route does not exist unless the configuration allows faults."""
     assert not parse_config({}).cluster.allow_faults

@@ -1,4 +1,6 @@
-"""Checkpoints in memory that outlives the process: what goes in comes out, whoever asks and in whichever life."""
+"""Checkpoints in memory that outlives the process: pages that were stored are served, to any peer
+and after any restart.
+"""
 
 import asyncio
 import os
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.frames import Claim, Held, Identity, PullRequest, StoreCode, checksum
+from kvrs.protocol.frames import checksum
+from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, PullRequest, StoreCode
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.transfer.peers import PinnedPages
 from kvrs.transfer.store.directory import StoreDirectory, StoreState
@@ -33,8 +36,8 @@ def page(tag: Tag, page_bytes: int = PAGE_BYTES) -> bytes:
     return (tag * -(-page_bytes // len(tag)))[:page_bytes]
 
 
-class House:
-    """A place for stores, one life after the other, and its clock."""
+class StoreHost:
+    """A directory for stores, one process after the other, and their clock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,14 +54,16 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    house = House(tmp_path / "store")
-    yield house
-    house.kill()
+def host(tmp_path: Path) -> Iterator[StoreHost]:
+    host = StoreHost(tmp_path / "store")
+    yield host
+    host.kill()
 
 
-def put(store: HostStore, stream: StreamId, first: int, some: tuple[Tag, ...], attempt: int = 1) -> Held:
-    incoming = store.begin(Claim(stream, 0, attempt), first, some)
+def put(
+    store: HostStore, stream: StreamId, first: int, some: tuple[Tag, ...], attempt: int = 1
+) -> HeldPages:
+    incoming = store.begin(CheckpointClaim(stream, 0, attempt), first, some)
     for index, view in enumerate(incoming.views):
         if view is not None:
             view[:] = page(some[index])
@@ -66,11 +71,11 @@ def put(store: HostStore, stream: StreamId, first: int, some: tuple[Tag, ...], a
     return incoming.end()
 
 
-def filled(house: House, pages: int, capacity_pages: int = 8) -> HostStore:
-    store = house.open(capacity_pages)
+def filled(host: StoreHost, pages: int, capacity_pages: int = 8) -> HostStore:
+    store = host.open(capacity_pages)
     store.adopt(engine())
-    assert store.offer(Claim(S, 0, 1), pages * PAGE_BYTES, ()) == Held(OK, 0)
-    assert put(store, S, 0, tags(1, pages)) == Held(OK, pages)
+    assert store.offer(CheckpointClaim(S, 0, 1), pages * PAGE_BYTES, ()) == HeldPages(OK, 0)
+    assert put(store, S, 0, tags(1, pages)) == HeldPages(OK, pages)
     return store
 
 
@@ -78,90 +83,100 @@ def read(store: HostStore, some: tuple[Tag, ...]) -> int:
     """How many leading pages there are; they are right."""
     pinned = asyncio.run(store.pin(PullRequest(some)))
     try:
-        assert [bytes(view) for view in pinned.pages] == [page(tag) for tag in some[: len(pinned.pages)]]
+        assert [bytes(view) for view in pinned.pages] == [
+            page(tag) for tag in some[: len(pinned.pages)]
+        ]
         return len(pinned.pages)
     finally:
         store.unpin(pinned)
 
 
-def test_pages_come_out_as_they_went_in(house: House) -> None:
+def test_pages_come_out_as_they_went_in(host: StoreHost) -> None:
     """Of checkpoints there are full pages only: a tail is not to be had."""
-    store = filled(house, 3)
+    store = filled(host, 3)
 
     pinned = asyncio.run(store.pin(PullRequest(tags(1, 5), handoff=S, tail_index=3)))
 
     assert [bytes(view) for view in pinned.pages] == [page(tag) for tag in tags(1, 3)]
     assert pinned.tail is None
-    assert (store.held_bytes, store.reserved_bytes, store.checkpoints) == (3 * PAGE_BYTES, 3 * PAGE_BYTES, 1)
+    assert (store.held_bytes, store.reserved_bytes, store.checkpoints) == (
+        3 * PAGE_BYTES,
+        3 * PAGE_BYTES,
+        1,
+    )
     store.unpin(pinned)
     store.check()
 
 
-def test_what_is_reserved_are_whole_pages(house: House) -> None:
+def test_what_is_reserved_are_whole_pages(host: StoreHost) -> None:
     """A page that has room for one byte less is no room."""
-    store = house.open(capacity_pages=2)
+    store = host.open(capacity_pages=2)
     store.adopt(engine())
 
-    assert store.offer(Claim(S, 0, 1), PAGE_BYTES + 1, ()).code is OK
-    assert store.offer(Claim(T, 0, 1), 1, ()).code is FULL
+    assert store.offer(CheckpointClaim(S, 0, 1), PAGE_BYTES + 1, ()).code is OK
+    assert store.offer(CheckpointClaim(T, 0, 1), 1, ()).code is FULL
 
 
-def test_the_next_life_has_what_was_whole(house: House) -> None:
+def test_the_next_life_has_what_was_whole(host: StoreHost) -> None:
     """Nothing of it is reserved, and its epoch is one more."""
-    store = filled(house, 3)
-    store.offer(Claim(S, 0, 1), 4 * PAGE_BYTES, tags(1, 3))
-    arriving = store.begin(Claim(S, 0, 1), 3, tags(1, 4)[3:])
-    house.kill()
+    store = filled(host, 3)
+    store.offer(CheckpointClaim(S, 0, 1), 4 * PAGE_BYTES, tags(1, 3))
+    arriving = store.begin(CheckpointClaim(S, 0, 1), 3, tags(1, 4)[3:])
+    host.kill()
 
-    again = house.open()
+    again = host.open()
 
     assert (store.epoch, again.epoch) == (1, 2)
     assert (again.fingerprint, again.page_bytes) == ("model", PAGE_BYTES)
     assert (again.held_bytes, again.reserved_bytes, again.checkpoints) == (3 * PAGE_BYTES, 0, 0)
     again.adopt(engine())
     assert read(again, tags(1, 4)) == 3
-    assert again.offer(Claim(S, 0, 1), 4 * PAGE_BYTES, tags(1, 4)) == Held(OK, 3)
-    assert put(again, S, 3, tags(1, 4)[3:]) == Held(OK, 4)
+    assert again.offer(CheckpointClaim(S, 0, 1), 4 * PAGE_BYTES, tags(1, 4)) == HeldPages(OK, 3)
+    assert put(again, S, 3, tags(1, 4)[3:]) == HeldPages(OK, 4)
     again.check()
     arriving.end()
 
 
-def test_a_page_that_is_being_overwritten_is_not_there_in_the_next_life(house: House) -> None:
+def test_a_page_that_is_being_overwritten_is_not_there_in_the_next_life(host: StoreHost) -> None:
     """Its old record went before the first new byte came."""
-    store = filled(house, 2, capacity_pages=2)
+    store = filled(host, 2, capacity_pages=2)
     store.release([S], LEASE_S)
-    store.offer(Claim(T, 0, 1), 2 * PAGE_BYTES, ())
-    half = store.begin(Claim(T, 0, 1), 0, tags(2, 1))
-    house.kill()
+    store.offer(CheckpointClaim(T, 0, 1), 2 * PAGE_BYTES, ())
+    half = store.begin(CheckpointClaim(T, 0, 1), 0, tags(2, 1))
+    host.kill()
 
-    again = house.open(capacity_pages=2)
+    again = host.open(capacity_pages=2)
 
     assert half.views[0] is not None
     assert read(again, tags(1, 2)) == 1  # The tail of the old run was given up.
 
 
-def test_pages_of_another_kind_are_taken_when_nothing_is_reserved(house: House) -> None:
+def test_pages_of_another_kind_are_taken_when_nothing_is_reserved(host: StoreHost) -> None:
     """Until then an engine of another model finds an agent of the old one, and is refused."""
-    store = filled(house, 2)
+    store = filled(host, 2)
 
     store.adopt(engine("other", 2 * PAGE_BYTES))
     kept = store.fingerprint
-    house.now_s = LEASE_S
+    host.now_s = LEASE_S
     store.adopt(engine("other", 2 * PAGE_BYTES))
 
     assert kept == "model"
     assert (store.fingerprint, store.page_bytes, store.held_bytes) == ("other", 2 * PAGE_BYTES, 0)
     store.adopt(engine("a third one"))
-    store.offer(Claim(T, 0, 1), 2 * PAGE_BYTES, ())
-    assert put(store, T, 0, tags(2, 2)) == Held(OK, 2)
-    house.kill()
-    assert house.open().fingerprint == "a third one"
+    store.offer(CheckpointClaim(T, 0, 1), 2 * PAGE_BYTES, ())
+    assert put(store, T, 0, tags(2, 2)) == HeldPages(OK, 2)
+    host.kill()
+    assert host.open().fingerprint == "a third one"
 
 
 @pytest.mark.parametrize("pages", [0, 2])
-def test_a_kind_that_cannot_be_written_down_is_not_taken(house: House, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
-    """The memory is full of what others keep there: the engine comes again, and meanwhile nothing has changed."""
-    store = filled(house, pages) if pages else house.open()
+def test_a_kind_that_cannot_be_written_down_is_not_taken(
+    host: StoreHost, monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    """The memory is full of what others keep there: the engine comes again, and meanwhile nothing
+    has changed.
+    """
+    store = filled(host, pages) if pages else host.open()
     store.release([S], LEASE_S)
     before = (store.fingerprint, store.page_bytes, store.held_bytes)
 
@@ -176,12 +191,12 @@ def test_a_kind_that_cannot_be_written_down_is_not_taken(house: House, monkeypat
     assert (store.fingerprint, store.page_bytes, store.held_bytes) == before
     assert read(store, tags(1, 2)) == 2 if pages else not store.page_bytes
     store.adopt(engine("other", 2 * PAGE_BYTES))
-    assert store.offer(Claim(T, 0, 1), 2 * PAGE_BYTES, ()) == Held(OK, 0)
+    assert store.offer(CheckpointClaim(T, 0, 1), 2 * PAGE_BYTES, ()) == HeldPages(OK, 0)
 
 
-def test_who_reads_old_pages_keeps_them_until_he_is_done(house: House) -> None:
+def test_who_reads_old_pages_keeps_them_until_he_is_done(host: StoreHost) -> None:
     """Their memory is given back after that."""
-    store = filled(house, 2)
+    store = filled(host, 2)
     files_before = len(os.listdir("/proc/self/fd"))
     pinned: PinnedPages | None = asyncio.run(store.pin(PullRequest(tags(1, 2))))
     store.release([S], LEASE_S)
@@ -195,37 +210,39 @@ def test_who_reads_old_pages_keeps_them_until_he_is_done(house: House) -> None:
     assert len(os.listdir("/proc/self/fd")) < files_before
 
 
-def test_room_that_the_system_does_not_have_is_no_room(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer hears of it, and others are not hurt; when there is room again, it is used."""
-    store = house.open()
+def test_room_that_the_system_does_not_have_is_no_room(
+    host: StoreHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is answered FULL, others are not affected; room that comes free is used."""
+    store = host.open()
     store.adopt(engine())
-    store.offer(Claim(S, 0, 1), 2 * PAGE_BYTES, ())
+    store.offer(CheckpointClaim(S, 0, 1), 2 * PAGE_BYTES, ())
 
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched, store.watched() as changes:
         patched.setattr(os, "posix_fallocate", refuse)
-        assert put(store, S, 0, tags(1, 2)) == Held(FULL, 0)
+        assert put(store, S, 0, tags(1, 2)) == HeldPages(FULL, 0)
         assert changes.take() == ([S], [S])
     store.check()
 
-    assert put(store, S, 0, tags(1, 2)) == Held(OK, 2)
+    assert put(store, S, 0, tags(1, 2)) == HeldPages(OK, 2)
 
 
-def test_a_watcher_hears_of_all_streams_and_then_of_those_that_changed(house: House) -> None:
+def test_a_watcher_hears_of_all_streams_and_then_of_those_that_changed(host: StoreHost) -> None:
     """Each watcher by itself."""
-    store = filled(house, 2)
+    store = filled(host, 2)
     with store.watched() as early:
         first = early.take()
-        store.offer(Claim(T, 0, 1), 4 * PAGE_BYTES, ())
-        store.offer(Claim(StreamId("u"), 0, 1), 9 * PAGE_BYTES, ())
+        store.offer(CheckpointClaim(T, 0, 1), 4 * PAGE_BYTES, ())
+        store.offer(CheckpointClaim(StreamId("u"), 0, 1), 9 * PAGE_BYTES, ())
         with store.watched() as late:
             assert set(late.take()[0]) == {S, T}
             put(store, T, 0, tags(2, 1))
             assert late.take() == ([T], [])
         second = early.take()
-        house.now_s = LEASE_S
+        host.now_s = LEASE_S
         store.expire()
 
         assert first == ([S], [])
@@ -234,29 +251,31 @@ def test_a_watcher_hears_of_all_streams_and_then_of_those_that_changed(house: Ho
         assert early.take() == ([], [])
 
 
-def test_who_found_room_after_all_was_not_denied_it(house: House) -> None:
-    """Prefill asks a moment too early, then decode asks for the same stream: a watcher hears the last word."""
-    store = filled(house, 6)
+def test_who_found_room_after_all_was_not_denied_it(host: StoreHost) -> None:
+    """Prefill makes its offer too early, then decode for the same stream: a watcher gets the last
+    answer.
+    """
+    store = filled(host, 6)
     with store.watched() as changes:
         changes.take()
 
-        assert store.offer(Claim(T, 0, 1), 4 * PAGE_BYTES, ()).code is FULL
+        assert store.offer(CheckpointClaim(T, 0, 1), 4 * PAGE_BYTES, ()).code is FULL
         store.release([S], LEASE_S)
-        assert store.offer(Claim(T, 0, 1), 4 * PAGE_BYTES, ()).code is OK
+        assert store.offer(CheckpointClaim(T, 0, 1), 4 * PAGE_BYTES, ()).code is OK
 
         assert changes.take()[1] == []
-        assert store.offer(Claim(T, 0, 2), 9 * PAGE_BYTES, ()).code is FULL
-        assert store.offer(Claim(T, 0, 1), 4 * PAGE_BYTES, ()).code is StoreCode.FENCED
+        assert store.offer(CheckpointClaim(T, 0, 2), 9 * PAGE_BYTES, ()).code is FULL
+        assert store.offer(CheckpointClaim(T, 0, 1), 4 * PAGE_BYTES, ()).code is StoreCode.FENCED
         assert changes.take()[1] == [T]
 
 
-def test_leases_are_renewed_and_given_back(house: House) -> None:
-    """What is not reserved here is said."""
-    store = filled(house, 2)
+def test_leases_are_renewed_and_given_back(host: StoreHost) -> None:
+    """Streams without a reservation are returned."""
+    store = filled(host, 2)
 
-    house.now_s = 8.0
+    host.now_s = 8.0
     unknown = store.renew([S, T], LEASE_S)
-    house.now_s = 17.0
+    host.now_s = 17.0
     store.expire()
 
     assert unknown == [T]
@@ -264,14 +283,16 @@ def test_leases_are_renewed_and_given_back(house: House) -> None:
     store.release([S], LEASE_S)
     assert store.held(S) == 0
     assert read(store, tags(1, 2)) == 2
-    assert store.offer(Claim(S, 0, 1), PAGE_BYTES, ()).code is StoreCode.FENCED
+    assert store.offer(CheckpointClaim(S, 0, 1), PAGE_BYTES, ()).code is StoreCode.FENCED
 
 
 def test_an_offer_is_weighed_against_all_leases_only_where_it_would_be_refused(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    host: StoreHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After its restart an agent gets an offer for every stream at once: each looking at all others would take seconds."""
-    store = filled(house, 6)
+    """After its restart an agent gets an offer for every stream at once: each looking at all others
+    would take seconds.
+    """
+    store = filled(host, 6)
     assert store._shelf is not None
     looks: list[float] = []
     expire = store._shelf.book.expire
@@ -281,26 +302,28 @@ def test_an_offer_is_weighed_against_all_leases_only_where_it_would_be_refused(
         return expire(now_s)
 
     monkeypatch.setattr(store._shelf.book, "expire", look)
-    assert store.offer(Claim(T, 0, 1), 2 * PAGE_BYTES, ()) == Held(OK, 0)
+    assert store.offer(CheckpointClaim(T, 0, 1), 2 * PAGE_BYTES, ()) == HeldPages(OK, 0)
     assert looks == []
-    assert store.offer(Claim(StreamId("u"), 0, 1), PAGE_BYTES, ()).code is FULL
+    assert store.offer(CheckpointClaim(StreamId("u"), 0, 1), PAGE_BYTES, ()).code is FULL
 
-    house.now_s = LEASE_S
-    assert store.offer(Claim(StreamId("u"), 0, 1), 8 * PAGE_BYTES, ()) == Held(OK, 0)
+    host.now_s = LEASE_S
+    assert store.offer(CheckpointClaim(StreamId("u"), 0, 1), 8 * PAGE_BYTES, ()) == HeldPages(OK, 0)
     assert looks == [0.0, LEASE_S]
     store.check()
 
 
-async def test_memory_is_got_before_it_is_needed(house: House) -> None:
-    """So that nobody on the event loop waits for it."""
-    store = house.open(capacity_pages=4096)
+async def test_memory_is_got_before_it_is_needed(host: StoreHost) -> None:
+    """So that the event loop does not wait for it."""
+    store = host.open(capacity_pages=4096)
     growing = asyncio.create_task(store.grow_ahead())
     store.adopt(engine())
     try:
         await asyncio.sleep(0)
-        assert not list(house.path.glob("segment-*"))
-        store.offer(Claim(S, 0, 1), PAGE_BYTES, ())
-        while not any(path.stat().st_blocks * 512 >= 1 << 22 for path in house.path.glob("segment-*")):
+        assert not list(host.path.glob("segment-*"))
+        store.offer(CheckpointClaim(S, 0, 1), PAGE_BYTES, ())
+        while not any(
+            path.stat().st_blocks * 512 >= 1 << 22 for path in host.path.glob("segment-*")
+        ):
             assert not growing.done()
             await asyncio.sleep(0.001)
     finally:
@@ -308,11 +331,11 @@ async def test_memory_is_got_before_it_is_needed(house: House) -> None:
         await asyncio.gather(growing, return_exceptions=True)
 
 
-def test_the_clean_end_leaves_nothing(house: House) -> None:
+def test_the_clean_end_leaves_nothing(host: StoreHost) -> None:
     """Not even the directory."""
-    store = filled(house, 2)
+    store = filled(host, 2)
 
     store.clear()
-    house.kill()
+    host.kill()
 
-    assert not house.path.exists()
+    assert not host.path.exists()

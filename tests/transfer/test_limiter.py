@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.protocol.frames import TrafficClass
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.transfer.limiter import LinkTurns, Turn
 
 HANDOFF, RECOVERY, CHECKPOINT = TrafficClass
@@ -32,25 +32,39 @@ class Sent:
 
 
 def play(
-    bytes_per_s: float, transfers: list[Transfer], until_s: float, lateness_s: float = 0.0, seed: int = 0, start_s: float = 0.0
+    bytes_per_s: float,
+    transfers: list[Transfer],
+    until_s: float,
+    lateness_s: float = 0.0,
+    seed: int = 0,
+    start_s: float = 0.0,
 ) -> list[Sent]:
-    """What is sent by transfers that ask again as soon as they had their turn; a turn is served up to `lateness_s` late."""
+    """What is sent by transfers that ask again as soon as they had their turn; a turn is served up
+    to `lateness_s` late.
+    """
     turns, random, order = LinkTurns(), Random(seed), count()
     turns.set_rate(bytes_per_s, start_s)
     asked: dict[Turn, int] = {}
     sent: list[Sent] = []
-    wakes = [(start_s + transfer.starts_s, next(order), number) for number, transfer in enumerate(transfers)]
+    wakes = [
+        (start_s + transfer.starts_s, next(order), number)
+        for number, transfer in enumerate(transfers)
+    ]
     wakes.sort()
     planned_s = None
     while wakes and wakes[0][0] <= start_s + until_s:
         now_s, _, number = heappop(wakes)
         if number >= 0:
-            asked[turns.ask(transfers[number].traffic, min(transfers[number].left_bytes, 1 << 20), now_s)] = number
+            asked[
+                turns.ask(
+                    transfers[number].traffic, min(transfers[number].left_bytes, 1 << 20), now_s
+                )
+            ] = number
         else:
             planned_s = None
         waiting = {turn.traffic for turn in asked}
         for turn in turns.grant(now_s):
-            # Strict order: nobody of a higher class was waiting.
+            # Strict order: no transfer of a higher class was waiting.
             assert turn.traffic == min(waiting)
             number = asked.pop(turn)
             waiting = {turn.traffic for turn in asked}
@@ -78,7 +92,9 @@ def end_of(sent: list[Sent], transfer: int) -> float:
 def test_the_rate_over_a_second_is_within_five_percent_of_the_limit(
     bytes_per_s: float, classes: list[TrafficClass], lateness_s: float, seed: int
 ) -> None:
-    """Senders that always have something to send get the limit, together, however many they are and though they oversleep."""
+    """Senders that always have something to send get the limit, together, however many they are and
+    though they oversleep.
+    """
     sent = play(bytes_per_s, [Transfer(traffic) for traffic in classes], 2.0, lateness_s, seed)
 
     for start_s in (0.0, 0.37, 0.9):
@@ -91,7 +107,7 @@ def test_the_rate_over_a_second_is_within_five_percent_of_the_limit(
 def test_connections_of_a_class_share_a_link_evenly(
     bytes_per_s: float, traffic: TrafficClass, senders: int, lateness_s: float, seed: int
 ) -> None:
-    """Whoever has something to send gets the same share, also of what is made up for late turns."""
+    """Every waiting transfer gets the same share, also of bytes made up for late turns."""
     sent = play(bytes_per_s, [Transfer(traffic) for _ in range(senders)], 1.0, lateness_s, seed)
 
     totals = [bytes_of(sent, sender) for sender in range(senders)]
@@ -106,12 +122,20 @@ def test_connections_of_a_class_share_a_link_evenly(
     st.integers(0, 1000),
 )
 def test_no_span_carries_more_than_the_limit_and_a_burst(
-    bytes_per_s: float, transfers: list[tuple[TrafficClass, float, int]], lateness_s: float, seed: int
+    bytes_per_s: float,
+    transfers: list[tuple[TrafficClass, float, int]],
+    lateness_s: float,
+    seed: int,
 ) -> None:
-    """However the transfers are spread in time, over classes and in size, and however late turns are served."""
+    """However the transfers are spread in time, over classes and in size, and however late turns
+    are served.
+    """
     sent = play(
         bytes_per_s,
-        [Transfer(traffic, max(1, int(ms / 1e3 * bytes_per_s)), at_s) for traffic, at_s, ms in transfers],
+        [
+            Transfer(traffic, max(1, int(ms / 1e3 * bytes_per_s)), at_s)
+            for traffic, at_s, ms in transfers
+        ],
         until_s=10.0,
         lateness_s=lateness_s,
         seed=seed,
@@ -123,16 +147,26 @@ def test_no_span_carries_more_than_the_limit_and_a_burst(
         for one in sent[first:]:
             total += one.bytes
             # The relative slack is for rounding only.
-            assert total <= (bytes_per_s * (one.at_s - sent[first].at_s + 0.02) + chunk_bytes) * (1 + 1e-6) + 1
+            assert (
+                total
+                <= (bytes_per_s * (one.at_s - sent[first].at_s + 0.02) + chunk_bytes) * (1 + 1e-6)
+                + 1
+            )
 
 
 @given(RATES, st.floats(0.03, 100))
 def test_a_link_that_was_idle_has_saved_up_nothing(bytes_per_s: float, idle_s: float) -> None:
-    """A short transfer after a pause takes as long as its bytes take at the limit, or it would measure more than there is."""
+    """A short transfer after a pause takes as long as its bytes take at the limit, or it would
+    measure more than there is.
+    """
     size_bytes = max(1000, int(bytes_per_s * 0.02))
     starts_s = size_bytes / bytes_per_s + idle_s
 
-    sent = play(bytes_per_s, [Transfer(HANDOFF, size_bytes), Transfer(HANDOFF, size_bytes, starts_s)], 1000.0)
+    sent = play(
+        bytes_per_s,
+        [Transfer(HANDOFF, size_bytes), Transfer(HANDOFF, size_bytes, starts_s)],
+        1000.0,
+    )
 
     assert end_of(sent, 1) - starts_s == pytest.approx(size_bytes / bytes_per_s, rel=1e-3)
 
@@ -150,7 +184,11 @@ def test_a_handoff_is_as_quick_as_on_an_empty_link(
     """What is below it on the link costs it one turn of a chunk at most."""
     size_bytes = max(1, int(bytes_per_s * ms / 1e3))
 
-    sent = play(bytes_per_s, [Transfer(HANDOFF, size_bytes, starts_s), *(Transfer(other) for other in others)], 2.0)
+    sent = play(
+        bytes_per_s,
+        [Transfer(HANDOFF, size_bytes, starts_s), *(Transfer(other) for other in others)],
+        2.0,
+    )
 
     assert end_of(sent, 0) <= starts_s + size_bytes / bytes_per_s + CHUNK_S
 
@@ -164,8 +202,13 @@ def test_a_handoff_is_as_quick_as_on_an_empty_link(
 def test_nobody_starves_when_there_is_room(
     bytes_per_s: float, transfers: list[tuple[TrafficClass, float, int]], clock_s: float
 ) -> None:
-    """Everything is through when the link could have carried it all, at any reading of the clock; the lowest class too."""
-    plan = [Transfer(traffic, max(1, int(ms / 1e3 * bytes_per_s)), at_s) for traffic, at_s, ms in transfers]
+    """Everything is through when the link could have carried it all, at any reading of the clock;
+    the lowest class too.
+    """
+    plan = [
+        Transfer(traffic, max(1, int(ms / 1e3 * bytes_per_s)), at_s)
+        for traffic, at_s, ms in transfers
+    ]
     work_s = sum(one.left_bytes for one in plan) / bytes_per_s
 
     sent = play(bytes_per_s, plan, until_s=100.0, start_s=clock_s)
@@ -186,7 +229,9 @@ def test_classes_are_served_in_order() -> None:
 
 
 def test_without_a_limit_checkpoints_wait_for_everything_else() -> None:
-    """They wait from the begin to the end of a hand-off or a recovery, also while it asks for no turn."""
+    """They wait from the begin to the end of a hand-off or a recovery, also while it asks for no
+    turn.
+    """
     turns = LinkTurns()
     for traffic in (RECOVERY, HANDOFF, CHECKPOINT):
         turns.begin(traffic)
@@ -204,7 +249,9 @@ def test_without_a_limit_checkpoints_wait_for_everything_else() -> None:
 
 
 @pytest.mark.parametrize("bytes_per_s", [None, 1e6])
-def test_a_sign_of_life_is_one_byte_out_of_turn_that_the_link_owes(bytes_per_s: float | None) -> None:
+def test_a_sign_of_life_is_one_byte_out_of_turn_that_the_link_owes(
+    bytes_per_s: float | None,
+) -> None:
     """It shows the peer that this end is there; it is not a way around the limit."""
     turns = LinkTurns()
     turns.set_rate(bytes_per_s, 0.0)
@@ -212,7 +259,7 @@ def test_a_sign_of_life_is_one_byte_out_of_turn_that_the_link_owes(bytes_per_s: 
     checkpoint, handoff = turns.ask(CHECKPOINT, 5000, 0.0), turns.ask(HANDOFF, 5000, 0.0)
     before_s = turns.next_s()
 
-    assert turns.grant_sign_of_life(checkpoint, 0.001)
+    assert turns.grant_keepalive(checkpoint, 0.001)
 
     assert (checkpoint.granted_bytes, handoff.granted_bytes) == (1, 0)
     if bytes_per_s is not None:
@@ -227,18 +274,22 @@ def test_a_link_that_owes_gives_no_sign_of_life() -> None:
     turns.set_rate(1.0, 0.0)
     waiting = [turns.ask(CHECKPOINT, 100, 0.0) for _ in range(3)]
 
-    granted = [turns.grant_sign_of_life(turn, 0.5) for turn in waiting]
+    granted = [turns.grant_keepalive(turn, 0.5) for turn in waiting]
 
     assert granted == [True, False, False]
 
 
 def test_a_cut_link_carries_nothing_and_owes_nothing_afterwards() -> None:
-    """Neither turns nor signs of life; then the rate is as before."""
+    """Neither turns nor keepalives; then the rate is as before."""
     turns = LinkTurns()
     turns.set_rate(0, 0.0)
     turn = turns.ask(HANDOFF, 1000, 0.0)
 
-    assert (turns.grant(100.0), turns.next_s(), turns.grant_sign_of_life(turn, 100.0)) == ([], None, False)
+    assert (turns.grant(100.0), turns.next_s(), turns.grant_keepalive(turn, 100.0)) == (
+        [],
+        None,
+        False,
+    )
     turns.set_rate(1e6, 100.0)
     assert turns.next_s() == pytest.approx(100.001)
 
@@ -260,7 +311,9 @@ OPERATIONS = st.lists(
 def test_whatever_happens_each_turn_comes_once_and_in_order(
     operations: list[tuple[str, TrafficClass, int, float | None, float]],
 ) -> None:
-    """Senders come and go, rates change, clocks pass; afterwards a link that carries everything serves all who are left."""
+    """Senders come and go, rates change, clocks pass; afterwards a link that carries everything
+    serves all that are left.
+    """
     turns, waiting, rate, now_s = LinkTurns(), list[Turn](), None, 0.0
     opened = dict.fromkeys(TrafficClass, 0)
     for what, traffic, number, new_rate, pause_s in operations:
@@ -272,7 +325,7 @@ def test_whatever_happens_each_turn_comes_once_and_in_order(
                 turns.withdraw(waiting.pop(number % len(waiting)))
             case "sign" if waiting:
                 turn = waiting[number % len(waiting)]
-                if turns.grant_sign_of_life(turn, now_s):
+                if turns.grant_keepalive(turn, now_s):
                     assert rate != 0
                     waiting.remove(turn)
             case "rate":
@@ -292,7 +345,7 @@ def test_whatever_happens_each_turn_comes_once_and_in_order(
             assert turn is first
             assert 1 <= turn.granted_bytes <= turn.wanted_bytes
             waiting.remove(turn)
-        assert turns.somebody_waits == bool(waiting)
+        assert turns.has_waiting == bool(waiting)
         assert not any(turn.granted_bytes for turn in waiting)
 
     turns.set_rate(None, now_s)

@@ -8,7 +8,9 @@ A = NodeId("a")
 RATES = st.floats(1e3, 1e11)
 
 
-def sample(meter: LinkMeter, size_bytes: int, bytes_per_s: float, now_s: float, *, probe: bool = False) -> float:
+def sample(
+    meter: LinkMeter, size_bytes: int, bytes_per_s: float, now_s: float, *, probe: bool = False
+) -> float:
     """One transfer; returns when it is over."""
     (meter.probe_begins if probe else meter.begin)(A, now_s)
     now_s += size_bytes / bytes_per_s
@@ -18,15 +20,23 @@ def sample(meter: LinkMeter, size_bytes: int, bytes_per_s: float, now_s: float, 
 
 
 @given(RATES, st.floats(0, 1), st.floats(0, 1e7), st.floats(0, 1e7))
-def test_a_bound_sinks_with_age_and_spread_and_never_to_nothing(rate: float, share: float, age_s: float, more_s: float) -> None:
-    """The policy divides by it, and what was measured long ago is worth less than what was measured now."""
-    young, old = (lower_bound(Measurement(rate, rate * share, at_s)) for at_s in (age_s, age_s + more_s))
+def test_a_bound_sinks_with_age_and_spread_and_never_to_nothing(
+    rate: float, share: float, age_s: float, more_s: float
+) -> None:
+    """The policy divides by it, and what was measured long ago is worth less than what was measured
+    now.
+    """
+    young, old = (
+        lower_bound(Measurement(rate, rate * share, at_s)) for at_s in (age_s, age_s + more_s)
+    )
 
     assert rate * 0.0999 <= old <= young <= rate
 
 
 def test_a_steady_link_is_trusted_more_with_every_sample_and_a_fickle_one_less() -> None:
-    """The spread is what the samples differ by, so the bound is near the rate only where they agree."""
+    """The spread is what the samples differ by, so the bound is near the rate only where they
+    agree.
+    """
     steady, fickle = LinkMeter(1000), LinkMeter(1000)
     first = lower_bound(Measurement(1e8, 0.25e8, 0.0))
     now_s = 0.0
@@ -35,7 +45,10 @@ def test_a_steady_link_is_trusted_more_with_every_sample_and_a_fickle_one_less()
         sample(steady, 1 << 20, 1e8, now_s)
         now_s = sample(fickle, 1 << 20, 0.5e8 if turn % 2 else 1.5e8, now_s) + 1.0
 
-    (trusted,), (doubted,) = steady.measurements(now_s).values(), fickle.measurements(now_s).values()
+    (trusted,), (doubted,) = (
+        steady.measurements(now_s).values(),
+        fickle.measurements(now_s).values(),
+    )
     assert lower_bound(trusted) > 0.97e8 > first > lower_bound(doubted) > 0.1e8
 
 
@@ -52,7 +65,7 @@ def test_probes_of_all_who_probe_take_no_more_than_a_hundredth_of_a_link(
     """However slow it is, however many share it, and when it becomes slower."""
     meters = [LinkMeter(1000) for _ in range(probers)]
     size_bytes, now_s, carried_bytes, sent = 65536, 0.0, 0.0, 0
-    for meter in meters:  # Somebody has to ask first: nothing is known of the link yet.
+    for meter in meters:  # The first probe: nothing is known of the link yet.
         now_s = sample(meter, size_bytes, rate, now_s, probe=True)
 
     for change in (1.0, *slower):

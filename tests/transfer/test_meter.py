@@ -8,19 +8,32 @@ from kvrs.transfer.meter import LinkMeter
 
 A, B = NodeId("a"), NodeId("b")
 
-# One busy period: the order in which overlapping transfers get chunks of these sizes, and the idle time before it.
+# One busy period: the order in which overlapping transfers get chunks of these sizes, and the idle
+# time before it.
 CHUNKS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1 << 20)), min_size=1, max_size=30)
 PERIODS = st.lists(st.tuples(st.floats(0, 10), CHUNKS), min_size=1, max_size=8)
 
 
-def play(meter: LinkMeter, link: NodeId, period: list[tuple[int, int]], start_s: float, bytes_per_s: float) -> float:
+def play(
+    meter: LinkMeter,
+    link: NodeId,
+    period: list[tuple[int, int]],
+    start_s: float,
+    bytes_per_s: float,
+) -> float:
     """A link that carries `bytes_per_s` serves transfers that overlap; returns when it is done.
 
     A transfer begins at some time before its first chunk is through and ends after its last.
     """
     now_s = start_s
-    first = {transfer: min(i for i, (t, _) in enumerate(period) if t == transfer) for transfer, _ in period}
-    last = {transfer: max(i for i, (t, _) in enumerate(period) if t == transfer) for transfer, _ in period}
+    first = {
+        transfer: min(i for i, (t, _) in enumerate(period) if t == transfer)
+        for transfer, _ in period
+    }
+    last = {
+        transfer: max(i for i, (t, _) in enumerate(period) if t == transfer)
+        for transfer, _ in period
+    }
     # The period is one: the transfer of the last chunk is open all the time.
     first[period[-1][0]] = 0
     for index, (transfer, size_bytes) in enumerate(period):
@@ -40,7 +53,9 @@ def play(meter: LinkMeter, link: NodeId, period: list[tuple[int, int]], start_s:
 def test_the_estimate_of_a_constant_link_is_its_rate_for_any_chunking_and_overlap(
     periods: list[tuple[float, list[tuple[int, int]]]], bytes_per_s: float
 ) -> None:
-    """What is measured is what the link can do, not how its transfers were cut or what each of them got."""
+    """What is measured is what the link can do, not how its transfers were cut or what each of them
+    got.
+    """
     meter = LinkMeter(min_sample_bytes=1000)
     now_s = 0.0
 
@@ -65,7 +80,9 @@ def test_the_estimate_follows_a_link_that_changes() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["begin", "add", "end"]), st.integers(0, 1 << 40), st.floats(-1, 1e6)),
+        st.tuples(
+            st.sampled_from(["begin", "add", "end"]), st.integers(0, 1 << 40), st.floats(-1, 1e6)
+        ),
         max_size=60,
     )
 )
@@ -122,7 +139,9 @@ def test_traffic_without_an_end_is_measured_while_it_lasts() -> None:
 
 
 def test_a_link_is_unmeasured_since_the_last_byte_of_its_last_sample() -> None:
-    """Probes are for links whose own traffic does not measure them; small transfers do not, nor does another link's traffic."""
+    """Probes are for links whose own traffic does not measure them; small transfers do not, nor
+    does another link's traffic.
+    """
     meter = LinkMeter(min_sample_bytes=1000)
     meter.begin(A, 5.0)
     while_open = meter.unmeasured_s(A, 9.0)

@@ -1,7 +1,11 @@
-"""The page port against peers that are not what they should be: strangers, impostors, and peers that speak nonsense."""
+"""The page port against peers that are not what they should be: strangers, impostors, and peers
+that send nonsense.
+"""
 
 import asyncio
 import gc
+import re
+import select
 import socket
 import time
 import warnings
@@ -13,20 +17,24 @@ from typing import Any
 import pytest
 
 import kvrs.transfer.server as server_module
+from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol import frames
-from kvrs.protocol.frames import Answer, FrameType, Identity, Pull, PullRequest
+from kvrs.protocol.frames import AnswerHeader, FrameType
+from kvrs.protocol.page_messages import Identity, PullFrame, PullRequest, ServerWelcome
+from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.handshake import admit, introduce, page_key
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, PinnedPages, PullResult
 from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.stream import SocketStream
 from tests.protocol.questions import KV, question
+
+pytestmark = pytest.mark.network
 
 PAGE_BYTES = 1024
 SECRET = b"only for the tests"
@@ -85,7 +93,9 @@ async def connect(port: int) -> socket.socket:
 
 
 async def all_that_comes(sock: socket.socket) -> bytes:
-    """Until the other end closes. A server that waits for more instead fails the test by the time limit."""
+    """Until the other end closes. A server that waits for more instead fails the test by the time
+    limit.
+    """
     received = b""
     async with asyncio.timeout(20):
         try:
@@ -145,7 +155,7 @@ async def test_nonsense_from_a_peer_closes_its_connection_and_no_other(nonsense:
         stream = SocketStream(sock, 5.0)
         await introduce(stream, page_key(SECRET), CLIENT, peer_at(port))
 
-        await stream.send(nonsense)
+        await stream.send(nonsense, stream.session.seal(nonsense))
         received = await all_that_comes(sock)
         after = await pull(puller, port)
 
@@ -154,7 +164,9 @@ async def test_nonsense_from_a_peer_closes_its_connection_and_no_other(nonsense:
         assert (after.full_pages, after.error) == (1, None)
 
 
-async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stranger_that_says_nothing_is_closed_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An unauthenticated connection lasts as long as a hand-shake may."""
     monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_S", 0.1)
     async with serving() as port:
@@ -165,41 +177,77 @@ async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch: pytes
 
         silent.close()
         dripping.close()
-        assert [len(challenge) for challenge in challenges] == [frames.HEADER_BYTES + frames.NONCE_BYTES] * 2
+        assert [len(challenge) for challenge in challenges] == [
+            frames.HEADER_BYTES + frames.NONCE_BYTES
+        ] * 2
 
 
-async def test_strangers_take_a_bounded_number_of_connections_and_none_of_the_peers() -> None:
-    """Those in excess are not met before another one has left; a peer whose connection stands is served all the same."""
+async def test_handshakes_take_a_bounded_number_of_connections_and_none_of_the_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For one more connection the oldest is closed that is in its hand-shake; established peers are
+    served all the same.
+    """
+    monkeypatch.setattr(server_module, "MAX_HANDSHAKES", 8)
+    loop = asyncio.get_running_loop()
     async with serving() as port, pulling() as puller:
         await pull(puller, port)
-        strangers = [await connect(port) for _ in range(server_module.MAX_STRANGERS)]
+        strangers = [await connect(port) for _ in range(8)]
         for stranger in strangers:
-            await asyncio.get_running_loop().sock_recv(stranger, 1)
+            await loop.sock_recv(stranger, 1 << 10)
         one_more = await connect(port)
-        challenge = asyncio.create_task(asyncio.get_running_loop().sock_recv(one_more, 1))
 
         served = await pull(puller, port)
-        met = challenge.done()
-        strangers.pop().close()
-
-        assert (served.full_pages, met) == (1, False)
         async with asyncio.timeout(20):
-            assert await challenge
+            challenge = await loop.sock_recv(one_more, 1 << 10)
+            closed = await loop.sock_recv(strangers[0], 1)
+        others = [stranger for stranger in strangers[1:] if is_readable(stranger)]
+
+        assert (served.full_pages, len(challenge) > 0, closed, others) == (1, True, b"", [])
         for sock in (*strangers, one_more):
             sock.close()
 
 
-async def test_peers_that_come_in_the_same_moment_are_all_served() -> None:
-    """As after a failure, when every victim fetches its pages from one agent: more than may be in their hand-shake at a time."""
+def is_readable(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0)[0])
+
+
+@pytest.mark.parametrize("count", [64, 300])
+async def test_silent_connections_keep_no_peer_out(count: int) -> None:
+    """Far fewer than the proxy of a node opens when it starts."""
+    async with serving() as port:
+        strangers = [socket.socket() for _ in range(count)]
+        for stranger in strangers:
+            stranger.setblocking(False)
+            stranger.connect_ex(("127.0.0.1", port))
+        async with pulling() as puller:
+            results = await asyncio.gather(*(pull(puller, port) for _ in range(4)))
+        for stranger in strangers:
+            stranger.close()
+
+    assert {(result.full_pages, result.error) for result in results} == {(1, None)}
+
+
+async def test_peers_that_come_in_the_same_moment_are_all_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a failure, when every victim fetches its pages from one agent: more than may be in
+    their hand-shake at a time.
+    """
+    monkeypatch.setattr(server_module, "MAX_HANDSHAKES", 32)
     async with serving() as port, pulling() as puller:
-        results = await asyncio.gather(*(pull(puller, port) for _ in range(3 * server_module.MAX_STRANGERS)))
+        results = await asyncio.gather(
+            *(pull(puller, port) for _ in range(3 * server_module.MAX_HANDSHAKES))
+        )
 
     assert {(result.full_pages, result.error) for result in results} == {(1, None)}
 
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_connection_that_comes_while_the_server_closes_is_closed_too(turns: int) -> None:
-    """Whatever the loop was doing about it just then, no socket is left to the garbage collector."""
+    """Whatever the loop was doing about it just then, no socket is left to the garbage
+    collector.
+    """
     server = PageServer(lambda: SERVER, OnePage(), SECRET, SETTINGS, links())
     port = await server.start("127.0.0.1", 0)
     await asyncio.sleep(0.01)
@@ -244,7 +292,9 @@ async def test_a_hello_that_was_overheard_is_worth_nothing() -> None:
 
 
 @asynccontextmanager
-async def impostor(behave: Callable[[SocketStream], Coroutine[Any, Any, None]]) -> AsyncIterator[int]:
+async def impostor(
+    behave: Callable[[SocketStream], Coroutine[Any, Any, None]],
+) -> AsyncIterator[int]:
     """A server that does to each connection what `behave` does, then closes it."""
     loop = asyncio.get_running_loop()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -268,13 +318,13 @@ async def impostor(behave: Callable[[SocketStream], Coroutine[Any, Any, None]]) 
         listener.close()
 
 
-async def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
+async def test_a_server_without_the_secret_is_refused() -> None:
     """Both ends prove themselves: pages of an impostor would become tokens."""
 
     async def pretend(stream: SocketStream) -> None:
         await stream.send(frames.encode_challenge(bytes(frames.NONCE_BYTES)))
         await stream.receive_frame(FrameType.HELLO)
-        await stream.send(frames.encode_welcome(frames.Welcome(SERVER, bytes(frames.MAC_BYTES))))
+        await stream.send(frames.encode_welcome(ServerWelcome(SERVER, bytes(frames.MAC_BYTES))))
 
     async with impostor(pretend) as port, pulling() as puller:
         result = await pull(puller, port)
@@ -309,11 +359,14 @@ async def test_a_servers_proof_from_another_meeting_is_not_believed() -> None:
         honest = await pull(puller, port)
         played_back = await pull(puller, port)
 
-    assert honest.error in ("connection closed by the peer", "connection lost: Connection reset by peer")
+    assert honest.error in (
+        "connection closed by the peer",
+        "connection lost: Connection reset by peer",
+    )
     assert played_back.error == "the peer does not know the secret"
 
 
-GOOD_PAGE = Answer(FrameType.PAGE, 1, 0, frames.checksum(PAGE), PAGE_BYTES)
+GOOD_PAGE = AnswerHeader(FrameType.PAGE, 1, 0, frames.checksum(PAGE), PAGE_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -324,21 +377,24 @@ GOOD_PAGE = Answer(FrameType.PAGE, 1, 0, frames.checksum(PAGE), PAGE_BYTES)
         [replace(GOOD_PAGE, payload_bytes=PAGE_BYTES + 1)],
         [replace(GOOD_PAGE, payload_bytes=PAGE_BYTES - 1)],
         [replace(GOOD_PAGE, payload_bytes=0)],
-        [Answer(FrameType.END, 1, 0, 0, 0)],
-        [Answer(FrameType.GONE, 1, 1, 0, 0)],
+        [AnswerHeader(FrameType.END, 1, 0, 0, 0)],
+        [AnswerHeader(FrameType.GONE, 1, 1, 0, 0)],
         [GOOD_PAGE, GOOD_PAGE],
-        [GOOD_PAGE, Answer(FrameType.GONE, 1, 1, 0, 0)],
-        [Answer(FrameType.PROBE_DATA, 1, 0, 0, PAGE_BYTES)],
+        [GOOD_PAGE, AnswerHeader(FrameType.GONE, 1, 1, 0, 0)],
+        [AnswerHeader(FrameType.PROBE_DATA, 1, 0, 0, PAGE_BYTES)],
     ],
 )
-async def test_answers_out_of_turn_end_the_pull(answers: list[Answer]) -> None:
-    """Wrong page, wrong request, wrong length, an early or a false end: an error, and the pages before it."""
+async def test_answers_out_of_turn_end_the_pull(answers: list[AnswerHeader]) -> None:
+    """Wrong page, wrong request, wrong length, an early or a false end: an error, and the pages
+    before it.
+    """
 
     async def answer_wrongly(stream: SocketStream) -> None:
         await admit(stream, page_key(SECRET), lambda: SERVER)
-        await stream.receive_frame(FrameType.PULL)
+        await stream.receive_question(FrameType.PULL)
         for answer in answers:
-            await stream.send(frames.encode_answer(answer), PAGE if answer.payload_bytes else b"")
+            payload = PAGE if answer.payload_bytes else b""
+            await stream.send(stream.session.answer(answer, payload), payload)
         await stream.wait_for_data()
 
     async with impostor(answer_wrongly) as port, pulling() as puller:
@@ -350,7 +406,9 @@ async def test_answers_out_of_turn_end_the_pull(answers: list[Answer]) -> None:
 
 
 async def test_pages_may_be_more_than_one_system_call_takes() -> None:
-    """The kernel takes a bounded number of buffers at a time; a long history of small pages has more."""
+    """The kernel takes a bounded number of buffers at a time; a long history of small pages has
+    more.
+    """
     views = [memoryview(bytearray(PAGE_BYTES)) for _ in range(3000)]
     async with serving() as port, pulling() as puller:
         result = await puller.pull(peer_at(port), PullRequest(PULL.tags * 3000), views, None)
@@ -359,7 +417,9 @@ async def test_pages_may_be_more_than_one_system_call_takes() -> None:
     assert all(view == PAGE for view in views)
 
 
-async def test_a_page_that_is_not_of_the_agreed_size_never_leaves_the_server(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_page_that_is_not_of_the_agreed_size_never_leaves_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A source that hands out wrong views is our bug, and is loud; its peer only sees the end."""
 
     class WrongSize(OnePage):
@@ -377,7 +437,9 @@ async def test_a_page_that_is_not_of_the_agreed_size_never_leaves_the_server(cap
 
 
 @pytest.mark.parametrize("how", ["fails", "never comes"])
-async def test_pages_that_do_not_come_end_the_connection_and_nothing_else(how: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_pages_that_do_not_come_end_the_connection_and_nothing_else(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Their holder is another process that may die, or be on its way when the server is closed."""
     asked = asyncio.Event()
 
@@ -407,13 +469,92 @@ async def test_a_pull_encodes_what_its_server_decodes() -> None:
         sock = await connect(port)
         stream = SocketStream(sock, 5.0)
         await introduce(stream, page_key(SECRET), CLIENT, peer_at(port))
-        await stream.send(frames.encode_pull(Pull(41, PULL)))
-        answer = memoryview(bytearray(2 * frames.ANSWER_BYTES + PAGE_BYTES))
+        pull = frames.encode_pull(PullFrame(41, PULL))
+        await stream.send(pull, stream.session.seal(pull))
+        page = memoryview(bytearray(PAGE_BYTES))
 
-        await stream.receive_into(answer)
+        start, mac = await stream.receive_answer(FrameType.PAGE)
+        await stream.receive_into(page)
+        end, end_mac = await stream.receive_answer(FrameType.END)
 
         stream.close()
-        page_end = frames.ANSWER_BYTES + PAGE_BYTES
-        assert frames.decode_answer(answer[: frames.ANSWER_BYTES], FrameType.PAGE) == replace(GOOD_PAGE, request_id=41)
-        assert bytes(answer[frames.ANSWER_BYTES : page_end]) == PAGE
-        assert frames.decode_answer(answer[page_end:], FrameType.END) == Answer(FrameType.END, 41, 1, 0, 0)
+        assert (start, bytes(page)) == (replace(GOOD_PAGE, request_id=41), PAGE)
+        assert end == AnswerHeader(FrameType.END, 41, 1, 0, 0)
+        stream.session.check_answer(mac, start, page)
+        stream.session.check_answer(end_mac, end)
+
+
+class Between:
+    """A man in the middle: passes the hand-shake on, and then changes what `attack` says."""
+
+    def __init__(self, port: int, attack: str) -> None:
+        self._port = port
+        self._attack = attack
+        self.stolen = b""
+
+    async def __call__(self, client: SocketStream) -> None:
+        server = SocketStream(await connect(self._port), 5.0)
+        try:
+            for sender, receiver in ((server, client), (client, server), (server, client)):
+                await receiver.send(*await whole_frame(sender))
+            await self._answer(client, server)
+        finally:
+            server.close()
+
+    async def _answer(self, client: SocketStream, server: SocketStream) -> None:
+        head, body = await whole_frame(client)
+        mac = await server_bytes(client, SESSION_MAC_BYTES)
+        if self._attack == "question":
+            other = frames.encode_pull(PullFrame(1, PullRequest((Tag(b"x" * TAG_BYTES),))))
+            await server.send(other, mac)
+        elif self._attack == "repeat":
+            await server.send(head, body, mac, head, body, mac)
+        else:
+            await server.send(head, body, mac)
+        start = await server_bytes(server, SEALED_ANSWER_BYTES)
+        page = await server_bytes(server, PAGE_BYTES)
+        end = await server_bytes(server, SEALED_ANSWER_BYTES)
+        if self._attack == "repeat":
+            self.stolen = await server_bytes(server, PAGE_BYTES)
+        if self._attack == "page":
+            page = bytes(PAGE_BYTES)
+            answer = frames.decode_answer(start[: frames.ANSWER_BYTES], FrameType.PAGE)
+            forged = replace(answer, checksum=frames.checksum(page))
+            start = frames.encode_answer(forged) + start[frames.ANSWER_BYTES :]
+        if self._attack == "end":
+            gone = frames.encode_answer(AnswerHeader(FrameType.GONE, 1, 0, 0, 0))
+            start, page, end = gone + start[frames.ANSWER_BYTES :], b"", b""
+        await client.send(start, page, end)
+        await client.wait_for_data()
+
+
+async def server_bytes(stream: SocketStream, size: int) -> bytes:
+    view = memoryview(bytearray(size))
+    await stream.receive_into(view)
+    return bytes(view)
+
+
+async def whole_frame(stream: SocketStream) -> tuple[bytes, bytes]:
+    head = await server_bytes(stream, frames.HEADER_BYTES)
+    return head, await server_bytes(stream, int.from_bytes(head[4:8]))
+
+
+@pytest.mark.parametrize(
+    ("attack", "error"),
+    [
+        ("page", "not authentic"),  # Another page, with a right checksum.
+        ("end", "not authentic"),  # The holder seems to have nothing.
+        ("question", "closed|reset"),  # Pages of others are asked for.
+        ("repeat", "closed|reset"),  # A question is asked twice.
+    ],
+)
+async def test_a_man_in_the_middle_can_only_cut_the_connection(attack: str, error: str) -> None:
+    """He passed the hand-shake on, and knows no key of this connection."""
+    async with serving() as port:
+        between = Between(port, attack)
+        async with impostor(between) as between_port, pulling() as puller:
+            result = await pull(puller, between_port)
+
+    assert (result.full_pages, result.gone, between.stolen) == (0, False, b"")
+    assert result.error is not None
+    assert re.search(error, result.error)

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol import frames
-from kvrs.protocol.frames import Answer, FrameType, Store, StoredRun
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
+from kvrs.protocol.frames import AnswerHeader, FrameType
+from kvrs.protocol.page_messages import StoredRange, StoreFrame
+from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.transfer.handshake import admit, introduce, page_key
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Held, PullRequest, StoreCode
+from kvrs.transfer.peers import HeldPages, PullRequest, StoreCode
 from kvrs.transfer.pusher import PagePusher
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.stream import SocketStream
 from tests.protocol.questions import KV, question
@@ -32,88 +35,98 @@ from tests.transfer.storing import (
     SETTINGS,
     A,
     B,
-    House,
     Sink,
+    StoringAgent,
+    agent_store,
     claim,
     content,
-    house,
-    run_of,
+    range_of,
     tag,
     tags,
     until,
 )
 from tests.transfer.test_page_port import all_that_comes, connect, impostor
 
+pytestmark = pytest.mark.network
+
 
 async def test_what_was_stored_is_what_is_pulled() -> None:
     """The way there and back of a checkpoint, bit for bit, over one connection each."""
-    async with house() as h:
+    async with agent_store() as h:
         before = await h.offer(A, known=3)
-        stored = await h.pusher.store(h.peer, [run_of(A, 0, 3)])
-        grown = await h.pusher.store(h.peer, [run_of(A, 3, 2)])
+        stored = await h.pusher.store(h.peer, [range_of(A, 0, 3)])
+        grown = await h.pusher.store(h.peer, [range_of(A, 3, 2)])
         into = [memoryview(bytearray(PAGE_BYTES)) for _ in range(5)]
         pulled = await h.puller.pull(h.peer, PullRequest(tags(A, 0, 5)), into, None)
 
-        assert (before, stored, grown) == (Held(StoreCode.OK, 0), [Held(StoreCode.OK, 3)], [Held(StoreCode.OK, 5)])
+        assert (before, stored, grown) == (
+            HeldPages(StoreCode.OK, 0),
+            [HeldPages(StoreCode.OK, 3)],
+            [HeldPages(StoreCode.OK, 5)],
+        )
         assert (pulled.full_pages, pulled.error) == (5, None)
         assert [bytes(page) for page in into] == [content(A, index) for index in range(5)]
 
 
 async def test_runs_of_many_streams_travel_in_one_frame() -> None:
-    """Each is answered by itself; pages that nobody wants are passed over without harm to those that follow."""
-    streams = [replace(run_of(A, 0, 1), claim=claim(type(A)(f"s{n}"))) for n in range(3)]
-    runs = [run_of(run.claim.stream, 0, 20) for run in streams]
-    async with house() as h:
-        h.sink.refused[runs[1].claim.stream] = StoreCode.FENCED
-        await h.pusher.store(h.peer, [run_of(B, 0, 2)])
+    """Each is answered by itself; pages that are not stored are skipped without harm to those
+    that follow.
+    """
+    streams = [replace(range_of(A, 0, 1), claim=claim(type(A)(f"s{n}"))) for n in range(3)]
+    ranges = [range_of(each.claim.stream, 0, 20) for each in streams]
+    async with agent_store() as h:
+        h.sink.refused[ranges[1].claim.stream] = StoreCode.FENCED
+        await h.pusher.store(h.peer, [range_of(B, 0, 2)])
 
-        held = await h.pusher.store(h.peer, [runs[0], runs[1], run_of(B, 0, 4), run_of(A, 7, 3), runs[2]])
+        held = await h.pusher.store(
+            h.peer, [ranges[0], ranges[1], range_of(B, 0, 4), range_of(A, 7, 3), ranges[2]]
+        )
 
         # The second is fenced, the third has two pages already, the fourth would leave a gap.
         assert held == [
-            Held(StoreCode.OK, 20),
-            Held(StoreCode.FENCED, 0),
-            Held(StoreCode.OK, 4),
-            Held(StoreCode.OK, 0),
-            Held(StoreCode.OK, 20),
+            HeldPages(StoreCode.OK, 20),
+            HeldPages(StoreCode.FENCED, 0),
+            HeldPages(StoreCode.OK, 4),
+            HeldPages(StoreCode.OK, 0),
+            HeldPages(StoreCode.OK, 20),
         ]
         assert len(h.sink.visible) == 44
 
 
 async def test_more_pages_than_one_system_call_takes() -> None:
     """Many small pages in one frame."""
-    async with house() as h:
-        assert await h.pusher.store(h.peer, [run_of(A, 0, 1500), run_of(B, 0, 1)]) == [
-            Held(StoreCode.OK, 1500),
-            Held(StoreCode.OK, 1),
+    async with agent_store() as h:
+        assert await h.pusher.store(h.peer, [range_of(A, 0, 1500), range_of(B, 0, 1)]) == [
+            HeldPages(StoreCode.OK, 1500),
+            HeldPages(StoreCode.OK, 1),
         ]
 
 
 @pytest.mark.parametrize("code", [StoreCode.FENCED, StoreCode.FULL])
 async def test_an_offer_that_is_refused_says_why(code: StoreCode) -> None:
     """And the connection stays good for others."""
-    async with house() as h:
+    async with agent_store() as h:
         h.sink.refused[A] = code
 
-        assert await h.offer(A) == Held(code, 0)
-        assert await h.offer(B) == Held(StoreCode.OK, 0)
+        assert await h.offer(A) == HeldPages(code, 0)
+        assert await h.offer(B) == HeldPages(StoreCode.OK, 0)
 
 
 async def test_an_offer_carries_everything_that_the_agent_must_know() -> None:
-    """Who writes, how much room, and which pages there are."""
-    async with house() as h:
-        await h.pusher.store(h.peer, [run_of(A, 0, 2)])
+    """The writer, the room, and the pages held."""
+    async with agent_store() as h:
+        await h.pusher.store(h.peer, [range_of(A, 0, 2)])
         one = replace(claim(A, attempt=2**63), owner_epoch=2**64 - 1)
 
         held = await h.pusher.offer(h.peer, one, 2**64 - 1, tags(A, 0, 4))
 
-        assert held == Held(StoreCode.OK, 2)
+        assert held == HeldPages(StoreCode.OK, 2)
         assert h.sink.reserved == {one: 2**64 - 1}
 
 
 async def test_without_the_secret_nothing_is_offered_and_nothing_adopted() -> None:
     """A stranger cannot make an agent drop what it holds."""
-    async with house(secret=b"another secret, as long") as h:
+    async with agent_store(secret=b"another secret, as long") as h:
         with pytest.raises(TransferError, match="authentication failed"):
             await h.offer(A)
 
@@ -122,7 +135,7 @@ async def test_without_the_secret_nothing_is_offered_and_nothing_adopted() -> No
 
 async def test_whoever_means_another_agent_is_not_adopted() -> None:
     """Its port may have been given to this one."""
-    async with house() as h:
+    async with agent_store() as h:
         with pytest.raises(TransferError, match="agent-n1"):
             await h.pusher.offer(replace(h.peer, instance=InstanceId("agent-n7")), claim(A), 1, ())
 
@@ -131,11 +144,18 @@ async def test_whoever_means_another_agent_is_not_adopted() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "reason"),
-    [(replace(ENGINE, fingerprint="another"), "fingerprints"), (replace(ENGINE, page_bytes=8192), "page_bytes")],
+    [
+        (replace(ENGINE, fingerprint="another"), "fingerprints"),
+        (replace(ENGINE, page_bytes=8192), "page_bytes"),
+    ],
 )
-async def test_an_agent_takes_the_pages_of_its_first_engine_and_of_no_other(engine: Any, reason: str) -> None:
-    """Others are refused at the hand-shake while anything is reserved; then they are taken on, and the first is met anew."""
-    async with house() as h:
+async def test_an_agent_takes_the_pages_of_its_first_engine_and_of_no_other(
+    engine: Any, reason: str
+) -> None:
+    """Others are refused at the hand-shake while anything is reserved; then they are taken on, and
+    the first is met anew.
+    """
+    async with agent_store() as h:
         await h.offer(A)
         other = PagePusher(lambda: engine, SECRET, SETTINGS, h.links)
         try:
@@ -146,20 +166,25 @@ async def test_an_agent_takes_the_pages_of_its_first_engine_and_of_no_other(engi
         finally:
             await other.close()
         with pytest.raises(TransferError, match=reason):
-            # Over its old connection, which was promised the first engine's pages.
-            await h.pusher.store(h.peer, [run_of(A, 0, 1)])
+            # Over its old connection, whose hand-shake named the first engine's pages.
+            await h.pusher.store(h.peer, [range_of(A, 0, 1)])
 
-        assert taken == Held(StoreCode.OK, 0)
+        assert taken == HeldPages(StoreCode.OK, 0)
         assert h.sink.begun == 0
 
 
 async def test_an_instance_takes_no_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
     """It has no place for them: the connection ends."""
     sink = Sink(identity=replace(AGENT, fingerprint=ENGINE.fingerprint, page_bytes=PAGE_BYTES))
-    server = PageServer(lambda: sink.identity, sink, SECRET, SETTINGS, SendingLinks(SETTINGS, SendingFaults(), N1))
-    async with house() as h:
+    server = PageServer(
+        lambda: sink.identity, sink, SECRET, SETTINGS, SendingLinks(SETTINGS, SendingFaults(), N1)
+    )
+    async with agent_store() as h:
         peer = replace(h.peer, port=await server.start("127.0.0.1", 0))
-        for question in (h.pusher.offer(peer, claim(A), 1, ()), h.pusher.store(peer, [run_of(A, 0, 1)])):
+        for question in (
+            h.pusher.offer(peer, claim(A), 1, ()),
+            h.pusher.store(peer, [range_of(A, 0, 1)]),
+        ):
             with pytest.raises(TransferError, match="connection"):
                 await question
         await server.close()
@@ -169,57 +194,61 @@ async def test_an_instance_takes_no_checkpoints(caplog: pytest.LogCaptureFixture
 
 
 async def test_a_damaged_page_never_becomes_visible(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor does any that follows it; those before it stay, and the sender hears of it and sends the rest again."""
-    async with house() as h:
-        await h.pusher.store(h.peer, [run_of(A, 0, 2)])
+    """Nor does any that follows it; those before it stay, and the sender is answered and sends the
+    rest again.
+    """
+    async with agent_store() as h:
+        await h.pusher.store(h.peer, [range_of(A, 0, 2)])
         h.links.faults.corrupt(1)
         anew = PagePusher(lambda: ENGINE, SECRET, SETTINGS, h.links)
 
         with pytest.raises(TransferError):
-            await anew.store(h.peer, [run_of(A, 2, 3), run_of(B, 0, 1)])
+            await anew.store(h.peer, [range_of(A, 2, 3), range_of(B, 0, 1)])
         await anew.close()
 
         assert sorted(h.sink.visible) == list(tags(A, 0, 2))
         assert "checksum of page 2 of 'a' is wrong" in caplog.text
-        assert await h.offer(A, known=5) == Held(StoreCode.OK, 2)
-        assert await h.pusher.store(h.peer, [run_of(A, 2, 3)]) == [Held(StoreCode.OK, 5)]
+        assert await h.offer(A, known=5) == HeldPages(StoreCode.OK, 2)
+        assert await h.pusher.store(h.peer, [range_of(A, 2, 3)]) == [HeldPages(StoreCode.OK, 5)]
 
 
 async def test_a_page_damaged_over_an_old_connection_is_sent_again_at_once() -> None:
-    """The connection is closed like one that died while it was idle, and that costs a new one and no pages."""
-    async with house() as h:
+    """The connection is closed like one that died while it was idle, and that costs a new one and
+    no pages.
+    """
+    async with agent_store() as h:
         await h.offer(A)
         h.links.faults.corrupt(1)
 
-        assert await h.pusher.store(h.peer, [run_of(A, 0, 3)]) == [Held(StoreCode.OK, 3)]
+        assert await h.pusher.store(h.peer, [range_of(A, 0, 3)]) == [HeldPages(StoreCode.OK, 3)]
         assert (h.sink.begun, h.sink.arriving) == (2, 0)
 
 
 async def test_pages_without_a_place_are_not_even_checked() -> None:
     """What is dropped cannot be wrong."""
-    async with house() as h:
+    async with agent_store() as h:
         h.sink.refused[A] = StoreCode.FULL
         h.links.faults.corrupt(2)
 
-        assert await h.pusher.store(h.peer, [run_of(A, 0, 2), run_of(B, 0, 1)]) == [
-            Held(StoreCode.FULL, 0),
-            Held(StoreCode.OK, 1),
+        assert await h.pusher.store(h.peer, [range_of(A, 0, 2), range_of(B, 0, 1)]) == [
+            HeldPages(StoreCode.FULL, 0),
+            HeldPages(StoreCode.OK, 1),
         ]
 
 
 async def test_a_connection_that_died_while_it_was_idle_costs_a_new_one_and_no_pages() -> None:
     """An agent that was started again, for example: the whole question is put again."""
-    async with house() as h:
+    async with agent_store() as h:
         await h.offer(A)
         h.sink.identity = replace(h.sink.identity, epoch=5)
 
-        assert await h.pusher.store(h.peer, [run_of(A, 0, 3)]) == [Held(StoreCode.OK, 3)]
+        assert await h.pusher.store(h.peer, [range_of(A, 0, 3)]) == [HeldPages(StoreCode.OK, 3)]
         assert h.sink.begun == 1
 
 
 async def test_nobody_there_is_told() -> None:
     """The caller tries again later."""
-    async with house() as h:
+    async with agent_store() as h:
         await h.server.close()
 
         with pytest.raises(TransferError, match="cannot connect"):
@@ -227,9 +256,11 @@ async def test_nobody_there_is_told() -> None:
 
 
 async def test_an_agent_that_closes_ends_what_is_being_stored() -> None:
-    """`house` checks that every run was ended; the whole pages stay."""
-    async with house(settings=TransferSettings(link_bytes_per_s=400_000.0)) as h:
-        storing = asyncio.create_task(h.pusher.store(h.peer, [run_of(A, 0, 400), run_of(B, 0, 400)]))
+    """`agent_store` checks that every run was ended; the whole pages stay."""
+    async with agent_store(settings=TransferSettings(link_bytes_per_s=400_000.0)) as h:
+        storing = asyncio.create_task(
+            h.pusher.store(h.peer, [range_of(A, 0, 400), range_of(B, 0, 400)])
+        )
         await until(lambda: len(h.sink.visible) >= 3)
 
         await h.server.close()
@@ -241,9 +272,13 @@ async def test_an_agent_that_closes_ends_what_is_being_stored() -> None:
 
 @pytest.mark.parametrize("end", ["cancel", "close"])
 async def test_a_sender_that_leaves_in_the_middle_leaves_nothing_behind(end: str) -> None:
-    """Every run is ended, nothing half arrived is visible, and the next store goes on from there."""
-    async with house(settings=TransferSettings(link_bytes_per_s=400_000.0)) as h:
-        storing = asyncio.create_task(h.pusher.store(h.peer, [run_of(A, 0, 400), run_of(B, 0, 400)]))
+    """Every run is ended, nothing half arrived is visible, and the next store goes on from
+    there.
+    """
+    async with agent_store(settings=TransferSettings(link_bytes_per_s=400_000.0)) as h:
+        storing = asyncio.create_task(
+            h.pusher.store(h.peer, [range_of(A, 0, 400), range_of(B, 0, 400)])
+        )
         await until(lambda: len(h.sink.visible) >= 3)
 
         if end == "cancel":
@@ -258,8 +293,13 @@ async def test_a_sender_that_leaves_in_the_middle_leaves_nothing_behind(end: str
         assert tag(B, 0) not in h.sink.visible
 
 
-def answer(count: int = 1, request_id: int = 1, payload: bytes = b"\0" * 5, type_: FrameType = FrameType.HELD) -> bytes:
-    return frames.encode_answer(Answer(type_, request_id, count, 0, len(payload))) + payload
+def answer(
+    count: int = 1,
+    request_id: int = 1,
+    payload: bytes = b"\0" * 5,
+    type_: FrameType = FrameType.HELD,
+) -> tuple[AnswerHeader, bytes]:
+    return AnswerHeader(type_, request_id, count, 0, len(payload)), payload
 
 
 @pytest.mark.parametrize(
@@ -273,72 +313,96 @@ def answer(count: int = 1, request_id: int = 1, payload: bytes = b"\0" * 5, type
         answer(payload=b"\x07" + b"\0" * 4),
         answer(type_=FrameType.PAGE),
         answer(type_=FrameType.END, payload=b""),
-        frames.encode_answer(Answer(FrameType.HELD, 1, 1, 0, 1 << 24)),
+        (AnswerHeader(FrameType.HELD, 1, 1, 0, 1 << 24), b""),
     ],
 )
-async def test_an_answer_out_of_turn_is_an_error(reply: bytes) -> None:
-    """Wrong question, wrong number, unknown code, another kind of answer: nothing is believed to be held."""
+async def test_an_answer_out_of_turn_is_an_error(reply: tuple[AnswerHeader, bytes]) -> None:
+    """Wrong question, wrong number, unknown code, another kind of answer: nothing counts as
+    held.
+    """
 
     async def answer_wrongly(stream: SocketStream) -> None:
-        await admit(stream, page_key(SECRET), lambda: replace(AGENT, fingerprint="model", page_bytes=PAGE_BYTES))
-        await stream.receive_frame(FrameType.OFFER)
-        await stream.send(reply)
+        await admit(
+            stream,
+            page_key(SECRET),
+            lambda: replace(AGENT, fingerprint="model", page_bytes=PAGE_BYTES),
+        )
+        await stream.receive_question(FrameType.OFFER)
+        await stream.send(stream.session.answer(*reply), reply[1])
         await stream.wait_for_data()
 
-    async with house() as h, impostor(answer_wrongly) as port:
+    async with agent_store() as h, impostor(answer_wrongly) as port:
         with pytest.raises(TransferError, match=r"answer out of turn|HELD|frame type"):
             await h.pusher.offer(replace(h.peer, port=port), claim(A), 1, ())
 
 
 async def test_a_cut_link_carries_no_checkpoints() -> None:
     """Neither an offer nor a page, until the sender gives up; other links are not meant."""
-    async with house(settings=TransferSettings(stall_timeout_s=0.2)) as h:
+    async with agent_store(settings=TransferSettings(stall_timeout_s=0.2)) as h:
         await h.offer(A)
         h.links.faults.hold(N0, 0, asyncio.get_running_loop().time() + 60)
-        before = await h.pusher.store(h.peer, [run_of(A, 0, 1)])
+        before = await h.pusher.store(h.peer, [range_of(A, 0, 1)])
         h.links.faults.hold(N1, 0, asyncio.get_running_loop().time() + 60)
 
-        for question in (h.offer(B), h.pusher.store(h.peer, [run_of(A, 1, 1)])):
-            with pytest.raises(TransferError, match="cut, on purpose"):
+        for question in (h.offer(B), h.pusher.store(h.peer, [range_of(A, 1, 1)])):
+            with pytest.raises(TransferError, match="cut by an injected fault"):
                 await question
         h.links.faults.clear()
 
-        assert before == [Held(StoreCode.OK, 1)]
+        assert before == [HeldPages(StoreCode.OK, 1)]
         assert (h.sink.begun, B in h.sink.streams) == (1, False)
-        assert await h.pusher.store(h.peer, [run_of(A, 1, 1)]) == [Held(StoreCode.OK, 2)]
+        assert await h.pusher.store(h.peer, [range_of(A, 1, 1)]) == [HeldPages(StoreCode.OK, 2)]
 
 
 async def test_a_short_cut_in_the_middle_of_a_page_costs_time_only() -> None:
     """A fault may begin and end within a frame."""
     settings = TransferSettings(link_bytes_per_s=400_000.0, stall_timeout_s=10.0)
-    async with house(settings=settings) as h:
-        storing = asyncio.create_task(h.pusher.store(h.peer, [run_of(A, 0, 40)]))
+    async with agent_store(settings=settings) as h:
+        storing = asyncio.create_task(h.pusher.store(h.peer, [range_of(A, 0, 40)]))
         await until(lambda: len(h.sink.visible) >= 3)
         h.links.faults.hold(N1, 0, asyncio.get_running_loop().time() + 0.1)
 
-        assert await storing == [Held(StoreCode.OK, 40)]
+        assert await storing == [HeldPages(StoreCode.OK, 40)]
 
 
 STORE = frames.encode_store(
-    Store(
+    StoreFrame(
         1,
         tuple(
-            StoredRun(claim(stream), 0, tags(stream, 0, 2), tuple(frames.checksum(content(stream, index)) for index in range(2)))
+            StoredRange(
+                claim(stream),
+                0,
+                tags(stream, 0, 2),
+                tuple(frames.checksum(content(stream, index)) for index in range(2)),
+            )
             for stream in (A, B)
         ),
     )
 )
-PAGES = b"".join(content(stream, index) for stream in (A, B) for index in range(2))
+PAGES = [content(stream, index) for stream in (A, B) for index in range(2)]
+STORE_BYTES = len(STORE) + SESSION_MAC_BYTES
+SENT_PAGE_BYTES = PAGE_BYTES + SESSION_MAC_BYTES
 
 
-async def send_raw(h: House, data: bytes, ends: bool = True) -> bytes:
-    """What an agent answers to these bytes after the hand-shake, if it answers before the connection ends."""
+async def send_raw(
+    h: StoringAgent,
+    *messages: bytes,
+    cut_at: int | None = None,
+    ends: bool = True,
+    flips: Sequence[tuple[int, int]] = (),
+) -> bytes:
+    """What an agent answers to these messages after the hand-shake, each with its mac, if it
+    answers before the connection ends.
+    """
     sock = await connect(h.peer.port)
     try:
         stream = SocketStream(sock, 5.0)
         await introduce(stream, page_key(SECRET), ENGINE, h.peer)
+        data = bytearray().join(message + stream.session.seal(message) for message in messages)
+        for at, bits in flips:
+            data[at] ^= bits
         try:
-            await stream.send(data)
+            await stream.send(data[:cut_at])
         except TransferError:
             return b""  # It was closed before all was sent.
         if ends:
@@ -349,26 +413,42 @@ async def send_raw(h: House, data: bytes, ends: bool = True) -> bytes:
 
 
 async def test_a_store_encodes_what_its_agent_decodes() -> None:
-    """The raw exchange, byte for byte: runs, pages, what is held."""
-    async with house() as h:
-        assert await send_raw(h, STORE + PAGES) == frames.encode_held(1, [Held(StoreCode.OK, 2)] * 2)
+    """The raw exchange, byte for byte: ranges, pages, what is held."""
+    async with agent_store() as h:
+        answered = await send_raw(h, STORE, *PAGES)
+        start, payload = frames.encode_held(1, [HeldPages(StoreCode.OK, 2)] * 2)
+        assert answered[: frames.ANSWER_BYTES] == frames.encode_answer(start)
+        assert answered[frames.ANSWER_BYTES + SESSION_MAC_BYTES :] == payload
         assert sorted(h.sink.visible) == sorted(tags(A, 0, 2) + tags(B, 0, 2))
 
 
-@pytest.mark.parametrize("cut_at", [1, len(STORE) - 1, len(STORE), len(STORE) + PAGE_BYTES + 7, len(STORE + PAGES) - 1])
+@pytest.mark.parametrize(
+    "cut_at",
+    [
+        1,
+        len(STORE) - 1,
+        len(STORE),
+        STORE_BYTES,
+        STORE_BYTES + PAGE_BYTES,
+        STORE_BYTES + SENT_PAGE_BYTES + 7,
+        STORE_BYTES + 4 * SENT_PAGE_BYTES - 1,
+    ],
+)
 async def test_a_store_that_breaks_off_ends_every_run(cut_at: int) -> None:
-    """A sender that was killed: what had come whole and right stays, and nothing waits for the rest."""
-    async with house() as h:
-        assert await send_raw(h, (STORE + PAGES)[:cut_at]) == b""
+    """A sender that was killed: what had come whole and right stays, and nothing waits for the
+    rest.
+    """
+    async with agent_store() as h:
+        assert await send_raw(h, STORE, *PAGES, cut_at=cut_at) == b""
 
         await until(lambda: h.sink.arriving == 0)
-        assert len(h.sink.visible) == max(0, cut_at - len(STORE)) // PAGE_BYTES
+        assert len(h.sink.visible) == max(0, cut_at - STORE_BYTES) // SENT_PAGE_BYTES
 
 
 async def test_a_sender_that_falls_silent_in_a_store_is_given_up() -> None:
     """Its slots are wanted by others."""
-    async with house(agent_settings=TransferSettings(stall_timeout_s=0.2)) as h:
-        assert await send_raw(h, (STORE + PAGES)[:-1], ends=False) == b""
+    async with agent_store(agent_settings=TransferSettings(stall_timeout_s=0.2)) as h:
+        assert await send_raw(h, STORE, *PAGES, cut_at=-1, ends=False) == b""
 
         assert (h.sink.arriving, len(h.sink.visible)) == (0, 3)
 
@@ -377,9 +457,10 @@ async def test_a_sender_that_falls_silent_in_a_store_is_given_up() -> None:
     "nonsense",
     [
         KV + b"\x0c\xff\xff\xff\xff",  # A STORE of four gigabytes.
-        question(FrameType.STORE, bytes(4) + b"\xff\xff\xff\xff"),  # With four billion runs.
+        question(FrameType.STORE, bytes(4) + b"\xff\xff\xff\xff"),  # With four billion ranges.
         question(FrameType.STORE, bytes(8)),  # With none.
-        STORE[:-8] + PAGES,  # Its checksum is a piece of a page, and nothing is where it should be.
+        STORE[:-8]
+        + b"".join(PAGES),  # Its checksum is a piece of a page, and nothing is where it should be.
         KV + b"\x0b\xff\xff\xff\xff",  # An OFFER of four gigabytes.
         KV + b"\x0b\x00\x00\x00\x00",
         KV + b"\x0d\x00\x00\x00\x10" + bytes(16),  # A HELD, which is an answer.
@@ -387,25 +468,32 @@ async def test_a_sender_that_falls_silent_in_a_store_is_given_up() -> None:
 )
 async def test_nonsense_to_an_agent_closes_its_connection_and_no_other(nonsense: bytes) -> None:
     """Even from an engine that knows the secret."""
-    async with house() as h:
+    async with agent_store() as h:
         await h.offer(A)
 
         assert await send_raw(h, nonsense) == b""
-        assert await h.pusher.store(h.peer, [run_of(A, 0, 2)]) == [Held(StoreCode.OK, 2)]
+        assert await h.pusher.store(h.peer, [range_of(A, 0, 2)]) == [HeldPages(StoreCode.OK, 2)]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(STORE) + 2 * PAGE_BYTES), st.integers(1, 255)), max_size=3), st.data())
-def test_damaged_or_cut_stores_harm_nothing(flips: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Whatever the bytes: every run is ended, and what is visible is what its sender wanted kept."""
-    frame = bytearray(STORE + PAGES)
-    for at, bits in flips:
-        frame[at] ^= bits
-    del frame[data.draw(st.one_of(st.just(len(frame)), st.integers(0, len(frame)))) :]
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(STORE) + 2 * PAGE_BYTES), st.integers(1, 255)), max_size=3
+    ),
+    st.data(),
+)
+def test_damaged_or_cut_stores_harm_nothing(
+    flips: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Whatever the bytes: every run is ended, and what is visible is what its sender wanted
+    kept.
+    """
+    size = STORE_BYTES + 4 * SENT_PAGE_BYTES
+    cut_at = data.draw(st.one_of(st.just(size), st.integers(0, size)))
 
     async def send() -> None:
-        async with house() as h:
-            await send_raw(h, bytes(frame))
+        async with agent_store() as h:
+            await send_raw(h, STORE, *PAGES, cut_at=cut_at, flips=flips)
             await until(lambda: h.sink.arriving == 0)
             assert h.sink.visible.keys() <= {*tags(A, 0, 2), *tags(B, 0, 2)}
 

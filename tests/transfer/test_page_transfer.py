@@ -1,4 +1,6 @@
-"""Pages over real sockets between a real server and a real puller, with a relay between them that can do harm."""
+"""Pages over real sockets between a real server and a real puller, with a relay between them that
+can do harm.
+"""
 
 import asyncio
 import errno
@@ -15,24 +17,33 @@ from pathlib import Path
 
 import pytest
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.frames import ANSWER_BYTES, HEADER_BYTES, Pull, encode_pull
+from kvrs.protocol.frames import HEADER_BYTES, encode_pull
+from kvrs.protocol.page_messages import PullFrame
+from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer import connections
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+
+pytestmark = pytest.mark.network
 
 PAGE_BYTES = 4096
 SECRET = b"only for the tests"
-SERVER = Identity(InstanceId("p0"), NodeId("n0"), epoch=7, fingerprint="model", page_bytes=PAGE_BYTES)
-CLIENT = Identity(InstanceId("d1"), NodeId("n1"), epoch=3, fingerprint="model", page_bytes=PAGE_BYTES)
+SERVER = Identity(
+    InstanceId("p0"), NodeId("n0"), epoch=7, fingerprint="model", page_bytes=PAGE_BYTES
+)
+CLIENT = Identity(
+    InstanceId("d1"), NodeId("n1"), epoch=3, fingerprint="model", page_bytes=PAGE_BYTES
+)
 STREAM = StreamId("s1")
 SETTINGS = TransferSettings(stall_timeout_s=10.0)
-FRAME_BYTES = ANSWER_BYTES + PAGE_BYTES
+START_BYTES = SEALED_ANSWER_BYTES
+FRAME_BYTES = START_BYTES + PAGE_BYTES
 TAG_AT = HEADER_BYTES + 14  # Where in a PULL its first tag begins; its tail index ends there.
 
 
@@ -91,10 +102,15 @@ class Relay:
     server_port: int = 0
     port: int = 0
     connections: int = 0
-    flip_at: int | None = None  # Offset of a byte to damage among those that the server sends after the hand-shake ...
+    flip_at: int | None = (
+        # Offset of a byte to damage among those that the server sends after the hand-shake ...
+        None
+    )
     flip_asked_at: int | None = None  # ... and among those that the puller sends.
     cut_at: int | None = None  # After so many bytes after the hand-shake the connection ends.
-    hold_at: int | None = None  # After so many bytes after the hand-shake nothing passes until `release` is set.
+    hold_at: int | None = (
+        None  # After so many bytes after the hand-shake nothing passes until `release` is set.
+    )
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     asked: bytearray = field(default_factory=bytearray)
@@ -105,7 +121,8 @@ class Relay:
         self.handlers.append(asyncio.current_task())
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.server_port)
         try:
-            # The server answers a HELLO with its WELCOME; both ends speak in turns, so the sizes are known.
+            # The server answers a HELLO with its WELCOME; both ends send in turns, so the sizes
+            # are known.
             for source, target in ((up_reader, writer), (reader, up_writer), (up_reader, writer)):
                 header = await source.readexactly(8)
                 frame = header + await source.readexactly(int.from_bytes(header[4:]))
@@ -175,8 +192,12 @@ class World:
     def direct(self) -> Peer:
         return replace(self.peer, port=self.relay.server_port)
 
-    async def pull(self, count: int, into: list[memoryview] | None = None, epoch: int | None = None) -> PullResult:
-        return await self.puller.pull(self.peer, PullRequest(tags(count)), into or buffers(count), None, epoch)
+    async def pull(
+        self, count: int, into: list[memoryview] | None = None, epoch: int | None = None
+    ) -> PullResult:
+        return await self.puller.pull(
+            self.peer, PullRequest(tags(count)), into or buffers(count), None, epoch
+        )
 
 
 @asynccontextmanager
@@ -187,7 +208,13 @@ async def world(
     secret: bytes = SECRET,
 ) -> AsyncIterator[World]:
     identity = [SERVER]
-    server = PageServer(lambda: identity[0], pages, SECRET, settings, SendingLinks(settings, SendingFaults(), SERVER.node))
+    server = PageServer(
+        lambda: identity[0],
+        pages,
+        SECRET,
+        settings,
+        SendingLinks(settings, SendingFaults(), SERVER.node),
+    )
     puller = PagePuller(lambda: client, secret, settings, time.monotonic)
     relay = Relay(server_port=await server.start("127.0.0.1", 0))
     listener = await asyncio.start_server(relay.handle, "127.0.0.1", 0)
@@ -200,7 +227,9 @@ async def world(
         await server.close()
         listener.close()
         # Both ends are closed, so the relay's connections end by themselves.
-        await asyncio.wait_for(asyncio.gather(*(handler for handler in relay.handlers if handler)), timeout=20)
+        await asyncio.wait_for(
+            asyncio.gather(*(handler for handler in relay.handlers if handler)), timeout=20
+        )
         assert pages.pinned == 0
 
 
@@ -220,7 +249,9 @@ async def test_a_run_and_its_tail_arrive_whole() -> None:
 
     assert [bytes(page) for page in into] == [content(index) for index in range(5)]
     assert bytes(tail) == content(99)
-    assert replace(result, seconds=0.0) == PullResult(5, True, 6 * PAGE_BYTES, 0.0, gone=False, error=None)
+    assert replace(result, seconds=0.0) == PullResult(
+        5, True, 6 * PAGE_BYTES, 0.0, gone=False, error=None
+    )
 
 
 async def test_a_prompt_shorter_than_a_page_is_handed_off_by_its_tail_alone() -> None:
@@ -249,7 +280,9 @@ async def test_pages_that_are_gone_end_the_run_without_an_error(held: int) -> No
 async def test_a_tail_that_is_gone_leaves_the_full_pages() -> None:
     """The tail comes last, so its loss costs less than a page of computing."""
     async with world(holding(2)) as w:
-        result = await w.puller.pull(w.peer, PullRequest(tags(2), STREAM, 2), buffers(2), memoryview(bytearray(PAGE_BYTES)))
+        result = await w.puller.pull(
+            w.peer, PullRequest(tags(2), STREAM, 2), buffers(2), memoryview(bytearray(PAGE_BYTES))
+        )
 
     assert (result.full_pages, result.tail, result.gone, result.error) == (2, False, True, None)
 
@@ -287,7 +320,7 @@ async def test_pulls_at_the_same_time_do_not_mix() -> None:
 
 
 async def test_another_epoch_than_expected_pulls_nothing() -> None:
-    """Pages of an epoch that is over may not be what the registry says they are."""
+    """Pages of an epoch that is over may differ from what the registry names."""
     async with world(holding(2)) as w:
         result = await w.pull(2, epoch=SERVER.epoch - 1)
 
@@ -318,7 +351,9 @@ async def test_a_connection_does_not_outlive_the_epoch_it_was_made_in() -> None:
         ({"page_bytes": 2 * PAGE_BYTES}, "page_bytes differ"),
     ],
 )
-async def test_pages_that_would_not_fit_are_refused_at_the_hand_shake(change: dict[str, str | int], reason: str) -> None:
+async def test_pages_that_would_not_fit_are_refused_at_the_hand_shake(
+    change: dict[str, str | int], reason: str
+) -> None:
     """Before any page is named, with the reason."""
     client = Identity(
         CLIENT.instance,
@@ -328,7 +363,9 @@ async def test_pages_that_would_not_fit_are_refused_at_the_hand_shake(change: di
         page_bytes=int(change.get("page_bytes", CLIENT.page_bytes)),
     )
     async with world(holding(2), client=client) as w:
-        result = await w.puller.pull(w.peer, PullRequest(tags(1)), [memoryview(bytearray(client.page_bytes))], None)
+        result = await w.puller.pull(
+            w.peer, PullRequest(tags(1)), [memoryview(bytearray(client.page_bytes))], None
+        )
 
         assert result.error is not None
         assert reason in result.error
@@ -358,10 +395,14 @@ async def test_an_instance_that_is_not_the_one_that_was_meant_is_not_pulled_from
 
 
 @pytest.mark.parametrize("page", [0, 2])
-async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(page: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Only pages whose checksum is right count; the connection is not trusted again, and somebody hears of it."""
+async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(
+    page: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only pages whose checksum is right count; the connection is not used again, and the
+    damage is logged and counted.
+    """
     async with world(holding(4)) as w:
-        w.relay.flip_at = page * FRAME_BYTES + ANSWER_BYTES + 17
+        w.relay.flip_at = page * FRAME_BYTES + START_BYTES + 17
 
         damaged = await w.pull(4)
         w.relay.flip_at = None
@@ -372,7 +413,9 @@ async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(page: int, cap
         assert damaged.error.startswith("checksum")
         assert (whole.full_pages, w.relay.connections) == (4, 2)
         assert w.puller.damaged_pages == 1
-        assert [record.levelname for record in caplog.records if record.name == "kvrs.transfer.puller"] == ["WARNING"]
+        assert [
+            record.levelname for record in caplog.records if record.name == "kvrs.transfer.puller"
+        ] == ["WARNING"]
 
 
 @pytest.mark.parametrize(
@@ -384,7 +427,9 @@ async def test_a_flipped_bit_ends_the_run_before_the_damaged_page(page: int, cap
     ],
 )
 async def test_a_question_with_a_flipped_bit_is_not_answered(flip_at: int) -> None:
-    """Any page has a right checksum, also one that was not asked for: what is asked needs one of its own."""
+    """Any page has a right checksum, also one that was not asked for: what is asked needs one of
+    its own.
+    """
     pages = holding(5)
     pages.tails = {(STREAM, 4): bytearray(content(98)), (STREAM, 5): bytearray(content(99))}
     request = PullRequest(tags(5), STREAM, tail_index=5)
@@ -405,11 +450,13 @@ async def test_a_question_with_a_flipped_bit_is_not_answered(flip_at: int) -> No
     assert [bytes(page) for page in again] == [content(index) for index in (*range(5), 99)]
 
 
-async def test_a_question_that_is_damaged_on_an_idle_connection_is_asked_again_on_a_new_one() -> None:
+async def test_a_question_that_is_damaged_on_an_idle_connection_is_asked_again_on_a_new_one() -> (
+    None
+):
     """As one that finds its connection dead; the pull does not notice."""
     into = buffers(1)
     async with world(holding(2)) as w:
-        first_bytes = len(encode_pull(Pull(1, PullRequest(tags(1)))))
+        first_bytes = len(encode_pull(PullFrame(1, PullRequest(tags(1))))) + SESSION_MAC_BYTES
         w.relay.flip_asked_at = first_bytes + TAG_AT + TAG_BYTES - 1
         await w.pull(1)
 
@@ -423,14 +470,16 @@ async def test_a_question_that_is_damaged_on_an_idle_connection_is_asked_again_o
     ("cut_at", "verified"),
     [
         (0, 0),
-        (ANSWER_BYTES - 1, 0),
+        (START_BYTES - 1, 0),
         (FRAME_BYTES - 1, 0),
         (FRAME_BYTES, 1),
-        (2 * FRAME_BYTES + ANSWER_BYTES, 2),
+        (2 * FRAME_BYTES + START_BYTES, 2),
         (3 * FRAME_BYTES + 7, 3),
     ],
 )
-async def test_a_connection_that_is_cut_leaves_the_pages_that_came_whole(cut_at: int, verified: int) -> None:
+async def test_a_connection_that_is_cut_leaves_the_pages_that_came_whole(
+    cut_at: int, verified: int
+) -> None:
     """Wherever it is cut: in a page, at its end, or within a frame's header."""
     into = buffers(4)
     async with world(holding(4)) as w:
@@ -441,11 +490,13 @@ async def test_a_connection_that_is_cut_leaves_the_pages_that_came_whole(cut_at:
         assert (result.full_pages, result.gone) == (verified, False)
         assert result.error == "connection closed by the peer"
         assert w.puller.damaged_pages == 0
-        assert [bytes(page) for page in into[:verified]] == [content(index) for index in range(verified)]
+        assert [bytes(page) for page in into[:verified]] == [
+            content(index) for index in range(verified)
+        ]
 
 
 async def test_a_peer_that_falls_silent_is_given_up() -> None:
-    """An open connection is no proof of life."""
+    """An open connection does not prove that its peer works."""
     async with world(holding(4), TransferSettings(stall_timeout_s=0.5)) as w:
         w.relay.hold_at = 2 * FRAME_BYTES + 100
 
@@ -457,9 +508,9 @@ async def test_a_peer_that_falls_silent_is_given_up() -> None:
 
 
 async def test_a_connection_that_died_while_it_was_idle_costs_a_new_one_and_no_pages() -> None:
-    """What is found dead when it is used again says nothing about the peer."""
+    """A connection that is found closed when it is used again is replaced: the peer may be fine."""
     async with world(holding(2)) as w:
-        w.relay.cut_at = 2 * FRAME_BYTES + ANSWER_BYTES  # Right after the whole first answer.
+        w.relay.cut_at = 2 * FRAME_BYTES + START_BYTES  # Right after the whole first answer.
         await w.pull(2)
         w.relay.cut_at = None
 
@@ -480,8 +531,12 @@ async def test_nobody_there_is_an_error_and_not_an_exception() -> None:
         assert "cannot connect" in result.error
 
 
-async def test_without_a_descriptor_to_connect_with_nothing_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not a `TransferError` is taken for a bug and ends the whole instance, with all of its streams."""
+async def test_without_a_descriptor_to_connect_with_nothing_is_pulled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is not a `TransferError` is taken for a bug and ends the whole instance, with all of its
+    streams.
+    """
 
     def refuse(host: str) -> socket.socket:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -571,7 +626,9 @@ async def test_two_pulls_over_a_limited_link_share_it() -> None:
     async with world(holding(60), settings) as w:
         pulling = [asyncio.create_task(w.pull(60, own)) for own in into]
         await asyncio.wait(pulling, return_when=asyncio.FIRST_COMPLETED)
-        arrived = [sum(bytes(page) == content(index) for index, page in enumerate(own)) for own in into]
+        arrived = [
+            sum(bytes(page) == content(index) for index, page in enumerate(own)) for own in into
+        ]
         await asyncio.gather(*pulling)
 
     assert min(arrived) >= 45
@@ -589,20 +646,23 @@ async def test_within_a_node_nothing_is_limited() -> None:
 
 async def test_a_limited_link_is_measured_as_what_it_is() -> None:
     """Pulls and probes find the limit, as they would find a slow network's rate."""
-    settings = TransferSettings(link_bytes_per_s=1_000_000.0, probe_interval_s=0.01, probe_bytes=1 << 16)
+    settings = TransferSettings(
+        link_bytes_per_s=1_000_000.0, probe_interval_s=0.01, probe_bytes=1 << 16
+    )
     async with world(holding(30), settings) as w:
         await w.puller.probe(w.peer)
         by_probe = w.puller.links()[SERVER.node].bytes_per_s
         await w.pull(30)
         by_pull = w.puller.links()[SERVER.node].bytes_per_s
 
-    # Wide enough for a machine that stalls; a meter blind to the limit would find a thousand times as much.
+    # Wide enough for a machine that stalls; a meter blind to the limit would find a thousand times
+    # as much.
     assert 0.2 < by_probe / 1_000_000 < 2
     assert 0.2 < by_pull / 1_000_000 < 2
 
 
 async def test_a_link_with_traffic_is_not_probed() -> None:
-    """Probes are for links that nobody measures otherwise."""
+    """Probes are for links without measurements by traffic."""
     settings = TransferSettings(probe_interval_s=3600.0)
     async with world(holding(20), settings) as w:
         await w.puller.probe(w.peer)
@@ -631,14 +691,15 @@ async def test_a_probe_of_a_dead_peer_changes_nothing() -> None:
 SERVER_PROCESS = """
 import asyncio
 from tests.transfer.test_page_transfer import SECRET, SERVER, holding
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
+from kvrs.config.transfer import TransferSettings
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.server import PageServer
 
 async def main():
     settings = TransferSettings(link_bytes_per_s=1e6)
-    server = PageServer(lambda: SERVER, holding(2000), SECRET, settings, SendingLinks(settings, SendingFaults(), SERVER.node))
+    links = SendingLinks(settings, SendingFaults(), SERVER.node)
+    server = PageServer(lambda: SERVER, holding(2000), SECRET, settings, links)
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.Event().wait()
 
@@ -646,10 +707,13 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.process
 async def test_a_killed_server_leaves_the_verified_leading_pages() -> None:
     """SIGKILL in the middle of a transfer: the pull returns by itself with what had come."""
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", SERVER_PROCESS], stdout=subprocess.PIPE, text=True, cwd=root) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER_PROCESS], stdout=subprocess.PIPE, text=True, cwd=root
+    ) as process:
         assert process.stdout is not None
         puller = PagePuller(lambda: CLIENT, SECRET, SETTINGS, time.monotonic)
         try:
@@ -667,4 +731,6 @@ async def test_a_killed_server_leaves_the_verified_leading_pages() -> None:
 
     assert 10 <= result.full_pages < 2000
     assert result.error is not None
-    assert [bytes(page) for page in into[: result.full_pages]] == [content(index) for index in range(result.full_pages)]
+    assert [bytes(page) for page in into[: result.full_pages]] == [
+        content(index) for index in range(result.full_pages)
+    ]

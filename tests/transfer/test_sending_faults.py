@@ -5,14 +5,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import inf
 
+import pytest
+
+from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import LinkRate, SendingFaults
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.send_faults import LinkRate, SendingFaults
 from kvrs.transfer.server import PageServer
+
+pytestmark = pytest.mark.network
 
 PAGE_BYTES = 4096
 SECRET = b"only for the tests"
@@ -43,15 +47,26 @@ class Pair:
 
     async def pull(self, count: int) -> PullResult:
         tags = tuple(Tag(index.to_bytes(TAG_BYTES)) for index in range(count))
-        return await self.puller.pull(self._peer, PullRequest(tags), [memoryview(bytearray(PAGE_BYTES)) for _ in tags], None)
+        return await self.puller.pull(
+            self._peer, PullRequest(tags), [memoryview(bytearray(PAGE_BYTES)) for _ in tags], None
+        )
 
 
 @asynccontextmanager
-async def pair(client: Identity = CLIENT, server_s: float = 10.0, puller_s: float = 10.0) -> AsyncIterator[Pair]:
+async def pair(
+    client: Identity = CLIENT, server_s: float = 10.0, puller_s: float = 10.0
+) -> AsyncIterator[Pair]:
     pages = Pages()
     settings = TransferSettings(stall_timeout_s=server_s)
-    server = PageServer(lambda: SERVER, pages, SECRET, settings, SendingLinks(settings, SendingFaults(), N0))
-    puller = PagePuller(lambda: client, SECRET, TransferSettings(stall_timeout_s=puller_s), asyncio.get_running_loop().time)
+    server = PageServer(
+        lambda: SERVER, pages, SECRET, settings, SendingLinks(settings, SendingFaults(), N0)
+    )
+    puller = PagePuller(
+        lambda: client,
+        SECRET,
+        TransferSettings(stall_timeout_s=puller_s),
+        asyncio.get_running_loop().time,
+    )
     port = await server.start("127.0.0.1", 0)
     try:
         yield Pair(server, puller, pages, port)
@@ -61,7 +76,9 @@ async def pair(client: Identity = CLIENT, server_s: float = 10.0, puller_s: floa
 
 
 async def test_damaged_pages_do_not_count_and_the_memory_they_came_from_is_whole() -> None:
-    """The bit is flipped in a copy, after the checksum: the puller notices, and the next pull is right."""
+    """The bit is flipped in a copy, after the checksum: the puller notices, and the next pull is
+    right.
+    """
     async with pair() as ends:
         ends.server.faults.corrupt(1)
 
@@ -74,7 +91,7 @@ async def test_damaged_pages_do_not_count_and_the_memory_they_came_from_is_whole
 
 
 async def test_a_cut_link_is_silent_and_the_puller_gives_up() -> None:
-    """Nobody is told: neither an answer nor an end, until the puller's own patience is over."""
+    """The puller gets neither an answer nor an end, until its stall timeout."""
     async with pair(puller_s=0.2) as ends:
         ends.server.faults.hold(N1, 0, asyncio.get_running_loop().time() + 60)
 
@@ -120,7 +137,7 @@ async def test_an_open_connection_feels_a_new_rate_and_other_nodes_do_not() -> N
 
 
 def test_a_hold_ends_at_its_time_and_leaves_the_usual_limit() -> None:
-    """Nobody has to take it back."""
+    """It ends by itself."""
     faults = SendingFaults()
     faults.hold(N1, 5.0, until_s=10.0)
 
@@ -130,7 +147,7 @@ def test_a_hold_ends_at_its_time_and_leaves_the_usual_limit() -> None:
 
 
 def test_a_later_hold_of_a_link_replaces_the_earlier() -> None:
-    """Each hold says all there is to say of its link."""
+    """The latest hold of a link replaces earlier ones."""
     faults = SendingFaults()
     faults.hold(N1, 0, until_s=10.0)
     faults.hold(N1, 1.0, until_s=20.0)

@@ -1,4 +1,6 @@
-"""Traffic classes over real sockets: what one process sends to a node, by whichever of its parts."""
+"""Traffic classes over real sockets: what one process sends to a node, by whichever of its
+parts.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -6,13 +8,14 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
-from kvrs.protocol.frames import Bytes, TrafficClass
-from kvrs.transfer.config import TransferSettings
-from kvrs.transfer.faults import SendingFaults
+from kvrs.protocol.frames import Bytes
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.transfer.links import SendingLink, SendingLinks, groups, split
-from kvrs.transfer.peers import Held, Peer, PullRequest, StoreCode
+from kvrs.transfer.peers import HeldPages, Peer, PullRequest, StoreCode
 from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.stream import SocketStream, page_socket
 from tests.transfer.storing import (
@@ -23,24 +26,33 @@ from tests.transfer.storing import (
     SECRET,
     A,
     B,
-    House,
     Sink,
+    StoringAgent,
+    agent_store,
     content,
-    house,
-    run_of,
+    range_of,
     tags,
     until,
 )
+
+pytestmark = pytest.mark.network
 
 HANDOFF, RECOVERY, CHECKPOINT = TrafficClass
 
 
 @asynccontextmanager
-async def serving_too(h: House, settings: TransferSettings) -> AsyncIterator[tuple[PagePuller, Peer]]:
-    """The engine of `h` holds pages of stream B, which a neighbour of the agent can pull."""
-    held = Sink(identity=ENGINE, visible={tag: content(B, index) for index, tag in enumerate(tags(B, 0, 1000))})
+async def serving_too(
+    h: StoringAgent, settings: TransferSettings
+) -> AsyncIterator[tuple[PagePuller, Peer]]:
+    """The engine of `h` holds pages of stream B, which a peer of the agent can pull."""
+    held = Sink(
+        identity=ENGINE,
+        visible={tag: content(B, index) for index, tag in enumerate(tags(B, 0, 1000))},
+    )
     server = PageServer(lambda: ENGINE, held, SECRET, settings, h.links)
-    neighbour = PagePuller(lambda: h.sink.identity, SECRET, settings, asyncio.get_running_loop().time)
+    neighbour = PagePuller(
+        lambda: h.sink.identity, SECRET, settings, asyncio.get_running_loop().time
+    )
     try:
         yield neighbour, Peer(ENGINE.instance, N0, "127.0.0.1", await server.start("127.0.0.1", 0))
     finally:
@@ -57,34 +69,41 @@ def stream_to_nowhere() -> Iterator[SocketStream]:
 
 @pytest.mark.parametrize("traffic", [HANDOFF, RECOVERY])
 async def test_on_a_slow_link_a_handoff_overtakes_a_checkpoint(traffic: TrafficClass) -> None:
-    """It has the link for itself from its first page to its last, though the checkpoint was there before."""
+    """It has the link for itself from its first page to its last, though the checkpoint was there
+    before.
+    """
     settings = TransferSettings(link_bytes_per_s=800_000.0, stall_timeout_s=10.0)
-    async with house(settings=settings) as h:
+    async with agent_store(settings=settings) as h:
         await h.offer(A)
         async with serving_too(h, settings) as (neighbour, peer):
             into = [memoryview(bytearray(PAGE_BYTES)) for _ in range(40)]
             await neighbour.pull(peer, PullRequest(tags(B, 0, 1)), into[:1], None)
-            storing = asyncio.create_task(h.pusher.store(h.peer, [run_of(A, 0, 100)]))
+            storing = asyncio.create_task(h.pusher.store(h.peer, [range_of(A, 0, 100)]))
             await until(lambda: len(h.sink.visible) >= 3)
             before = len(h.sink.visible)
 
-            pulled = await neighbour.pull(peer, PullRequest(tags(B, 0, 40), traffic=traffic), into, None)
+            pulled = await neighbour.pull(
+                peer, PullRequest(tags(B, 0, 40), traffic=traffic), into, None
+            )
             meanwhile = len(h.sink.visible) - before
 
             assert (pulled.full_pages, pulled.error) == (40, None)
             assert not storing.done()
-            assert await storing == [Held(StoreCode.OK, 100)]
-    # What was under way when the pull began, and until its question was there; an even share would be 40.
+            assert await storing == [HeldPages(StoreCode.OK, 100)]
+    # What was under way when the pull began, and until its question was there; an even share would
+    # be 40.
     assert meanwhile <= 20
 
 
 async def test_on_a_slow_link_a_handoff_overtakes_a_recovery() -> None:
     """The class of a pull travels with its question."""
     settings = TransferSettings(link_bytes_per_s=800_000.0, stall_timeout_s=10.0)
-    async with house(settings=settings) as h:
+    async with agent_store(settings=settings) as h:
         await h.offer(A)
         async with serving_too(h, settings) as (neighbour, peer):
-            slow, quick = ([memoryview(bytearray(PAGE_BYTES)) for _ in range(count)] for count in (100, 40))
+            slow, quick = (
+                [memoryview(bytearray(PAGE_BYTES)) for _ in range(count)] for count in (100, 40)
+            )
             asked = PullRequest(tags(B, 0, 100), traffic=RECOVERY)
             recovering = asyncio.create_task(neighbour.pull(peer, asked, slow, None))
             await until(lambda: bytes(slow[2]) == content(B, 2))
@@ -100,25 +119,37 @@ async def test_on_a_slow_link_a_handoff_overtakes_a_recovery() -> None:
 async def test_a_checkpoint_has_what_is_left_of_a_slow_link() -> None:
     """And between two nodes others do not count."""
     settings = TransferSettings(link_bytes_per_s=4_000_000.0, stall_timeout_s=10.0)
-    async with house(settings=settings) as h:
-        with stream_to_nowhere() as stream, h.links.to(N0).sending(stream, HANDOFF), h.links.to(N1).sending(stream, HANDOFF):
+    async with agent_store(settings=settings) as h:
+        with (
+            stream_to_nowhere() as stream,
+            h.links.to(N0).sending(stream, HANDOFF),
+            h.links.to(N1).sending(stream, HANDOFF),
+        ):
             # Both are open, but neither wants to send anything.
-            assert await h.pusher.store(h.peer, [run_of(A, 0, 20)]) == [Held(StoreCode.OK, 20)]
+            assert await h.pusher.store(h.peer, [range_of(A, 0, 20)]) == [
+                HeldPages(StoreCode.OK, 20)
+            ]
 
 
-async def test_without_a_limit_a_checkpoint_waits_for_a_handoff_and_its_agent_does_not_give_up() -> None:
-    """However long that takes, in the middle of a page too: single bytes show the agent that its peer is there."""
-    async with house(settings=TransferSettings(stall_timeout_s=0.2), agent_settings=TransferSettings(stall_timeout_s=0.8)) as h:
-        # Slow until the first pages are there, so that the others are on their way when the hand-off begins.
+async def test_without_a_limit_a_checkpoint_waits_for_a_handoff_and_keeps_its_agent() -> None:
+    """However long that takes, in the middle of a page too: single bytes show the agent that its
+    peer is there.
+    """
+    async with agent_store(
+        settings=TransferSettings(stall_timeout_s=0.2),
+        agent_settings=TransferSettings(stall_timeout_s=0.8),
+    ) as h:
+        # Slow until the first pages are there, so that the others are on their way when the
+        # hand-off begins.
         h.links.faults.hold(N1, 400_000.0, asyncio.get_running_loop().time() + 60)
-        storing = asyncio.create_task(h.pusher.store(h.peer, [run_of(A, 0, 100)]))
+        storing = asyncio.create_task(h.pusher.store(h.peer, [range_of(A, 0, 100)]))
         await until(lambda: len(h.sink.visible) >= 3)
         with stream_to_nowhere() as stream, h.links.to(N1).sending(stream, HANDOFF):
             h.links.faults.clear()
             await asyncio.sleep(1.2)
             meanwhile = (storing.done(), len(h.sink.visible))
 
-        assert await storing == [Held(StoreCode.OK, 100)]
+        assert await storing == [HeldPages(StoreCode.OK, 100)]
         assert h.sink.begun == 1
     assert meanwhile[0] is False
     assert meanwhile[1] < 50
@@ -126,15 +157,19 @@ async def test_without_a_limit_a_checkpoint_waits_for_a_handoff_and_its_agent_do
 
 async def test_without_a_limit_a_handoff_to_another_node_does_not_matter() -> None:
     """Another link."""
-    async with house() as h:
+    async with agent_store() as h:
         with stream_to_nowhere() as stream, h.links.to(N0).sending(stream, HANDOFF):
-            assert await h.pusher.store(h.peer, [run_of(A, 0, 3)]) == [Held(StoreCode.OK, 3)]
+            assert await h.pusher.store(h.peer, [range_of(A, 0, 3)]) == [HeldPages(StoreCode.OK, 3)]
 
 
 async def test_handoffs_wait_for_nobody() -> None:
     """Open checkpoints and recoveries do not hold them up."""
-    link = SendingLink(SendingFaults(), N1, None, patience_s=10.0)
-    with stream_to_nowhere() as stream, link.sending(stream, CHECKPOINT), link.sending(stream, RECOVERY):
+    link = SendingLink(SendingFaults(), N1, None, stall_timeout_s=10.0)
+    with (
+        stream_to_nowhere() as stream,
+        link.sending(stream, CHECKPOINT),
+        link.sending(stream, RECOVERY),
+    ):
         assert await link.turn(HANDOFF, 1000) == 1000
         assert await link.turn(RECOVERY, 1000) == 1000
 
@@ -142,23 +177,23 @@ async def test_handoffs_wait_for_nobody() -> None:
 async def test_a_sender_that_is_cancelled_leaves_the_line() -> None:
     """Its turn is not waited for, and not kept."""
     faults = SendingFaults()
-    link = SendingLink(faults, N1, None, patience_s=10.0)
+    link = SendingLink(faults, N1, None, stall_timeout_s=10.0)
     faults.hold(N1, 0, asyncio.get_running_loop().time() + 3600)
     waiting = [asyncio.create_task(link.turn(traffic, 500)) for traffic in TrafficClass]
     await asyncio.sleep(0)
-    assert link._turns.somebody_waits
+    assert link._turns.has_waiting
 
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
 
-    assert not link._turns.somebody_waits
+    assert not link._turns.has_waiting
 
 
 async def test_a_fault_that_ends_lets_go_who_waits() -> None:
-    """By itself at its time, or because somebody takes it back."""
+    """By itself at its time, or because it is cleared."""
     faults = SendingFaults()
-    link = SendingLink(faults, N1, None, patience_s=0.4)
+    link = SendingLink(faults, N1, None, stall_timeout_s=0.4)
     faults.hold(N1, 0, asyncio.get_running_loop().time() + 0.05)
     assert await link.turn(HANDOFF, 7) == 7
 
@@ -171,9 +206,9 @@ async def test_a_fault_that_ends_lets_go_who_waits() -> None:
 
 
 async def test_who_waits_at_a_link_that_is_cut_gives_up() -> None:
-    """As its peer does, who hears nothing."""
+    """As its peer does, which receives nothing."""
     faults = SendingFaults()
-    link = SendingLink(faults, N1, None, patience_s=0.1)
+    link = SendingLink(faults, N1, None, stall_timeout_s=0.1)
     faults.hold(N1, 0, asyncio.get_running_loop().time() + 3600)
 
     with pytest.raises(TransferError, match="cut"):

@@ -1,7 +1,7 @@
-"""Who is promised room in a checkpoint store, and who gets it."""
+"""Reservations of a checkpoint store, and the slots that they get."""
 
 from kvrs.ids import StreamId
-from kvrs.protocol.frames import Claim, Held, StoreCode
+from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.transfer.store.book import CheckpointBook
 
@@ -14,21 +14,23 @@ def tags(family: int, pages: int, shared: int = 0) -> tuple[Tag, ...]:
     return tuple(page_tags(root_tag("model"), [0] * shared + [family] * (pages - shared), 1))
 
 
-def store(book: CheckpointBook, claim: Claim, first: int, some: tuple[Tag, ...]) -> Held:
+def store(
+    book: CheckpointBook, claim: CheckpointClaim, first: int, some: tuple[Tag, ...]
+) -> HeldPages:
     """Send pages, as a connection does when all goes well."""
-    run = book.begin(claim, first, some)
-    for position, number in enumerate(run.numbers):
+    incoming = book.begin(claim, first, some)
+    for position, number in enumerate(incoming.numbers):
         if number is not None:
-            book.commit(run, position)
-    return book.end(run)
+            book.commit(incoming, position)
+    return book.end(incoming)
 
 
 def filled(capacity: int, stream: StreamId, pages: tuple[Tag, ...]) -> CheckpointBook:
     """A store that holds those pages under a reservation of just as many."""
     book = CheckpointBook(capacity)
-    claim = Claim(stream, 0, 1)
-    assert book.offer(claim, len(pages), pages, until_s=10.0) == Held(OK, 0)
-    assert store(book, claim, 0, pages) == Held(OK, len(pages))
+    claim = CheckpointClaim(stream, 0, 1)
+    assert book.offer(claim, len(pages), pages, until_s=10.0) == HeldPages(OK, 0)
+    assert store(book, claim, 0, pages) == HeldPages(OK, len(pages))
     return book
 
 
@@ -36,7 +38,10 @@ def test_reservations_are_accepted_up_to_the_capacity() -> None:
     """The sum of what is reserved never exceeds what there is, whatever of it is filled."""
     book = CheckpointBook(10)
 
-    answers = [book.offer(Claim(stream, 0, 1), need, (), until_s=10.0).code for stream, need in ((S, 6), (T, 5), (U, 4))]
+    answers = [
+        book.offer(CheckpointClaim(stream, 0, 1), need, (), until_s=10.0).code
+        for stream, need in ((S, 6), (T, 5), (U, 4))
+    ]
 
     assert answers == [OK, FULL, OK]
     assert book.reserved_slots == 10
@@ -47,9 +52,9 @@ def test_an_offer_that_is_made_again_changes_nothing() -> None:
     """A writer that lost the answer asks once more."""
     book = filled(10, S, tags(1, 4))
 
-    again = book.offer(Claim(S, 0, 1), 4, tags(1, 4), until_s=5.0)
+    again = book.offer(CheckpointClaim(S, 0, 1), 4, tags(1, 4), until_s=5.0)
 
-    assert again == Held(OK, 4)
+    assert again == HeldPages(OK, 4)
     assert book.reserved_slots == 4
     assert book.expire(9.0) == []  # Nor does it shorten the lease.
 
@@ -58,12 +63,12 @@ def test_a_page_that_is_here_already_is_kept_and_not_received_again() -> None:
     """Streams share the pages of a common beginning; each has them reserved."""
     book = filled(10, S, tags(1, 4, shared=2))
 
-    offered = book.offer(Claim(T, 0, 1), 4, tags(2, 4, shared=2), until_s=10.0)
-    run = book.begin(Claim(T, 0, 1), 0, tags(2, 4, shared=2))
+    offered = book.offer(CheckpointClaim(T, 0, 1), 4, tags(2, 4, shared=2), until_s=10.0)
+    incoming = book.begin(CheckpointClaim(T, 0, 1), 0, tags(2, 4, shared=2))
 
-    assert offered == Held(OK, 2)
-    assert [number is None for number in run.numbers] == [True, True, False, False]
-    book.end(run)
+    assert offered == HeldPages(OK, 2)
+    assert [number is None for number in incoming.numbers] == [True, True, False, False]
+    book.end(incoming)
     book.release([S], until_s=20.0)
     assert book.held(T) == 2
     book.check()
@@ -72,18 +77,18 @@ def test_a_page_that_is_here_already_is_kept_and_not_received_again() -> None:
 def test_a_gap_is_answered_with_what_is_held() -> None:
     """So that the writer goes back there."""
     book = filled(10, S, tags(1, 2))
-    book.offer(Claim(S, 0, 1), 6, tags(1, 2), until_s=10.0)
+    book.offer(CheckpointClaim(S, 0, 1), 6, tags(1, 2), until_s=10.0)
 
-    run = book.begin(Claim(S, 0, 1), 3, tags(1, 6)[3:])
+    incoming = book.begin(CheckpointClaim(S, 0, 1), 3, tags(1, 6)[3:])
 
-    assert run.numbers == [None] * 3
-    assert book.end(run) == Held(OK, 2)
+    assert incoming.numbers == [None] * 3
+    assert book.end(incoming) == HeldPages(OK, 2)
 
 
 def test_a_run_may_begin_where_another_one_is_still_arriving() -> None:
-    """One frame carries several runs of a stream; what comes second waits for the first."""
+    """One frame carries several ranges of a stream; what comes second waits for the first."""
     book = CheckpointBook(10)
-    claim, pages = Claim(S, 0, 1), tags(1, 4)
+    claim, pages = CheckpointClaim(S, 0, 1), tags(1, 4)
     book.offer(claim, 4, (), until_s=10.0)
     first, second = book.begin(claim, 0, pages[:2]), book.begin(claim, 2, pages[2:])
 
@@ -93,40 +98,42 @@ def test_a_run_may_begin_where_another_one_is_still_arriving() -> None:
     for position in (0, 1):
         book.commit(first, position)
 
-    assert early == Held(OK, 0)
-    assert book.end(first) == Held(OK, 4)
+    assert early == HeldPages(OK, 0)
+    assert book.end(first) == HeldPages(OK, 4)
     book.check()
 
 
 def test_what_was_not_committed_is_free_again() -> None:
     """A connection that breaks leaves no trace but the pages that were whole."""
     book = CheckpointBook(4)
-    claim, pages = Claim(S, 0, 1), tags(1, 4)
+    claim, pages = CheckpointClaim(S, 0, 1), tags(1, 4)
     book.offer(claim, 4, (), until_s=10.0)
-    run = book.begin(claim, 0, pages)
-    book.commit(run, 0)
+    incoming = book.begin(claim, 0, pages)
+    book.commit(incoming, 0)
 
-    held = book.end(run)
+    held = book.end(incoming)
 
-    assert held == Held(OK, 1)
+    assert held == HeldPages(OK, 1)
     assert book.held_slots == 1
-    assert store(book, claim, 1, pages[1:]) == Held(OK, 4)
+    assert store(book, claim, 1, pages[1:]) == HeldPages(OK, 4)
     book.check()
 
 
 def test_a_page_that_arrives_twice_at_once_is_received_once() -> None:
-    """Prefill and decode may both send a prompt's page: what was reserved for it has room for one."""
+    """Prefill and decode may both send a prompt's page: what was reserved for it has room for
+    one.
+    """
     book = CheckpointBook(2)
-    claim, pages = Claim(S, 0, 1), tags(1, 2)
+    claim, pages = CheckpointClaim(S, 0, 1), tags(1, 2)
     book.offer(claim, 2, (), until_s=10.0)
     one = book.begin(claim, 0, pages)
     two = book.begin(claim, 0, pages)
 
     assert two.numbers == [None, None]
-    assert book.end(two) == Held(OK, 0)
+    assert book.end(two) == HeldPages(OK, 0)
     book.commit(one, 0)
     book.commit(one, 1)
-    assert book.end(one) == Held(OK, 2)
+    assert book.end(one) == HeldPages(OK, 2)
 
 
 def test_a_page_that_two_streams_bring_at_once_is_kept_once() -> None:
@@ -134,103 +141,111 @@ def test_a_page_that_two_streams_bring_at_once_is_kept_once() -> None:
     book = CheckpointBook(4)
     page = tags(0, 1)
     for stream in (S, T):
-        book.offer(Claim(stream, 0, 1), 1, (), until_s=10.0)
-    runs = [book.begin(Claim(stream, 0, 1), 0, page) for stream in (S, T)]
+        book.offer(CheckpointClaim(stream, 0, 1), 1, (), until_s=10.0)
+    ranges = [book.begin(CheckpointClaim(stream, 0, 1), 0, page) for stream in (S, T)]
 
-    kept = [book.commit(run, 0) for run in runs]
+    kept = [book.commit(incoming, 0) for incoming in ranges]
 
     assert kept == [0, None]
-    assert [book.end(run) for run in runs] == [Held(OK, 1), Held(OK, 1)]
+    assert [book.end(incoming) for incoming in ranges] == [HeldPages(OK, 1), HeldPages(OK, 1)]
     assert book.held_slots == 1
     book.check()
 
 
 def test_a_page_that_is_arriving_uses_up_the_room_of_its_stream() -> None:
-    """Though another stream has brought an equal one meanwhile: two slots for one page would be one too many."""
+    """Though another stream has brought an equal one meanwhile: two slots for one page would be one
+    too many.
+    """
     book = CheckpointBook(2)
     page = tags(0, 1)
     for stream in (S, T):
-        book.offer(Claim(stream, 0, 1), 1, (), until_s=10.0)
-    arriving = book.begin(Claim(S, 0, 1), 0, page)
-    store(book, Claim(T, 0, 1), 0, page)
+        book.offer(CheckpointClaim(stream, 0, 1), 1, (), until_s=10.0)
+    arriving = book.begin(CheckpointClaim(S, 0, 1), 0, page)
+    store(book, CheckpointClaim(T, 0, 1), 0, page)
 
-    book.offer(Claim(S, 0, 1), 1, page, until_s=10.0)
+    book.offer(CheckpointClaim(S, 0, 1), 1, page, until_s=10.0)
     book.check()
     book.release([T], until_s=20.0)
 
-    assert book.offer(Claim(U, 0, 1), 1, (), until_s=10.0).code is OK
-    assert store(book, Claim(U, 0, 1), 0, tags(1, 1)) == Held(OK, 1)
-    assert book.end(arriving).pages == 0  # What it would have had was given to somebody else.
+    assert book.offer(CheckpointClaim(U, 0, 1), 1, (), until_s=10.0).code is OK
+    assert store(book, CheckpointClaim(U, 0, 1), 0, tags(1, 1)) == HeldPages(OK, 1)
+    assert book.end(arriving).pages == 0  # Its page was evicted for another stream.
     book.check()
 
 
 def test_an_older_attempt_is_fenced() -> None:
     """The checkpoint of a stream has one writer, as the stream has."""
     book = filled(10, S, tags(1, 2))
-    book.offer(Claim(S, 0, 2), 4, tags(1, 2), until_s=10.0)
+    book.offer(CheckpointClaim(S, 0, 2), 4, tags(1, 2), until_s=10.0)
 
-    late = book.begin(Claim(S, 0, 1), 2, tags(1, 3)[2:])
+    late = book.begin(CheckpointClaim(S, 0, 1), 2, tags(1, 3)[2:])
 
-    assert book.offer(Claim(S, 0, 1), 4, tags(1, 2), until_s=10.0) == Held(FENCED, 2)
+    assert book.offer(CheckpointClaim(S, 0, 1), 4, tags(1, 2), until_s=10.0) == HeldPages(FENCED, 2)
     assert late.numbers == [None]
-    assert book.end(late) == Held(FENCED, 2)
-    assert store(book, Claim(S, 1, 1), 2, tags(1, 3)[2:]) == Held(OK, 3)  # A later owner begins with attempt 1 again.
+    assert book.end(late) == HeldPages(FENCED, 2)
+    assert store(book, CheckpointClaim(S, 1, 1), 2, tags(1, 3)[2:]) == HeldPages(
+        OK, 3
+    )  # A later owner begins with attempt 1 again.
 
 
 def test_pages_of_a_later_attempt_fence_the_older_one_even_without_an_offer() -> None:
     """Whatever shows that there is a later writer shuts the older one out."""
     book = filled(10, S, tags(1, 2))
 
-    book.end(book.begin(Claim(S, 0, 2), 5, tags(1, 6)[5:]))
+    book.end(book.begin(CheckpointClaim(S, 0, 2), 5, tags(1, 6)[5:]))
 
-    assert book.begin(Claim(S, 0, 1), 0, tags(1, 1)).code is FENCED
+    assert book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 1)).code is FENCED
 
 
 def test_a_stream_that_ended_is_not_reserved_for_again() -> None:
-    """A short stream is over before its prefill instance has made its offer: nobody would release that reservation."""
+    """A short stream is over before its prefill instance has made its offer: nobody would release
+    that reservation.
+    """
     book = filled(10, S, tags(1, 2))
 
     book.release([S, T], until_s=30.0)
     book.release([S, T], until_s=30.0)
 
-    assert book.offer(Claim(S, 0, 1), 2, (), until_s=10.0).code is FENCED
-    assert book.offer(Claim(T, 0, 1), 2, (), until_s=10.0).code is FENCED
-    assert book.begin(Claim(S, 0, 1), 0, tags(1, 1)).code is FENCED
+    assert book.offer(CheckpointClaim(S, 0, 1), 2, (), until_s=10.0).code is FENCED
+    assert book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0).code is FENCED
+    assert book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 1)).code is FENCED
     assert book.reserved_slots == 0
-    assert book.offer(Claim(S, 0, 2), 2, tags(1, 2), until_s=10.0) == Held(OK, 2)  # A later plan came back here.
+    assert book.offer(CheckpointClaim(S, 0, 2), 2, tags(1, 2), until_s=10.0) == HeldPages(
+        OK, 2
+    )  # A later plan came back here.
     book.expire(30.0)
-    assert book.offer(Claim(T, 0, 1), 2, (), until_s=40.0).code is OK
+    assert book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=40.0).code is OK
     book.check()
 
 
 def test_a_stream_without_a_reservation_has_nothing_here() -> None:
-    """As after a restart: its writer hears that it must begin anew, with an offer."""
+    """As after a restart: its writer must begin anew, with an offer."""
     book = CheckpointBook(4)
 
-    run = book.begin(Claim(S, 0, 1), 0, tags(1, 2))
+    incoming = book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 2))
 
-    assert run.numbers == [None, None]
-    assert book.end(run) == Held(OK, 0)
+    assert incoming.numbers == [None, None]
+    assert book.end(incoming) == HeldPages(OK, 0)
 
 
 def test_more_than_was_reserved_is_not_taken() -> None:
     """The room of others is theirs, filled or not."""
     book = CheckpointBook(10)
-    book.offer(Claim(S, 0, 1), 2, (), until_s=10.0)
+    book.offer(CheckpointClaim(S, 0, 1), 2, (), until_s=10.0)
 
-    assert store(book, Claim(S, 0, 1), 0, tags(1, 3)) == Held(FULL, 2)
+    assert store(book, CheckpointClaim(S, 0, 1), 0, tags(1, 3)) == HeldPages(FULL, 2)
     book.check()
 
 
 def test_only_pages_that_nobody_reserved_make_room_least_recently_used_first() -> None:
-    """And of one run its tail first: the beginning is worth more."""
+    """And of one incoming its tail first: the beginning is worth more."""
     book = filled(5, S, tags(1, 2))
-    book.offer(Claim(T, 0, 1), 2, (), until_s=10.0)
-    store(book, Claim(T, 0, 1), 0, tags(2, 2))
+    book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0)
+    store(book, CheckpointClaim(T, 0, 1), 0, tags(2, 2))
     book.release([S], until_s=20.0)
 
-    book.offer(Claim(U, 0, 1), 2, (), until_s=10.0)
-    store(book, Claim(U, 0, 1), 0, tags(3, 2))
+    book.offer(CheckpointClaim(U, 0, 1), 2, (), until_s=10.0)
+    store(book, CheckpointClaim(U, 0, 1), 0, tags(3, 2))
 
     assert len(book.match(tags(1, 2))) == 1
     assert len(book.match(tags(2, 2))) == 2
@@ -238,71 +253,82 @@ def test_only_pages_that_nobody_reserved_make_room_least_recently_used_first() -
 
 
 def test_a_page_that_is_read_is_never_overwritten() -> None:
-    """Nor does reading take room that was promised: a page which only a reader would keep counts as gone instead."""
+    """Nor does reading take reserved room: a page which only a reader would keep counts as
+    gone instead.
+    """
     book = filled(4, S, tags(1, 2))
     book.release([S], until_s=20.0)
     read = book.match(tags(1, 2))
 
-    assert book.offer(Claim(T, 0, 1), 3, (), until_s=10.0).code is FULL
-    assert book.offer(Claim(T, 0, 1), 2, (), until_s=10.0).code is OK
-    run = book.begin(Claim(T, 0, 1), 0, tags(2, 2))
-    assert not set(run.numbers) & set(read)
-    book.end(run)
+    assert book.offer(CheckpointClaim(T, 0, 1), 3, (), until_s=10.0).code is FULL
+    assert book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0).code is OK
+    incoming = book.begin(CheckpointClaim(T, 0, 1), 0, tags(2, 2))
+    assert not set(incoming.numbers) & set(read)
+    book.end(incoming)
     book.unpin(read)
-    book.offer(Claim(U, 0, 1), 2, (), until_s=10.0)
+    book.offer(CheckpointClaim(U, 0, 1), 2, (), until_s=10.0)
     assert book.match(tags(1, 2)) == []
     book.check()
 
 
 def test_what_was_read_gives_way_tail_first() -> None:
-    """Who reads a run again later finds its beginning."""
+    """A later reader of a history finds its beginning."""
     book = filled(3, S, tags(1, 2))
     book.release([S], until_s=20.0)
     book.unpin(book.match(tags(1, 2)))
 
-    book.offer(Claim(T, 0, 1), 2, (), until_s=10.0)
-    store(book, Claim(T, 0, 1), 0, tags(2, 2))
+    book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0)
+    store(book, CheckpointClaim(T, 0, 1), 0, tags(2, 2))
 
     assert len(book.match(tags(1, 2))) == 1
 
 
 def test_pages_being_read_count_once_for_who_reserves_them() -> None:
-    """A recovery reads its stream's old pages while the new attempt makes its offer for the same ones."""
+    """A recovery reads its stream's old pages while the new attempt makes its offer for the same
+    ones.
+    """
     book = filled(2, S, tags(1, 2))
     book.release([S], until_s=20.0)
     book.match(tags(1, 2))
 
-    assert book.offer(Claim(S, 0, 2), 2, tags(1, 2), until_s=10.0) == Held(OK, 2)
+    assert book.offer(CheckpointClaim(S, 0, 2), 2, tags(1, 2), until_s=10.0) == HeldPages(OK, 2)
     book.check()
 
 
 def test_an_attempt_that_went_another_way_replaces_the_pages_from_there() -> None:
-    """Its client never saw what the dead instance had sampled beyond; until a reader is done with it, it stays."""
+    """Its client never saw what the dead instance had sampled beyond; until a reader is done with
+    it, it stays.
+    """
     book = filled(3, S, tags(1, 3))
     other = tags(1, 1) + tags(2, 3)[1:]
     read = book.match(tags(1, 3))
 
-    early = book.offer(Claim(S, 0, 2), 3, other, until_s=10.0)
-    refused = store(book, Claim(S, 0, 2), 1, other[1:])
+    early = book.offer(CheckpointClaim(S, 0, 2), 3, other, until_s=10.0)
+    refused = store(book, CheckpointClaim(S, 0, 2), 1, other[1:])
     book.unpin(read)
-    taken = store(book, Claim(S, 0, 2), 1, other[1:])
+    taken = store(book, CheckpointClaim(S, 0, 2), 1, other[1:])
 
-    assert early == Held(OK, 1)
-    assert refused == Held(OK, 1)
-    assert taken == Held(OK, 3)
+    assert early == HeldPages(OK, 1)
+    assert refused == HeldPages(OK, 1)
+    assert taken == HeldPages(OK, 3)
     assert len(book.match(other)) == 3
     book.check()
 
 
 def test_pages_that_an_attempt_has_yet_to_compute_are_not_those_of_the_one_before() -> None:
-    """It tells of its history only, and goes another way behind it; what it is told that it need not send it would never send."""
-    ways = tuple(page_tags(root_tag("model"), [1, 1, 1, 1], 1)), tuple(page_tags(root_tag("model"), [1, 1, 2, 2], 1))
-    book, claim = filled(4, S, ways[0]), Claim(S, 0, 2)
+    """It tells of its history only, and goes another way behind it; what it is told that it need
+    not send it would never send.
+    """
+    ways = (
+        tuple(page_tags(root_tag("model"), [1, 1, 1, 1], 1)),
+        tuple(page_tags(root_tag("model"), [1, 1, 2, 2], 1)),
+    )
+    book, claim = filled(4, S, ways[0]), CheckpointClaim(S, 0, 2)
 
     offered = book.offer(claim, 4, ways[1][:1], until_s=10.0)
     answers = [store(book, claim, 1, ways[1][1:2]), store(book, claim, 2, ways[1][2:])]
 
-    assert [offered, *answers] == [Held(OK, 1), Held(OK, 2), Held(OK, 4)]
+    assert [offered, *answers] == [HeldPages(OK, 1), HeldPages(OK, 2), HeldPages(OK, 4)]
     assert len(book.match(ways[1])) == 4
     book.check()
 
@@ -310,7 +336,7 @@ def test_pages_that_an_attempt_has_yet_to_compute_are_not_those_of_the_one_befor
 def test_a_lease_that_nobody_renews_ends() -> None:
     """A proxy that died releases nothing."""
     book = filled(4, S, tags(1, 2))
-    book.offer(Claim(T, 0, 1), 2, (), until_s=10.0)
+    book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0)
 
     unknown = book.renew([S, U], until_s=20.0)
     ended = book.expire(10.0)
@@ -319,21 +345,23 @@ def test_a_lease_that_nobody_renews_ends() -> None:
     assert ended == [T]
     assert book.streams() == {S: 2}
     assert book.expire(20.0) == [S]
-    assert book.held_slots == 2  # Still there for whoever needs it, until the room is needed.
+    assert book.held_slots == 2  # Still there for readers, until the room is needed.
 
 
 def test_a_run_outlives_the_reservation_that_it_was_meant_for() -> None:
-    """Its slots are busy until the connection lets go of them; what arrived whole is kept as long as there is room."""
+    """Its slots are busy until the connection lets go of them; what arrived whole is kept as long
+    as there is room.
+    """
     book = CheckpointBook(2)
-    claim = Claim(S, 0, 1)
+    claim = CheckpointClaim(S, 0, 1)
     book.offer(claim, 2, (), until_s=10.0)
-    run = book.begin(claim, 0, tags(1, 2))
+    incoming = book.begin(claim, 0, tags(1, 2))
     book.release([S], until_s=20.0)
 
-    assert book.offer(Claim(T, 0, 1), 1, (), until_s=10.0).code is FULL
-    book.commit(run, 0)
-    assert book.offer(Claim(T, 0, 1), 1, (), until_s=10.0).code is OK
-    assert book.end(run) == Held(OK, 0)
+    assert book.offer(CheckpointClaim(T, 0, 1), 1, (), until_s=10.0).code is FULL
+    book.commit(incoming, 0)
+    assert book.offer(CheckpointClaim(T, 0, 1), 1, (), until_s=10.0).code is OK
+    assert book.end(incoming) == HeldPages(OK, 0)
     assert book.held_slots == 1
     book.check()
 
@@ -341,11 +369,11 @@ def test_a_run_outlives_the_reservation_that_it_was_meant_for() -> None:
 def test_a_run_of_an_earlier_reservation_is_none_of_the_next_one() -> None:
     """The stream came back while an old connection was still writing for it."""
     book = CheckpointBook(4)
-    book.offer(Claim(S, 0, 1), 2, (), until_s=10.0)
-    old = book.begin(Claim(S, 0, 1), 0, tags(1, 2))
+    book.offer(CheckpointClaim(S, 0, 1), 2, (), until_s=10.0)
+    old = book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 2))
     book.release([S], until_s=20.0)
-    book.offer(Claim(S, 0, 2), 2, (), until_s=10.0)
-    new = book.begin(Claim(S, 0, 2), 0, tags(1, 2))
+    book.offer(CheckpointClaim(S, 0, 2), 2, (), until_s=10.0)
+    new = book.begin(CheckpointClaim(S, 0, 2), 0, tags(1, 2))
 
     book.commit(old, 0)
     book.end(old)
@@ -353,7 +381,7 @@ def test_a_run_of_an_earlier_reservation_is_none_of_the_next_one() -> None:
     for position in (0, 1):
         book.commit(new, position)
 
-    assert book.end(new) == Held(OK, 2)
+    assert book.end(new) == HeldPages(OK, 2)
     book.check()
 
 
@@ -366,6 +394,6 @@ def test_adopted_pages_are_found_and_give_way_in_the_order_of_their_age() -> Non
 
     book.check()
     assert book.held_slots == 2
-    book.offer(Claim(S, 0, 1), 3, (), until_s=10.0)
-    store(book, Claim(S, 0, 1), 0, tags(3, 3))
+    book.offer(CheckpointClaim(S, 0, 1), 3, (), until_s=10.0)
+    store(book, CheckpointClaim(S, 0, 1), 0, tags(3, 3))
     assert (book.match([old]), book.match([new])) == ([], [1])

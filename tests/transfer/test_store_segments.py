@@ -66,7 +66,7 @@ def test_whole_pages_are_adopted_oldest_first(left: StoreDirectory) -> None:
 
 
 def test_what_is_written_after_an_adoption_is_younger(left: StoreDirectory) -> None:
-    """Also for the life after the next."""
+    """Also for the process after the next."""
     segments = Segments(left, LAYOUT)
     segments.adopt()
     write(segments, 2, 2)
@@ -86,16 +86,20 @@ def test_what_is_written_after_an_adoption_is_younger(left: StoreDirectory) -> N
         (1, LAYOUT.pages_at + PAGE_BYTES, [0]),
     ],
 )
-def test_a_torn_page_is_not_adopted(left: StoreDirectory, segment: int, offset: int, kept: list[int]) -> None:
+def test_a_torn_page_is_not_adopted(
+    left: StoreDirectory, segment: int, offset: int, kept: list[int]
+) -> None:
     """Wherever the flipped bit is."""
     flip(left, segment, offset)
 
     assert [slot for slot, _ in adopted(left)] == kept
-    assert [slot for slot, _ in adopted(left)] == kept  # Nor is it by the life after that.
+    assert [slot for slot, _ in adopted(left)] == kept  # Nor by the process after that.
 
 
 def test_a_page_whose_record_was_not_written_is_not_adopted(left: StoreDirectory) -> None:
-    """As after a kill in the middle of receiving it; the page that was in that slot before is gone with its record."""
+    """As after a kill in the middle of receiving it; the page that was in that slot before is gone
+    with its record.
+    """
     segments = Segments(left, LAYOUT)
     segments.adopt()
     segments.clear(5)
@@ -119,7 +123,7 @@ def test_segments_of_another_layout_are_unlinked(left: StoreDirectory, layout: L
 
 
 def test_less_capacity_than_before_keeps_what_fits(left: StoreDirectory) -> None:
-    """A slot beyond the capacity must not be used by anybody."""
+    """A slot beyond the capacity must not be used."""
     assert adopted(left, Layout(PAGE_BYTES, 5, "model")) == [(0, TAGS[1])]
     assert adopted(left, Layout(PAGE_BYTES, 4, "model")) == [(0, TAGS[1])]
     assert left.segments() == [0]
@@ -139,8 +143,10 @@ def _replace_by_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_truncate, _open_to_others, _replace_by_link])
-def test_a_file_that_others_may_have_written_is_unlinked(left: StoreDirectory, spoil: Callable[[Path], None]) -> None:
-    """Nothing is trusted but files of this user's own that nobody else may open."""
+def test_a_file_that_others_may_have_written_is_unlinked(
+    left: StoreDirectory, spoil: Callable[[Path], None]
+) -> None:
+    """Only files of this user that no other user may open are trusted."""
     spoil(left.path / "segment-0")
 
     assert adopted(left) == [(5, TAGS[0])]
@@ -159,8 +165,12 @@ def test_memory_grows_as_it_is_used(directory: StoreDirectory) -> None:
     assert sizes == [4, 4, 4, 4, 8]
 
 
-def test_memory_that_is_not_there_is_asked_for_again(directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever writes into memory that the system does not have is killed; so it is asked for beforehand."""
+def test_memory_that_is_not_there_is_asked_for_again(
+    directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write into memory that the system does not have kills the process; so it is asked for
+    beforehand.
+    """
     segments = Segments(directory, LAYOUT)
 
     def refuse(fd: int, offset: int, length: int) -> None:
@@ -181,7 +191,11 @@ def test_memory_that_is_not_there_is_asked_for_again(directory: StoreDirectory, 
 def test_names_tell_clusters_and_nodes_apart() -> None:
     """And nothing of the secret."""
     one, other = b"secret of a cluster", b"secret of another one"
-    names = {store_directory("/shm", secret, NodeId(node)) for secret in (one, other) for node in ("n0", "n1", "../n0")}
+    names = {
+        store_directory("/shm", secret, NodeId(node))
+        for secret in (one, other)
+        for node in ("n0", "n1", "../n0")
+    }
 
     assert len(names) == 6
     assert {name.parent for name in names} == {Path("/shm")}
@@ -193,7 +207,10 @@ def test_a_directory_is_closed_to_others(directory: StoreDirectory) -> None:
     Segments(directory, LAYOUT).grow_to(1)
     directory.save_state(StoreState(1))
 
-    modes = {path.name: path.stat().st_mode & 0o777 for path in [directory.path, *directory.path.iterdir()]}
+    modes = {
+        path.name: path.stat().st_mode & 0o777
+        for path in [directory.path, *directory.path.iterdir()]
+    }
 
     assert modes == {"store": 0o700, "segment-0": 0o600, "state": 0o600}
 
@@ -214,13 +231,18 @@ def _a_link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (_others_may_read, "others may use it (mode bits 055); allowed: a directory of this user, mode 0700"),
+        (
+            _others_may_read,
+            "others may use it (mode bits 055); allowed: a directory of this user, mode 0700",
+        ),
         (_a_file, "Not a directory"),
         (_a_link, "Not a directory"),
     ],
 )
-def test_a_directory_that_is_not_ours_is_refused(tmp_path: Path, make: Callable[[Path], None], reason: str) -> None:
-    """Everybody may write into /dev/shm; what somebody put there under our name is not touched."""
+def test_a_directory_that_is_not_ours_is_refused(
+    tmp_path: Path, make: Callable[[Path], None], reason: str
+) -> None:
+    """Any user may write into /dev/shm; files of others under our name are not touched."""
     make(tmp_path / "store")
 
     with pytest.raises(ConfigError) as caught:
@@ -229,7 +251,9 @@ def test_a_directory_that_is_not_ours_is_refused(tmp_path: Path, make: Callable[
     assert caught.value.faults == [f"backup.directory: {tmp_path}/store: {reason}"]
 
 
-def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever its mode."""
     (tmp_path / "store").mkdir(0o700)
     owner = os.geteuid()
@@ -246,7 +270,9 @@ def test_a_missing_base_is_named(tmp_path: Path) -> None:
 
 
 def test_two_agents_do_not_share_a_directory(tmp_path: Path) -> None:
-    """The second one is told; when the first has ended, however it did, the next one comes in."""
+    """The second one is refused; after the first has ended, in any way, the next one can open
+    it.
+    """
     first = StoreDirectory(tmp_path / "store")
 
     with pytest.raises(ConfigError, match="in use; allowed: one agent per node and cluster"):
@@ -256,8 +282,10 @@ def test_two_agents_do_not_share_a_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [b"", b"{", b'{"epoch":"x"}', b"\xff"])
-def test_a_state_that_cannot_be_read_counts_as_none(directory: StoreDirectory, state: bytes) -> None:
-    """Then nobody knows what the pages are, and none is adopted."""
+def test_a_state_that_cannot_be_read_counts_as_none(
+    directory: StoreDirectory, state: bytes
+) -> None:
+    """Then the pages cannot be identified, and none is adopted."""
     (directory.path / "state").write_bytes(state)
     (directory.path / "state").chmod(0o600)
 
@@ -265,7 +293,7 @@ def test_a_state_that_cannot_be_read_counts_as_none(directory: StoreDirectory, s
 
 
 def test_the_end_removes_what_was_made_and_nothing_else(left: StoreDirectory) -> None:
-    """A file that somebody put there is his."""
+    """A file of another origin is left alone."""
     (left.path / "note").write_text("mine")
     left.save_state(StoreState(1))
 

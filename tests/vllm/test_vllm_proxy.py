@@ -1,4 +1,6 @@
-"""The proxy in front of real vLLM: what clients get is what one server alone would have given them."""
+"""The proxy in front of real vLLM: what clients get is what one server alone would have given
+them.
+"""
 
 import asyncio
 import json
@@ -14,9 +16,16 @@ import aiohttp
 import pytest
 
 from experiments.vllm_servers import VllmServers
-from kvrs.config import Config, parse_config
+from kvrs.config.file import Config, parse_config
+from kvrs.config.settings import parse_yaml
 from kvrs.proxy.server import Proxy
-from kvrs.settings import parse_yaml
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+]
 
 SECRET = b"only for tests, thirty-two bytes!"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
@@ -41,12 +50,15 @@ class Front:
     http: aiohttp.ClientSession
 
     async def state(self) -> Any:
-        async with self.http.get(f"http://127.0.0.1:{self.proxy.admin_port}/kvrs/v1/state") as answer:
+        async with self.http.get(
+            f"http://127.0.0.1:{self.proxy.admin_port}/kvrs/v1/state"
+        ) as answer:
             return await answer.json()
 
     async def until_up(self) -> None:
+        """And tested, so that all options are weighed."""
         async with asyncio.timeout(DEADLINE_S):
-            while any(row["health"] != "up" for row in (await self.state())["instances"]):
+            while not all(map(_is_ready, (await self.state())["instances"])):
                 await asyncio.sleep(0.05)
 
     async def ask(self, **fields: Any) -> tuple[int, Any]:
@@ -58,11 +70,15 @@ class Front:
 
     async def _ask(self, url: str, fields: dict[str, Any]) -> tuple[int, Any]:
         path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-        async with self.http.post(url + path, json={"temperature": 0, "return_token_ids": True} | fields) as answer:
+        async with self.http.post(
+            url + path, json={"temperature": 0, "return_token_ids": True} | fields
+        ) as answer:
             if not fields.get("stream"):
                 return answer.status, await answer.json()
             raw = (await answer.read()).decode()
-            return answer.status, [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+            return answer.status, [
+                json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")
+            ]
 
     async def hang_in_mid_stream(self, least_tokens: int) -> str:
         """Stop the decode server of the only stream, when that has begun."""
@@ -73,6 +89,10 @@ class Front:
                         self.servers.signal(stream["decode"], signal.SIGSTOP)
                         return str(stream["decode"])
                 await asyncio.sleep(0.001)
+
+
+def _is_ready(row: dict[str, Any]) -> bool:
+    return row["health"] == "up" and row["self_test"] is not None and row["self_test"]["done"]
 
 
 @asynccontextmanager
@@ -95,11 +115,26 @@ async def front(vllm_servers: VllmServers) -> AsyncIterator[Front]:
         yield opened
 
 
+async def test_a_self_test_sees_what_vllm_does(front: Front) -> None:
+    """KV really moves over NIXL, and servers that are alike compute the same tokens. How sampled
+    streams are continued depends on the model runner.
+    """
+    found = {row["id"]: row["self_test"] for row in (await front.state())["instances"]}
+
+    assert all(test["moves_kv"] for test in found.values()), found
+    assert all(not test["differs_from"] for test in found.values()), found
+    exact = {test["continues"] for name, test in found.items() if name[0] == "d"}
+    assert exact <= {"exact greedy", "exact seeded"}
+
+
 def text_and_ids(answer: Any) -> tuple[str, list[int], str | None]:
     """Of a whole answer, or of all events of a streamed one."""
     events = answer if isinstance(answer, list) else [answer]
     choices = [choice for event in events for choice in event["choices"]]
-    said = [choice.get("delta") or choice.get("message") or {"content": choice.get("text")} for choice in choices]
+    said = [
+        choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        for choice in choices
+    ]
     ids = [token for choice in choices for token in choice.get("token_ids") or ()]
     return "".join(part.get("content") or "" for part in said), ids, choices[-1]["finish_reason"]
 
@@ -143,7 +178,9 @@ async def test_documented_config_works(vllm_servers: VllmServers) -> None:
     ids=lambda fields: ",".join(fields),
 )
 async def test_answers_are_those_of_one_server(front: Front, fields: dict[str, Any]) -> None:
-    """Through prefill, hand-off and decode: the same ids, text and finish as from a server that did it all itself."""
+    """Through prefill, hand-off and decode: the same ids, text and finish as from a server that did
+    it all itself.
+    """
     status, answer = await front.ask(**fields)
     _, alone = await front.ask_alone(**fields)
 
@@ -152,7 +189,9 @@ async def test_answers_are_those_of_one_server(front: Front, fields: dict[str, A
 
 
 async def test_hand_off_is_pulled(front: Front) -> None:
-    """The healthy path moves KV: a decode server that computed prompts itself would give the same tokens."""
+    """The healthy path moves KV: a decode server that computed prompts itself would give the same
+    tokens.
+    """
     before = {name: front.servers.counters(name)["pulled_tokens"] for name in ("d0", "d1")}
 
     _, answer = await front.ask(prompt="sol tek qui " * 20, max_tokens=4)
@@ -162,8 +201,13 @@ async def test_hand_off_is_pulled(front: Front) -> None:
 
 
 async def test_a_clients_own_transfer_parameters_reach_no_engine(front: Front) -> None:
-    """An empty block list would end vLLM's engine, and with it everybody's streams."""
-    hostile = {"do_remote_prefill": True, "remote_block_ids": [], "remote_engine_id": "x", "remote_request_id": "x"}
+    """An empty block list would end vLLM's engine with all its streams."""
+    hostile = {
+        "do_remote_prefill": True,
+        "remote_block_ids": [],
+        "remote_engine_id": "x",
+        "remote_request_id": "x",
+    }
 
     status, answer = await front.ask(prompt=PROMPT, max_tokens=8, kv_transfer_params=hostile)
 
@@ -173,8 +217,8 @@ async def test_a_clients_own_transfer_parameters_reach_no_engine(front: Front) -
     assert {row["health"] for row in (await front.state())["instances"]} == {"up"}
 
 
-async def test_what_vllm_refuses_is_the_clients_fault(front: Front) -> None:
-    """Told to the client, and held against no instance."""
+async def test_a_refusal_of_vllm_is_a_fault_of_the_client(front: Front) -> None:
+    """The client gets the error, and no instance is suspected."""
     status, answer = await front.ask(prompt=[1, 600], max_tokens=4)
 
     assert status == 400
@@ -184,10 +228,15 @@ async def test_what_vllm_refuses_is_the_clients_fault(front: Front) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}, {"messages": MESSAGES, "max_tokens": 500, "ignore_eos": True}],
+    [
+        {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True},
+        {"messages": MESSAGES, "max_tokens": 500, "ignore_eos": True},
+    ],
     ids=["completion", "chat"],
 )
-async def test_a_stream_goes_on_when_its_decode_server_hangs(front: Front, fields: dict[str, Any]) -> None:
+async def test_a_stream_goes_on_when_its_decode_server_hangs(
+    front: Front, fields: dict[str, Any]
+) -> None:
     """Silence is all that there is to see: vLLM's /health need not know of it."""
     _, alone = await front.ask_alone(**fields)
 

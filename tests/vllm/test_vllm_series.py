@@ -1,5 +1,7 @@
-"""`experiments/vllm_kill_series` as it is meant to be run: 100 streams for each option."""
+"""The series of `experiments/vllm_kill_series` at full size: 100 streams for each option."""
 
+from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,14 @@ from rich.console import Console
 from experiments.vllm_kill_series.run import faults_of, kill_series
 from experiments.vllm_servers import VllmServers
 
-BORNE_OUT: dict[str, Any] = {
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("clusters"),
+]
+
+AS_CLAIMED: dict[str, Any] = {
     "option": "migrate",
     "streams": 30,
     "hit": 20,
@@ -30,15 +39,32 @@ BORNE_OUT: dict[str, Any] = {
         ({"exact": 29}, 1),
         ({"hit": 7, "recoveries": {"migrate": 7}}, 1),
     ],
-    ids=["borne-out", "not-all-pulled", "pulled-while-recomputing", "recomputed", "by-another-option", "inexact", "few-hit"],
+    ids=[
+        "as-claimed",
+        "not-all-pulled",
+        "pulled-while-recomputing",
+        "recomputed",
+        "by-another-option",
+        "inexact",
+        "few-hit",
+    ],
 )
-def test_what_counts(change: dict[str, Any], faults: int) -> None:
-    """A stream is migrated only where the other server pulled all of it, and recomputed only where it pulled nothing."""
-    assert len(faults_of(BORNE_OUT | change)) == faults
+def test_an_option_is_proven_by_what_was_pulled(change: dict[str, Any], faults: int) -> None:
+    """Migrated: the other server pulled all of it. Recomputed: the other server pulled nothing."""
+    assert len(faults_of(AS_CLAIMED | change)) == faults
 
 
-def test_every_stream_survives_every_death_by_either_option(vllm_servers: VllmServers) -> None:
+def test_a_series_names_the_directory_of_its_results() -> None:
+    """A default would let a test overwrite the results that are kept in the repository."""
+    assert signature(kill_series).parameters["results"].default is Parameter.empty
+
+
+def test_every_stream_survives_every_death_by_either_option(
+    vllm_servers: VllmServers, tmp_path: Path
+) -> None:
     """Token for token, and with the text, finish and usage of the undisturbed run."""
-    faults = kill_series(vllm_servers, streams=100, seed=1, console=Console(record=True, width=130))
+    console = Console(record=True, width=130)
+
+    faults = kill_series(vllm_servers, streams=100, seed=1, console=console, results=tmp_path)
 
     assert faults == []

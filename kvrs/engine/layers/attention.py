@@ -1,19 +1,22 @@
 """Causal attention over pages, exact for every row.
 
-Per query tile and block of keys: one product for the scores, exp(score - row maximum), one product with the values. The maximum
-is exact in any order; blocks are summed by `pair_sum`, where the blocks that a longer neighbour adds are zeros.
+Per query tile and block of keys: one product for the scores, exp(score - row maximum), one product
+with the values. The maximum is exact in any order; blocks are summed by `pair_sum`, where the
+blocks that a longer sequence of the batch adds are zeros.
 """
 
 import torch
 from torch import Tensor
 
 from kvrs.engine.kv_pool import KvStore
-from kvrs.engine.layers.step import Step, TileGroup
+from kvrs.engine.layers.step import BatchStep, TileGroup
 from kvrs.engine.layers.tiles import TILE_ROWS, batched_product, fold_sum, pair_sum
 
 
-def attend(queries: Tensor, pool: KvStore, layer: int, step: Step) -> Tensor:
-    """Results `[rows, heads * head_dim]` for queries `[rows, heads, head_dim]`; the batch's own KV is in the pool already."""
+def attend(queries: Tensor, pool: KvStore, layer: int, step: BatchStep) -> Tensor:
+    """Results `[rows, heads * head_dim]` for queries `[rows, heads, head_dim]`; the batch's own KV
+    is in the pool already.
+    """
     results = [_attend_group(queries, pool, layer, group) for group in step.groups]
     joined = results[0] if len(results) == 1 else torch.cat(results)
     return joined.index_select(0, step.row_in_groups)
@@ -30,8 +33,12 @@ def _attend_group(queries: Tensor, pool: KvStore, layer: int, group: TileGroup) 
 
     scaled = queries.index_select(0, group.rows) * head_dim**-0.5
     by_head = scaled.view(tiles, 1, TILE_ROWS, kv_heads, shared, head_dim).permute(0, 1, 3, 4, 2, 5)
-    left = by_head.expand(-1, blocks, -1, -1, -1, -1).reshape(tiles * blocks * kv_heads, shared * TILE_ROWS, head_dim)
-    scores = batched_product(left, keys.transpose(1, 2)).view(tiles, blocks, kv_heads, shared, TILE_ROWS, -1)
+    left = by_head.expand(-1, blocks, -1, -1, -1, -1).reshape(
+        tiles * blocks * kv_heads, shared * TILE_ROWS, head_dim
+    )
+    scores = batched_product(left, keys.transpose(1, 2)).view(
+        tiles, blocks, kv_heads, shared, TILE_ROWS, -1
+    )
 
     scores = scores[..., :used, :] + group.mask
     highest = scores.amax(1).amax(-1, keepdim=True)
@@ -42,7 +49,9 @@ def _attend_group(queries: Tensor, pool: KvStore, layer: int, group: TileGroup) 
         tiled = weights.new_zeros(*weights.shape[:-2], TILE_ROWS, weights.shape[-1])
         tiled[..., :used, :] = weights
         weights = tiled
-    weighted = batched_product(weights.view(tiles * blocks * kv_heads, shared * TILE_ROWS, -1), values)
+    weighted = batched_product(
+        weights.view(tiles * blocks * kv_heads, shared * TILE_ROWS, -1), values
+    )
     parts = weighted.view(tiles, blocks, kv_heads, shared, TILE_ROWS, head_dim)[..., :used, :]
     mixed = pair_sum(parts) / total
     return mixed.permute(0, 3, 1, 2, 4).reshape(tiles * used, heads * head_dim)

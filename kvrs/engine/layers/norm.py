@@ -16,7 +16,9 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Rows less their mean, divided by their standard deviation (Ba et al. 2016); then, if any, weight and bias."""
+    """Rows less their mean, divided by their standard deviation (Ba et al. 2016); then, if any,
+    weight and bias.
+    """
     centred = rows - fold_sum(rows) / rows.shape[-1]
     variance = fold_sum(centred * centred) / rows.shape[-1]
     normed = centred / torch.sqrt(variance + eps)

@@ -1,4 +1,6 @@
-"""Rotary position embedding (Su et al. 2021), in the half-split form of Hugging Face checkpoints."""
+"""Rotary position embedding (Su et al. 2021), in the half-split form of Hugging Face
+checkpoints.
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,13 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A table of whole SIMD vectors: the last entries must not be computed by other code than the same entries of a longer table.
+# A table of whole SIMD vectors: the last entries must not be computed by other code than the same
+# entries of a longer table.
 _ROWS_MULTIPLE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How frequencies are stretched beyond the length that a model was trained on. The last three belong to `llama3`."""
+    """How frequencies are stretched beyond the length that a model was trained on. The last three
+    belong to `llama3`.
+    """
 
     kind: str  # "linear" or "llama3"
     factor: float
@@ -57,7 +62,9 @@ class RotaryTable:
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Tables `[rows, 1, head_dim]` for `rotate`."""
-        return self._cos.index_select(0, positions).unsqueeze(1), self._sin.index_select(0, positions).unsqueeze(1)
+        return self._cos.index_select(0, positions).unsqueeze(1), self._sin.index_select(
+            0, positions
+        ).unsqueeze(1)
 
 
 def rotate(heads: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

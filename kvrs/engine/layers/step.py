@@ -1,4 +1,5 @@
-"""One batch as index tensors: which row is which token, where its KV goes, which pages its query reads.
+"""One batch as index tensors: which row is which token, where its KV goes, which pages its query
+reads.
 
 Built once per batch on the host and used by every layer.
 """
@@ -12,26 +13,32 @@ from torch import Tensor
 
 from kvrs.engine.kv_pool import KvStore
 from kvrs.engine.layers.tiles import GROUP_MATRICES, TILE_ROWS, padded_rows
-from kvrs.scheduling.chunks import Chunk
+from kvrs.scheduling.sequences import Chunk
 
-# Keys of one attention product (one page where pages are larger): many enough for a BLAS, few enough for short streams.
+# Keys of one attention product (one page where pages are larger): many enough for a BLAS, few
+# enough for short streams.
 BLOCK_TOKENS = 64
-_GROUP_BLOCKS = 256  # Blocks (times KV heads) that one pass gathers: about what stays in a core's cache.
+_GROUP_BLOCKS = (
+    256  # Blocks (times KV heads) that one pass gathers: about what stays in a core's cache.
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """Query tiles that attend together: equally many blocks, and either one real row each (decode) or up to a whole tile."""
+    """Query tiles that attend together: equally many blocks, and either one real row each (decode)
+    or up to a whole tile.
+    """
 
     rows_used: int  # 1 or TILE_ROWS
     blocks: int
     rows: Tensor  # [tiles * TILE_ROWS]: the batch row that stands in each row of each tile
     runs: Tensor  # [tiles * blocks * kv_heads * pages per block]: what `KvPool.gather` takes
-    mask: Tensor  # [tiles, blocks, 1, 1, rows_used, block tokens]: 0 where the query may look, else -inf
+    # [tiles, blocks, 1, 1, rows_used, block tokens]: 0 where the query may look, else -inf
+    mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BatchStep:
     """A batch. Rows are padded to whole tiles; padding repeats row 0 and is written nowhere."""
 
     token_ids: Tensor  # [rows]
@@ -41,7 +48,8 @@ class Step:
     slots: Tensor  # [real rows]
     begun_pages: Tensor  # pages that get their first position
     groups: list[TileGroup]
-    row_in_groups: Tensor  # [rows]: where each row's attention result lies in the groups' results, laid end to end
+    # [rows]: where each row's attention result lies in the groups' results, laid end to end
+    row_in_groups: Tensor
     logit_rows: Tensor  # [whole tiles]
     logits: int
 
@@ -58,7 +66,7 @@ class _Tile:
         return self.first_position + self.rows - 1
 
 
-def build_step(chunks: Sequence[Chunk], pool: KvStore) -> Step:
+def build_step(chunks: Sequence[Chunk], pool: KvStore) -> BatchStep:
     page_size = pool.geometry.page_size_tokens
     token_ids: list[int] = []
     positions: list[int] = []
@@ -72,7 +80,9 @@ def build_step(chunks: Sequence[Chunk], pool: KvStore) -> Step:
         tiles += _query_tiles(chunk, len(token_ids))
         token_ids += chunk.token_ids
         positions += range(chunk.first_position, last)
-        pages += [chunk.pages[position // page_size] for position in range(chunk.first_position, last)]
+        pages += [
+            chunk.pages[position // page_size] for position in range(chunk.first_position, last)
+        ]
         if chunk.wants_logits:
             logit_rows.append(len(token_ids) - 1)
     device = pool.device
@@ -80,12 +90,14 @@ def build_step(chunks: Sequence[Chunk], pool: KvStore) -> Step:
     groups, row_in_groups = _group(tiles, real_rows, pool)
     row_padding = padded_rows(real_rows) - real_rows
     logit_padding = padded_rows(len(logit_rows)) - len(logit_rows)
-    begun = [page for page, position in zip(pages, positions, strict=True) if position % page_size == 0]
+    begun = [
+        page for page, position in zip(pages, positions, strict=True) if position % page_size == 0
+    ]
 
     def indices(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(device)
 
-    return Step(
+    return BatchStep(
         token_ids=indices(token_ids + [token_ids[0]] * row_padding),
         positions=indices(positions + [positions[0]] * row_padding),
         real_rows=real_rows,
@@ -110,7 +122,7 @@ def _query_tiles(chunk: Chunk, first_row: int) -> Iterator[_Tile]:
 
 
 def _group(tiles: list[_Tile], real_rows: int, pool: KvStore) -> tuple[list[TileGroup], list[int]]:
-    """Sort tiles into groups, and say for every real row where its result will lie."""
+    """Sort tiles into groups. Returns them, and where the result of every real row will lie."""
     block_tokens = pages_per_block(pool.geometry.page_size_tokens) * pool.geometry.page_size_tokens
     classes: dict[tuple[int, int], list[_Tile]] = {}
     for tile in tiles:
@@ -136,12 +148,16 @@ def _group(tiles: list[_Tile], real_rows: int, pool: KvStore) -> tuple[list[Tile
 
 
 def _rounded_up(blocks: int) -> int:
-    """To two significant bits: few different sizes in a batch, and at most half of the work wasted."""
+    """To two significant bits: few different sizes in a batch, and at most half of the work
+    wasted.
+    """
     unit = 1 << max(0, blocks.bit_length() - 2)
     return -(-blocks // unit) * unit
 
 
-def _tile_group(tiles: list[_Tile], count: int, rows_used: int, blocks: int, pool: KvStore) -> TileGroup:
+def _tile_group(
+    tiles: list[_Tile], count: int, rows_used: int, blocks: int, pool: KvStore
+) -> TileGroup:
     """`count` tiles, of which those beyond `tiles` are padding: row 0 looking at the zero page."""
     page_size = pool.geometry.page_size_tokens
     per_block = pages_per_block(page_size)
@@ -160,7 +176,8 @@ def _tile_group(tiles: list[_Tile], count: int, rows_used: int, blocks: int, poo
     rows += [0] * (padding * TILE_ROWS)
     pages += [pool.zero_page] * (padding * blocks * per_block)
     firsts += [0] * padding
-    # A padding row looks further than its tile's last real one, at keys that are finite; nobody reads its result.
+    # A padding row attends beyond its tile's last real one, to keys that are finite; its result is
+    # not used.
     queries = torch.tensor(firsts)[:, None] + torch.arange(rows_used)
     keys = torch.arange(blocks * per_block * page_size).view(1, blocks, 1, -1)
     mask = torch.zeros(()).where(keys <= queries[:, None, :, None], -torch.inf)

@@ -1,7 +1,8 @@
 """Matrix products and sums that give a row the same bits whatever stands beside it.
 
-A BLAS chooses its kernel, and with it the order of its additions, by the shape of the product. Here every product has a shape
-that depends on the model only: rows come in tiles of `TILE_ROWS`, padded, and small matrices in groups of `GROUP_MATRICES`.
+A BLAS chooses its kernel, and with it the order of its additions, by the shape of the product. Here
+every product has a shape that depends on the model only: rows come in tiles of `TILE_ROWS`, padded,
+and small matrices in groups of `GROUP_MATRICES`.
 """
 
 import torch
@@ -19,7 +20,9 @@ def padded_rows(rows: int) -> int:
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows @ weight (+ bias)` tile by tile: `[whole tiles, in] x [in, out]`; `rows` must be contiguous."""
+    """`rows @ weight (+ bias)` tile by tile: `[whole tiles, in] x [in, out]`; `rows` must be
+    contiguous.
+    """
     out = rows.new_empty(rows.shape[0], weight.shape[1])
     if rows.shape[0] == TILE_ROWS:
         torch.mm(rows, weight, out=out)
@@ -34,13 +37,17 @@ def batched_product(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[0] == GROUP_MATRICES:
         return torch.bmm(left, right)
     out = left.new_empty(left.shape[0], left.shape[1], right.shape[2])
-    for a, b, result in zip(_matrix_groups(left), _matrix_groups(right), _matrix_groups(out), strict=True):
+    for a, b, result in zip(
+        _matrix_groups(left), _matrix_groups(right), _matrix_groups(out), strict=True
+    ):
         torch.bmm(a, b, out=result)
     return out
 
 
 def fold_sum(values: Tensor) -> Tensor:
-    """Sum over the last dimension (kept, of size 1), in an order that its size alone decides: halves are added to halves."""
+    """Sum over the last dimension (kept, of size 1), in an order that its size alone decides:
+    halves are added to halves.
+    """
     size = values.shape[-1]
     half = 1 << (size.bit_length() - 1)
     if half < size:
@@ -55,7 +62,8 @@ def fold_sum(values: Tensor) -> Tensor:
 def pair_sum(values: Tensor) -> Tensor:
     """Sum over dimension 1 (dropped) by adding neighbours, then neighbours of those.
 
-    An odd one out passes on as it is, just as if a zero stood beside it: zeros appended to the dimension change nothing.
+    An odd one out passes on as it is, just as if a zero stood beside it: zeros appended to the
+    dimension change nothing.
     """
     while (size := values.shape[1]) > 1:
         even = size - size % 2
@@ -65,7 +73,8 @@ def pair_sum(values: Tensor) -> Tensor:
 
 
 def check_tile_products(weight: Tensor) -> None:
-    """Prove on this machine that `linear` gives a row the same bits wherever it stands in its tile and whatever stands beside it.
+    """Prove on this machine that `linear` gives a row the same bits wherever it stands in its tile
+    and whatever stands beside it.
 
     Raises:
         KvrsError: the matrix library breaks this; exact recovery is impossible with it.
@@ -73,14 +82,20 @@ def check_tile_products(weight: Tensor) -> None:
     rows = _sample((TILE_ROWS, weight.shape[0]), weight.device)
     expected = linear(rows, weight)
     for shift in range(1, TILE_ROWS):
-        _demand(torch.equal(linear(rows.roll(shift, 0), weight), expected.roll(shift, 0)), f"rows of {tuple(weight.shape)}")
+        _demand(
+            torch.equal(linear(rows.roll(shift, 0), weight), expected.roll(shift, 0)),
+            f"rows of {tuple(weight.shape)}",
+        )
     alone = torch.zeros_like(rows)
     alone[0] = rows[0]
-    _demand(torch.equal(linear(alone, weight)[0], expected[0]), f"neighbours of {tuple(weight.shape)}")
+    _demand(
+        torch.equal(linear(alone, weight)[0], expected[0]), f"neighbours of {tuple(weight.shape)}"
+    )
 
 
 def check_batched_products(rows: int, inner: int, columns: int, device: torch.device) -> None:
-    """The same proof for `batched_product`: neither the row nor the place of a matrix in its group matters.
+    """The same proof for `batched_product`: neither the row nor the place of a matrix in its group
+    matters.
 
     Raises:
         KvrsError: as `check_tile_products`.
@@ -92,10 +107,15 @@ def check_batched_products(rows: int, inner: int, columns: int, device: torch.de
         other = right.transpose(1, 2).contiguous().transpose(1, 2) if transposed else right
         expected = batched_product(left, other)
         for shift in range(1, GROUP_MATRICES):
-            moved = batched_product(left.roll(shift, 0), torch.cat((other[-shift:], other[:-shift])))
+            moved = batched_product(
+                left.roll(shift, 0), torch.cat((other[-shift:], other[:-shift]))
+            )
             _demand(torch.equal(moved, expected.roll(shift, 0)), f"places of {shape}")
         for shift in range(1, rows):
-            _demand(torch.equal(batched_product(left.roll(shift, 1), other), expected.roll(shift, 1)), f"rows of {shape}")
+            _demand(
+                torch.equal(batched_product(left.roll(shift, 1), other), expected.roll(shift, 1)),
+                f"rows of {shape}",
+            )
 
 
 def _tiles(rows: Tensor) -> tuple[Tensor, ...]:
@@ -104,7 +124,10 @@ def _tiles(rows: Tensor) -> tuple[Tensor, ...]:
 
 def _matrix_groups(matrices: Tensor) -> list[Tensor]:
     assert matrices.shape[0] % GROUP_MATRICES == 0, "matrices come in whole groups"
-    return [matrices[start : start + GROUP_MATRICES] for start in range(0, matrices.shape[0], GROUP_MATRICES)]
+    return [
+        matrices[start : start + GROUP_MATRICES]
+        for start in range(0, matrices.shape[0], GROUP_MATRICES)
+    ]
 
 
 def _sample(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -114,5 +137,6 @@ def _sample(shape: tuple[int, ...], device: torch.device) -> Tensor:
 def _demand(holds: bool, what: str) -> None:
     if not holds:
         raise KvrsError(
-            f"the matrix library of this machine is not position independent ({what}): exact recovery is impossible with it"
+            f"the matrix library of this machine is not position independent ({what}): "
+            f"exact recovery is impossible with it"
         )

@@ -1,6 +1,7 @@
-"""What a Hugging Face directory says about a model, checked.
+"""Configuration of a model, read from a Hugging Face directory and checked.
 
-Each family is a reading of config.json into the same few choices; what computes a model (`decoder.py`) knows the choices only.
+Each family maps its config.json to the same few choices, by which `decoder.py` computes the model.
+The fields' names are part of the engine's fingerprint.
 """
 
 from collections.abc import Callable
@@ -29,11 +30,15 @@ class ModelConfig:
     intermediate: int
     vocab: int
     max_positions: int
-    embedding: int  # Width of the token embeddings; where it is not `hidden` they are projected in and out (OPT-350M).
+    # Width of the token embeddings; where it is not `hidden` they are projected in and out
+    # (OPT-350M).
+    embedding: int
     norm: Literal["rms", "layer"]
     norm_eps: float
     norm_affine: bool  # Whether norms have weights (and a layer norm biases).
-    norm_first: bool  # Norms stand before attention and MLP, or (OPT-350M) after the sums behind them.
+    norm_first: (
+        bool  # Norms stand before attention and MLP, or (OPT-350M) after the sums behind them.
+    )
     final_norm: bool
     head_norm: bool  # Queries and keys are normalised head by head (Qwen3).
     rope: Rope | None  # None: positions are learned and added to the embeddings.
@@ -48,21 +53,25 @@ class ModelConfig:
     def from_directory(cls, directory: Path) -> "ModelConfig":
         """Read `config.json` and, where there is one, `generation_config.json`.
 
-        Raises:
-            ConfigError: naming file and field: unreadable, missing, of a wrong type, or a feature that is not supported.
+        Raises: ConfigError: naming file and field: unreadable, missing, of a wrong type, or a
+            feature that is not supported.
         """
         fields = Fields(directory / "config.json")
         family = fields.demand("model_type", _FAMILIES)
         architecture, read = _FAMILIES[family]
         architectures = fields.texts("architectures")
         if architectures and architecture not in architectures:
-            fields.refuse("architectures", architectures, f"{architecture} (model_type is {family})")
+            fields.refuse(
+                "architectures", architectures, f"{architecture} (model_type is {family})"
+            )
         return read(fields)
 
 
 def _llama(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias")
-    return _rotary_decoder(fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+    return _rotary_decoder(
+        fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias")
+    )
 
 
 def _qwen2(fields: Fields) -> ModelConfig:
@@ -91,7 +100,9 @@ def _rotary_decoder(
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", default=heads)
     if heads % kv_heads:
-        fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+        fields.refuse(
+            "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})"
+        )
     hidden = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", default=head_dim or hidden // heads)
     if head_dim % 2:
@@ -157,7 +168,8 @@ def _opt(fields: Fields) -> ModelConfig:
     )
 
 
-# By `model_type`: the one class of Hugging Face's whose weights and head these are, and how its configuration is read.
+# By `model_type`: the one class of Hugging Face's whose weights and head these are, and how its
+# configuration is read.
 _FAMILIES: dict[str, tuple[str, Callable[[Fields], ModelConfig]]] = {
     "llama": ("LlamaForCausalLM", _llama),
     "opt": ("OPTForCausalLM", _opt),
@@ -176,7 +188,9 @@ def _refuse_sliding_window(fields: Fields) -> None:
 
 
 def _rope(fields: Fields) -> Rope:
-    """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` that holds all."""
+    """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` that
+    holds all.
+    """
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
     theta = fields.number("rope_theta", default=10000.0)
     if section is None:
@@ -199,7 +213,11 @@ def _rope_scaling(section: Fields) -> RopeScaling | None:
         section.integer("original_max_position_embeddings"),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
-        section.refuse("high_freq_factor", scaling.high_freq_factor, f"above low_freq_factor ({scaling.low_freq_factor})")
+        section.refuse(
+            "high_freq_factor",
+            scaling.high_freq_factor,
+            f"above low_freq_factor ({scaling.low_freq_factor})",
+        )
     return scaling
 
 
@@ -212,7 +230,9 @@ def _eos_token_ids(config: Fields) -> frozenset[int]:
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        if not all(
+            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids
+        ):
             fields.refuse("eos_token_id", value, "a token id or a list of them")
         return frozenset(ids)
     return frozenset()

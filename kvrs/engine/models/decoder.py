@@ -15,7 +15,7 @@ from kvrs.engine.kv_pool import KvStore
 from kvrs.engine.layers.attention import attend
 from kvrs.engine.layers.norm import layer_norm, rms_norm
 from kvrs.engine.layers.rotary import RotaryTable, rotate
-from kvrs.engine.layers.step import Step
+from kvrs.engine.layers.step import BatchStep
 from kvrs.engine.layers.tiles import linear
 
 
@@ -58,11 +58,15 @@ class Embedding:
     projection: Projection | None  # To the hidden size, where embeddings are narrower.
     positions: Tensor | None  # [positions, hidden], where positions are learned.
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: BatchStep) -> Tensor:
         rows = self.tokens.index_select(0, step.token_ids)
         if self.projection is not None:
             rows = self.projection(rows)
-        return rows if self.positions is None else rows + self.positions.index_select(0, step.positions)
+        return (
+            rows
+            if self.positions is None
+            else rows + self.positions.index_select(0, step.positions)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,14 @@ class Attention:
     kv_heads: int
     head_dim: int
 
-    def __call__(self, rows: Tensor, layer: int, tables: tuple[Tensor, Tensor] | None, step: Step, pool: KvStore) -> Tensor:
+    def __call__(
+        self,
+        rows: Tensor,
+        layer: int,
+        tables: tuple[Tensor, Tensor] | None,
+        step: BatchStep,
+        pool: KvStore,
+    ) -> Tensor:
         turned = self.heads + self.kv_heads
         by_head = self.qkv(rows).view(rows.shape[0], turned + self.kv_heads, self.head_dim)
         queries_and_keys, values = by_head[:, :turned], by_head[:, turned:]
@@ -93,7 +104,8 @@ class GatedMlp:
     down: Projection
 
     def __call__(self, rows: Tensor) -> Tensor:
-        # The gate is a slice of every row, so silu runs row by row: where its SIMD vectors end depends on the column alone.
+        # The gate is a slice of every row, so silu runs row by row: where its SIMD vectors end
+        # depends on the column alone.
         gate, up = self.gate_up(rows).chunk(2, 1)
         return self.down(silu(gate) * up)
 
@@ -127,7 +139,7 @@ class Decoder:
     projection: Projection | None  # Back to the width of the embeddings, where they are narrower.
     head: Projection
 
-    def forward(self, step: Step, pool: KvStore) -> Tensor:
+    def forward(self, step: BatchStep, pool: KvStore) -> Tensor:
         """Write the batch's KV into the pool; return logits `[step.logits, vocab]`."""
         pool.begin(step.begun_pages)
         hidden = self.embedding(step)

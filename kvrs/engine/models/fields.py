@@ -66,7 +66,7 @@ class Fields:
         return Fields(self.path, value, f"{self.prefix}{name}.")
 
     def demand(self, name: str, allowed: Collection[str], default: str | None = None) -> str:
-        """The text of a field that may say one of a few things only."""
+        """The text of a field that has one of a few allowed values."""
         value = self.text(name, default)
         if value not in allowed:
             self.refuse(name, value, ", ".join(sorted(allowed)))

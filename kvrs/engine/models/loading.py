@@ -59,24 +59,30 @@ _OPT = _Names(
 )
 
 
-def load_decoder(config: ModelConfig, weights: Weights, positions: int, device: torch.device) -> Decoder:
+def load_decoder(
+    config: ModelConfig, weights: Weights, positions: int, device: torch.device
+) -> Decoder:
     """Load the weights of a model that will see at most that many positions.
 
     Raises:
         ConfigError: a tensor is missing or has another shape than config.json says.
         KvrsError: this machine's matrix library cannot compute exactly.
     """
-    decoder = _Loader(config, weights, device).decoder(positions)
+    decoder = _DecoderLoader(config, weights, device).decoder(positions)
     first = decoder.layers[0]
     up = first.mlp.gate_up if isinstance(first.mlp, GatedMlp) else first.mlp.up
     used = [first.attention.qkv, first.attention.output, up, first.mlp.down, decoder.head]
-    used += [projection for projection in (decoder.embedding.projection, decoder.projection) if projection is not None]
+    used += [
+        projection
+        for projection in (decoder.embedding.projection, decoder.projection)
+        if projection is not None
+    ]
     for projection in used:
         check_tile_products(projection.weight)
     return decoder
 
 
-class _Loader:
+class _DecoderLoader:
     def __init__(self, config: ModelConfig, weights: Weights, device: torch.device) -> None:
         self._config = config
         self._weights = weights
@@ -95,14 +101,26 @@ class _Loader:
             head = Projection(tokens.t(), None)
         else:
             head = self._projection(["lm_head"], config.embedding, [config.vocab], bias=False)
-        into = self._projection([f"{trunk}.project_in"], config.embedding, [config.hidden], bias=False) if narrow else None
-        back = self._projection([f"{trunk}.project_out"], config.hidden, [config.embedding], bias=False) if narrow else None
+        into = (
+            self._projection([f"{trunk}.project_in"], config.embedding, [config.hidden], bias=False)
+            if narrow
+            else None
+        )
+        back = (
+            self._projection(
+                [f"{trunk}.project_out"], config.hidden, [config.embedding], bias=False
+            )
+            if narrow
+            else None
+        )
         return Decoder(
             embedding=Embedding(tokens, into, self._learned_positions(positions)),
             rotary=self._rotary(positions),
             layers=[self._layer(f"{trunk}.layers.{index}") for index in range(config.layers)],
             norm_first=config.norm_first,
-            final_norm=self._norm(f"{trunk}.{self._names.final_norm}") if config.final_norm else None,
+            final_norm=self._norm(f"{trunk}.{self._names.final_norm}")
+            if config.final_norm
+            else None,
             projection=back,
             head=head,
         )
@@ -121,9 +139,17 @@ class _Loader:
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         return Attention(
             qkv=self._projection(
-                [f"{prefix}.self_attn.{name}_proj" for name in "qkv"], config.hidden, [queries, keys, keys], bias=config.qkv_bias
+                [f"{prefix}.self_attn.{name}_proj" for name in "qkv"],
+                config.hidden,
+                [queries, keys, keys],
+                bias=config.qkv_bias,
             ),
-            output=self._projection([f"{prefix}.{self._names.output}"], queries, [config.hidden], bias=config.output_bias),
+            output=self._projection(
+                [f"{prefix}.{self._names.output}"],
+                queries,
+                [config.hidden],
+                bias=config.output_bias,
+            ),
             head_norm=self._head_norm(f"{prefix}.self_attn") if config.head_norm else None,
             heads=config.heads,
             kv_heads=config.kv_heads,
@@ -139,15 +165,26 @@ class _Loader:
     def _mlp(self, prefix: str) -> GatedMlp | ReluMlp:
         config = self._config
         names = [f"{prefix}.{name}" for name in self._names.up]
-        up = self._projection(names, config.hidden, [config.intermediate] * len(names), bias=config.mlp_bias)
-        down = self._projection([f"{prefix}.{self._names.down}"], config.intermediate, [config.hidden], bias=config.mlp_bias)
+        up = self._projection(
+            names, config.hidden, [config.intermediate] * len(names), bias=config.mlp_bias
+        )
+        down = self._projection(
+            [f"{prefix}.{self._names.down}"],
+            config.intermediate,
+            [config.hidden],
+            bias=config.mlp_bias,
+        )
         return GatedMlp(up, down) if config.mlp == "gated silu" else ReluMlp(up, down)
 
     def _norm(self, name: str) -> Norm:
         config = self._config
         weight = self._tensor(f"{name}.weight", config.hidden) if config.norm_affine else None
         if config.norm == "layer":
-            return LayerNorm(weight, self._tensor(f"{name}.bias", config.hidden) if config.norm_affine else None, config.norm_eps)
+            return LayerNorm(
+                weight,
+                self._tensor(f"{name}.bias", config.hidden) if config.norm_affine else None,
+                config.norm_eps,
+            )
         assert weight is not None, "a root mean square norm has weights"
         return RmsNorm(weight, config.norm_eps)
 
@@ -155,7 +192,11 @@ class _Loader:
         rope = self._config.rope
         if rope is None:
             return None
-        return RotaryTable(inverse_frequencies(self._config.head_dim, rope.theta, rope.scaling), positions, self._device)
+        return RotaryTable(
+            inverse_frequencies(self._config.head_dim, rope.theta, rope.scaling),
+            positions,
+            self._device,
+        )
 
     def _learned_positions(self, positions: int) -> Tensor | None:
         config = self._config
@@ -165,10 +206,21 @@ class _Loader:
         table = self._tensor(f"{self._names.trunk}.embed_positions.weight", rows, config.hidden)
         return table[_OPT_POSITIONS_OFFSET : _OPT_POSITIONS_OFFSET + positions]
 
-    def _projection(self, names: list[str], inner: int, outer: list[int], *, bias: bool) -> Projection:
-        """The matrices `names` beside each other: one product instead of several, of the same fixed shape every time."""
-        matrices = [self._tensor(f"{name}.weight", size, inner) for name, size in zip(names, outer, strict=True)]
-        biases = [self._tensor(f"{name}.bias", size) for name, size in zip(names, outer, strict=True)] if bias else []
+    def _projection(
+        self, names: list[str], inner: int, outer: list[int], *, bias: bool
+    ) -> Projection:
+        """The matrices `names` beside each other: one product instead of several, of the same fixed
+        shape every time.
+        """
+        matrices = [
+            self._tensor(f"{name}.weight", size, inner)
+            for name, size in zip(names, outer, strict=True)
+        ]
+        biases = (
+            [self._tensor(f"{name}.bias", size) for name, size in zip(names, outer, strict=True)]
+            if bias
+            else []
+        )
         return Projection(torch.cat(matrices).t(), torch.cat(biases) if bias else None)
 
     def _tensor(self, name: str, *shape: int) -> Tensor:

@@ -45,10 +45,15 @@ class Weights:
             raise ConfigError([f"{path}: tensor {name}: {error}"]) from None
         if tuple(tensor.shape) != shape:
             raise ConfigError(
-                [f"{path}: tensor {name}: got shape {list(tensor.shape)}; allowed: {list(shape)}, from config.json"]
+                [
+                    f"{path}: tensor {name}: got shape {list(tensor.shape)}; allowed: "
+                    f"{list(shape)}, from config.json"
+                ]
             )
         if tensor.dtype not in _WIDENED:
-            raise ConfigError([f"{path}: tensor {name}: got {tensor.dtype}; allowed: float32, float16, bfloat16"])
+            raise ConfigError(
+                [f"{path}: tensor {name}: got {tensor.dtype}; allowed: float32, float16, bfloat16"]
+            )
         return tensor.to(torch.float32, copy=True)
 
     def digest(self) -> bytes:
@@ -69,7 +74,9 @@ def _files_by_tensor(directory: Path) -> Mapping[str, Path]:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
     except FileNotFoundError:
-        raise ConfigError([f"{directory}: neither model.safetensors nor model.safetensors.index.json is there"]) from None
+        raise ConfigError(
+            [f"{directory}: neither model.safetensors nor model.safetensors.index.json is there"]
+        ) from None
     except (OSError, SafetensorError) as error:
         raise ConfigError([f"{single}: {error}"]) from None
 

@@ -1,1 +1,3 @@
-"""What a proxy asks of the processes of a cluster: the interface to instances, and a module per engine behind it."""
+"""Requests of a proxy to the processes of a cluster: the interface `Backend` to instances, and a
+module per engine that implements it.
+"""

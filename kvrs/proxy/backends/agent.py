@@ -1,4 +1,4 @@
-"""What a proxy asks of the agent of a node, which holds checkpoints and gives out slots."""
+"""Requests of a proxy to the agent of a node, which holds checkpoints and grants slots."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -8,12 +8,14 @@ from kvrs.proxy.backends.peer import Peer
 
 
 class AgentBackend(Peer):
-    """Speaks to the agent at one URL. A failure of it is an `UpstreamError`."""
+    """The agent at one URL. Its failures are `UpstreamError`."""
 
     async def info(self) -> AgentInfo:
         return await self.control("GET", "/kvrs/v1/agent", None, AgentInfo)
 
-    def watch_holdings(self, interval_s: float) -> AbstractAsyncContextManager[AsyncIterator[AgentReport]]:
+    def watch_holdings(
+        self, interval_s: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[AgentReport]]:
         return self.watch("/kvrs/v1/holdings", interval_s, AgentReport)
 
     async def slots(self, update: SlotUpdate) -> SlotAnswer:

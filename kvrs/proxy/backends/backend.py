@@ -1,11 +1,14 @@
-"""What a proxy asks of an instance, whatever engine it is. Attempts, watchers and the driver know no more of it than this.
+"""Requests of a proxy to an instance with any engine. Attempts, watchers and the driver use nothing
+else of an instance.
 
-What an engine can do beyond the two calls of a stream is in the capabilities of its `InstanceInfo`; nothing that needs a
-capability is asked of an engine without it. A failure of the instance is an `UpstreamError`; an instance that answers and
-must not be used, an `UnusableError` (`peer.py`); a request that the instance finds wrong, a `RefusedError`.
-docs/backends.md says how to add one, tests/backends/ what each has to show.
+Abilities beyond the two calls of a stream are the capabilities of an `InstanceInfo`; a request that
+needs a capability is not sent to an engine without it. A failure of the instance is an
+`UpstreamError`; an instance that answers and must not be used, an `UnusableError` (`peer.py`); a
+request that the instance rejects, a `RefusedError`; one that it has no room for, a `BusyError`.
+docs/backends.md describes how to add a backend, tests/backends/ what each has to prove.
 """
 
+from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -15,10 +18,10 @@ import msgspec
 
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
-from kvrs.protocol.instance import InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
+from kvrs.protocol.instance import Heartbeat, InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
 from kvrs.proxy.backends.bodies import Call
 
-# These say something about the proxy or the moment, not about the client's request.
+# These are about the proxy or the moment, not about the client's request.
 _NOT_THE_CLIENTS_FAULT = frozenset({401, 403, 407, 408, 409, 425, 429})
 
 
@@ -27,7 +30,9 @@ def is_the_clients_fault(status: int) -> bool:
 
 
 class RefusedError(KvrsError):
-    """The engine says that the client's request is wrong; the client gets `body`, in OpenAI's form."""
+    """The engine rejected the client's request. If another one does so too, the client gets `body`,
+    in OpenAI's form.
+    """
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"refused with HTTP {status}")
@@ -37,11 +42,13 @@ class RefusedError(KvrsError):
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What prefill hands to decode: `transfer` is forwarded once, to one decode call."""
+    """The result of prefill; `transfer` is forwarded once, to one decode call."""
 
-    prompt_ids: list[int]
+    prompt_ids: "array[int]"
     transfer: msgspec.Raw | None
-    good_until_s: float | None = None  # On the monotonic clock: not to be forwarded later. None: that does no harm.
+    good_until_s: float | None = (
+        None  # On the monotonic clock: not to be forwarded later. None: that does no harm.
+    )
 
 
 class Backend(Protocol):
@@ -50,29 +57,49 @@ class Backend(Protocol):
     @property
     def url(self) -> str: ...
 
-    # Who it is, and how it is.
+    # Identity and load.
 
     async def info(self) -> InstanceInfo:
-        """Who answers there. What makes it unusable is found here, when it comes up, and not by the first stream."""
+        """The identity of the process at the URL. A fault that makes it unusable is found here,
+        when it comes up, not by the first stream.
+        """
 
-    def watch_load(self, interval_s: float) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
-        """Its load, about every `interval_s`, until it is gone: that is an UpstreamError, as soon as it can be noticed."""
+    def watch_load(
+        self, interval_s: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
+        """Load reports, about every `interval_s`; the loss of the process is an UpstreamError."""
+
+    def watch_heartbeats(
+        self, interval_s: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[Heartbeat]]:
+        """Heartbeats that go on while the instance's event loop stalls. An engine without them
+        refuses, and its stall looks like its death.
+        """
+
+    async def kv_received(self) -> float | None:
+        """KV that has come from other instances since its start, in pages or bytes; None: it does
+        not count that.
+        """
 
     # The calls of a stream.
 
     async def prefill(self, call: Call) -> Prefilled:
-        """Have the history's KV computed and kept for a hand-off."""
+        """Compute the history's KV and keep it for a hand-off."""
 
     def decode(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """The stream of the tokens after the history, as chunks of bytes; to leave the context ends it in the engine."""
+        """The tokens after the history, as chunks of bytes; leaving the context ends the request in
+        the engine.
+        """
 
-    def blames_prefill(self, said: Any) -> bool:
-        """Whether the error event with which a decode call began is about a hand-off that it could not get."""
+    def blames_prefill(self, error: Any) -> bool:
+        """Whether the error event that opened a decode call is about a hand-off that failed."""
 
-    # What some can do.
+    # Requests that need a capability.
 
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
-        """Of retained pages. With RETAIN."""
+        """Renew, release and drop leases of retained pages. Needs RETAIN."""
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
-        """Drop every (owner epoch, attempt) below the ones named, and rise in epoch. With FENCE."""
+        """Drop every (owner epoch, attempt) below the given ones, and enter a new epoch. Needs
+        FENCE.
+        """

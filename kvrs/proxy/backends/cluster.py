@@ -5,38 +5,52 @@ from pathlib import Path
 
 import aiohttp
 
-from kvrs.cluster.config import Backend as Engine
-from kvrs.config import Config
+from kvrs.config.cluster import Backend as Engine
+from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
+from kvrs.proving import instance_keys
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.pd import PdBackend
-from kvrs.proxy.backends.peer import new_session
+from kvrs.proxy.backends.peer import new_session, new_unproven_session
 from kvrs.proxy.backends.vllm import Named, VllmBackend
+from kvrs.tls import Certificates
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"
 
 
-def new_engine_session(config: Config, token: str) -> aiohttp.ClientSession:
-    """For everything that goes to instances. Our secret is none of the business of engines that are not ours."""
+def new_engine_session(
+    config: Config, secret: bytes, tls: Certificates | None = None
+) -> aiohttp.ClientSession:
+    """The session for all requests to instances. vLLM cannot prove itself: it gets nothing that
+    comes of the cluster's secret, but its own API key.
+    """
     if config.cluster.backend is Engine.VLLM:
-        return new_session(os.environ.get(VLLM_API_KEY) or None)
-    return new_session(token)
+        return new_unproven_session(os.environ.get(VLLM_API_KEY) or None)
+    instances = [instance for _, instance in config.cluster.instances()]
+    return new_session(instance_keys(secret, instances), tls)
 
 
 def open_backends(config: Config, session: aiohttp.ClientSession) -> dict[InstanceId, Backend]:
     """One per configured instance.
 
-    Raises:
-        ConfigError: the model of an engine that cannot describe it is not there.
+    Raises: ConfigError: the directory of the model of an engine that does not report its geometry
+        is missing.
     """
     if config.cluster.backend is not Engine.VLLM:
-        return {instance.id: PdBackend(session, instance.url) for _, instance in config.cluster.instances()}
+        return {
+            instance.id: PdBackend(session, config.url_of(instance))
+            for _, instance in config.cluster.instances()
+        }
     model = config.cluster.model
     assert model is not None
     if not (Path(model) / "config.json").is_file():
-        raise ConfigError([f"cluster.model: {model}/config.json is not there; allowed: a Hugging Face directory"])
+        raise ConfigError(
+            [f"cluster.model: {model}/config.json is not there; allowed: a Hugging Face directory"]
+        )
     return {
-        instance.id: VllmBackend(session, instance.url, Named(instance.id, node.id, instance.role, model))
+        instance.id: VllmBackend(
+            session, instance.url, Named(instance.id, node.id, instance.role, model)
+        )
         for node, instance in config.cluster.instances()
     }

@@ -1,4 +1,6 @@
-"""How large the KV of a Hugging Face model is, from its `config.json` alone: for engines that do not say so themselves."""
+"""The size of the KV of a Hugging Face model, from its `config.json`: for engines that do not
+report it.
+"""
 
 import json
 from pathlib import Path
@@ -11,30 +13,40 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "
 
 
 def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
-    """The shape of the model's KV, in pages of this size.
+    """The shape of the model's KV in pages of this size.
 
     Raises:
-        ConfigError: there is no such file, or it does not say.
+        ConfigError: the file is missing, or lacks a field.
     """
     path = Path(model) / "config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError([f"cluster.model: {path}: {error.strerror}; allowed: a Hugging Face directory"]) from None
+        raise ConfigError(
+            [f"cluster.model: {path}: {error.strerror}; allowed: a Hugging Face directory"]
+        ) from None
     except ValueError as error:
         raise ConfigError([f"cluster.model: {path}: not JSON: {error}"]) from None
     if not isinstance(fields, dict):
         raise ConfigError([f"cluster.model: {path}: not an object"])
-    # Of a model that sees or hears, the part that writes.
+    # The language model within a multimodal one.
     inner = fields.get("text_config") or {}
     if not isinstance(inner, dict):
-        raise ConfigError([f"cluster.model: {path}: text_config is {inner!r:.80}; allowed: an object"])
+        raise ConfigError(
+            [f"cluster.model: {path}: text_config is {inner!r:.80}; allowed: an object"]
+        )
     fields = fields | inner
     heads = _count(path, fields, "num_attention_heads")
-    head_dim = _count(path, fields, "head_dim") if fields.get("head_dim") else _count(path, fields, "hidden_size") // heads
+    head_dim = (
+        _count(path, fields, "head_dim")
+        if fields.get("head_dim")
+        else _count(path, fields, "hidden_size") // heads
+    )
     dtype = fields.get("torch_dtype") or fields.get("dtype") or "float32"
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-        raise ConfigError([f"cluster.model: {path}: torch_dtype is {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}"])
+        raise ConfigError(
+            [f"cluster.model: {path}: torch_dtype is {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}"]
+        )
     return KvGeometry(
         layers=_count(path, fields, "num_hidden_layers"),
         kv_heads=_count(path, fields, "num_key_value_heads", heads),
@@ -48,5 +60,7 @@ def _count(path: Path, fields: dict[str, Any], name: str, default: int | None = 
     value = fields.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or value < 1:
-        raise ConfigError([f"cluster.model: {path}: {name} is {value!r}; allowed: a number above 0"])
+        raise ConfigError(
+            [f"cluster.model: {path}: {name} is {value!r}; allowed: a number above 0"]
+        )
     return value

@@ -1,7 +1,12 @@
-"""The P/D convention over HTTP, and the instance protocol of engines that are ours: the embedded one, and patched DistServe."""
+"""The P/D convention over HTTP, and the instance protocol, which the embedded engine and patched
+DistServe implement.
+"""
 
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from email.utils import parsedate_to_datetime
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -9,21 +14,26 @@ import msgspec
 
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
-from kvrs.protocol.instance import FenceRequest, InstanceInfo, LoadReport
-from kvrs.protocol.openai import error_body, error_kind
+from kvrs.protocol.instance import FenceRequest, InstanceInfo, LoadReport, TokenId
+from kvrs.protocol.openai.chunks import error_body, error_kind
+from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.peer import UNREADABLE, Chunks, Peer, UnusableError, body_of
+from kvrs.proxy.backends.peer import UNREADABLE, BusyError, Chunks, Peer, UnusableError, body_of
+
+_BUSY = (429, 503)
+
+_MAX_PREFILL_BYTES = 32 << 20  # Of some four million ids.
 
 
 class _PrefillChoice(msgspec.Struct):
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class _PrefillAnswer(msgspec.Struct):
     choices: list[_PrefillChoice] = []
-    prompt_token_ids: list[int] | None = None
-    # Raw knows no union: absent is empty, and null stays the four bytes that it is.
+    prompt_token_ids: list[TokenId] | None = None
+    # Raw has no union with None: absent is empty, and null is its four bytes.
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
@@ -32,17 +42,24 @@ class OpenAiPeer(Peer):
 
     async def prefill(self, call: Call) -> Prefilled:
         async with self._completion(call) as response:
-            raw = await body_of(response)
+            raw = await body_of(response, _MAX_PREFILL_BYTES)
         try:
             answer = msgspec.json.decode(raw, type=_PrefillAnswer)
         except UNREADABLE as error:
             raise UnusableError(f"prefill answered what is no completion: {error}") from None
-        # In a completion each choice has them, in a chat the answer.
-        prompt_ids = answer.prompt_token_ids or next((choice.prompt_token_ids for choice in answer.choices), None)
+        # Each choice of a completion has them, but in a chat the response.
+        prompt_ids = answer.prompt_token_ids or next(
+            (choice.prompt_token_ids for choice in answer.choices), None
+        )
         if not prompt_ids:
-            raise UnusableError("prefill answered without prompt_token_ids: its version does not know return_token_ids")
+            raise UnusableError(
+                "prefill answered without prompt_token_ids: its version does not support "
+                "return_token_ids"
+            )
         transfer = answer.kv_transfer_params
-        return Prefilled(prompt_ids, None if bytes(transfer) in (b"", b"null") else transfer)
+        # Copied: where it lies in the answer it would keep all of it.
+        is_empty = bytes(transfer) in (b"", b"null")
+        return Prefilled(packed(prompt_ids), None if is_empty else transfer.copy())
 
     @asynccontextmanager
     async def decode(self, call: Call) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -51,17 +68,21 @@ class OpenAiPeer(Peer):
 
     @asynccontextmanager
     async def _completion(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
-        async with self.call("POST", call.path, call.body) as response:
+        async with self.call("POST", call.path, call.spend()) as response:
             if response.status != 200:
                 answer = await body_of(response)
                 if is_the_clients_fault(response.status):
                     raise RefusedError(response.status, _as_openai(answer))
-                raise UpstreamError(f"HTTP {response.status}{error_kind(_decoded(answer))}")
+                cause = f"HTTP {response.status}{error_kind(_decoded(answer))}"
+                if response.status in _BUSY:
+                    retry_after_s = _seconds(response.headers.get("Retry-After"))
+                    raise BusyError(cause, response.status, retry_after_s)
+                raise UpstreamError(cause)
             yield response
 
 
 class PdBackend(OpenAiPeer):
-    """An instance that has the instance protocol."""
+    """An instance with the instance protocol."""
 
     async def info(self) -> InstanceInfo:
         return await self.control("GET", "/kvrs/v1/instance", None, InstanceInfo)
@@ -73,15 +94,35 @@ class PdBackend(OpenAiPeer):
         )
         return await self.control("POST", "/kvrs/v1/fence", request, InstanceInfo)
 
-    def blames_prefill(self, said: Any) -> bool:
-        return False  # Where pages cannot be fetched, they are computed.
+    async def kv_received(self) -> float | None:
+        report = await self.control("GET", "/kvrs/v1/load", None, LoadReport)
+        return report.fetched_pages
 
-    def watch_load(self, interval_s: float) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
+    def blames_prefill(self, error: Any) -> bool:
+        return False  # These engines compute the pages that they cannot fetch.
+
+    def watch_load(
+        self, interval_s: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
         return self.watch("/kvrs/v1/load", interval_s, LoadReport)
 
 
+def _seconds(retry_after: str | None) -> float | None:
+    """The seconds of a Retry-After header, or until its date; None: there is none that counts."""
+    if retry_after is None:
+        return None
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return max(0.0, seconds) if seconds < inf else None
+
+
 def _decoded(body: bytes) -> Any:
-    """None for what is no JSON."""
+    """The decoded body; None: it is no JSON."""
     try:
         return msgspec.json.decode(body)
     except UNREADABLE:
@@ -91,12 +132,14 @@ def _decoded(body: bytes) -> Any:
 def _as_openai(body: bytes) -> bytes:
     """An engine's refusal in the form that clients read, on one line, as it must be in an event.
 
-    Engines have other forms too: older ones of vLLM a flat one, and what stands before an engine may say anything.
+    Older versions of vLLM have a flat form, and a server in front of an engine may have any.
     """
     match _decoded(body):
-        case {"error": {"message": str()}} as said:
-            return msgspec.json.encode(said)
+        case {"error": {"message": str()}} as answer:
+            return msgspec.json.encode(answer)
         case {"message": str(message)}:
             return error_body(message)
         case _:
-            return error_body(f"the engine refuses the request: {body[:300].decode(errors='replace')}")
+            return error_body(
+                f"the engine refused the request: {body[:300].decode(errors='replace')}"
+            )

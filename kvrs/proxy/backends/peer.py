@@ -1,46 +1,85 @@
-"""What a proxy has to do with any process of the cluster, over HTTP: small calls, and watches that last.
+"""HTTP to a process of the cluster: short calls, and watches that last.
 
-Whatever goes wrong at the other side is an `UpstreamError`.
+Every failure of the other side is an `UpstreamError`.
 """
 
 import asyncio
+import logging
+import os
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from io import BytesIO
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from kvrs.descriptors import is_exhausted
 from kvrs.errors import UpstreamError
-from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
+from kvrs.protocol.instance import Heartbeat, LeaseAnswer, LeaseUpdate
+from kvrs.proving import Keys, ProvingConnector, UnprovenError
+from kvrs.proxy.fleet.watchdog import excuse_silence
+from kvrs.tls import Certificates
+
+log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-# What msgspec raises at bytes that are not what they should be, whatever they are.
+# Everything that msgspec raises at bytes of another form.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _CONNECT_TIMEOUT_S = 1.0
 _CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
 _MAX_LINE_BYTES = 8 << 20
+_MAX_ANSWER_BYTES = 8 << 20
 _LARGE_BODY_BYTES = 256 << 10
+_DESCRIPTOR_PAUSE_S = 0.1
+_LONGEST_DESCRIPTOR_WAIT_S = 30.0
 
 
 class ConnectionLostError(UpstreamError):
-    """The connection is gone, or was never to be had: so may be the process."""
+    """The connection was lost or refused; the process may be dead."""
+
+
+class NotConnectedError(ConnectionLostError):
+    """The process took no connection: it is dead or has no room, and has seen no request."""
+
+
+class BusyError(UpstreamError):
+    """The process answers that it has no room for the request now."""
+
+    def __init__(self, message: str, status: int, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class UnusableError(UpstreamError):
-    """It answers, and what it says shows that it must not be used: another server, another version, another secret."""
+    """The process answers and must not be used: another server, version or secret."""
 
 
-def new_session(token: str | None) -> aiohttp.ClientSession:
-    """One connection pool for everything that goes to processes that want this bearer token, or none."""
+def new_session(keys: Keys, tls: Certificates | None = None) -> aiohttp.ClientSession:
+    """A connection pool for processes that prove that they are the ones at these addresses."""
+    return _session(ProvingConnector(keys, tls, **_pool_options()), {})
+
+
+def new_unproven_session(token: str | None) -> aiohttp.ClientSession:
+    """A connection pool for servers of others, with this bearer token or without one."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return _session(aiohttp.TCPConnector(**_pool_options()), headers)
+
+
+def _pool_options() -> dict[str, Any]:
+    return {"limit": 0, "keepalive_timeout": 10, "socket_factory": _make_socket}
+
+
+def _session(connector: aiohttp.TCPConnector, headers: dict[str, str]) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=10, socket_factory=_make_socket),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-        headers={} if token is None else {"Authorization": f"Bearer {token}"},
+        headers=headers,
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         trust_env=False,
@@ -48,14 +87,19 @@ def new_session(token: str | None) -> aiohttp.ClientSession:
 
 
 def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that notices a peer which vanished without a word."""
+    """A socket that detects a peer that vanished without closing its connections."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # Not every system names these.
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000)):
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 5000),
+    ):
         if (option := getattr(socket, name, None)) is not None:
             made.setsockopt(socket.IPPROTO_TCP, option, value)
     return made
@@ -73,19 +117,31 @@ class Peer:
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
         return await self.control("POST", "/kvrs/v1/leases", update, LeaseAnswer)
 
+    def watch_heartbeats(
+        self, interval_s: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[Heartbeat]]:
+        return self.watch("/kvrs/v1/heartbeat", interval_s, Heartbeat)
+
     @asynccontextmanager
-    async def watch(self, path: str, interval_s: float, kind: type[Answer]) -> AsyncIterator[AsyncIterator[Answer]]:
-        """Reports, one a line, until the connection ends; it ends with the process."""
+    async def watch(
+        self, path: str, interval_s: float, kind: type[Answer]
+    ) -> AsyncIterator[AsyncIterator[Answer]]:
+        """Reports, one per line, until the connection ends, as it does with the process."""
         async with self.call("GET", f"{path}?watch={interval_s}", None) as response:
             if response.status != 200:
                 raise UpstreamError(f"HTTP {response.status} for {path}")
             async with aclosing(_reports(response, kind)) as reports:
                 yield reports
 
-    async def control(self, method: str, path: str, message: msgspec.Struct | None, kind: type[Answer]) -> Answer:
+    async def control(
+        self, method: str, path: str, message: msgspec.Struct | None, kind: type[Answer]
+    ) -> Answer:
         body = None if message is None else msgspec.json.encode(message)
         try:
-            async with asyncio.timeout(_CONTROL_TIMEOUT_S), self.call(method, path, body) as response:
+            async with (
+                asyncio.timeout(_CONTROL_TIMEOUT_S),
+                self.call(method, path, body) as response,
+            ):
                 raw = await body_of(response)
         except TimeoutError:
             raise UpstreamError(f"no answer to {path} within {_CONTROL_TIMEOUT_S} s") from None
@@ -99,44 +155,130 @@ class Peer:
             raise UnusableError(f"unexpected answer to {path}: {error}") from None
 
     @asynccontextmanager
-    async def call(self, method: str, path: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = None if body is None else {"Content-Type": "application/json"}
-        # A large one in pieces, between which others have their turn.
-        data = BytesIO(body) if body is not None and len(body) > _LARGE_BODY_BYTES else body
-        try:
-            response = await self._session.request(method, self.url + path, data=data, headers=headers, allow_redirects=False)
-        except (aiohttp.ClientError, OSError) as error:  # Timeouts of sock_connect are OSErrors too.
-            raise _lost(error) from None
+    async def call(
+        self, method: str, path: str, body: bytes | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        response = await self._request(method, path, body)
+        if response is None:
+            log.warning("waits for a descriptor to connect with", extra={"url": self.url})
+        until_s = time.monotonic() + _LONGEST_DESCRIPTOR_WAIT_S
+        while response is None:
+            if time.monotonic() > until_s:
+                # As if the other side were busy: it is not to blame, and the stream may wait on.
+                raise BusyError("the proxy has no descriptor to connect with", 503, None)
+            await wait_for_descriptor()
+            response = await self._request(method, path, body)
+        body = None  # Its answer may take minutes.
         try:
             yield response
         finally:
-            # A response read to its end has given its connection back already; any other closes it here.
+            # A response read to its end has returned its connection already; this closes any other.
             response.close()
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None
+    ) -> aiohttp.ClientResponse | None:
+        """None: this process had no descriptor for a connection, for which the other side must not
+        be blamed.
+        """
+        headers = None if body is None else {"Content-Type": "application/json"}
+        # A large body is sent in pieces, so that other tasks run in between.
+        data = BytesIO(body) if body is not None and len(body) > _LARGE_BODY_BYTES else body
+        try:
+            return await self._session.request(
+                method, self.url + path, data=data, headers=headers, allow_redirects=False
+            )
+        except (
+            aiohttp.ClientError,
+            OSError,
+        ) as error:  # Timeouts of sock_connect are OSErrors too.
+            if isinstance(error, OSError) and is_exhausted(error):
+                return None
+            raise lost(error) from None
+
+
+class DescriptorWaits:
+    """How long calls of this process have waited for descriptors, in all."""
+
+    def __init__(self) -> None:
+        self.pauses = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.pauses * _DESCRIPTOR_PAUSE_S
+
+
+descriptor_waits = DescriptorWaits()  # Descriptors belong to the process, as this does.
+
+
+async def wait_for_descriptor() -> None:
+    """Wait a moment for connections of others to end, which is no silence of the other side."""
+    await asyncio.sleep(_DESCRIPTOR_PAUSE_S)
+    descriptor_waits.pauses += 1
+    excuse_silence()
 
 
 def _unexpected(status: int, path: str, body: bytes) -> UpstreamError:
-    """A server of ours may be unwell, but knows its own paths."""
-    said = f"HTTP {status} for {path}: {body[:300].decode(errors='replace')}"
-    return UpstreamError(said) if status >= 500 else UnusableError(f"it is something else that speaks there: {said}")
+    """A failing server of the cluster answers 5xx; any other status is another server's."""
+    answer = f"HTTP {status} for {path}: {body[:300].decode(errors='replace')}"
+    return (
+        UpstreamError(answer)
+        if status >= 500
+        else UnusableError(f"another server answers there: {answer}")
+    )
 
 
-async def body_of(response: aiohttp.ClientResponse) -> bytes:
-    try:
-        return await response.read()
-    except (aiohttp.ClientError, OSError) as error:
-        raise _lost(error) from None
+async def body_of(response: aiohttp.ClientResponse, most_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
+    """The whole body; one that is longer is not read to its end.
+
+    Raises:
+        UpstreamError: it is longer, or the connection was lost.
+    """
+    chunks, size_bytes = [], 0
+    async for chunk in Chunks(response):
+        chunks.append(chunk)
+        size_bytes += len(chunk)
+        if size_bytes > most_bytes:
+            raise UpstreamError(f"sent an answer of more than {most_bytes} bytes")
+    return b"".join(chunks)
 
 
-def _lost(error: aiohttp.ClientError | OSError) -> UpstreamError:
-    if isinstance(error, aiohttp.ClientResponseError):
-        return UnusableError(f"what it speaks is no HTTP: {error.message[:80]!r}")
-    if isinstance(error, aiohttp.ClientPayloadError):
-        return ConnectionLostError("connection lost: closed in the middle of a response")
-    return ConnectionLostError(f"connection lost: {error or type(error).__name__}")
+def lost(error: aiohttp.ClientError | OSError) -> UpstreamError:
+    """Without the address, which aiohttp names: clients read why their streams ended."""
+    match error:
+        case aiohttp.ClientResponseError():
+            return UnusableError(f"its answer is not HTTP: {error.message[:80]!r}")
+        case UnprovenError():
+            return UnusableError(f"it did not prove its identity: {error.cause}")
+        case aiohttp.ClientPayloadError():
+            cause = "closed in the middle of a response"
+        case aiohttp.ClientConnectorCertificateError():
+            cause = f"its certificate is refused: {_reason_of(error.certificate_error)}"
+        case aiohttp.ClientConnectorSSLError():
+            cause = f"no TLS: {_reason_of(error.os_error)}"
+        case aiohttp.ClientConnectorDNSError():
+            cause = "its host name has no address"
+        case OSError(errno=int(number)) if number > 0:
+            cause = os.strerror(number)
+        case TimeoutError():
+            cause = "no connection in time"
+        case aiohttp.ServerDisconnectedError():
+            cause = "closed without an answer"
+        case _:
+            cause = type(error).__name__
+    is_connected = not isinstance(error, aiohttp.ClientConnectorError)
+    return (ConnectionLostError if is_connected else NotConnectedError)(f"connection lost: {cause}")
+
+
+def _reason_of(error: Exception) -> str:
+    """Without file names and line numbers of OpenSSL."""
+    return str(getattr(error, "verify_message", None) or getattr(error, "reason", None) or error)
 
 
 class Chunks(AsyncIterator[bytes]):
-    """Whatever has arrived, each time something has. (No generator: an attempt may stop reading anywhere.)"""
+    """The bytes that have arrived, as they arrive. (Not a generator: an attempt may stop reading
+    anywhere.)
+    """
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._content = response.content
@@ -145,7 +287,7 @@ class Chunks(AsyncIterator[bytes]):
         try:
             chunk = await self._content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            raise _lost(error) from None
+            raise lost(error) from None
         if not chunk:
             raise StopAsyncIteration
         return chunk
@@ -156,10 +298,10 @@ async def _reports(response: aiohttp.ClientResponse, kind: type[Answer]) -> Asyn
     async for chunk in Chunks(response):
         *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) > _MAX_LINE_BYTES:
-            raise UpstreamError("sent an endless line of a report")
+            raise UpstreamError("sent a report of more than 8 MiB")
         for line in lines:
             try:
                 yield msgspec.json.decode(line, type=kind)
             except UNREADABLE as error:
                 raise UpstreamError(f"unexpected report: {error}") from None
-    raise UpstreamError("connection closed")
+    raise ConnectionLostError("connection closed")

@@ -1,12 +1,14 @@
-"""vLLM as its project ships it: its P/D convention (NixlConnector), and what it tells of itself without being asked kindly.
+"""Unmodified vLLM: its P/D convention (NixlConnector), its identity and its load.
 
-It knows nothing of the instance protocol. Who it is comes from the configuration, `/v1/models`, `/version` and `/metrics`; how
-it is, from `/health` and `/metrics`, polled; that it is gone, from a connection on which nothing is ever said.
+vLLM has no instance protocol. Its identity comes from the configuration, `/v1/models`, `/version`
+and `/metrics`; its load from polling `/health` and `/metrics`; its death from the end of an idle
+connection.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from kvrs.descriptors import is_exhausted
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
@@ -27,25 +30,38 @@ from kvrs.protocol.instance import (
     MeasuredPrefill,
     Role,
 )
+from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
-from kvrs.proxy.backends.peer import UNREADABLE, ConnectionLostError, UnusableError, body_of
+from kvrs.proxy.backends.peer import (
+    UNREADABLE,
+    UnusableError,
+    body_of,
+    lost,
+    wait_for_descriptor,
+)
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_transfer import checked
-from kvrs.proxy.sse import EventSplitter
+from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, EventSplitter
 
-# `/metrics` is 60 kB of text and takes the server milliseconds: the load is as old as this, `/health` is asked more often.
+# With `--enable-fault-tolerance`: `/health` says 200 while an engine waits for an orchestrator's
+# instruction, its streams stand still and new requests get 503.
+_FT_PATHS = ("/fault_tolerance/status", "/v1/fault_tolerance/status")
+_FT_STOPPED = ("unhealthy", "paused", "dead")
+# `/metrics` is 60 kB of text and takes the server milliseconds, so that it is read less often than
+# `/health`; a load report is at most this old.
 _METRICS_INTERVAL_S = 1.0
-# Of the one tiny request when an instance comes up: what vLLM does for the first time may take it half a minute.
+# For the probe when an instance comes up: the first request of a vLLM may take half a minute.
 _PROBE_TIMEOUT_S = 60.0
 _PROBE_IDS = [1]
 _COMPLETIONS = "/v1/completions"
-# Of the error event with which vLLM ends a request whose KV it could not load. When its own engine is dead it says more.
+# Message of the error event that ends a request whose KV vLLM could not load. With a dead engine it
+# is longer.
 _LOAD_FAILED = "Internal server error"
-# Of `kv_lease_duration` (30 s, 10 s at least): until decode has asked. Later prefill's blocks may be another stream's, and nobody
-# would notice.
+# A hand-off is used within this part of `kv_lease_duration` (30 s, 10 s at least). Later, the
+# blocks at prefill may belong to another stream, and decode would not notice.
 _HAND_OFF_S = 6.0
 _TICK_S = 0.5
 _NO_MEASURED_TABLE = MeasuredPrefill("profiles.prefill", 1, [])
@@ -62,22 +78,21 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _FtEngine(msgspec.Struct):
+    status: str
+
+
+class _FtStatus(msgspec.Struct):
+    engines: list[_FtEngine]
+
+
 class _Version(msgspec.Struct):
     version: str
 
 
-class _Choice(msgspec.Struct):
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-
-
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What the configuration says of an instance that cannot say it itself."""
+    """Fields of the configuration for an instance that does not report them."""
 
     id: InstanceId
     node: NodeId
@@ -94,8 +109,9 @@ class VllmBackend(OpenAiPeer):
         super().__init__(session, url)
         self._named = named
         self._info: InstanceInfo | None = None  # Of the process that was probed last.
+        self._ft_path: str | None = None  # None: it runs without fault tolerance.
 
-    # Who it is, and how it is.
+    # Identity and load.
 
     async def info(self) -> InstanceInfo:
         await self._read("/health")
@@ -103,14 +119,21 @@ class VllmBackend(OpenAiPeer):
         epoch = round(metrics.started_s * 100)
         if self._info is None or self._info.epoch != epoch:
             info = await self._meet(epoch, metrics)
+            self._ft_path = await self._find_ft_path()
+            await self._check_engines()
             try:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
                     await self._probe(info)
             except TimeoutError:
-                raise UpstreamError(f"did not answer one token's request within {_PROBE_TIMEOUT_S:g} s") from None
+                raise UpstreamError(
+                    f"did not answer one token's request within {_PROBE_TIMEOUT_S:g} s"
+                ) from None
             except RefusedError as error:
-                raise UnusableError(f"it refuses one token's request: {error.body.decode(errors='replace')}") from None
+                raise UnusableError(
+                    f"it refuses one token's request: {error.body.decode(errors='replace')}"
+                ) from None
             self._info = info
+        await self._check_engines()
         return self._info
 
     async def _meet(self, epoch: int, metrics: VllmMetrics) -> InstanceInfo:
@@ -122,7 +145,8 @@ class VllmBackend(OpenAiPeer):
             raise UnusableError("its /v1/models names no model")
         if not metrics.has_connector:
             raise UnusableError(
-                f"it was started without a NixlConnector, which role {named.role.value!r} needs (--kv-transfer-config): "
+                f"it was started without a NixlConnector, which role "
+                f"{named.role.value!r} needs (--kv-transfer-config): "
                 "its /metrics have no vllm:nixl_ counters"
             )
         try:
@@ -134,47 +158,90 @@ class VllmBackend(OpenAiPeer):
             node=named.node,
             role=named.role,
             epoch=epoch,
-            pid=0,  # It says so nowhere.
+            pid=0,  # vLLM does not report it.
             model=model.id,
             fingerprint=f"vLLM {version.version}, {model.root or model.id}",
             geometry=geometry,
             max_model_len=model.max_model_len or 0,
             page_port=0,
-            capabilities=[Capability.PREFIX_CACHE] if metrics.cache.get("enable_prefix_caching") == "True" else [],
+            capabilities=[Capability.PREFIX_CACHE]
+            if metrics.cache.get("enable_prefix_caching") == "True"
+            else [],
             prefill=_NO_MEASURED_TABLE,
         )
 
     async def _probe(self, info: InstanceInfo) -> None:
-        """One token, as streams will have theirs: a version that lacks a field is found now."""
-        fields = {"model": info.model, "prompt": _PROBE_IDS, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        """Produce one token as streams do, which finds a version that lacks a field."""
+        fields = {
+            "model": info.model,
+            "prompt": _PROBE_IDS,
+            "max_tokens": 1,
+            "return_token_ids": True,
+        }
         if info.role is Role.PREFILL:
-            asked = fields | {"stream": False, "kv_transfer_params": KvTransferParams(do_remote_decode=True)}
+            asked = fields | {
+                "temperature": 0,
+                "stream": False,
+                "kv_transfer_params": KvTransferParams(do_remote_decode=True),
+            }
             await self._prefilled(Call(_COMPLETIONS, asked), info.geometry.page_size_tokens)
             return
-        splitter, seen = EventSplitter(), _Choice()
-        async with super().decode(Call(_COMPLETIONS, fields | {"stream": True})) as chunks:
+        # vLLM warms its sampler up without a seed; the first seeded request compiles kernels, and
+        # must not be a stream that is recovered (vLLM issue 54425).
+        asked = fields | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "stream": True}
+        splitter, payloads = EventSplitter(), list[bytes]()
+        async with super().decode(Call(_COMPLETIONS, asked)) as chunks:
             async for chunk in chunks:
-                for payload in splitter.feed(chunk):
-                    seen = _seen(seen, payload)
-        for name in ("prompt_token_ids", "token_ids"):
-            if not getattr(seen, name):
-                raise UnusableError(f"its version does not know return_token_ids: a stream came without {name}")
+                payloads += splitter.feed(chunk)
+        _check_probe(payloads)
 
-    def watch_load(self, interval_s: float) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
+    def watch_load(
+        self, interval_s: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
         return aclosing(self._reports(interval_s))
 
     async def _reports(self, interval_s: float) -> AsyncGenerator[LoadReport]:
-        """No time limits here: whoever watches has one."""
+        """Load reports without time limits: the watcher has one."""
         clock = asyncio.get_running_loop().time
         read_s, report = 0.0, None
         async with _Tether(self.url) as tether:
             while True:
-                # Alive while its engine is not: then it ends by itself a moment later.
+                # An HTTP server whose engine is dead ends by itself a moment later.
                 await self._read("/health")
+                await self._check_engines()
                 if report is None or clock() - read_s >= _METRICS_INTERVAL_S:
-                    read_s, report = clock(), self._load((await self._read("/metrics")).decode(errors="replace"))
+                    read_s, report = (
+                        clock(),
+                        self._load((await self._read("/metrics")).decode(errors="replace")),
+                    )
                 yield report
                 await tether.wait(interval_s)
+
+    async def _find_ft_path(self) -> str | None:
+        for path in _FT_PATHS:
+            async with self.call("GET", path, None) as response:
+                if response.status == 200:
+                    return path
+        return None
+
+    async def _check_engines(self) -> None:
+        """Raises UpstreamError: by its fault tolerance an engine of the server has stopped."""
+        if self._ft_path is None:
+            return
+        try:
+            status = msgspec.json.decode(await self._read(self._ft_path), type=_FtStatus)
+        except UNREADABLE as error:
+            raise UnusableError(f"unexpected answer to {self._ft_path}: {error}") from None
+        stopped = [each.status for each in status.engines if each.status in _FT_STOPPED]
+        if stopped:
+            raise UpstreamError(
+                f"{len(stopped)} of its {len(status.engines)} engines: {stopped[0]}, by "
+                f"{self._ft_path}"
+            )
+
+    async def kv_received(self) -> float | None:
+        text = (await self._read("/metrics")).decode(errors="replace")
+        return VllmMetrics(text).received_bytes
 
     def _load(self, text: str) -> LoadReport:
         metrics = VllmMetrics(text)
@@ -193,9 +260,12 @@ class VllmBackend(OpenAiPeer):
             if response.status == 200:
                 return await body_of(response)
             if response.status >= 500:
-                # Unread, so that the connection is closed: a server without an engine stays for as long as any is open.
+                # The body stays unread, so that the connection is closed: a server without an
+                # engine runs as long as a connection is open.
                 raise UpstreamError(f"HTTP {response.status} for {path}: its engine is dead")
-            raise UnusableError(f"it is no vLLM that speaks there: HTTP {response.status} for {path}")
+            raise UnusableError(
+                f"another server than vLLM answers there: HTTP {response.status} for {path}"
+            )
 
     # The calls of a stream.
 
@@ -209,7 +279,10 @@ class VllmBackend(OpenAiPeer):
             answer = await super().prefill(call)
             heard_s = pulse.awake_since_s()
         if answer.transfer is None:
-            raise UnusableError("prefill answered without kv_transfer_params: it has no connector, or one of another kind")
+            raise UnusableError(
+                "prefill answered without kv_transfer_params: it has no connector, or "
+                "one of another kind"
+            )
         transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
         return replace(answer, transfer=transfer, good_until_s=heard_s + _HAND_OFF_S)
 
@@ -220,49 +293,64 @@ class VllmBackend(OpenAiPeer):
         async with super().decode(_limited(_plain(call), info.max_model_len)) as chunks:
             yield chunks
 
-    def blames_prefill(self, said: Any) -> bool:
-        match said:
+    def blames_prefill(self, error: Any) -> bool:
+        match error:
             case {"code": 500, "message": str(message)}:
                 return message == _LOAD_FAILED
             case _:
                 return False
 
-    # What it cannot do.
+    # Requests that need a capability, which vLLM lacks.
 
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
-        raise UpstreamError("vLLM knows no leases of a proxy")
+        raise UpstreamError("vLLM has no leases of proxies")
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
         raise UpstreamError("vLLM cannot be fenced")
 
 
 def _plain(call: Call) -> Call:
-    """What vLLM would not understand is none of its business."""
-    return Call(call.path, {name: value for name, value in call.fields.items() if name != "kvrs"})
+    """The call without kvrs's own field, which vLLM does not know."""
+    call.fields.pop("kvrs", None)
+    return call
 
 
 def _limited(call: Call, max_model_len: int) -> Call:
-    """A completion without a limit, as a chat goes on: vLLM fails at a null, and takes no word for 16 tokens."""
+    """The call with a limit, if it is a completion that continues a chat without one: vLLM fails at
+    a null, and an absent limit means 16 tokens.
+    """
     fields, history = call.fields, call.fields.get("prompt")
-    if not isinstance(history, list) or fields.get("max_tokens", 0) is not None:
+    if not isinstance(history, array) or fields.get("max_tokens", 0) is not None:
         return call
-    return Call(call.path, fields | {"max_tokens": max(1, max_model_len - len(history))})
+    fields["max_tokens"] = max(1, max_model_len - len(history))
+    return call
 
 
-def _seen(before: _Choice, payload: bytes) -> _Choice:
-    if payload == b"[DONE]":
-        return before
+def _check_probe(payloads: Sequence[bytes]) -> None:
+    """Check that the events of a stream have the ids without which no stream can be continued.
+
+    Raises:
+        UnusableError: they have not, or are no completion.
+    """
     try:
-        event = msgspec.json.decode(payload, type=_Event)
+        chunks = [CHUNK.decode(payload) for payload in payloads if payload != b"[DONE]"]
     except UNREADABLE as error:
-        raise UnusableError(f"it streams what is no completion: {error}") from None
-    for choice in event.choices:
-        before = _Choice(before.prompt_token_ids or choice.prompt_token_ids, before.token_ids or choice.token_ids)
-    return before
+        raise UnusableError(f"its stream is no completion: {error}") from None
+    found = {
+        "prompt_token_ids": any(PROMPT_TOKEN_IDS in payload for payload in payloads),
+        "token_ids": any(choice.token_ids for chunk in chunks for choice in chunk.choices or ()),
+    }
+    for name, is_there in found.items():
+        if not is_there:
+            raise UnusableError(
+                f"its version does not support return_token_ids: a stream came without {name}"
+            )
 
 
 class _Pulse:
-    """Since when this process has been running: what it reads right after a stop may have come at the stop's beginning."""
+    """The time since which this process has run without a stop: data that is read right after a
+    stop may have arrived at its beginning.
+    """
 
     def __init__(self) -> None:
         self._beat_s = time.monotonic()
@@ -285,7 +373,7 @@ class _Pulse:
             self._stop = before_s, self._beat_s
 
     def awake_since_s(self) -> float:
-        """Now; or when the stop began that has only just ended."""
+        """Now, or the beginning of a stop that has just ended."""
         self._note()
         if self._stop is not None and self._beat_s - self._stop[1] < 2 * _TICK_S:
             return self._stop[0]
@@ -293,13 +381,17 @@ class _Pulse:
 
 
 class _Tether:
-    """A connection on which nothing is said. The kernel ends it in the moment in which the process dies."""
+    """An idle connection, which the kernel ends at once when the process dies."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
         self._host, self._port = address.hostname, address.port
         self._gone: asyncio.Task[None] | None = None
-        self._rests = False  # Whoever ends such connections at once must not be asked without a pause.
+        self._rests = (
+            # A server that closes idle connections at once must not be connected to without a
+            # pause.
+            False
+        )
 
     async def __aenter__(self) -> "_Tether":
         return self
@@ -307,11 +399,13 @@ class _Tether:
     async def __aexit__(self, *_: object) -> None:
         if self._gone is not None:
             self._gone.cancel()
-            # How it ended must not take the place of why this block ends.
+            # Its result must not replace the reason for which this block ends.
             await asyncio.gather(self._gone, return_exceptions=True)
 
     async def wait(self, seconds: float) -> None:
-        """That long, or until the connection ends. Then the process may be gone, or may only have had enough of the silence."""
+        """Wait so long, or until the connection ends: the process may be dead, or may only have
+        closed an idle connection.
+        """
         if self._rests:
             self._rests = False
             await asyncio.sleep(seconds)
@@ -324,10 +418,14 @@ class _Tether:
             done.pop().result()
 
     async def _hold(self) -> None:
-        try:
-            reader, writer = await asyncio.open_connection(self._host, self._port)
-        except OSError as error:
-            raise ConnectionLostError(f"connection lost: {error}") from None
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(self._host, self._port)
+                break
+            except OSError as error:
+                if not is_exhausted(error):
+                    raise lost(error) from None
+            await wait_for_descriptor()
         try:
             with suppress(ConnectionError):
                 await reader.read(1)

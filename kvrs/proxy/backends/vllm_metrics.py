@@ -1,25 +1,28 @@
-"""What vLLM says of itself in `/metrics`, which is text of Prometheus."""
+"""vLLM's `/metrics`, in Prometheus's text format."""
 
 import re
 from collections.abc import Iterator
 
 from kvrs.proxy.backends.peer import UnusableError
 
-# What is no finite number is as good as not said.
+# Values that are not finite numbers count as absent.
 _NUMBER = r"[-+]?[0-9]{1,30}(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?"
-_LINE = re.compile(rf"^(process_start_time_seconds|vllm:[a-z_]+)(?:\{{(.*)\}})? ({_NUMBER})(?: [0-9]+)?$", re.MULTILINE)
+_LINE = re.compile(
+    rf"^(process_start_time_seconds|vllm:[a-z_]+)(?:\{{(.*)\}})? ({_NUMBER})(?: [0-9]+)?$",
+    re.MULTILINE,
+)
 _LABEL = re.compile(r'([a-zA-Z_]+)="((?:[^"\\]|\\.)*)"')
 
 
 class VllmMetrics:
-    """One answer of `/metrics`. Where there are several engines (data parallel) their values are added."""
+    """One response of `/metrics`. The values of several engines (data parallel) are added."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     @property
     def started_s(self) -> float:
-        """When the process began, on its own clock; the only thing by which two lives of it can be told apart."""
+        """The start time of the process, on its own clock; only this distinguishes its restarts."""
         return self._needed("process_start_time_seconds")
 
     @property
@@ -33,22 +36,24 @@ class VllmMetrics:
     @property
     def free_pages(self) -> int:
         engines = list(self._values("vllm:kv_cache_usage_perc"))
-        used = sum(engines) / len(engines) if engines else 0.0  # A share, in spite of its name.
+        used = sum(engines) / len(engines) if engines else 0.0  # A fraction, in spite of its name.
         return max(0, round(self._cache_number("num_gpu_blocks", 0) * len(engines) * (1.0 - used)))
 
     @property
     def prefill_s(self) -> float:
-        """Mean time that a request's prefill has taken; 0 before the first one."""
+        """Mean duration of prefill; 0 before the first request."""
         count = sum(self._values("vllm:request_prefill_time_seconds_count"))
         return sum(self._values("vllm:request_prefill_time_seconds_sum")) / count if count else 0.0
 
     @property
     def cache(self) -> dict[str, str]:
-        """How the KV cache was set up."""
+        """The configuration of the KV cache."""
         for name, labels, _ in self._lines():
             if name == "vllm:cache_config_info":
                 return dict(_LABEL.findall(labels))
-        raise UnusableError("it is no vLLM that this adapter knows: its /metrics lack vllm:cache_config_info")
+        raise UnusableError(
+            "it is no vLLM that this adapter supports: its /metrics lack vllm:cache_config_info"
+        )
 
     @property
     def page_size_tokens(self) -> int:
@@ -56,19 +61,29 @@ class VllmMetrics:
 
     @property
     def has_connector(self) -> bool:
-        """Whether it was started with a NixlConnector: only then are the connector's counters there, from the start."""
+        """Whether it was started with a NixlConnector, whose counters exist from the start then."""
         return "\nvllm:nixl_" in self._text
+
+    @property
+    def received_bytes(self) -> float | None:
+        """KV that the connector has fetched since the start; None: this version does not say."""
+        found = list(self._values("vllm:nixl_bytes_transferred_sum"))
+        return sum(found) if found else None
 
     def _cache_number(self, name: str, least: int) -> int:
         value = self.cache.get(name, "")
         if not re.fullmatch("[0-9]{1,12}", value) or int(value) < least:
-            raise UnusableError(f"its /metrics name a {name} of {value[:80]!r}; allowed: a number, at least {least}")
+            raise UnusableError(
+                f"its /metrics name a {name} of {value[:80]!r}; allowed: a number, at least {least}"
+            )
         return int(value)
 
     def _needed(self, name: str) -> float:
         values = list(self._values(name))
         if not values:
-            raise UnusableError(f"it is no vLLM that this adapter knows: its /metrics lack {name}")
+            raise UnusableError(
+                f"it is no vLLM that this adapter supports: its /metrics lack {name}"
+            )
         return sum(values)
 
     def _values(self, name: str) -> Iterator[float]:

@@ -1,6 +1,8 @@
-"""`kv_transfer_params` as vLLM's NixlConnector gives them, checked field by field before a decode instance gets them.
+"""`kv_transfer_params` of vLLM's NixlConnector, checked field by field before they are forwarded to
+a decode instance.
 
-vLLM believes them: with too few blocks its engine dies, and with a required field missing the request hangs for ever.
+vLLM does not check them: with too few blocks its engine dies, and with a required field missing the
+request hangs for ever.
 """
 
 from typing import Annotated, Any
@@ -15,14 +17,16 @@ _Host = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._:-]{1,255}$")]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 _Blocks = Annotated[list[Natural], msgspec.Meta(min_length=1)]
 
-# What a later version may add is passed on as long as it is one small value; anything else would be taken on trust.
+# Unknown fields, as of a later version, are forwarded if they are one small value.
 _LONGEST_VALUE_BYTES = 64
 
 
 class Transfer(msgspec.Struct, omit_defaults=True):
-    """Where a decode instance finds the KV of one history. It is good for one pull, and for `kv_lease_duration` (30 s)."""
+    """The location of one history's KV, valid for one pull within `kv_lease_duration` (30 s)."""
 
-    remote_block_ids: Annotated[list[_Blocks], msgspec.Meta(min_length=1)]  # One list per group of layers.
+    remote_block_ids: Annotated[
+        list[_Blocks], msgspec.Meta(min_length=1)
+    ]  # One list per group of layers.
     remote_engine_id: _Name
     remote_request_id: _Name
     remote_host: _Host
@@ -43,30 +47,46 @@ _TRANSFER = msgspec.json.Decoder(Transfer)
 
 
 def checked(raw: bytes, history_tokens: int, page_size_tokens: int) -> msgspec.Raw:
-    """The parameters again, known to be of this history.
+    """Check that the parameters are of this history, and return them.
 
     Raises:
-        UnusableError: a field is missing or wrong; it is named.
+        UnusableError: a field is missing or wrong; the message names it.
     """
     try:
         fields, transfer = _FIELDS.decode(raw), _TRANSFER.decode(raw)
     except UNREADABLE as error:
-        raise UnusableError(f"prefill answered with kv_transfer_params that cannot be used: {error}") from None
+        raise UnusableError(
+            f"prefill answered with kv_transfer_params that cannot be used: {error}"
+        ) from None
     if not transfer.do_remote_prefill or transfer.do_remote_decode:
-        raise _wrong("do_remote_prefill", transfer.do_remote_prefill, "true, with do_remote_decode false")
+        raise _wrong(
+            "do_remote_prefill", transfer.do_remote_prefill, "true, with do_remote_decode false"
+        )
     if transfer.transfer_mode not in (None, "pull"):
         raise _wrong("transfer_mode", repr(transfer.transfer_mode), "'pull', since decode fetches")
     if transfer.remote_num_tokens not in (None, history_tokens):
-        raise _wrong("remote_num_tokens", transfer.remote_num_tokens, f"{history_tokens}, the tokens of the history")
+        raise _wrong(
+            "remote_num_tokens",
+            transfer.remote_num_tokens,
+            f"{history_tokens}, the tokens of the history",
+        )
     needed, given = -(-history_tokens // page_size_tokens), max(map(len, transfer.remote_block_ids))
     if given < needed:
-        raise _wrong("remote_block_ids", f"{given} blocks", f"{needed}, for {history_tokens} tokens")
+        raise _wrong(
+            "remote_block_ids", f"{given} blocks", f"{needed}, for {history_tokens} tokens"
+        )
     for name in fields.keys() - set(Transfer.__struct_fields__):
         value = bytes(fields[name])
         if len(value) > _LONGEST_VALUE_BYTES or value[:1] in b"[{":
-            raise _wrong(name, "a field that is not known", "a number, a truth value or a short string in such a field")
+            raise _wrong(
+                name,
+                "a field that is not known",
+                "a number, a truth value or a short string in such a field",
+            )
     return msgspec.Raw(msgspec.json.encode(fields))
 
 
 def _wrong(name: str, got: Any, allowed: str) -> UnusableError:
-    return UnusableError(f"prefill answered with kv_transfer_params whose {name} is {got}; allowed: {allowed}")
+    return UnusableError(
+        f"prefill answered with kv_transfer_params whose {name} is {got}; allowed: {allowed}"
+    )

@@ -1,7 +1,7 @@
-"""A stream that its client can resume elsewhere, while it lives here.
+"""A stream with a key, while it runs at this proxy.
 
-Its events go into its record, and from there to the client as the mirror allows: the record is what a client of this stream,
-wherever it asks, has had or will get.
+Its events go into its record, and from there to the client as far as the mirror has them: the
+record is what a client of this stream gets at any proxy.
 """
 
 import asyncio
@@ -12,32 +12,32 @@ import msgspec
 from tokenizers import Tokenizer
 
 from kvrs.errors import ConfigError
-from kvrs.policy.events import Kept
-from kvrs.protocol.mirror import Held, Said
-from kvrs.protocol.openai import error_body
-from kvrs.proxy.answers import WholeClient
-from kvrs.proxy.clients import ClientGoneError, SseClient
-from kvrs.proxy.journal import Journal
-from kvrs.proxy.mirror.cutting import rest_of
-from kvrs.proxy.mirror.records import Fate, Outbox, Record, RecordBook, fate_of
-from kvrs.proxy.streams import Failed
-from kvrs.proxy.texts import Texts
+from kvrs.policy.model.events import Kept
+from kvrs.protocol.mirror import BYTES_PER_ID, KvLocation, StreamEvent, pack_ids, unpack_ids
+from kvrs.proxy.mirror.book import RecordBook
+from kvrs.proxy.mirror.failures import BROKEN, CLIENT_GONE, CUT
+from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
+from kvrs.proxy.mirror.partial_events import rest_of
+from kvrs.proxy.mirror.records import Record
+from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.live import Failed
+from kvrs.proxy.streams.responses import WholeClient
+from kvrs.proxy.streams.tasks import error_of
+from kvrs.proxy.streams.tokenizer import LazyTokenizer
 
 log = logging.getLogger(__name__)
 
-# A client, or a mirror, that lags so many events behind makes the engine wait.
+# The engine waits for a client or mirror that lags so many events behind.
 _MOST_UNSENT = 256
-_MOST_AT_ONCE = 256  # Of a long stream that its client wants once more: it waits for the client to read every so many events.
-
-TORN = Failed(
-    409,
-    error_body("what the client has ends within a piece that cannot be cut", kind="server_error", code="inexact"),
-)
-BROKEN = Failed(500, error_body("the proxy failed; its log says more", kind="server_error"))
+# Events per write, so that a long record that is sent again waits for its client to read.
+_MOST_AT_ONCE = 256
 
 
 class KeyedStream:
-    """The driver's client of such a stream. `stop` ends the stream for a reason that is not the engines'."""
+    """The driver's client of a stream with a key. `stop` ends the stream for a reason that does not
+    come from an engine.
+    """
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class KeyedStream:
         *,
         sync: bool,
         clock: Callable[[], float],
-        texts: Texts,
+        texts: LazyTokenizer,
         changed: Callable[["KeyedStream"], None],
         kept: Callable[[], tuple[Kept, ...]],
         stop: Callable[[Failed], None],
@@ -59,11 +59,11 @@ class KeyedStream:
         self.failure: Failed | None = None
         self._inner = inner
         self._book = book
-        self.after = after  # Where the client stands.
+        self.after = after  # Position of the client.
         self._sync = sync
         self._clock = clock
         self._texts = texts
-        self._tokenizer: Tokenizer | None = None  # Once it is needed.
+        self._tokenizer: Tokenizer | None = None  # Loaded once it is needed.
         self._changed = changed
         self._kept = kept
         self._stop = stop
@@ -72,8 +72,8 @@ class KeyedStream:
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self._waiting = 0
-        self._gone: ClientGoneError | None = None
-        self._pumping = asyncio.get_running_loop().create_task(self._pump())
+        self._gone: str | None = None  # Why the client gets nothing any more.
+        self._pumping = asyncio.create_task(self._pump())
         self._pumping.add_done_callback(self._pump_ended)
 
     @property
@@ -84,17 +84,17 @@ class KeyedStream:
     def blocked(self) -> bool:
         return self._inner.blocked or self._waiting > 0
 
-    # From the driver.
+    # Events of the driver.
 
     async def send(self, events: Sequence[bytes]) -> None:
         journal = self.journal
         assert journal.marks is not None
-        # An echo of the prompt comes before the first of them, and brings nothing.
+        # Events without a mark come first: an echo of the prompt, which has no tokens.
         marks = [0] * (len(events) - len(journal.marks)) + journal.marks
         journal.marks = []
         for event, mark in zip(events, marks, strict=True):
-            self._note(event, mark)
-        self._announce()
+            self._record_event(event, mark)
+        self._publish_state()
         self._waiting += 1
         try:
             while len(self.record.events) - self._cursor > _MOST_UNSENT and self._gone is None:
@@ -103,68 +103,71 @@ class KeyedStream:
         finally:
             self._waiting -= 1
         if self._gone is not None:
-            raise self._gone
+            raise ClientGoneError(self._gone)
 
-    def _note(self, event: bytes, mark: int) -> None:
+    def _record_event(self, event: bytes, mark: int) -> None:
         journal, record = self.journal, self.record
         if record.head is None:
-            record.head, record.prompt_ids = journal.head, journal.prompt_ids
+            record.head = journal.head
+            self._book.set_prompt(record, pack_ids(journal.prompt_ids or ()))
         reached = min(mark, len(journal.output_ids))
         ids = journal.output_ids[self._recorded_ids : reached]
         self._recorded_ids = max(self._recorded_ids, reached)
-        self._book.add(record, Said(mark, ids, event))
+        self._book.add(record, StreamEvent(mark, pack_ids(ids), event))
 
-    def _announce(self) -> None:
-        """Have the mirror told how the stream stands."""
+    def _publish_state(self) -> None:
+        """Update the state in the record, and schedule an update of the mirror."""
         journal, record = self.journal, self.record
-        held = tuple(Held(each.holder, each.epoch, each.pages) for each in self._kept())
-        record.standing = msgspec.structs.replace(
-            record.standing,
+        locations = tuple(KvLocation(each.holder, each.epoch, each.pages) for each in self._kept())
+        record.state = msgspec.structs.replace(
+            record.state,
             finish_reason=journal.finish_reason,
             stop_reason=journal.stop_reason,
             text_sent=journal.text_sent,
             usage_sent=journal.usage_sent,
             inexact=journal.inexact,
-            held=held or record.standing.held,
+            kv_locations=locations or record.state.kv_locations,
         )
-        self.touch()
+        self.mark_dirty()
 
-    def touch(self) -> None:
+    def mark_dirty(self) -> None:
         self.outbox.dirty = self.outbox.mirror is not None
         self.wake()
         self._changed(self)
 
-    # The end of it here.
+    # End of the stream.
 
     async def finish(self, missing: Sequence[bytes]) -> None:
-        """All has come, but for these events; wait until the client has it.
+        """Append the last events, and wait until the client has everything.
 
         Raises:
-            ClientGoneError: nobody reads any more.
+            ClientGoneError: the client is gone.
         """
         for event in missing:
-            self._note(event, self.journal.seq)
-        self.record.standing = msgspec.structs.replace(self.record.standing, complete=True)
-        self._announce()
+            self._record_event(event, self.journal.seq)
+        self.record.state = msgspec.structs.replace(self.record.state, complete=True)
+        self._publish_state()
         while self._cursor < len(self.record.events):
             if self._gone is not None:
-                raise self._gone
+                raise ClientGoneError(self._gone)
             if self.failure is not None:
                 return
             self._progress.clear()
             await self._progress.wait()
 
     def release(self) -> None:
-        """Whoever asks for it next may have it at once."""
-        if not self.record.standing.released:
-            self.record.standing = msgspec.structs.replace(self.record.standing, released=True)
-            self._announce()
+        """Let the next claim succeed at once."""
+        if not self.record.state.released:
+            self.record.state = msgspec.structs.replace(self.record.state, released=True)
+            self._publish_state()
 
     async def flushed(self, timeout_s: float) -> None:
-        """Until the mirror, if there is one, knows all that the client is to have, and the client has it."""
+        """Wait until the mirror, if there is one, and the client have everything."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.outbox.settled or (self._cursor < len(self.record.events) and self._gone is None):
+                while not self.outbox.settled or (
+                    self._cursor < len(self.record.events) and self._gone is None
+                ):
                     self._progress.clear()
                     await self._progress.wait()
         except TimeoutError:
@@ -182,7 +185,7 @@ class KeyedStream:
     # To the client.
 
     def wake(self) -> None:
-        """Something has come, or may go."""
+        """Check again what may be sent, because events or acknowledgements have come."""
         self._wake.set()
         self._progress.set()
 
@@ -191,8 +194,8 @@ class KeyedStream:
             while True:
                 self._wake.clear()
                 batch = self._next_batch()
-                if batch is None and not await self._learn_to_cut():
-                    self.fail(TORN)
+                if batch is None and not await self._load_tokenizer():
+                    self.fail(CUT)
                     return
                 if batch is None:
                     continue
@@ -204,44 +207,48 @@ class KeyedStream:
                 if not batch:
                     await self._wake.wait()
         except ClientGoneError as error:
-            self._gone = error
+            self._gone = str(error)
             self._progress.set()
-            self._stop(Failed(499, error_body("the client is gone", kind="client_gone")))
+            self._stop(CLIENT_GONE)
 
     def _pump_ended(self, pumping: asyncio.Task[None]) -> None:
-        if not pumping.cancelled() and (error := pumping.exception()) is not None:
-            # A bug of ours: nobody is to wait for a client that gets nothing any more.
-            log.error("the way to a client ended by a bug", exc_info=error)
+        if (error := error_of(pumping)) is not None:
+            # An internal error: `finish` must not wait for a client that gets nothing any more.
+            log.error("internal error while writing to a client", exc_info=error)
             self.fail(BROKEN)
 
-    def _next_batch(self) -> list[Said] | None:
-        """What may go to the client now; None: a part of an event, which cannot be cut yet."""
+    def _next_batch(self) -> list[StreamEvent] | None:
+        """Events that may go to the client now; None: the next one has to be cut, which needs the
+        tokenizer.
+        """
         events, batch = self.record.events, []
         before = events[self._cursor - 1].seq if self._cursor else -1
         for event in events[self._cursor : self.outbox.sendable(self._clock(), sync=self._sync)]:
-            fate = fate_of(before, event, self.after)
-            if fate is Fate.TORN and self._tokenizer is None:
+            delivery = delivery_of(before, event, self.after)
+            if delivery is Delivery.CUT and self._tokenizer is None:
                 return None
-            if fate is not Fate.SKIP:
-                batch.append(self._rest_of(event, before) if fate is Fate.TORN else event)
+            if delivery is not Delivery.SKIP:
+                batch.append(self._rest_of(event, before) if delivery is Delivery.CUT else event)
             before = event.seq
             self._cursor += 1
             if len(batch) == _MOST_AT_ONCE:
                 break
         return batch
 
-    def _rest_of(self, event: Said, before: int) -> Said:
+    def _rest_of(self, event: StreamEvent, before: int) -> StreamEvent:
         assert self._tokenizer is not None
-        ids = [token_id for each in self.record.events[: self._cursor] for token_id in each.ids]
-        has = min(self.after - max(before, 0), len(event.ids))
-        return rest_of(event, ids, has, self.journal, self._tokenizer)
+        before_ids = b"".join(each.ids for each in self.record.events[: self._cursor])
+        has = min(self.after - max(before, 0), len(event.ids) // BYTES_PER_ID)
+        return rest_of(event, unpack_ids(before_ids), has, self.journal, self._tokenizer)
 
-    async def _learn_to_cut(self) -> bool:
-        """Whether the proxy can make the text of such events itself: of our own engines, whose machine it has."""
+    async def _load_tokenizer(self) -> bool:
+        """Whether events can be cut: only those of kvrs engines, with a tokenizer of the model."""
         if self.journal.text_sent is not None or not self._texts.available:
             return False
         try:
-            self._tokenizer = await self._texts.tokenizer()
+            self._tokenizer = await self._texts.load()
         except ConfigError as error:
-            log.warning("stream cannot be cut", extra={"stream": self.journal.stream, "cause": str(error)})
+            log.warning(
+                "event cannot be cut", extra={"stream": self.journal.stream, "cause": str(error)}
+            )
         return self._tokenizer is not None

@@ -1,51 +1,65 @@
-"""The other proxies, as far as this one can tell: what they are asked, and whether they are there."""
+"""The other proxies: requests to them, and which of them are up."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from kvrs.errors import RequestError, UpstreamError
-from kvrs.protocol.mirror import Batch, BatchAnswer, Claim, ClaimAnswer, Hello, Look, LookAnswer, Update
+from kvrs.http import MAX_BODY_BYTES
+from kvrs.protocol.mirror import (
+    Batch,
+    BatchAnswer,
+    Claim,
+    ClaimAnswer,
+    Hello,
+    Lookup,
+    LookupAnswer,
+    RecordVersion,
+    Update,
+)
 from kvrs.proxy.backends.peer import Peer, UnusableError, body_of
 
 log = logging.getLogger(__name__)
 
 PATH = "/kvrs/v1/mirror"
-_PATIENCE_S = 1.0
-_SLOWEST_BYTES_PER_S = 4 << 20  # A long record takes its time on a slow link, and nobody is dead for that.
-_AGAIN_S = 0.5
-_REPORT_S = 0.25  # One that is killed is missed at once, because its connection ends; one that only stands still, by its silence.
+_TIMEOUT_S = 1.0
+# A long record over a slow link gets more time.
+_SLOWEST_BYTES_PER_S = 4 << 20
+_RECONNECT_S = 0.5
+# A peer that is killed is noticed by the end of its connection, one that is stopped by its silence.
+_REPORT_S = 0.25
 _SILENT_S = 0.75
 
 Answer = TypeVar("Answer")
 
 
 class ProxyPeer(Peer):
-    """One of them; `me` is who asks."""
+    """Client of one other proxy; `me` identifies this one."""
 
     def __init__(self, session: aiohttp.ClientSession, me: Hello, name: str, url: str) -> None:
         super().__init__(session, url)
         self.id = name
-        self.run: str | None = None  # Of its process; none while it does not answer.
+        self.run: str | None = None  # Of its process; None while it does not answer.
         self._me = me
 
     async def hello(self) -> str:
-        """Say who we are, and hear in which run it is."""
+        """Announce this proxy; return the peer's run."""
         return self._checked(await self._ask("POST", f"{PATH}/hello", self._me, Hello))
 
-    def _checked(self, said: Hello) -> str:
-        if said.id != self.id:
-            raise UnusableError(f"it is proxy {said.id!r}, the configuration says {self.id!r}")
-        return said.run
+    def _checked(self, hello: Hello) -> str:
+        if hello.id != self.id:
+            raise UnusableError(f"it is proxy {hello.id!r}, the configuration says {self.id!r}")
+        return hello.run
 
     async def listen(self, heard: Callable[[str], None]) -> None:
-        """Hear again and again in which run it is, until it is silent.
+        """Call `heard` with the peer's run on every report, until the peer is silent.
 
         Raises:
             UpstreamError: the connection is gone.
@@ -54,8 +68,8 @@ class ProxyPeer(Peer):
             with suppress(TimeoutError):
                 while True:
                     async with asyncio.timeout(_SILENT_S):
-                        said = await anext(reports)
-                    heard(self._checked(said))
+                        hello = await anext(reports)
+                    heard(self._checked(hello))
 
     async def mirror(self, updates: list[Update]) -> BatchAnswer:
         answer = await self._ask("POST", PATH, Batch(self._me.id, updates), BatchAnswer)
@@ -63,35 +77,62 @@ class ProxyPeer(Peer):
             raise UpstreamError(f"acknowledges {len(answer.acks)} of {len(updates)} streams")
         return answer
 
-    async def look(self, key: str) -> LookAnswer:
-        return await self._ask("POST", f"{PATH}/look", Look(key), LookAnswer)
+    async def lookup(self, key: str) -> LookupAnswer:
+        return await self._ask("POST", f"{PATH}/lookup", Lookup(key), LookupAnswer)
 
     async def claim(self, claim: Claim) -> ClaimAnswer:
-        return await self._ask("POST", f"{PATH}/claim", claim, ClaimAnswer, again=False)
+        return await self._ask("POST", f"{PATH}/claim", claim, ClaimAnswer, retry=False)
 
-    async def _ask(self, method: str, path: str, message: msgspec.Struct, kind: type[Answer], *, again: bool = True) -> Answer:
-        body, asked_s = msgspec.msgpack.encode(message), time.monotonic()
-        patience_s = _PATIENCE_S + len(body) / _SLOWEST_BYTES_PER_S
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        message: msgspec.Struct,
+        kind: type[Answer],
+        *,
+        retry: bool = True,
+    ) -> Answer:
+        body, sent_s = msgspec.msgpack.encode(message), time.monotonic()
+        timeout_s = _TIMEOUT_S + len(body) / _SLOWEST_BYTES_PER_S
         try:
-            async with asyncio.timeout(patience_s), self.call(method, path, body) as response:
-                raw = await body_of(response)
+            async with asyncio.timeout(timeout_s), self.call(method, path, body) as response:
+                raw = await body_of(response, MAX_BODY_BYTES)
         except TimeoutError:
-            # If much more time has passed, it is this process that stood still, and not the other one that did not answer.
-            if again and time.monotonic() > asked_s + patience_s + _PATIENCE_S:
-                return await self._ask(method, path, message, kind, again=False)
-            raise UpstreamError(f"no answer to {path} within {patience_s:.1f} s") from None
+            # If much more time has passed, this process was stopped, and the timeout says nothing
+            # about the peer.
+            if retry and time.monotonic() > sent_s + timeout_s + _TIMEOUT_S:
+                return await self._ask(method, path, message, kind, retry=False)
+            raise UpstreamError(f"no answer to {path} within {timeout_s:.1f} s") from None
         if response.status != 200:
-            raise UpstreamError(f"HTTP {response.status} for {path}: {raw[:200].decode(errors='replace')}")
+            raise UpstreamError(
+                f"HTTP {response.status} for {path}: {raw[:200].decode(errors='replace')}"
+            )
         try:
             return msgspec.msgpack.decode(raw, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UnusableError(f"unexpected answer to {path}: {error}") from None
 
 
-class Peers:
-    """`lost` hears of each run of a peer that is over, or out of reach; `up` of each that begins."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Versions of a record at the peers, by peer, and the peers that did not answer."""
 
-    def __init__(self, me: Hello, peers: Mapping[str, ProxyPeer], lost: Callable[[str], None], up: Callable[[], None]) -> None:
+    versions: dict[str, RecordVersion]
+    unreachable: list[str]
+
+
+class Peers:
+    """All other proxies. `lost` is called for each run of a peer that ended or is out of reach,
+    `up` for each that begins.
+    """
+
+    def __init__(
+        self,
+        me: Hello,
+        peers: Mapping[str, ProxyPeer],
+        lost: Callable[[str], None],
+        up: Callable[[], None],
+    ) -> None:
         self.me = me
         self.known = dict(peers)
         self._lost = lost
@@ -101,19 +142,51 @@ class Peers:
     def live(self) -> list[ProxyPeer]:
         return [peer for peer in self.known.values() if peer.run is not None]
 
+    @property
+    def live_ids(self) -> set[str]:
+        return {peer.id for peer in self.live}
+
     def check(self, name: str) -> ProxyPeer:
         """Raises RequestError: no peer of ours has that name."""
         if name not in self.known:
             allowed = ", ".join(map(repr, self.known)) or "none"
-            raise RequestError(f"proxy {name!r} is not among proxy.peers of {self.me.id!r}; allowed: {allowed}")
+            raise RequestError(
+                f"proxy {name!r} is not among proxy.peers of {self.me.id!r}; allowed: {allowed}"
+            )
         return self.known[name]
 
-    def met(self, said: Hello) -> None:
-        """It has said itself that it is there."""
-        self.note(self.check(said.id), said.run)
+    # Requests.
 
-    def note(self, peer: ProxyPeer, run: str) -> None:
-        """It has answered."""
+    async def lookup(self, key: str, *, live_only: bool) -> Found:
+        """Ask the peers for their version of a record."""
+        found = Found({}, [])
+
+        async def ask(peer: ProxyPeer) -> None:
+            try:
+                if (version := (await peer.lookup(key)).version) is not None:
+                    found.versions[peer.id] = version
+            except UpstreamError as error:
+                self.fail(peer, str(error))
+                found.unreachable.append(peer.id)
+
+        await asyncio.gather(*map(ask, self.live if live_only else self.known.values()))
+        return found
+
+    async def claim(self, name: str, claim: Claim) -> ClaimAnswer | None:
+        """None: the peer did not answer."""
+        peer = self.known[name]
+        try:
+            return await peer.claim(claim)
+        except UpstreamError as error:
+            self.fail(peer, str(error))
+            return None
+
+    # Liveness.
+
+    def on_hello(self, hello: Hello) -> None:
+        self.on_answer(self.check(hello.id), hello.run)
+
+    def on_answer(self, peer: ProxyPeer, run: str) -> None:
         if peer.run == run:
             return
         if peer.run is not None:
@@ -129,30 +202,32 @@ class Peers:
             self._lost(peer.id)
 
     async def run(self) -> None:
-        """Know of each of them whether it is there, until cancelled."""
+        """Watch every peer until cancelled."""
         await asyncio.gather(*map(self._watch, self.known.values()))
 
     async def _watch(self, peer: ProxyPeer) -> None:
-        said = None
+        logged = None
         while True:
             try:
-                self.note(peer, await peer.hello())
-                await peer.listen(lambda run: self.note(peer, run))
-                continue  # It is silent, or we were: ask it.
+                self.on_answer(peer, await peer.hello())
+                await peer.listen(lambda run: self.on_answer(peer, run))
+                continue  # The peer was silent, or this process was stopped: ask.
             except UpstreamError as error:
                 cause = str(error)
             self.fail(peer, cause)
-            if cause != said:
+            if cause != logged:
                 log.warning("proxy not reached", extra={"proxy": peer.id, "cause": cause})
-            said = cause
-            await asyncio.sleep(_AGAIN_S)
+            logged = cause
+            await asyncio.sleep(_RECONNECT_S)
 
     async def meet(self) -> None:
-        """Once, at the start: who is there already is known before the first request, and knows that we are another run."""
+        """Exchange hellos with every peer once, before the first request: so this proxy knows which
+        are up, and they know that it is another run.
+        """
         await asyncio.gather(*map(self._meet, self.known.values()))
 
     async def _meet(self, peer: ProxyPeer) -> None:
         try:
-            self.note(peer, await peer.hello())
+            self.on_answer(peer, await peer.hello())
         except UpstreamError as error:
             log.warning("proxy not reached", extra={"proxy": peer.id, "cause": str(error)})

@@ -1,43 +1,32 @@
-"""Which page lies in which slot of a host's checkpoint store, and who was promised room.
+"""Slots and reservations of a host's checkpoint store: where each page lies, and for which streams
+room is reserved.
 
-Pure: `now_s` is an argument and slots are numbers; who owns the memory behind them asks here what may be written where.
+Pure: `now_s` is an argument and slots are numbers; the owner of the memory behind them acts on what
+is decided here.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrs.ids import StreamId
-from kvrs.protocol.frames import Claim, Held, StoreCode
+from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
+from kvrs.transfer.store.store_slots import StoreSlot, StoreSlots
 
-# A slot is in exactly one state. References are held by reservations, pins by connections that write or read the slot.
+# The states of a slot stand in `store_slots.py`; references are held by reservations.
 #
-#   state      tag    references   pins    can be taken for another page
-#   free       none       0         0      first
-#   incoming   none      0, 1       1      no: a connection writes into it; 0 when its reservation has ended meanwhile
-#   cached     yes        0         0      second, least recently used first
-#   read       yes        0        >= 1    no: a connection reads it
-#   reserved   yes       >= 1      any     no
-#
-# The promise: a page of a reservation always finds a slot. It is kept by one inequality, which `check` asserts:
+# Invariant: a page of a reservation always finds a slot. It follows from one inequality, which
+# `check` asserts:
 #
 #     sum of what is reserved  +  slots that are pinned and of no reservation  <=  capacity
 #
-# Every page index of a reservation uses at most one slot of what it reserved (reserved or incoming); so as long as one
-# index has none, fewer slots than there are can neither be taken nor evicted. Whatever would break it is refused: an
-# offer is answered FULL, a page that nobody reserved counts as gone for a reader.
+# Every page index of a reservation uses at most one slot of what it reserved (reserved or
+# incoming); so as long as one index has none, fewer slots than there are can neither be taken nor
+# evicted. A step that would break it is refused: an offer is answered FULL, a page without a
+# reservation counts as gone for a reader.
 
 _ANY = (1 << 64, 0)  # Above every (owner epoch, attempt).
 _ALL_PAGES = 1 << 32  # More than any stream has.
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    number: int
-    tag: Tag | None = None
-    references: int = 0
-    pins: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -45,24 +34,50 @@ class _Reservation:
     claim: tuple[int, int]
     need: int  # Slots.
     until_s: float
-    tags: list[Tag] = field(default_factory=list)  # Of the stream's pages from page 0 on, as far as told and reserved.
-    slots: list[_Slot | None] = field(default_factory=list)  # Where those pages are; None: not here.
-    incoming: dict[int, _Slot] = field(default_factory=dict)  # By page index: being written, by whomever.
-    leading: int = 0
-    told: int = 0  # So many of the tags the writer of that claim has named; what lies behind is an earlier attempt's.
+    # Of the stream's pages from page 0 on, as far as named by a writer and reserved.
+    tags: list[Tag] = field(default_factory=list)
+    # Of those pages; None: not here.
+    slots: list[StoreSlot | None] = field(default_factory=list)
+    # By page index: being written by a connection.
+    incoming: dict[int, StoreSlot] = field(default_factory=dict)
+    leading: int = 0  # Pages that are here, up to the first gap.
+    # How many of the tags the writer of that claim has named; those behind are of an earlier
+    # attempt.
+    named: int = 0
+
+    @property
+    def extent(self) -> int:
+        """The index up to which pages are here or arriving; a later range would leave a gap."""
+        index = self.leading
+        while index < len(self.slots) and (self.slots[index] is not None or index in self.incoming):
+            index += 1
+        return index
+
+    def hand_to(self, claim: CheckpointClaim) -> None:
+        """Let that claim be the writer from now on."""
+        if self.claim != _order(claim):
+            self.claim, self.named = _order(claim), 0
+
+    def advance(self) -> int:
+        """Update `leading` after a page has arrived."""
+        while self.leading < len(self.slots) and self.slots[self.leading] is not None:
+            self.leading += 1
+        return self.leading
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """Pages of a stream that arrive now. `slots[i]` is where to put the page of `tags[i]`, None: nowhere."""
+class IncomingRange:
+    """Pages of a stream that are arriving. The page of `tags[i]` goes into `slots[i]`; None: it is
+    dropped.
+    """
 
     stream: StreamId
     first_page: int
     tags: tuple[Tag, ...]
     code: StoreCode
-    slots: list[_Slot | None]
+    slots: list[StoreSlot | None]
     reservation: _Reservation | None
-    agreed: int = _ALL_PAGES  # Below this index the reservation and the writer mean the same pages.
+    agreed: int = _ALL_PAGES  # Below this index the reservation has the writer's pages.
 
     @property
     def numbers(self) -> list[int | None]:
@@ -70,29 +85,28 @@ class Run:
 
 
 class CheckpointBook:
-    """Every operation costs O(1) per page that it touches; `expire` O(reservations)."""
+    """All slots and reservations. Every operation costs O(1) per page that it touches; `expire`
+    O(reservations).
+    """
 
     def __init__(self, capacity_slots: int) -> None:
         self.capacity_slots = capacity_slots
         self.reserved_slots = 0
         self._reservations: dict[StreamId, _Reservation] = {}
-        # The last claims of streams that were released, until a time: their late offers would reserve room for nobody.
+        # The last claims of streams that were released, until a time: late offers of theirs would
+        # reserve room for nothing.
         self._ended: dict[StreamId, tuple[tuple[int, int], float]] = {}
-        self._by_tag: dict[Tag, _Slot] = {}
-        self._slots: list[_Slot] = []  # Those that were ever used; low numbers first, so that memory grows as needed.
-        self._free: list[_Slot] = []
-        self._cached: OrderedDict[_Slot, None] = OrderedDict()  # In order of last use.
-        self._strays = 0  # Slots that are pinned and of no reservation.
+        self._slots = StoreSlots(capacity_slots)
 
     @property
     def held_slots(self) -> int:
         """Whole pages, reserved and not."""
-        return len(self._by_tag)
+        return self._slots.held
 
     @property
     def used_slots(self) -> int:
         """Slots that were ever used are those below this number."""
-        return len(self._slots)
+        return len(self._slots.slots)
 
     @property
     def reservations(self) -> int:
@@ -109,32 +123,39 @@ class CheckpointBook:
 
     # Reservations.
 
-    def offer(self, claim: Claim, need: int, tags: Sequence[Tag], until_s: float) -> Held:
-        """Promise room for `need` pages, which begin with those of `tags`; pages that are here already are kept.
+    def offer(
+        self, claim: CheckpointClaim, need: int, tags: Sequence[Tag], until_s: float
+    ) -> HeldPages:
+        """Reserve room for `need` pages, which begin with those of `tags`; pages that are here
+        already are kept.
 
-        A later claim of the same stream takes the reservation over; one that asks for less than before keeps what it had.
+        A later claim of the same stream takes the reservation over; one that needs less than
+        before keeps what was reserved.
         """
         reservation = self._reservations.get(claim.stream)
         if self._is_fenced(claim, reservation):
-            return Held(StoreCode.FENCED, self.held(claim.stream))
+            return HeldPages(StoreCode.FENCED, self.held(claim.stream))
         more = need - (0 if reservation is None else reservation.need)
         # Pages that are being read count once, as reserved.
-        strays = self._strays - sum(self._is_stray(tag) for tag in set(tags[:need]))
+        strays = self._slots.strays - sum(self._slots.is_stray(tag) for tag in set(tags[:need]))
         full = more > 0 and self.reserved_slots + more + strays > self.capacity_slots
         if reservation is None:
             if full:
-                return Held(StoreCode.FULL, 0)
+                return HeldPages(StoreCode.FULL, 0)
             reservation = self._reservations[claim.stream] = _Reservation(_order(claim), 0, until_s)
-        # The stream's new writer shuts out the old one even if there is no more room for it.
-        self._hand_to(reservation, claim)
+        # The stream's new writer fences the old one even if there is no more room for it.
+        reservation.hand_to(claim)
         reservation.until_s = max(reservation.until_s, until_s)
         if not full:
             self.reserved_slots += max(0, more)
             reservation.need += max(0, more)
-        agreed = self._learn(reservation, 0, tags)
+        agreed = self._adopt_tags(reservation, 0, tags)
         for index in range(len(reservation.tags)):
             self._attach(reservation, index)
-        return Held(StoreCode.FULL if full else StoreCode.OK, min(self._advance(reservation), reservation.told, agreed))
+        return HeldPages(
+            StoreCode.FULL if full else StoreCode.OK,
+            min(reservation.advance(), reservation.named, agreed),
+        )
 
     def renew(self, streams: Iterable[StreamId], until_s: float) -> list[StreamId]:
         """Let those reservations last at least until then. Returns the streams that have none."""
@@ -147,8 +168,8 @@ class CheckpointBook:
         return unknown
 
     def release(self, streams: Iterable[StreamId], until_s: float) -> None:
-        """End those reservations; offers of their writers that come late are fenced until then. Pages stay as long as there
-        is room.
+        """End those reservations; offers of their writers that come late are fenced until then.
+        Pages stay as long as there is room.
         """
         for stream in streams:
             if (reservation := self._reservations.get(stream)) is not None:
@@ -159,136 +180,140 @@ class CheckpointBook:
             self._end(stream)
 
     def expire(self, now_s: float) -> list[StreamId]:
-        """End every reservation whose time has come; returns their streams."""
+        """End every reservation that has expired; returns their streams."""
         for stream in [stream for stream, (_, until_s) in self._ended.items() if until_s <= now_s]:
             del self._ended[stream]
-        ended = [stream for stream, reservation in self._reservations.items() if reservation.until_s <= now_s]
+        ended = [
+            stream
+            for stream, reservation in self._reservations.items()
+            if reservation.until_s <= now_s
+        ]
         for stream in ended:
             self._end(stream)
         return ended
 
     # Pages that arrive.
 
-    def begin(self, claim: Claim, first_page: int, tags: tuple[Tag, ...]) -> Run:
-        """Pages of a stream are about to arrive: a slot for each that is reserved, not here and not arriving already.
+    def begin(
+        self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]
+    ) -> IncomingRange:
+        """Find slots for arriving pages: for each that is reserved, not here and not arriving
+        already.
 
-        A stream without a reservation is answered like one of which nothing is held: its writer has to make an offer first.
+        A stream without a reservation is answered as if nothing of it were held: its writer has to
+        make an offer first.
         """
         reservation = self._reservations.get(claim.stream)
-        run = Run(claim.stream, first_page, tags, StoreCode.OK, [None] * len(tags), reservation)
+        incoming = IncomingRange(
+            claim.stream, first_page, tags, StoreCode.OK, [None] * len(tags), reservation
+        )
         if self._is_fenced(claim, reservation):
-            run.code = StoreCode.FENCED
+            incoming.code = StoreCode.FENCED
         elif reservation is not None:
-            self._hand_to(reservation, claim)
-            if first_page <= self._extent(reservation):
-                self._expect(reservation, run)
-        return run
+            reservation.hand_to(claim)
+            if first_page <= reservation.extent:
+                self._expect(reservation, incoming)
+        return incoming
 
-    def commit(self, run: Run, position: int) -> int | None:
-        """The page is whole and right. Returns the slot that is found under its tag from now on, if it is the page's own;
-        None: an equal page came first.
+    def commit(self, incoming: IncomingRange, position: int) -> int | None:
+        """The page is whole and right. Returns the slot that is found under its tag from now on, if
+        it is the page's own; None: an equal page came first.
         """
-        slot, tag = run.slots[position], run.tags[position]
-        assert slot is not None, "nobody was asked to write this page"
-        own = self._by_tag.setdefault(tag, slot) is slot
-        if own:
-            slot.tag = tag
-        self._written(run, position)
+        slot, tag = incoming.slots[position], incoming.tags[position]
+        assert slot is not None, "the page has no slot to be written into"
+        own = self._slots.register(slot, tag)
+        self._written(incoming, position)
         return slot.number if own else None
 
-    def end(self, run: Run) -> Held:
-        """Nothing more arrives; slots of pages that were not committed are free again."""
-        for position in range(len(run.slots)):
-            if run.slots[position] is not None:
-                self._written(run, position)
-        reservation = self._reservations.get(run.stream)
-        return Held(run.code, min(self.held(run.stream), run.agreed, reservation.told if reservation is not None else 0))
+    def end(self, incoming: IncomingRange) -> HeldPages:
+        """End the range; slots of pages that were not committed are free again."""
+        for position in range(len(incoming.slots)):
+            if incoming.slots[position] is not None:
+                self._written(incoming, position)
+        reservation = self._reservations.get(incoming.stream)
+        return HeldPages(
+            incoming.code,
+            min(
+                self.held(incoming.stream),
+                incoming.agreed,
+                reservation.named if reservation is not None else 0,
+            ),
+        )
 
     # Pages that are read.
 
     def match(self, tags: Iterable[Tag]) -> list[int]:
-        """The slots of the longest leading run of `tags` that is here; each gets a pin."""
-        found = []
+        """The slots of the longest held prefix of `tags`; each gets a pin."""
+        found: list[int] = []
         for tag in tags:
-            slot = self._by_tag.get(tag)
-            if slot is None:
+            slot = self._slots.find(tag)
+            if slot is None or (
+                slot.is_idle and self.reserved_slots + self._slots.strays >= self.capacity_slots
+            ):
                 break
-            if slot.references == 0 and slot.pins == 0 and self.reserved_slots + self._strays >= self.capacity_slots:
-                break
-            self._pin(slot)
+            self._slots.pin(slot)
             found.append(slot.number)
         return found
 
     def unpin(self, numbers: Sequence[int]) -> None:
-        """One pin less to each. The last page goes first, so that under pressure a run loses its tail first."""
+        """One pin less to each. The last page goes first, so that under pressure a history
+        loses its tail first.
+        """
         for number in reversed(numbers):
-            self._unpin(self._slots[number])
+            self._slots.unpin(self._slots.slots[number])
 
     def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
-        """Pages that another life of this store left in those slots, least recently used first. Only a new book adopts."""
-        assert not self._slots, "this store is in use"
-        self._slots = [_Slot(number) for number in range(max((number + 1 for number, _ in pages), default=0))]
-        assert len(self._slots) <= self.capacity_slots
-        for number, tag in pages:
-            slot = self._slots[number]
-            if slot.tag is None and self._by_tag.setdefault(tag, slot) is slot:
-                slot.tag = tag
-                self._settle(slot)
-        self._free = [slot for slot in reversed(self._slots) if slot.tag is None]
+        """Take over pages that an earlier process left in those slots, least recently used first.
+        Only for a new book.
+        """
+        self._slots.adopt(pages)
 
-    # What a reservation knows.
+    # Reservations and their pages.
 
-    def _is_fenced(self, claim: Claim, reservation: _Reservation | None) -> bool:
-        latest = reservation.claim if reservation is not None else self._ended.get(claim.stream, ((-1, -1), 0.0))[0]
-        # The last claim of a stream that lives may come again; of one that was released it may not.
+    def _is_fenced(self, claim: CheckpointClaim, reservation: _Reservation | None) -> bool:
+        latest = (
+            reservation.claim
+            if reservation is not None
+            else self._ended.get(claim.stream, ((-1, -1), 0.0))[0]
+        )
+        # The last claim is valid again for a stream with a reservation, not for a released one.
         return _order(claim) < latest if reservation is not None else _order(claim) <= latest
 
-    def _hand_to(self, reservation: _Reservation, claim: Claim) -> None:
-        if reservation.claim != _order(claim):
-            reservation.claim, reservation.told = _order(claim), 0
-
-    def _learn(self, reservation: _Reservation, first: int, tags: Sequence[Tag]) -> int:
-        """The writer's pages from index `first` on. Returns below which index the reservation goes by what the writer says."""
+    def _adopt_tags(self, reservation: _Reservation, first: int, tags: Sequence[Tag]) -> int:
+        """Take over the writer's tags from index `first` on. Returns the index below which the
+        reservation has them.
+        """
         for index, tag in enumerate(tags[: max(0, reservation.need - first)], first):
             if index < len(reservation.tags) and reservation.tags[index] != tag:
-                # Pages that are being read would be dropped, but not free: their room is not there for others yet.
+                # Dropped pages that are being read would not be free: their room cannot be used
+                # yet.
                 if any(slot is not None and slot.pins for slot in reservation.slots[index:]):
                     return index
                 self._forget_from(reservation, index)
             if index == len(reservation.tags):
                 reservation.tags.append(tag)
                 reservation.slots.append(None)
-            reservation.told = max(reservation.told, index + 1)
+            reservation.named = max(reservation.named, index + 1)
         return _ALL_PAGES
 
     def _forget_from(self, reservation: _Reservation, first: int) -> None:
-        # An attempt that samples afresh writes other pages than the one before, from where its client stood.
+        # A new attempt that samples anew writes other pages than the one before, from where its
+        # output begins.
         for slot in reversed(reservation.slots[first:]):
             if slot is not None:
-                self._drop(slot)
+                self._slots.drop(slot)
         del reservation.tags[first:], reservation.slots[first:]
         reservation.leading = min(reservation.leading, first)
 
     def _attach(self, reservation: _Reservation, index: int) -> None:
-        """Keep the page of that index if it is here. While one is being written for it, that one uses up its room."""
+        """Hold the page of that index if it is here, unless a slot is being written for it, which
+        uses its room.
+        """
         if reservation.slots[index] is None and index not in reservation.incoming:
-            slot = self._by_tag.get(reservation.tags[index])
+            slot = self._slots.find(reservation.tags[index])
             if slot is not None:
-                self._hold(slot)
+                self._slots.hold(slot)
                 reservation.slots[index] = slot
-
-    def _advance(self, reservation: _Reservation) -> int:
-        slots = reservation.slots
-        while reservation.leading < len(slots) and slots[reservation.leading] is not None:
-            reservation.leading += 1
-        return reservation.leading
-
-    def _extent(self, reservation: _Reservation) -> int:
-        """Up to here pages are here or arriving: what begins later leaves a gap."""
-        index = reservation.leading
-        while index < len(reservation.slots) and (reservation.slots[index] is not None or index in reservation.incoming):
-            index += 1
-        return index
 
     def _end(self, stream: StreamId) -> None:
         reservation = self._reservations.pop(stream, None)
@@ -296,96 +321,51 @@ class CheckpointBook:
             self.reserved_slots -= reservation.need
             for slot in [*reservation.incoming.values(), *reversed(reservation.slots)]:
                 if slot is not None:
-                    self._drop(slot)
+                    self._slots.drop(slot)
 
-    def _written(self, run: Run, position: int) -> None:
-        """Nobody writes into that slot any more."""
-        slot, reservation = run.slots[position], run.reservation
+    def _written(self, incoming: IncomingRange, position: int) -> None:
+        """The slot is not written any more."""
+        slot, reservation = incoming.slots[position], incoming.reservation
         assert slot is not None
-        run.slots[position] = None
-        if reservation is not None and self._reservations.get(run.stream) is reservation:
-            index = run.first_page + position
+        incoming.slots[position] = None
+        if reservation is not None and self._reservations.get(incoming.stream) is reservation:
+            index = incoming.first_page + position
             del reservation.incoming[index]
             if index < len(reservation.tags):
                 self._attach(reservation, index)
-                self._advance(reservation)
-            self._drop(slot)
-        self._unpin(slot)
+                reservation.advance()
+            self._slots.drop(slot)
+        self._slots.unpin(slot)
 
-    def _expect(self, reservation: _Reservation, run: Run) -> None:
-        """Find a slot for every page of the run that needs one."""
-        run.agreed = self._learn(reservation, run.first_page, run.tags)
-        for position in range(len(run.tags)):
-            index = run.first_page + position
+    def _expect(self, reservation: _Reservation, incoming: IncomingRange) -> None:
+        """Find a slot for every page of the range that needs one."""
+        incoming.agreed = self._adopt_tags(reservation, incoming.first_page, incoming.tags)
+        for position in range(len(incoming.tags)):
+            index = incoming.first_page + position
             if index >= reservation.need:
-                run.code = StoreCode.FULL
-            if index >= min(run.agreed, reservation.need):
+                incoming.code = StoreCode.FULL
+            if index >= min(incoming.agreed, reservation.need):
                 break
             self._attach(reservation, index)
             if reservation.slots[index] is None and index not in reservation.incoming:
-                run.slots[position] = reservation.incoming[index] = self._take_for_writing()
-        self._advance(reservation)
-
-    # Who keeps a slot.
-
-    def _take_for_writing(self) -> _Slot:
-        if self._free:
-            slot = self._free.pop()
-        elif len(self._slots) < self.capacity_slots:
-            slot = _Slot(len(self._slots))
-            self._slots.append(slot)
-        else:
-            assert self._cached, "a reserved page finds no slot"
-            slot, _ = self._cached.popitem(last=False)
-            assert slot.tag is not None
-            del self._by_tag[slot.tag]
-            slot.tag = None
-        slot.references = slot.pins = 1
-        return slot
-
-    def _hold(self, slot: _Slot) -> None:
-        if slot.references == 0:
-            self._strays -= slot.pins > 0
-            self._cached.pop(slot, None)
-        slot.references += 1
-
-    def _drop(self, slot: _Slot) -> None:
-        slot.references -= 1
-        self._strays += slot.references == 0 and slot.pins > 0
-        self._settle(slot)
-
-    def _pin(self, slot: _Slot) -> None:
-        if slot.pins == 0:
-            self._strays += slot.references == 0
-            self._cached.pop(slot, None)
-        slot.pins += 1
-
-    def _unpin(self, slot: _Slot) -> None:
-        assert slot.pins > 0, f"slot {slot.number} is unpinned once too often"
-        slot.pins -= 1
-        self._strays -= slot.references == 0 and slot.pins == 0
-        self._settle(slot)
-
-    def _settle(self, slot: _Slot) -> None:
-        if slot.references == 0 and slot.pins == 0:
-            if slot.tag is None:
-                self._free.append(slot)
-            else:
-                self._cached[slot] = None
-
-    def _is_stray(self, tag: Tag) -> bool:
-        slot = self._by_tag.get(tag)
-        return slot is not None and slot.references == 0 and slot.pins > 0
+                incoming.slots[position] = reservation.incoming[index] = (
+                    self._slots.take_for_writing()
+                )
+        reservation.advance()
 
     def check(self) -> None:
-        """Assert that every slot is in exactly one state, that all books agree and that the promise is kept. O(slots)."""
-        references = [0] * len(self._slots)
+        """Assert that every slot is in exactly one state, that all indexes agree and that the
+        invariant holds. O(slots).
+        """
+        references = [0] * len(self._slots.slots)
         for reservation in self._reservations.values():
             assert len(reservation.tags) == len(reservation.slots) <= reservation.need
             used = {index for index, slot in enumerate(reservation.slots) if slot is not None}
             assert not used & reservation.incoming.keys(), "one page uses two slots"
             assert all(index < reservation.need for index in reservation.incoming)
-            assert reservation.leading == next((i for i, slot in enumerate(reservation.slots) if slot is None), len(used))
+            assert reservation.leading == next(
+                (i for i, slot in enumerate(reservation.slots) if slot is None), len(used)
+            )
             for index in used:
                 slot = reservation.slots[index]
                 assert slot is not None
@@ -395,20 +375,14 @@ class CheckpointBook:
                 assert slot.tag is None
                 assert slot.pins == 1
                 references[slot.number] += 1
-        assert references == [slot.references for slot in self._slots], "references do not add up"
-        free = {slot.number for slot in self._free}
-        assert len(free) == len(self._free), "a slot is twice in the free list"
-        for slot in self._slots:
-            idle = slot.references == 0 and slot.pins == 0
-            assert (slot.number in free) == (idle and slot.tag is None), f"slot {slot.number}: free list is wrong"
-            assert (slot in self._cached) == (idle and slot.tag is not None), f"slot {slot.number}: cache list is wrong"
-            assert slot.tag is None or self._by_tag[slot.tag] is slot, f"slot {slot.number}: tag is wrong"
-        assert len(self._by_tag) == sum(slot.tag is not None for slot in self._slots), "a tag leads nowhere"
-        assert self._strays == sum(slot.references == 0 and slot.pins > 0 for slot in self._slots), "strays do not add up"
-        assert self.reserved_slots == sum(reservation.need for reservation in self._reservations.values())
-        assert self.reserved_slots + self._strays <= self.capacity_slots, "more is promised than there is"
-        assert len(self._slots) <= self.capacity_slots
+        self._slots.check(references)
+        assert self.reserved_slots == sum(
+            reservation.need for reservation in self._reservations.values()
+        )
+        assert self.reserved_slots + self._slots.strays <= self.capacity_slots, (
+            "more is reserved than there is"
+        )
 
 
-def _order(claim: Claim) -> tuple[int, int]:
+def _order(claim: CheckpointClaim) -> tuple[int, int]:
     return claim.owner_epoch, claim.attempt

@@ -1,4 +1,6 @@
-"""The directory in which one node's store keeps its segments, and what it remembers from one life of the agent to the next."""
+"""The directory of one node's store: its segments, and the state that survives a restart of the
+agent.
+"""
 
 import fcntl
 import logging
@@ -23,27 +25,32 @@ _NAME_BYTES = 8
 
 
 class StoreState(msgspec.Struct, frozen=True):
-    """What the pages in the directory are; pages of anything else are worth nothing to whoever comes."""
+    """Epoch of the store, and fingerprint and size of its pages; others are not adopted."""
 
     epoch: int
     fingerprint: str = ""
-    page_bytes: int = 0  # 0: no engine has come yet.
+    page_bytes: int = 0  # 0: no engine has connected yet.
 
 
 def store_directory(base: str, secret: bytes, node: NodeId) -> Path:
-    """Where the node's store lies. The name tells two clusters of a host apart, and nothing of their secrets."""
+    """Path of the node's store. The name differs between clusters of one host, and reveals nothing
+    of their secrets.
+    """
     name = derive(secret, b"kvrs-store")[:_NAME_BYTES].hex()
     return Path(base) / f"kvrs-{name}-{quote(node, safe='')}"
 
 
 class StoreDirectory:
-    """Ours alone: of this user, closed to others, and locked for as long as it is open; removed at the end if it is empty."""
+    """A directory of this user, closed to others, and locked as long as it is open; removed at the
+    end if it is empty.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open it, or make it.
+        """Open or create it.
 
         Raises:
-            ConfigError: it cannot be made or opened, belongs to somebody else, is open to others, or is in use.
+            ConfigError: it cannot be made or opened, belongs to another user, is open to others,
+                or is in use.
         """
         self.path = path
         self.fd = self._open()
@@ -51,8 +58,13 @@ class StoreDirectory:
     def __enter__(self) -> "StoreDirectory":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # Nobody else can have made this one anew: whoever finds it has to lock it first.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # No other process can have created it anew: it would have to lock this one first.
         if _is_at(self.fd, self.path) and not os.listdir(self.fd):
             os.rmdir(self.path)
         os.close(self.fd)
@@ -76,14 +88,21 @@ class StoreDirectory:
 
     def _claim(self, fd: int) -> None:
         if reason := _not_ours(os.fstat(fd)):
-            raise ConfigError([f"backup.directory: {self.path}: {reason}; allowed: a directory of this user, mode 0700"])
+            raise ConfigError(
+                [
+                    f"backup.directory: {self.path}: {reason}; allowed: a directory of "
+                    f"this user, mode 0700"
+                ]
+            )
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError([f"backup.directory: {self.path}: in use; allowed: one agent per node and cluster"]) from None
+            raise ConfigError(
+                [f"backup.directory: {self.path}: in use; allowed: one agent per node and cluster"]
+            ) from None
 
     def load_state(self) -> StoreState | None:
-        """What the last life left; None: nothing that can be read."""
+        """The state that the last process left; None: nothing that can be read."""
         try:
             with os.fdopen(self.open(_STATE, os.O_RDONLY), "rb") as file:
                 if _not_ours(os.fstat(file.fileno())) is None:
@@ -95,8 +114,10 @@ class StoreDirectory:
         return None
 
     def save_state(self, state: StoreState) -> None:
-        """All of it, or what was there before."""
-        with os.fdopen(self.open(f"{_STATE}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        """Replace the state atomically."""
+        with os.fdopen(
+            self.open(f"{_STATE}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb"
+        ) as file:
             file.write(msgspec.json.encode(state))
         os.replace(f"{_STATE}.new", _STATE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
@@ -117,8 +138,14 @@ class StoreDirectory:
 
     def segments(self) -> list[int]:
         """Numbers of the segments that are there, in order."""
-        names = [name.removeprefix(_SEGMENT) for name in os.listdir(self.fd) if name.startswith(_SEGMENT)]
-        return sorted(int(name) for name in names if name.isascii() and name.isdigit() and name == str(int(name)))
+        names = [
+            name.removeprefix(_SEGMENT) for name in os.listdir(self.fd) if name.startswith(_SEGMENT)
+        ]
+        return sorted(
+            int(name)
+            for name in names
+            if name.isascii() and name.isdigit() and name == str(int(name))
+        )
 
     def unlink_segment(self, number: int) -> None:
         os.unlink(f"{_SEGMENT}{number}", dir_fd=self.fd)
@@ -128,13 +155,16 @@ class StoreDirectory:
             self.unlink_segment(number)
 
     def free_bytes(self) -> int:
-        """What its file system has left."""
+        """Bytes that its file system has left."""
         space = os.fstatvfs(self.fd)
         return space.f_bavail * space.f_frsize
 
     def used_bytes(self) -> int:
-        """What its files take up."""
-        return sum(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512 for name in os.listdir(self.fd))
+        """Bytes that its files take up."""
+        return sum(
+            os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
+            for name in os.listdir(self.fd)
+        )
 
     def clear(self) -> None:
         """Unlink everything that a store makes here. An empty directory goes when it is closed."""

@@ -1,4 +1,4 @@
-"""The checkpoint store of a node: what its page server reads and writes. Everything runs on the event loop."""
+"""The checkpoint store of a node, behind its page server. Everything runs on the event loop."""
 
 import asyncio
 import logging
@@ -7,28 +7,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvrs.ids import StreamId
-from kvrs.protocol.frames import Claim, Held, Identity, StoreCode
+from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, StoreCode
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.peers import PinnedPages, PullRequest
-from kvrs.transfer.store.book import CheckpointBook, Run
+from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 from kvrs.transfer.store.directory import StoreDirectory, StoreState
 from kvrs.transfer.store.segments import Layout, Segments
 
 log = logging.getLogger(__name__)
 
-# As many pages as a few engines send at a time.
+# About the pages that a few engines send at a time.
 _AHEAD_SLOTS = 128
 
 
 @dataclass(slots=True, eq=False)
-class Changes:
-    """What one watcher has not been told yet."""
+class UnreportedChanges:
+    """Changes that were not sent to one watcher yet."""
 
     streams: set[StreamId]
     denied: dict[StreamId, None] = field(default_factory=dict)
 
     def take(self) -> tuple[list[StreamId], list[StreamId]]:
-        """Streams that changed and streams that found no room; from now on the watcher has been told."""
+        """Streams that changed, and streams that found no room; they count as sent then."""
         taken = list(self.streams), list(self.denied)
         self.streams.clear()
         self.denied.clear()
@@ -37,7 +37,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class _Shelf:
-    """Book and memory for pages of one kind."""
+    """Book and memory for pages of one fingerprint and size."""
 
     page_bytes: int
     book: CheckpointBook
@@ -45,55 +45,70 @@ class _Shelf:
 
 
 class _Incoming:
-    """Views into the slots of one run, until it ends."""
+    """Views into the slots of one range, until it ends."""
 
-    def __init__(self, shelf: _Shelf, run: Run, ended: Callable[[StreamId, Held], None]) -> None:
+    def __init__(
+        self, shelf: _Shelf, incoming: IncomingRange, ended: Callable[[StreamId, HeldPages], None]
+    ) -> None:
         self._shelf = shelf
-        self._run = run
+        self._range = incoming
         self._ended = ended
-        self.views: list[memoryview | None] = [None if slot is None else shelf.segments.view(slot) for slot in run.numbers]
+        self.views: list[memoryview | None] = [
+            None if slot is None else shelf.segments.view(slot) for slot in incoming.numbers
+        ]
 
     def commit(self, index: int, checksum: int) -> None:
-        slot = self._shelf.book.commit(self._run, index)
+        slot = self._shelf.book.commit(self._range, index)
         if slot is not None:
-            self._shelf.segments.write_record(slot, self._run.tags[index], checksum)
+            self._shelf.segments.write_record(slot, self._range.tags[index], checksum)
 
-    def end(self) -> Held:
+    def end(self) -> HeldPages:
         self.views = []
-        held = self._shelf.book.end(self._run)
-        self._ended(self._run.stream, held)
+        held = self._shelf.book.end(self._range)
+        self._ended(self._range.stream, held)
         return held
 
 
 class _Nothing:
-    """A run of which nothing is taken."""
+    """A range of which no page is stored."""
 
-    def __init__(self, pages: int, held: Held) -> None:
+    def __init__(self, pages: int, held: HeldPages) -> None:
         self.views: list[memoryview | None] = [None] * pages
         self._held = held
 
     def commit(self, index: int, checksum: int) -> None:
         raise AssertionError("there is no view to commit")
 
-    def end(self) -> Held:
+    def end(self) -> HeldPages:
         return self._held
 
 
 class HostStore:
-    """A `PageSource` and a `PageSink` over shared memory that outlives the process, until `clear` is called."""
+    """A `PageSource` and a `PageSink` over shared memory that outlives the process, until `clear`
+    is called.
+    """
 
-    def __init__(self, directory: StoreDirectory, capacity_bytes: int, lease_s: float, clock: Callable[[], float]) -> None:
-        """Take over what an earlier life left in the directory, all of which is read and verified."""
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        capacity_bytes: int,
+        lease_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """Take over the pages that an earlier process left in the directory; all are read and
+        verified.
+        """
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._lease_s = lease_s
         self._clock = clock
-        self._watchers: list[Changes] = []
+        self._watchers: list[UnreportedChanges] = []
         self._is_short = False
         self._growing = asyncio.Event()
         left = directory.load_state() or StoreState(epoch=0)
         self._state = StoreState(left.epoch + 1, left.fingerprint, left.page_bytes)
-        # Before anything else: a life that ends right here must not be taken for the next one.
+        # First, so that the next process does not take this epoch again, even if this one ends
+        # here.
         directory.save_state(self._state)
         self._shelf = self._new_shelf() if self._state.page_bytes else None
         if self._shelf is None:
@@ -101,7 +116,7 @@ class HostStore:
         else:
             self._shelf.book.adopt(self._shelf.segments.adopt())
 
-    # What it is.
+    # State.
 
     @property
     def epoch(self) -> int:
@@ -109,7 +124,7 @@ class HostStore:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model whose pages these are; empty before the first engine has come."""
+        """Fingerprint of the model of these pages; empty before the first engine connected."""
         return self._state.fingerprint
 
     @property
@@ -133,38 +148,46 @@ class HostStore:
         return self._shelf.book.held(stream) if self._shelf else 0
 
     @contextmanager
-    def watched(self) -> Iterator[Changes]:
-        """What changes from now on is noted for this watcher, who begins with all streams that there are."""
-        changes = Changes(set(self._shelf.book.streams()) if self._shelf else set())
+    def watched(self) -> Iterator[UnreportedChanges]:
+        """Collect changes for a watcher, beginning with all present streams."""
+        changes = UnreportedChanges(set(self._shelf.book.streams()) if self._shelf else set())
         self._watchers.append(changes)
         try:
             yield changes
         finally:
             self._watchers.remove(changes)
 
-    # What the page server asks.
+    # For the page server.
 
     def adopt(self, client: Identity) -> None:
-        """Pages are of the first engine's kind, as long as anything is reserved; then of the next one's that comes."""
+        """Take over the fingerprint and page size of a client, unless something is reserved for
+        others.
+        """
         kind = (client.fingerprint, client.page_bytes)
         if kind == (self._state.fingerprint, self._state.page_bytes):
             return
         self.expire()
         if self.checkpoints:
             return
-        # Whoever still reads or writes the old pages has the old shelf in his hands; its memory goes with the last of them.
+        # Connections that still read or write old pages refer to the old shelf; its memory is freed
+        # with the last of them.
         state = StoreState(self._state.epoch, *kind)
-        # First, for it may fail; segments of another kind than it names are worth nothing to whoever finds them.
+        # First, for it may fail; segments of another kind than the state names are not adopted.
         self._directory.save_state(state)
         self._directory.unlink_segments()
         self._state = state
         self._shelf = self._new_shelf()
-        log.info("pages of a new kind", extra={"fingerprint": client.fingerprint, "page_bytes": client.page_bytes})
+        log.info(
+            "pages of a new kind",
+            extra={"fingerprint": client.fingerprint, "page_bytes": client.page_bytes},
+        )
 
     async def pin(self, request: PullRequest) -> PinnedPages:
-        """Hard-pin the longest leading run of the asked pages that is held. Checkpoints have no partial pages."""
+        """Hard-pin the longest held prefix of the requested pages. Checkpoints have no partial
+        pages.
+        """
         shelf = self._shelf
-        assert shelf is not None, "nobody is met before pages have a kind"
+        assert shelf is not None, "`adopt` comes before any request"
         slots = shelf.book.match(request.tags)
         segments = shelf.segments
         checksums = [segments.page_checksum(slot) for slot in slots]
@@ -176,41 +199,47 @@ class HostStore:
         assert isinstance(shelf, _Shelf)
         shelf.book.unpin(slots)
 
-    def offer(self, claim: Claim, reserved_bytes: int, tags: tuple[Tag, ...]) -> Held:
-        """Reserve whole pages for `reserved_bytes`, until the lease that a proxy renews runs out."""
+    def offer(
+        self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
+    ) -> HeldPages:
+        """Reserve whole pages for `reserved_bytes`, until the lease that a proxy renews runs
+        out.
+        """
         shelf = self._shelf
-        assert shelf is not None, "nobody is met before pages have a kind"
+        assert shelf is not None, "`adopt` comes before any request"
         need, until_s = -(-reserved_bytes // shelf.page_bytes), self._clock() + self._lease_s
         held = shelf.book.offer(claim, need, tags, until_s)
         if held.code is not StoreCode.OK:
-            # What stands in its way may have run out. To find out takes a look at all reservations, so only here.
+            # Other reservations may have expired. To find out costs O(reservations), so only here.
             self.expire()
             held = shelf.book.offer(claim, need, tags, until_s)
         self._note(claim.stream, held)
         self._growing.set()
         return held
 
-    def begin(self, claim: Claim, first_page: int, tags: tuple[Tag, ...]) -> "_Incoming | _Nothing":
+    def begin(
+        self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]
+    ) -> "_Incoming | _Nothing":
         shelf = self._shelf
-        assert shelf is not None, "nobody is met before pages have a kind"
-        run = shelf.book.begin(claim, first_page, tags)
-        slots = [slot for slot in run.numbers if slot is not None]
+        assert shelf is not None, "`adopt` comes before any request"
+        incoming = shelf.book.begin(claim, first_page, tags)
+        slots = [slot for slot in incoming.numbers if slot is not None]
         try:
             shelf.segments.grow_to(max(slots, default=-1) + 1)
         except OSError as error:
-            self._tell_short(error)
-            held = Held(StoreCode.FULL, shelf.book.end(run).pages)
+            self._log_short(error)
+            held = HeldPages(StoreCode.FULL, shelf.book.end(incoming).pages)
             self._note(claim.stream, held)
             return _Nothing(len(tags), held)
         self._is_short = False
         self._growing.set()
         for slot in slots:
             shelf.segments.clear(slot)
-        return _Incoming(shelf, run, self._note)
+        return _Incoming(shelf, incoming, self._note)
 
     async def grow_ahead(self) -> None:
-        """Get memory for pages before they come, off the event loop, until cancelled: it takes the system longer to clear
-        it than others should have to wait.
+        """Allocate memory for pages before they arrive, off the event loop, until cancelled: the
+        system takes too long to clear it for the event loop to wait.
         """
         while True:
             await self._growing.wait()
@@ -224,28 +253,32 @@ class HostStore:
                     await asyncio.to_thread(growth.allocate)
                     shelf.segments.grown(growth)
             except OSError as error:
-                self._tell_short(error)  # Pages that come now will meet it again.
+                self._log_short(error)  # Pages that arrive now will raise it again.
 
-    # What proxies and time ask.
+    # For proxies and timers.
 
     def renew(self, streams: Iterable[StreamId], lease_s: float) -> list[StreamId]:
-        """Returns the streams for which nothing is reserved."""
-        return self._shelf.book.renew(streams, self._clock() + lease_s) if self._shelf else list(streams)
+        """Extend reservations. Returns the streams that have none."""
+        return (
+            self._shelf.book.renew(streams, self._clock() + lease_s)
+            if self._shelf
+            else list(streams)
+        )
 
     def release(self, streams: Iterable[StreamId], lease_s: float) -> None:
-        """Those streams need nothing here any more, however late their writers hear of it."""
+        """End those reservations, and fence their writers' late offers for `lease_s`."""
         ended = list(streams)
         if self._shelf:
             self._shelf.book.release(ended, self._clock() + lease_s)
         self._note_all(ended)
 
     def expire(self) -> None:
-        """End every reservation that nobody renewed."""
+        """End every reservation that was not renewed in time."""
         if self._shelf:
             self._note_all(self._shelf.book.expire(self._clock()))
 
     def clear(self) -> None:
-        """The clean end: nothing is left for another life."""
+        """Delete everything: a clean end leaves nothing to adopt."""
         self._shelf = None
         self._directory.clear()
 
@@ -255,21 +288,29 @@ class HostStore:
             self._shelf.book.check()
 
     def _new_shelf(self) -> _Shelf:
-        layout = Layout(self._state.page_bytes, self._capacity_bytes // self._state.page_bytes, self._state.fingerprint)
-        return _Shelf(layout.page_bytes, CheckpointBook(layout.slots), Segments(self._directory, layout))
+        layout = Layout(
+            self._state.page_bytes,
+            self._capacity_bytes // self._state.page_bytes,
+            self._state.fingerprint,
+        )
+        return _Shelf(
+            layout.page_bytes, CheckpointBook(layout.slots), Segments(self._directory, layout)
+        )
 
-    def _tell_short(self, error: OSError) -> None:
+    def _log_short(self, error: OSError) -> None:
         if not self._is_short:
-            log.error("no memory for checkpoints: %s", error, extra={"directory": self._directory.path})
+            log.error(
+                "no memory for checkpoints: %s", error, extra={"directory": self._directory.path}
+            )
         self._is_short = True
 
-    def _note(self, stream: StreamId, held: Held) -> None:
+    def _note(self, stream: StreamId, held: HeldPages) -> None:
         for changes in self._watchers:
             changes.streams.add(stream)
             if held.code is StoreCode.FULL:
                 changes.denied[stream] = None
             elif held.code is StoreCode.OK:
-                # Another of its writers has found room since: prefill and decode both ask.
+                # Another of its writers has found room since: prefill and decode both make offers.
                 changes.denied.pop(stream, None)
 
     def _note_all(self, streams: Iterable[StreamId]) -> None:

@@ -1,9 +1,10 @@
 """Slots of one page each in shared memory: files that outlive the process that fills them.
 
-A segment is a file of fixed size: a header, a table with one record per slot, and the pages. Memory is given to a slot when it
-is used for the first time. A record is written after its page and has a checksum of its own, and is cleared before its slot is
-written again: so whatever moment a process is killed at, a record that can be read names a page that was whole, and the page's
-own checksum tells whether it still is.
+A segment is a file of fixed size: a header, a table with one record per slot, and the pages. Memory
+is given to a slot when it is used for the first time. A record is written after its page and has a
+checksum of its own, and is cleared before its slot is written again. So at any moment of a kill, a
+record that can be read names a page that was whole, and the page's own checksum verifies that it
+still is.
 """
 
 import logging
@@ -31,7 +32,9 @@ _GROWTH_BYTES = 1 << 22
 
 _BLOCK_BYTES = 4096  # Pages begin at multiples of it.
 _MAGIC = b"KVRSSEG1"
-_HEADER = struct.Struct("<8sQQQ16s")  # magic, number, bytes of a page, slots, digest of the fingerprint
+_HEADER = struct.Struct(
+    "<8sQQQ16s"
+)  # magic, number, bytes of a page, slots, digest of the fingerprint
 _RECORD = struct.Struct("<16sQQ")  # tag, number of the write, checksum of the page
 _CHECKSUM = struct.Struct("<Q")
 _RECORD_BYTES = 64
@@ -44,7 +47,7 @@ _PROGRESS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How slots lie in segments. Segments of another layout are of no use."""
+    """The layout of slots in segments. Segments of another layout are not adopted."""
 
     page_bytes: int
     slots: int  # Of the whole store.
@@ -56,7 +59,9 @@ class Layout:
 
     @property
     def pages_at(self) -> int:
-        return _BLOCK_BYTES + -(-self.slots_per_segment * _RECORD_BYTES // _BLOCK_BYTES) * _BLOCK_BYTES
+        return (
+            _BLOCK_BYTES + -(-self.slots_per_segment * _RECORD_BYTES // _BLOCK_BYTES) * _BLOCK_BYTES
+        )
 
     @property
     def segment_bytes(self) -> int:
@@ -64,20 +69,24 @@ class Layout:
 
     def header(self, number: int) -> bytes:
         digest = blake2b(self.fingerprint.encode(), digest_size=16).digest()
-        return _sealed(_HEADER.pack(_MAGIC, number, self.page_bytes, self.slots_per_segment, digest))
+        return _sealed(
+            _HEADER.pack(_MAGIC, number, self.page_bytes, self.slots_per_segment, digest)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Memory to ask the system for."""
+    """One step of memory allocation."""
 
     fd: int
     offset: int
     size_bytes: int
-    slots: int  # Those below this number have memory when it is done.
+    slots: int  # Those below this number have memory afterwards.
 
     def allocate(self) -> None:
-        """To be called once; a thread of its own may do it, and it may be done twice. Raises OSError."""
+        """To be called once; a thread of its own may do it, and it may be done twice. Raises
+        OSError.
+        """
         try:
             os.posix_fallocate(self.fd, self.offset, self.size_bytes)
         finally:
@@ -95,7 +104,9 @@ class _Segment:
 
 
 class Segments:
-    """The slots of a store, by number. Whoever calls sees to it that nobody reads a slot that another one writes."""
+    """The slots of a store, by number. The caller ensures that no slot is read while it is
+    written.
+    """
 
     def __init__(self, directory: StoreDirectory, layout: Layout) -> None:
         self._directory = directory
@@ -105,10 +116,12 @@ class Segments:
         self._writes = 0
 
     def adopt(self) -> list[tuple[int, Tag]]:
-        """Slots and tags of the pages that an earlier life left whole, oldest first. Segments of no use are unlinked."""
+        """Slots and tags of the whole pages that an earlier process left, oldest first. Unusable
+        segments are unlinked.
+        """
         found: list[tuple[int, int, Tag]] = []
         torn = 0
-        started_s = told_s = time.monotonic()
+        started_s = logged_s = time.monotonic()
         for number in self._directory.segments():
             segment = self._open(number)
             if segment is None:
@@ -123,9 +136,12 @@ class Segments:
                     found.append(page)
                 else:
                     torn += 1
-                if time.monotonic() - told_s > _PROGRESS_S:
-                    told_s = time.monotonic()
-                    log.info("verifying checkpoints", extra={"pages": len(found), "for_s": round(told_s - started_s, 1)})
+                if time.monotonic() - logged_s > _PROGRESS_S:
+                    logged_s = time.monotonic()
+                    log.info(
+                        "verifying checkpoints",
+                        extra={"pages": len(found), "for_s": round(logged_s - started_s, 1)},
+                    )
         if found or torn:
             log.info("checkpoints adopted", extra={"pages": len(found), "torn": torn})
         self._writes = max((write for write, _, _ in found), default=0)
@@ -135,14 +151,17 @@ class Segments:
         """Let the slots below this number have memory.
 
         Raises:
-            OSError: there is no more. Who writes into a page that has no memory is killed, so it is found out here.
+            OSError: there is no more. A write into a mapped page without memory would kill the
+                process, so it is allocated here.
         """
         while (growth := self.next_growth(slots)) is not None:
             growth.allocate()
             self.grown(growth)
 
     def next_growth(self, slots: int) -> Growth | None:
-        """The next step to where the slots below this number have memory; None: they have it. Raises OSError."""
+        """The next step to where the slots below this number have memory; None: they have it.
+        Raises OSError.
+        """
         layout = self._layout
         first = self._grown
         if first >= slots:
@@ -150,12 +169,21 @@ class Segments:
         number, index = divmod(first, layout.slots_per_segment)
         if number not in self._segments:
             self._segments[number] = self._make(number)
-        count = min(max(1, _GROWTH_BYTES // layout.page_bytes), layout.slots_per_segment - index, layout.slots - first)
+        count = min(
+            max(1, _GROWTH_BYTES // layout.page_bytes),
+            layout.slots_per_segment - index,
+            layout.slots - first,
+        )
         fd = self._directory.open_segment(number, os.O_RDWR)
-        return Growth(fd, layout.pages_at + index * layout.page_bytes, count * layout.page_bytes, first + count)
+        return Growth(
+            fd,
+            layout.pages_at + index * layout.page_bytes,
+            count * layout.page_bytes,
+            first + count,
+        )
 
     def grown(self, growth: Growth) -> None:
-        """That step was done."""
+        """The step was done."""
         self._grown = max(self._grown, growth.slots)
 
     def view(self, slot: int) -> memoryview:
@@ -174,7 +202,7 @@ class Segments:
         self._record(slot)[: len(record)] = record
 
     def page_checksum(self, slot: int) -> int:
-        """What `write_record` was told of the page in that slot."""
+        """The checksum that `write_record` was given for the page in that slot."""
         _, _, page_checksum = _RECORD.unpack_from(self._record(slot))
         return int(page_checksum)
 
@@ -197,7 +225,7 @@ class Segments:
             os.close(fd)
 
     def _open(self, number: int) -> _Segment | None:
-        """A segment of an earlier life, if it is ours, whole and of this layout."""
+        """A segment of an earlier process, if it is of this user, whole and of this layout."""
         try:
             fd = self._directory.open_segment(number, os.O_RDWR)
         except OSError as error:
@@ -206,7 +234,11 @@ class Segments:
         try:
             header = self._layout.header(number)
             known = number * self._layout.slots_per_segment < self._layout.slots
-            if not known or os.fstat(fd).st_size != self._layout.segment_bytes or os.pread(fd, len(header), 0) != header:
+            if (
+                not known
+                or os.fstat(fd).st_size != self._layout.segment_bytes
+                or os.pread(fd, len(header), 0) != header
+            ):
                 log.warning("segment %d is not adopted: torn, or of another layout", number)
                 return None
             return _Segment(fd, self._layout)

@@ -1,0 +1,79 @@
+"""Finds and imports a checkout of DistServe; nothing is checked and nothing patched here."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvrs.errors import ConfigError
+
+HOME_ENV = "DISTSERVE_HOME"
+
+
+def find(home: Path | str | None) -> Path:
+    """The directory of the checkout: `home`, or what the environment names.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    given = home or os.environ.get(HOME_ENV)
+    if not given:
+        raise ConfigError([f"{HOME_ENV}: not set; allowed: a checkout of DistServe"])
+    root = Path(given).resolve()
+    if not (root / "distserve" / "single_stage_engine.py").is_file():
+        raise ConfigError(
+            [
+                f"{HOME_ENV}: got {root}; allowed: a checkout of DistServe "
+                f"(distserve/single_stage_engine.py is not there)"
+            ]
+        )
+    return root
+
+
+def import_plain(home: Path, *, off_gpu: bool) -> None:
+    """Import the checkout, with no more than stands for SwiftTransformer `off_gpu`.
+
+    Raises:
+        ConfigError: something is missing that it imports.
+    """
+    # Before an installed DistServe; a checkout has no module at its top that others could mean.
+    sys.path.insert(0, str(home))
+    try:
+        _import(off_gpu=off_gpu)
+    except ImportError as error:
+        raise ConfigError(
+            [
+                f"DistServe at {home}: {error}; `pip install 'kvrs[distserve]'` brings "
+                f"what it imports"
+            ]
+        ) from error
+    except (OSError, RuntimeError) as error:
+        # SwiftTransformer is not there, or was built for another torch.
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            [
+                f"DistServe at {home}: {reason} (SWIFT_TRANSFORMER_LIB_PATH says where "
+                f"the library is)"
+            ]
+        ) from error
+
+
+def _import(*, off_gpu: bool) -> None:
+    if not off_gpu:
+        importlib.import_module("distserve")
+        return
+
+    from distserve_patches.cpu import library
+
+    with library.offered():
+        importlib.import_module("distserve")
+
+
+def para_worker() -> Any:
+    """Upstream's `ParaWorker` as the plain class that it is below Ray's decorator: what to
+    subclass.
+    """
+    from distserve.worker import ParaWorker
+
+    return ParaWorker.__ray_metadata__.modified_class.__ray_actor_class__

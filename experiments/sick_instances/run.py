@@ -1,0 +1,95 @@
+"""One of three prefill or decode instances fails every call while its reports are healthy.
+
+python -m experiments.sick_instances.run [--seed 0] [--out DIR]
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvrs.protocol.openai.chunks import error_body
+from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
+
+ANSWERS: tuple[int | str, ...] = (404, 413, 422, 429, 500, 503, "hang")
+SPAN_S = 15.0
+SETTLED_S = 5.0
+REQUESTS_PER_S = 20
+AT_ONCE = 4  # Clusters that run side by side.
+LEAST_SUCCEEDED = 0.995
+MOST_SHARE = 0.02
+
+
+async def measure(leg: str, answer: int | str, seed: int) -> dict[str, Any]:
+    rng = random.Random(f"{seed} {leg} {answer}")
+    async with open_proxy_cluster(pairs=3) as system:
+        name = f"{leg[0]}{rng.randrange(3)}"
+        sick = system.instances[name]
+        if isinstance(answer, int):
+            sick.refusal = (answer, error_body("no"))
+        else:
+            sick.hangs = True
+        begun_s = time.monotonic()
+        asked: list[asyncio.Task[bool]] = []
+        before = early = 0
+        while (elapsed_s := time.monotonic() - begun_s) < SPAN_S:
+            if elapsed_s < SETTLED_S:
+                before, early = len(sick.completions), len(asked)
+            prompt = [rng.randrange(1, 100) for _ in range(20)]
+            asked.append(asyncio.create_task(_succeeds(system, prompt)))
+            await asyncio.sleep(rng.expovariate(REQUESTS_PER_S))
+        there, late = len(sick.completions) - before, len(asked) - early
+        succeeded = sum(await asyncio.gather(*asked))
+        return {
+            "leg": leg,
+            "answer": answer,
+            "requests": len(asked),
+            "succeeded": succeeded / len(asked),
+            "share_after_5_s": there / late,
+        }
+
+
+async def _succeeds(system: ProxyCluster, prompt: list[int]) -> bool:
+    status, body = await system.complete(prompt=prompt, max_tokens=4, temperature=0)
+    return status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4
+
+
+async def measure_all(seed: int) -> list[dict[str, Any]]:
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(leg: str, answer: int | str) -> dict[str, Any]:
+        async with places:
+            return await measure(leg, answer, seed)
+
+    cells = [(leg, answer) for leg in ("prefill", "decode") for answer in ANSWERS]
+    return await asyncio.gather(*(one(leg, answer) for leg, answer in cells))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = asyncio.run(measure_all(options.seed))
+    for row in rows:
+        print(
+            f"{row['leg']:8} {row['answer']!s:5} {row['requests']:4} requests, "
+            f"{row['succeeded']:.2%} succeeded, {row['share_after_5_s']:.2%} there after 5 s"
+        )
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "sick.json").write_text(json.dumps(rows, indent=1) + "\n")
+    return int(
+        any(
+            row["succeeded"] < LEAST_SUCCEEDED or row["share_after_5_s"] > MOST_SHARE
+            for row in rows
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Streams and random deaths for hours: whether memory, descriptors, threads or shared memory grow.
+
+python -m experiments.soak.run --minutes 120
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from statistics import fmean, stdev
+from typing import Any
+
+import aiohttp
+
+from experiments.processes import Processes, busy_share
+from kvrs.config.file import Config, parse_config
+from kvrs.report.student import t975
+
+RESULTS = Path(__file__).parent / "results"
+CLIENTS = 6
+SAMPLE_S = 5.0
+BLOCKS = 10
+ALLOWED_SHARE_PER_H = 0.01
+MEASURED = ("proxy", "p1", "d1", "agent-n1")
+VICTIMS = ("p0", "d0", "agent-n0")
+
+
+def settings() -> Config:
+    nodes = [
+        {
+            "id": f"n{n}",
+            "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}],
+        }
+        for n in range(2)
+    ]
+    return parse_config(
+        {
+            "proxy": {"port": 0, "admin_port": 0},
+            "cluster": {"nodes": nodes},
+            "backup": {"mode": "both", "capacity_bytes": 64 << 20},
+        }
+    )
+
+
+def measure(pid: int) -> dict[str, float]:
+    """What a process holds now."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return {
+        "rss_bytes": float(fields["RssAnon"].split()[0]) * 1024,
+        "shared_bytes": float(fields["RssShmem"].split()[0]) * 1024,
+        "threads": float(fields["Threads"]),
+        "descriptors": float(len(os.listdir(f"/proc/{pid}/fd"))),
+    }
+
+
+class Soak:
+    def __init__(self, processes: Processes, seed: int) -> None:
+        self._processes = processes
+        self._draw = Random(seed)
+        self.outcomes: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.samples: list[tuple[float, dict[str, dict[str, float]]]] = []
+
+    async def run(self, duration_s: float) -> None:
+        until_s = time.monotonic() + duration_s
+        async with aiohttp.ClientSession() as http:
+            clients = [asyncio.create_task(self._client(http, until_s)) for _ in range(CLIENTS)]
+            faults = asyncio.create_task(self._strike(until_s))
+            began_s = time.monotonic()
+            while time.monotonic() < until_s:
+                found = {name: measure(self._processes.pid(name)) for name in MEASURED}
+                self.samples.append((time.monotonic() - began_s, found))
+                await asyncio.sleep(SAMPLE_S)
+            await asyncio.gather(faults, *clients)
+
+    async def _client(self, http: aiohttp.ClientSession, until_s: float) -> None:
+        proxy = self._processes.config.proxy
+        url = f"http://{proxy.host}:{proxy.port}/v1/completions"
+        while time.monotonic() < until_s:
+            body = {
+                "prompt": [self._draw.randrange(1, 200) for _ in range(self._draw.randint(8, 200))],
+                "max_tokens": self._draw.randint(16, 200),
+                "temperature": 0,
+                "stream": True,
+            }
+            key = {"Idempotency-Key": f"{self._draw.random()}"} if self._draw.random() < 0.5 else {}
+            outcome = "broken"
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                async with http.post(url, json=body, headers=key) as response:
+                    raw = await response.read()
+                    whole = raw.endswith(b"data: [DONE]\n\n") and b'"error"' not in raw
+                    outcome = "complete" if whole else f"failed: HTTP {response.status}"
+            self.outcomes[outcome] += 1
+
+    async def _strike(self, until_s: float) -> None:
+        while time.monotonic() < until_s - 20:
+            await asyncio.sleep(self._draw.uniform(5, 15))
+            name, what = self._draw.choice(VICTIMS), self._draw.choice(["kill", "stop"])
+            self.faults[f"{what} {name}"] += 1
+            if what == "stop":
+                pid = self._processes.pid(name)
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(self._draw.uniform(0.1, 6))
+                os.kill(pid, signal.SIGCONT)
+                continue
+            self._processes.kill(name)
+            await asyncio.to_thread(self._processes.start, name)
+            await asyncio.to_thread(self._processes.wait_ready, name)
+
+
+def slope(points: list[tuple[float, float]]) -> dict[str, float]:
+    """Change an hour over the second half, with its 95 % interval over blocks of samples."""
+    half = points[len(points) // 2 :]
+    size = max(2, len(half) // BLOCKS)
+    blocks = [half[at : at + size] for at in range(0, len(half) - size + 1, size)]
+    means = [(fmean(x for x, _ in block), fmean(y for _, y in block)) for block in blocks]
+    mean_x, mean_y = fmean(x for x, _ in means), fmean(y for _, y in means)
+    spread = sum((x - mean_x) ** 2 for x, _ in means)
+    per_s = sum((x - mean_x) * (y - mean_y) for x, y in means) / spread
+    rest = [y - mean_y - per_s * (x - mean_x) for x, y in means]
+    freedom = len(means) - 2
+    error = stdev(rest) * ((len(rest) - 1) / freedom) ** 0.5 / spread**0.5
+    margin = t975(freedom) * error
+    return {
+        "mean": mean_y,
+        "per_h": per_s * 3600,
+        "from_per_h": (per_s - margin) * 3600,
+        "to_per_h": (per_s + margin) * 3600,
+    }
+
+
+def as_text(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['minutes']} min, seed {result['seed']}, commit {result['commit'][:12]}, "
+        f"{result['machine']}, load {result['busy_share_before']:.2f} before",
+        f"streams {result['outcomes']}, faults {result['faults']}",
+        f"{'process':10} {'what':13} {'mean':>14} {'change an hour':>16} {'95 % interval':>34}",
+    ]
+    for name, slopes in result["slopes"].items():
+        for what, row in slopes.items():
+            interval = f"{row['from_per_h']:.1f} .. {row['to_per_h']:.1f}"
+            lines.append(
+                f"{name:10} {what:13} {row['mean']:14.1f} {row['per_h']:16.1f} {interval:>34}"
+            )
+    lines += [f"grows: {each}" for each in result["growing"]]
+    return "\n".join([*lines, "PASSED" if result["passed"] else "FAILED"]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    busy = busy_share()
+    names = [*VICTIMS, *MEASURED[1:]]
+    with Processes(settings()) as processes:
+        processes.start(*names)
+        processes.wait_ready(*names)
+        processes.start_proxy()
+        soak = Soak(processes, arguments.seed)
+        asyncio.run(soak.run(arguments.minutes * 60))
+    slopes = {
+        name: {
+            what: slope([(at_s, found[name][what]) for at_s, found in soak.samples])
+            for what in soak.samples[0][1][name]
+        }
+        for name in MEASURED
+    }
+    growing = [
+        f"{name} {what}"
+        for name, rows in slopes.items()
+        for what, row in rows.items()
+        if row["from_per_h"] > ALLOWED_SHARE_PER_H * max(1.0, row["mean"])
+    ]
+    result = {
+        "minutes": arguments.minutes,
+        "seed": arguments.seed,
+        "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
+        f"{platform.python_version()}",
+        "busy_share_before": busy,
+        "outcomes": dict(soak.outcomes),
+        "faults": dict(soak.faults),
+        "slopes": slopes,
+        "growing": growing,
+        "passed": not growing and set(soak.outcomes) == {"complete"},
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    (arguments.out / "soak.txt").write_text(as_text(result))
+    print(as_text(result), end="")
+    return 0 if result["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

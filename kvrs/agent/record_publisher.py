@@ -1,0 +1,198 @@
+"""Selects the facts that a node's agent publishes about its node in gossip. Pure: `now_s` is an
+argument.
+
+Every entry of a record is replicated to all nodes, so an entry is written again only when a
+decision could come out differently, and at most once per second. A new, lost or replaced instance
+is published at once.
+
+    instance   unknown --info--> up --report--> up --no report, or its connection ended--> lost
+                                 ^------------------------- info or report -----------------'
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvrs.gossip.facts import (
+    Fact,
+    FactKind,
+    FailureFact,
+    HolderFact,
+    InstanceFact,
+    LinkFact,
+    SlotsFact,
+)
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.gpus import GpuHealth
+from kvrs.protocol.instance import InstanceInfo, LinkReport, LoadReport
+
+POLL_INTERVAL_S = 0.25  # Period of `RecordPublisher.changes`.
+# An instance, which reports four times per second, is lost without a report for so long.
+REPORT_TIMEOUT_S = 5.0
+_REWRITE_INTERVAL_S = 1.0  # Between two writes of one entry.
+_STALL_S = 0.5  # A poll that is late by more: this process was stopped, not the instance silent.
+# Smaller changes of a number are not published: relative to the larger one, and absolute.
+_MIN_CHANGE_SHARE = 0.2
+_MIN_CHANGE_REQUESTS = 4
+_MIN_CHANGE_DELAY_S = 0.02
+_MIN_CHANGE_BYTES = 1 << 20
+# A link that was measured again is published after this time even if its rate is the same, because
+# the lower bound of a rate falls with the age of its measurement.
+_LINK_REFRESH_S = 30.0
+_MAX_CAUSE_CHARS = 128
+
+Key = tuple[FactKind, str]
+
+
+class RecordChanges(NamedTuple):
+    written: list[tuple[str, Fact]]
+    withdrawn: list[Key]
+
+
+class _Loss(NamedTuple):
+    epoch: int
+    cause: str
+    at_s: float
+
+
+@dataclass(slots=True)
+class _Instance:
+    info: InstanceInfo | None = None
+    load: LoadReport | None = None
+    last_report_s: float = 0.0
+    lost: _Loss | None = None
+
+
+@dataclass(slots=True)
+class _Link:
+    report: LinkReport
+    measured_s: float
+
+
+@dataclass(slots=True)
+class _Published:
+    fact: Fact
+    at_s: float
+
+
+class RecordPublisher:
+    """The facts of one node: what is known of its instances and links, and what was published."""
+
+    def __init__(self, instances: Iterable[InstanceId]) -> None:
+        self._instances = {name: _Instance() for name in instances}
+        self._links: dict[NodeId, _Link] = {}
+        self._published: dict[Key, _Published] = {}
+        self._polled_s: float | None = None
+
+    # Observations of the agent.
+
+    def on_info(self, name: InstanceId, info: InstanceInfo, now_s: float) -> None:
+        instance = self._instances[name]
+        instance.info, instance.last_report_s, instance.lost = info, now_s, None
+
+    def on_report(self, name: InstanceId, report: LoadReport, now_s: float) -> None:
+        instance = self._instances[name]
+        instance.load, instance.last_report_s, instance.lost = report, now_s, None
+        for link in report.links:
+            # Each instance of the node measures by itself; the latest measurement holds.
+            measured_s = now_s - link.age_s
+            held = self._links.get(link.source)
+            if held is None or measured_s >= held.measured_s:
+                self._links[link.source] = _Link(link, measured_s)
+
+    def on_lost(self, name: InstanceId, cause: str, now_s: float) -> None:
+        instance = self._instances[name]
+        if instance.info is not None and instance.lost is None:
+            instance.lost = _Loss(instance.info.epoch, cause[:_MAX_CAUSE_CHARS], now_s)
+
+    def changes(
+        self,
+        slots: Mapping[InstanceId, tuple[int, float]],
+        holder: tuple[str, HolderFact],
+        gpus: Iterable[GpuHealth],
+        now_s: float,
+    ) -> RecordChanges:
+        """Facts to write into the node's record now, and keys to withdraw from it."""
+        self._time_out(now_s)
+        due: dict[Key, Fact] = {(FactKind.HOLDER, holder[0]): holder[1]}
+        due |= {(FactKind.GPU, gpu.uuid): gpu for gpu in gpus}
+        for name, instance in self._instances.items():
+            if instance.info is not None and instance.load is not None and instance.lost is None:
+                due[FactKind.INSTANCE, name] = _instance_fact(instance.info, instance.load)
+                free, wait_s = slots[name]
+                due[FactKind.SLOTS, name] = SlotsFact(free, wait_s)
+            elif instance.lost is not None:
+                age_s = max(0.0, now_s - instance.lost.at_s)
+                due[FactKind.FAILURE, name] = FailureFact(
+                    instance.lost.epoch, instance.lost.cause, age_s
+                )
+        for source, link in self._links.items():
+            age_s = max(0.0, now_s - link.measured_s)
+            due[FactKind.LINK, source] = LinkFact(
+                link.report.bytes_per_s, link.report.spread, age_s
+            )
+        written = [(key, fact) for key, fact in due.items() if self._is_due(key, fact, now_s)]
+        withdrawn = [key for key in self._published if key not in due]
+        for key in withdrawn:
+            del self._published[key]
+        for key, fact in written:
+            self._published[key] = _Published(fact, now_s)
+        return RecordChanges([(name, fact) for (_, name), fact in written], withdrawn)
+
+    def _time_out(self, now_s: float) -> None:
+        polled_s, self._polled_s = self._polled_s, now_s
+        missed_s = 0.0 if polled_s is None else now_s - polled_s - POLL_INTERVAL_S
+        for name, instance in self._instances.items():
+            if missed_s > _STALL_S:
+                # Reports of that time are still unread.
+                instance.last_report_s += missed_s
+            if now_s - instance.last_report_s >= REPORT_TIMEOUT_S:
+                self.on_lost(name, f"silent for {REPORT_TIMEOUT_S:g} s", now_s)
+
+    def _is_due(self, key: Key, fact: Fact, now_s: float) -> bool:
+        published = self._published.get(key)
+        if published is None:
+            return True
+        match published.fact, fact:
+            case InstanceFact() as old, InstanceFact() as new:
+                if (old.role, old.epoch) != (new.role, new.epoch):
+                    return True
+                changed = _load_differs(old, new)
+            case SlotsFact() as old, SlotsFact() as new:
+                changed = _differ(old.free, new.free, _MIN_CHANGE_REQUESTS) or (old.free > 0) != (
+                    new.free > 0
+                )
+            case HolderFact() as old, HolderFact() as new:
+                changed = old.capacity_bytes != new.capacity_bytes or _differ(
+                    old.reserved_bytes, new.reserved_bytes, _MIN_CHANGE_BYTES
+                )
+            case LinkFact() as old, LinkFact() as new:
+                published_age_s = old.age_s + now_s - published.at_s
+                changed = _differ(old.bytes_per_s, new.bytes_per_s, 0) or _differ(
+                    old.spread, new.spread, new.bytes_per_s / 20
+                )
+                changed |= published_age_s - new.age_s > _LINK_REFRESH_S
+            case FailureFact() as old, FailureFact() as new:
+                return old.epoch != new.epoch
+            case _:
+                return published.fact != fact
+        return changed and now_s - published.at_s >= _REWRITE_INTERVAL_S
+
+
+def _instance_fact(info: InstanceInfo, load: LoadReport) -> InstanceFact:
+    return InstanceFact(
+        info.role, load.epoch, load.queued, load.running, load.queue_delay_s, load.free_pages
+    )
+
+
+def _load_differs(old: InstanceFact, new: InstanceFact) -> bool:
+    return (
+        _differ(old.queued, new.queued, _MIN_CHANGE_REQUESTS)
+        or _differ(old.running, new.running, _MIN_CHANGE_REQUESTS)
+        or _differ(old.queue_delay_s, new.queue_delay_s, _MIN_CHANGE_DELAY_S)
+        or _differ(old.free_pages, new.free_pages, 0)
+    )
+
+
+def _differ(old: float, new: float, floor: float) -> bool:
+    return abs(old - new) > max(floor, _MIN_CHANGE_SHARE * max(old, new))

@@ -1,0 +1,73 @@
+"""HTTP routes of an agent: its checkpoints, the leases on them, the slots of its node, gossip."""
+
+from aiohttp import web
+
+from kvrs import http
+from kvrs.agent.node import NodeAgent
+from kvrs.errors import RequestError
+from kvrs.gossip.membership import Membership
+from kvrs.heartbeats import add_heartbeats
+from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate, SlotUpdate
+from kvrs.protocol.secrets import Door
+
+
+def make_app(agent: NodeAgent, membership: Membership | None = None) -> web.Application:
+    """Build the routes. All but `/healthz` need the agent's key."""
+    handlers = Handlers(agent, membership)
+    app = http.new_app(Door.AGENT)
+    app.add_routes(
+        [
+            web.get("/healthz", handlers.health),
+            web.get("/kvrs/v1/agent", handlers.info),
+            web.get("/kvrs/v1/holdings", handlers.holdings),
+            web.post("/kvrs/v1/leases", handlers.leases),
+            web.post("/kvrs/v1/slots", handlers.slots),
+            web.get("/kvrs/v1/members", handlers.members),
+        ]
+    )
+    add_heartbeats(app)
+    return app
+
+
+class Handlers:
+    """Translate between HTTP and the agent."""
+
+    def __init__(self, agent: NodeAgent, membership: Membership | None) -> None:
+        self._agent = agent
+        self._membership = membership
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def info(self, request: web.Request) -> web.Response:
+        return http.answer(self._agent.info())
+
+    async def holdings(self, request: web.Request) -> web.StreamResponse:
+        """One report, or an endless stream of them, which ends with this process."""
+        with self._agent.store.watched() as changes:
+            if "watch" not in request.query:
+                return http.answer(self._agent.report(changes))
+            return await http.watch(request, lambda: self._agent.report(changes))
+
+    async def leases(self, request: web.Request) -> web.Response:
+        update = http.decode(await request.read(), LeaseUpdate)
+        store = self._agent.store
+        store.release(update.release, update.lease_s)
+        return http.answer(LeaseAnswer(unknown=store.renew(update.renew, update.lease_s)))
+
+    async def members(self, request: web.Request) -> web.Response:
+        """Members and facts known by gossip."""
+        return http.answer(
+            {"members": []} if self._membership is None else self._membership.describe()
+        )
+
+    async def slots(self, request: web.Request) -> web.Response:
+        update = http.decode(await request.read(), SlotUpdate)
+        for asked in (*update.release, *update.renew, *update.acquire):
+            if asked.target not in self._agent.targets:
+                allowed = ", ".join(self._agent.targets)
+                raise RequestError(
+                    f"{asked.target!r} is not on node {self._agent.node.id}; allowed: {allowed}",
+                    param="target",
+                )
+        return http.answer(self._agent.update_slots(update))

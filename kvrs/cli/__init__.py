@@ -1,0 +1,71 @@
+"""The command line. Each command checks its input, then calls the package that does the work.
+
+Packages that a command needs are imported inside it, so that `kvrs --version` and completion stay
+fast.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+import kvrs
+from kvrs.cli import inspecting, measuring, running
+from kvrs.cli.common import console
+from kvrs.errors import KvrsError
+
+INTERRUPTED = 130  # The exit status after Ctrl-C.
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=kvrs.__doc__,
+)
+config_app = typer.Typer(no_args_is_help=True, help="Work with configuration files.")
+for command in (
+    running.demo,
+    running.up,
+    running.proxy,
+    running.agent,
+    measuring.replay,
+    measuring.simulate,
+    measuring.report,
+    inspecting.explain,
+    inspecting.key,
+    measuring.profile,
+):
+    app.command()(command)
+config_app.command()(inspecting.check)
+app.add_typer(config_app, name="config")
+
+
+def main() -> None:
+    """Run the command line; an expected error is printed without a traceback and exits with
+    status 2.
+    """
+    try:
+        app()
+    except KvrsError as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        sys.exit(2)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            console.print("interrupted", style="yellow")
+        raise
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvrs {kvrs.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version"),
+    ] = False,
+) -> None:
+    """Options of `kvrs` itself; `--version` has ended the process before any command runs."""

@@ -1,0 +1,25 @@
+"""The console of the commands, and options objects filled from their parameters."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
+
+console = Console(stderr=True, highlight=False)
+
+
+def filled(kind: type[Options], given: dict[str, Any], **rest: Any) -> Options:
+    """An options object: its fields from the parameters of a command with the same names, and from
+    `rest`.
+    """
+    same = {field.name: given[field.name] for field in fields(kind) if field.name in given}
+    return kind(**(same | rest))
+
+
+def say(line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,78 @@
+"""Commands that start nothing: a decision explained, a configuration file checked, an API key."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import kvrs.cli.options as opt
+from kvrs.cli.common import console, filled
+from kvrs.config.exposure import check_exposure, notes
+from kvrs.config.file import load_config
+from kvrs.config.policy import PolicyName
+from kvrs.config.tenants import key_hash, read_tenants
+from kvrs.errors import ConfigError
+from kvrs.explain.decision import CheckpointAt
+
+
+def explain(
+    profile: opt.Profile = None,
+    prompt_tokens: opt.PromptTokens = None,
+    output_tokens: opt.OutputTokens = 0,
+    bandwidth: opt.Bandwidth = "10Gbit/s",
+    local_bandwidth: opt.LocalBandwidth = None,
+    queue_depth: opt.QueueDepth = None,
+    queue_s: Annotated[float | None, typer.Option(help="Or how long they take")] = None,
+    service_s: opt.ServiceS = None,
+    target_queue_s: opt.TargetQueueS = 0.0,
+    held_tokens: opt.HeldTokens = None,
+    checkpoint_tokens: opt.CheckpointTokens = 0,
+    checkpoint_at: opt.CheckpointPlace = CheckpointAt.TARGET,
+    host_bandwidth: opt.HostBandwidth = None,
+    reused_tokens: opt.ReusedTokens = 0,
+    own_queue_depth: opt.OwnQueueDepth = 0.0,
+    prefix_cache: opt.PrefixCache = False,
+    correct: opt.Correct = None,
+    budget_s: opt.BudgetS = None,
+    policy: Annotated[PolicyName, typer.Option(help="Policy that decides")] = PolicyName.AUTO,
+    log: opt.Log = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Show one recovery decision: all options, the terms of each sum, where the answer flips."""
+    given = locals()
+    from kvrs.explain.show import ExplainOptions, run_explain
+    from kvrs.explain.show_log import explain_log
+
+    if log is not None:
+        raise typer.Exit(0 if explain_log(log, as_json=as_json) else 1)
+    missing = [
+        f"--{name.replace('_', '-')}: missing"
+        for name in ("profile", "prompt_tokens")
+        if given[name] is None
+    ]
+    if missing:
+        raise ConfigError(
+            [f"{line}; allowed: a value, or --log with an event log instead" for line in missing]
+        )
+    run_explain(filled(ExplainOptions, given, corrections=correct or (), json=as_json))
+
+
+def check(file: Annotated[Path, typer.Argument(help="YAML file")]) -> None:
+    """Print every fault of a configuration file at once; nothing is started."""
+    config = load_config(file)
+    check_exposure(config, os.environ)
+    read_tenants(config.security, os.environ)
+    for line in notes(config):
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+    console.print(f"{file} is valid", style="green")
+
+
+def key(tenant: Annotated[str, typer.Argument(help="Name of the tenant")]) -> None:
+    """Make an API key, printed only once, and the line of security.key_file that accepts it."""
+    made = f"kvrs-{secrets.token_urlsafe(32)}"
+    console.print("for the client, it is stored nowhere:", style="dim", highlight=False)
+    print(made, flush=True)
+    console.print("for security.key_file:", style="dim", highlight=False)
+    print(f"{tenant}: {{keys: [{key_hash(made.encode()).hex()}]}}")

@@ -1,0 +1,116 @@
+"""Commands that measure: a replayed trace, a simulation, reports compared, a machine's profile."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import kvrs.cli.options as opt
+from kvrs.cli.common import filled, say
+from kvrs.config.file import ENV_NAME, SecuritySettings, read_admin_tokens, read_secret
+from kvrs.errors import check_extras
+from kvrs.traces.records import Api
+
+
+def replay(
+    url: opt.Url,
+    trace: opt.ReplayTrace = None,
+    preset: opt.Preset = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests of a preset")] = 100,
+    skip_bad_lines: opt.SkipBadLines = False,
+    window: opt.Window = None,
+    sample: opt.Sample = None,
+    time_scale: Annotated[float, typer.Option(help="0.1: ten times as fast")] = 1.0,
+    rate: opt.Rate = None,
+    jitter: opt.Jitter = 0.0,
+    length_scale: opt.LengthScale = 1.0,
+    max_input: Annotated[int | None, typer.Option(min=1, help="Longer prompts are cut")] = None,
+    max_output: Annotated[int | None, typer.Option(min=1, help="Longer outputs are cut")] = None,
+    write_trace: Annotated[Path | None, typer.Option(help="File for the shaped trace")] = None,
+    api: opt.Endpoint = Api.COMPLETIONS,
+    model: opt.ReplayModel = None,
+    plain: opt.Plain = False,
+    text_prompts: opt.TextPrompts = False,
+    vocab_size: Annotated[int, typer.Option(min=16, help="Prompt ids are below it")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: greedy")] = 0.0,
+    seed: opt.ReplaySeed = 0,
+    timeout_s: Annotated[float, typer.Option(help="Time limit of a stream")] = 300.0,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs; means get 95 % intervals")] = 1,
+    oracle: opt.Oracle = False,
+    fault: opt.ReplayFault = None,
+    admin_url: Annotated[str | None, typer.Option(help="The proxy's admin port")] = None,
+    secret_file: opt.SecretFile = None,
+    slo_ttft: Annotated[float, typer.Option(help="Seconds; counts for goodput")] = 2.0,
+    slo_tpot: Annotated[float, typer.Option(help="Seconds; counts for goodput")] = 0.2,
+    slo_tbt: opt.SloTbt = None,
+    out: opt.Out = Path("out/replay"),
+) -> None:
+    """Replay a trace against an OpenAI endpoint, inject faults if asked to, and write a report."""
+    given = locals()
+    from kvrs.cluster.fault_injection import check_faults, inject_faults
+    from kvrs.load.command import ReplayOptions, parse_window, run_replay
+    from kvrs.load.open_loop import Dialect
+    from kvrs.report.metrics import Slo
+
+    secret = None
+    if secret_file is not None or ENV_NAME in os.environ:
+        secret = read_secret(SecuritySettings(secret_file=secret_file), os.environ)
+    options = filled(
+        ReplayOptions,
+        given,
+        window=None if window is None else parse_window(window),
+        jitter_s=jitter,
+        dialect=filled(Dialect, given, api_key=os.environ.get("OPENAI_API_KEY")),
+        secret=secret,
+        admin_token=next(iter(read_admin_tokens(SecuritySettings(), os.environ)), None),
+        slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt),
+    )
+    raise typer.Exit(0 if run_replay(options, inject_faults, check_faults) else 1)
+
+
+def simulate(
+    config: opt.DemoConfig = None,
+    trace: opt.SimulateTrace = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many streams")] = 100,
+    rate: Annotated[float, typer.Option(help="Requests per second")] = 8.0,
+    fault: Annotated[Path | None, typer.Option(help="YAML list of faults")] = None,
+    deaths: Annotated[int, typer.Option(min=0, help="Number of random deaths of all kinds")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first simulation")] = 0,
+    seeds: opt.Seeds = 1,
+    proxies: opt.SimulateProxies = 1,
+) -> None:
+    """Simulate a cluster in virtual time, with faults, and check the invariants as it runs."""
+    given = locals()
+    from kvrs.sim.command import SimulateOptions, run_simulation
+
+    raise typer.Exit(run_simulation(filled(SimulateOptions, given)))
+
+
+def report(
+    files: opt.Files,
+) -> None:
+    """Compare reports: every measure, its ratio to the first report, and the ratio's interval."""
+    from kvrs.report.compare import compare_reports
+
+    Console().print(compare_reports(files))
+
+
+def profile(
+    out: opt.ProfileOut,
+    model: opt.Model = None,
+    label: opt.Label = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    longest_tokens: opt.LongestTokens = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Largest decode batch")] = 16,
+    max_batch_tokens: opt.MaxBatchTokens = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Per point; the median counts")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated model")] = 0,
+) -> None:
+    """Measure prefill, decode, page save and load, and links of the embedded engine."""
+    given = locals()
+    check_extras("engine")
+    from kvrs.engine.profiler import ProfileOptions, run_profile
+
+    say(f"profile: {run_profile(filled(ProfileOptions, given))}")

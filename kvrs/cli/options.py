@@ -1,0 +1,151 @@
+"""Options of the commands that take more than a line: type, bounds and help text."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvrs.explain.decision import CheckpointAt
+from kvrs.traces.records import Api
+
+ConfigFile = Annotated[
+    Path, typer.Option("--config", help="YAML file; docs/kvrs.example.yaml has every key")
+]
+DemoTrace = Annotated[
+    Path | None,
+    typer.Option(
+        help="Mooncake JSONL, Azure or BurstGPT CSV; lengths are scaled to the tiny model"
+    ),
+]
+SkipBadLines = Annotated[
+    bool, typer.Option("--skip-bad-lines", help="Count a trace's bad lines, go on without them")
+]
+DemoFault = Annotated[
+    Path | None,
+    typer.Option(help="YAML list of faults; without it, one decode instance is killed"),
+]
+DemoSeed = Annotated[
+    int, typer.Option(min=0, help="Seed of the model, the trace and the choice of victims")
+]
+Out = Annotated[Path, typer.Option(help="Directory of report.json and report.html")]
+DemoConfig = Annotated[
+    Path | None, typer.Option(help="YAML file; without it, the cluster of the demo")
+]
+Model = Annotated[
+    Path | None, typer.Option(help="Hugging Face directory; without it, a tiny random model")
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Logical nodes, one prefill and one decode each"),
+]
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the OpenAI API [8000]")]
+AdminPort = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port of state and metrics [8001]")
+]
+DistserveHome = Annotated[
+    Path | None, typer.Option(help="Checkout of DistServe; default: DISTSERVE_HOME")
+]
+Proxies = Annotated[
+    int, typer.Option(min=1, max=8, help="Each 10 ports above the one before it; with gossip")
+]
+Url = Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http://127.0.0.1:8000")]
+ReplayTrace = Annotated[
+    Path | None,
+    typer.Option(help="Mooncake JSONL, Azure CSV or BurstGPT CSV, told apart by content"),
+]
+Preset = Annotated[str | None, typer.Option(help="Or a generated trace with published statistics")]
+Window = Annotated[
+    str | None, typer.Option(metavar="A:B", help="Requests number A up to but without B")
+]
+Sample = Annotated[int | None, typer.Option(min=1, help="A random sample of so many requests")]
+Rate = Annotated[float | None, typer.Option(help="Requests per second, in place of a time scale")]
+Jitter = Annotated[float, typer.Option(help="Seconds; Mooncake's times come in batches of 3 s")]
+LengthScale = Annotated[
+    float, typer.Option(help="Blocks shrink alike, so that shared prefixes stay shared")
+]
+Endpoint = Annotated[Api, typer.Option(help="Endpoint that the requests are sent to")]
+ReplayModel = Annotated[
+    str | None, typer.Option(help="Model name; default: the only model of the server")
+]
+Plain = Annotated[bool, typer.Option("--plain", help="Without return_token_ids and ignore_eos")]
+TextPrompts = Annotated[bool, typer.Option("--text-prompts", help="Words instead of token ids")]
+ReplaySeed = Annotated[
+    int, typer.Option(min=0, help="Seed of prompts, sample, jitter and random victims")
+]
+Oracle = Annotated[
+    bool, typer.Option("--oracle", help="Repeat without faults and compare token by token")
+]
+ReplayFault = Annotated[Path | None, typer.Option(help="YAML list of faults; needs --admin-url")]
+SecretFile = Annotated[
+    str | None,
+    typer.Option(help="Secret of the cluster; default: KVRS_SECRET of the environment"),
+]
+SloTbt = Annotated[float | None, typer.Option(help="Seconds; longest time between two tokens")]
+SimulateTrace = Annotated[
+    Path | None,
+    typer.Option(help="Mooncake JSONL, Azure CSV or BurstGPT CSV; without it, generated"),
+]
+Seeds = Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")]
+SimulateProxies = Annotated[
+    int, typer.Option(min=1, help="Each with a policy object and a view of its own")
+]
+Files = Annotated[
+    list[Path],
+    typer.Argument(help="Two or more report.json; the others are compared with the first"),
+]
+ProfileOut = Annotated[
+    Path, typer.Option(help="The table, as JSON; `profiles.prefill` takes its path")
+]
+Label = Annotated[str | None, typer.Option(help="Name of the table; default: model and machine")]
+LongestTokens = Annotated[
+    int | None, typer.Option(min=1, help="Default: the limit of the model, at most 1,024")
+]
+MaxBatchTokens = Annotated[int, typer.Option(min=1, help="Tokens per step of a chunked prefill")]
+Profile = Annotated[
+    str | None, typer.Option(help="Name of a table that comes with kvrs, or the path of one")
+]
+PromptTokens = Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt (L)")]
+OutputTokens = Annotated[int, typer.Option(min=0, help="Tokens that the client already has (t)")]
+Bandwidth = Annotated[
+    str, typer.Option(help="Between the nodes: 25Gbit/s, 3.1GB/s, or the name of a link")
+]
+LocalBandwidth = Annotated[
+    str | None, typer.Option(help="Within a node; default: the profile's GPU, where known")
+]
+QueueDepth = Annotated[
+    float | None, typer.Option(help="Requests ahead at the prefill instance beside the target")
+]
+ServiceS = Annotated[
+    float | None, typer.Option(help="Per request ahead; default: this prompt's own prefill")
+]
+TargetQueueS = Annotated[float, typer.Option(help="Work ahead at the target decode instance")]
+HeldTokens = Annotated[
+    int | None, typer.Option(help="Of which prefill still holds the KV; default: the prompt's")
+]
+CheckpointTokens = Annotated[
+    int, typer.Option(min=0, help="Of prompt and output, held by an agent")
+]
+CheckpointPlace = Annotated[CheckpointAt, typer.Option(help="Node of that agent")]
+HostBandwidth = Annotated[
+    str | None, typer.Option(help="From an agent's memory into an instance beside it")
+]
+ReusedTokens = Annotated[
+    int, typer.Option(min=0, help="Of prompt and output, at the target already")
+]
+OwnQueueDepth = Annotated[
+    float, typer.Option(help="Requests ahead at the own decode instance, for the hand-off")
+]
+PrefixCache = Annotated[
+    bool, typer.Option("--prefix-cache", help="Engines that fetch no pages, as vLLM")
+]
+Correct = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OPTION=FACTOR", help="A learned correction factor; may be repeated"),
+]
+BudgetS = Annotated[
+    float | None, typer.Option(help="The longest pause allowed; beyond it the answer is abort")
+]
+Log = Annotated[
+    Path | None,
+    typer.Option(help="Or a proxy's event log: show its incidents, decide them again"),
+]

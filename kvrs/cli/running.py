@@ -1,0 +1,177 @@
+"""Commands that run processes: the demo, a cluster, one proxy, one agent."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import kvrs.cli.options as opt
+from kvrs.cli.common import say
+from kvrs.config.cluster import Backend, demo_nodes
+from kvrs.config.exposure import check_exposure
+from kvrs.config.file import Config, load_config, parse_config, read_secrets
+from kvrs.config.policy import PolicyName
+from kvrs.errors import ConfigError, check_extras
+from kvrs.ids import NodeId
+
+
+def demo(
+    policy: Annotated[PolicyName, typer.Option(help="How victims are recovered")] = PolicyName.AUTO,
+    requests: Annotated[int, typer.Option(min=1, max=2000, help="How many streams to replay")] = 60,
+    trace: opt.DemoTrace = None,
+    skip_bad_lines: opt.SkipBadLines = False,
+    fault: opt.DemoFault = None,
+    seed: opt.DemoSeed = 0,
+    out: opt.Out = Path("out/demo"),
+) -> None:
+    """Start a cluster, kill a decode instance under load, compare every stream token by token."""
+    check_extras("cluster", "report")
+    from kvrs.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        policy=policy,
+        requests=requests,
+        trace=trace,
+        skip_bad_lines=skip_bad_lines,
+        fault=fault,
+        seed=seed,
+        out=out,
+    )
+    raise typer.Exit(0 if run_demo(options) else 1)
+
+
+def up(
+    config: opt.DemoConfig = None,
+    model: opt.Model = None,
+    nodes: opt.Nodes = None,
+    port: opt.Port = None,
+    admin_port: opt.AdminPort = None,
+    backend: Annotated[Backend | None, typer.Option(help="Kind of engine [embedded]")] = None,
+    distserve_home: opt.DistserveHome = None,
+    proxies: opt.Proxies = 1,
+) -> None:
+    """Run a cluster behind its proxies until Ctrl-C."""
+    from kvrs.cluster.launcher import Cluster
+    from kvrs.cluster.upkeep import Upkeep
+
+    read_config = partial(
+        _up_config, config, proxies, model, nodes, port, admin_port, backend, distserve_home
+    )
+    settings = read_config()
+    check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else "cluster")
+    upkeep = Upkeep(say, read_config)
+    # From here on every ending signal takes the same path, which always cleans up.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: upkeep.stop.set())
+    # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind.
+    signal.signal(signal.SIGUSR1, lambda *_: upkeep.restart())
+    with Cluster(settings, say, proxies) as cluster:
+        for proxy, (url, admin_url) in enumerate(
+            zip(cluster.urls, cluster.admin_urls, strict=True)
+        ):
+            what = "or at" if proxy else "kvrs is up:"
+            say(f"{what} {url}/v1 (OpenAI API), {admin_url}/kvrs/v1/state")
+        say(f"Ctrl-C ends it; kill -USR1 {os.getpid()} restarts all of it, one process at a time")
+        upkeep.run(cluster)
+        say("ending")
+
+
+def _up_config(
+    config: Path | None,
+    proxies: int,
+    model: Path | None,
+    nodes: int | None,
+    port: int | None,
+    admin_port: int | None,
+    backend: Backend | None,
+    distserve_home: Path | None,
+) -> Config:
+    """The settings of the file or of the demo, overridden by the command line."""
+    if config is not None and nodes is not None:
+        raise ConfigError(
+            [
+                f"--nodes: got {nodes} beside --config; allowed: one of them (the file "
+                f"names its nodes)"
+            ]
+        )
+    given = Config() if config is None else load_config(config)
+    document = given.model_dump(mode="json")
+    # The slots of a target are shared out among several proxies by the agents, which need gossip.
+    if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
+        document["gossip"]["enabled"] = True
+    if nodes is not None:
+        document["cluster"]["nodes"] = [node.model_dump(mode="json") for node in demo_nodes(nodes)]
+    if model is not None:
+        if not (model / "config.json").is_file():
+            raise ConfigError(
+                [f"--model: {model} has no config.json; allowed: a Hugging Face model directory"]
+            )
+        document["cluster"]["model"] = str(model.resolve())
+    if backend is not None:
+        document["cluster"]["backend"] = backend.value
+    if distserve_home is not None:
+        if document["cluster"]["backend"] != Backend.DISTSERVE:
+            raise ConfigError(
+                ["--distserve-home: given without --backend distserve; allowed: both, or neither"]
+            )
+        document["cluster"]["distserve"]["home"] = str(distserve_home.resolve())
+    for key, value in (("port", port), ("admin_port", admin_port)):
+        if value is not None:
+            document["proxy"][key] = value
+    asked = parse_config(document)
+    check_exposure(asked, os.environ)
+    return asked
+
+
+def proxy(config: opt.ConfigFile) -> None:
+    """Run one proxy in front of instances that are already up."""
+    import uvloop
+
+    from kvrs.logs import log_to_stderr
+    from kvrs.proxy.server import serve
+
+    settings = load_config(config)
+    # vLLM's instances name the port of their pages in every hand-off.
+    needed = ("port",) if settings.cluster.backend is Backend.VLLM else ("port", "page_port")
+    faults = [
+        f"instance {instance.id}: {key} is 0; allowed: the port it listens on, since it "
+        f"is already up"
+        for _, instance in settings.cluster.instances()
+        for key in needed
+        if not getattr(instance, key)
+    ]
+    if settings.agents_run:
+        faults += [
+            f"agent of node {node.id}: {key} is 0; allowed: the port it listens on, or "
+            f"backup.mode: off and no gossip"
+            for node in settings.cluster.nodes
+            for key in ("port", "page_port")
+            if not getattr(node.agent, key)
+        ]
+    if faults:
+        raise ConfigError(faults)
+    log_to_stderr()
+    secret, *older = read_secrets(settings.security, os.environ)
+    uvloop.run(serve(settings, secret, older, partial(load_config, config)))
+
+
+def agent(
+    config: opt.ConfigFile,
+    node: Annotated[str, typer.Option(help="Id of the node in cluster.nodes whose agent this is")],
+) -> None:
+    """Run the agent of one node; it keeps checkpoints of KV in host memory."""
+    from kvrs.agent.__main__ import run_agent
+
+    settings = load_config(config)
+    known = {each.id: each.agent for each in settings.cluster.nodes}
+    if (given := known.get(NodeId(node))) is not None and not (given.port and given.page_port):
+        raise ConfigError(
+            [
+                f"agent of node {node}: its port or page_port is 0; allowed: the ports "
+                f"at which other processes reach it"
+            ]
+        )
+    run_agent(settings, NodeId(node))

@@ -1,0 +1,422 @@
+"""Fault injection: signals to processes of this machine, and requests to instances and agents for
+faults that only they can carry out.
+
+A process is signalled by a handle (pidfd), after a check that it listens on its own port: a process
+id alone may belong to another process, or to another machine, by now.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import socket
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, assert_never
+from urllib.parse import urlsplit
+
+from kvrs.config.file import Config
+from kvrs.errors import ConfigError, KvrsError
+from kvrs.faults.language import DueFault, Fault, InstanceView, Phase, VictimRole, What, phase_of
+from kvrs.faults.orders import FaultRequest, LinkFault, NoFault, PageFault
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.load.admin import AdminError, AdminPort
+from kvrs.load.passes import Injection
+
+WATCH_INTERVAL_S = 0.02
+# Period in which a slowed process is stopped and continued: too short to be detected as a stop.
+SLOW_PERIOD_S = 0.05
+# By then a proxy has detected a death: the kernel closes the watch connection.
+NOTICE_S = 0.5
+
+_ASKED_OF_INSTANCES = (What.LINK_RATE, What.LINK_CUT, What.CORRUPT_PAGE)
+_LISTENING = "0A"
+
+
+class FaultError(KvrsError):
+    """A fault cannot be carried out; the message names victim and reason."""
+
+
+async def check_faults(faults: list[Fault], port: AdminPort) -> None:
+    """Check before any load that the cluster has the named victims, and that they accept the
+    faults.
+
+    Raises:
+        ConfigError: one line per fault with an unknown victim, or that its victim refuses.
+        AdminError: the admin port does not answer.
+    """
+    rows = rows_of(await port.state())
+    members = {
+        name: InstanceView(VictimRole(row["role"]), NodeId(row["node"]))
+        for name, row in rows.items()
+    }
+    mistakes = unknown_victims(faults, members)
+    if not mistakes and any(fault.what in _ASKED_OF_INSTANCES for fault in faults):
+        mistakes = await _refusals(rows.values(), port)
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def unknown_victims(
+    faults: Sequence[Fault], members: Mapping[InstanceId, InstanceView]
+) -> list[str]:
+    """One line per name that the faults use and the cluster does not have."""
+    roles = {view.role for view in members.values()}
+    if VictimRole.BOTH in roles:
+        roles |= {VictimRole.PREFILL, VictimRole.DECODE}
+    nodes = {view.node for view in members.values()}
+    mistakes = []
+    for number, fault in enumerate(faults):
+        whom = fault.whom
+        named: list[tuple[Sequence[str], Collection[str]]] = [
+            ([whom.id] if whom.id else [], members),
+            ([whom.node] if whom.node else whom.link or [], nodes),
+            ([whom.role] if whom.role else [], roles),
+        ]
+        for names, allowed in named:
+            unknown = [str(name) for name in names if name not in allowed]
+            mistakes += [
+                f"fault [{number}]: no {name!r} in the cluster; allowed: "
+                f"{', '.join(sorted(allowed))}"
+                for name in unknown
+            ]
+    return mistakes
+
+
+def members_of(config: Config) -> dict[InstanceId, InstanceView]:
+    """The instances and agents of a cluster of this configuration."""
+    members = {
+        instance.id: InstanceView(VictimRole(instance.role.value), node.id)
+        for node, instance in config.cluster.instances()
+    }
+    if config.agents_run:
+        members |= {
+            node.agent_id: InstanceView(VictimRole.AGENT, node.id) for node in config.cluster.nodes
+        }
+    return members
+
+
+def rows_of(state: Mapping[str, Any]) -> dict[InstanceId, dict[str, Any]]:
+    """Every instance and agent of a cluster by its id, with a role for each."""
+    agents = [row | {"role": VictimRole.AGENT.value} for row in state.get("agents", [])]
+    return {InstanceId(row["id"]): row for row in [*state["instances"], *agents]}
+
+
+async def _refusals(rows: Iterable[dict[str, Any]], port: AdminPort) -> list[str]:
+    refusals = []
+    for row in rows:
+        try:
+            await port.inject(row["id"], row["url"], NoFault())
+        except AdminError as error:
+            hint = (
+                " (does its configuration say cluster.allow_faults: true?)"
+                if "HTTP 404" in str(error)
+                else ""
+            )
+            refusals.append(f"{_named(row)} takes no faults{hint}: {error}")
+    return refusals
+
+
+async def inject_faults(injection: Injection) -> None:
+    """Carry out every fault when it is due, until all are over; page damage ends with the
+    cancellation.
+
+    Raises:
+        FaultError: a process cannot be hit from here.
+    """
+    injector = _Injector(injection)
+    try:
+        async with asyncio.TaskGroup() as lasting:
+            while injection.schedule.pending:
+                if injection.schedule.needs_load(
+                    time.monotonic() - injection.start_s, injection.requests_sent()
+                ):
+                    state = await injection.port.state()
+                    for due in injection.schedule.due(
+                        time.monotonic() - injection.start_s,
+                        injection.requests_sent(),
+                        views(state),
+                    ):
+                        await injector.carry_out(due, state, lasting)
+                await asyncio.sleep(WATCH_INTERVAL_S)
+    except BaseExceptionGroup as group:
+        # Callers expect single errors.
+        raise group.exceptions[0] from None
+    finally:
+        # Shielded, or the cancellation would leave links cut.
+        await asyncio.shield(injector.undo())
+
+
+def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
+    """Every instance and agent that is up, in the form that a schedule needs."""
+    works: Counter[str] = Counter()
+    counts: defaultdict[str, dict[StreamId, Phase]] = defaultdict(dict)
+    recovering = {row["stream"] for row in state["recoveries"] if row["outcome"] == "running"}
+    for stream in state["streams"]:
+        phase = phase_of(
+            stream["stage"],
+            stream["output_tokens"],
+            stream["max_tokens"],
+            stream["id"] in recovering,
+        )
+        if phase is None:
+            continue
+        # An instance of role `both` prefills for itself.
+        works[stream[stream["stage"]] or stream["decode"]] += 1
+        keepers = {agent for agent, pages in stream.get("protected", {}).items() if pages}
+        for name in {stream["prefill"], stream["decode"]} | keepers:
+            counts[name][StreamId(stream["id"])] = phase
+    seen = {}
+    for name, row in rows_of(state).items():
+        if row["health"] == "up":
+            role = VictimRole(row["role"])
+            inflight = row["checkpoints"] or 0 if role is VictimRole.AGENT else works[name]
+            seen[name] = InstanceView(role, NodeId(row["node"]), inflight, counts[name])
+    return seen
+
+
+class _Injector:
+    def __init__(self, injection: Injection) -> None:
+        self._injection = injection
+        # Ids and URLs of instances with a fault of their own.
+        self._asked: set[tuple[str, str]] = set()
+
+    async def carry_out(
+        self, due: DueFault, state: Mapping[str, Any], lasting: asyncio.TaskGroup
+    ) -> None:
+        rows = rows_of(state)
+        note = {
+            "at_s": time.monotonic() - self._injection.start_s,
+            "what": due.fault.what.value,
+            "whom": due.whom,
+            "fault": due.fault.label,
+            "instances": list(due.instances),
+            "pid": rows[due.instances[0]]["pid"],
+            "inflight": due.inflight,
+            "streams": len(due.streams),
+            "phases": {
+                phase.value: count for phase, count in Counter(due.streams.values()).items()
+            },
+        }
+        parameters = {
+            key: getattr(due.fault, key) for key in ("for_s", "factor", "bytes_per_s", "pages")
+        }
+        note |= {key: value for key, value in parameters.items() if value is not None}
+        if due.fault.what in _ASKED_OF_INSTANCES:
+            await self._ask(due, rows)
+            # The time at which the pages were sent is unknown; a link ends its fault itself, and
+            # not earlier.
+            lasting.create_task(asyncio.sleep(due.fault.for_s or math.inf))
+        else:
+            # All handles first, so that victims of one fault are hit within microseconds.
+            for process in [
+                process
+                for name in due.instances
+                for process in await self._open(rows[name], due.fault)
+            ]:
+                _signal(due.fault, process, lasting)
+        self._injection.carried_out.append(note)
+
+    async def _open(self, row: Mapping[str, Any], fault: Fault) -> list[int]:
+        """Handles on the victims' processes; none if they have died of another fault meanwhile."""
+        whole_node = fault.whom.node is not None and fault.whom.role is None
+        try:
+            return open_processes(row, workers=fault.workers, server_too=whole_node)
+        except FaultError:
+            if not await self._has_died(row):
+                raise
+            return []
+
+    async def _has_died(self, row: Mapping[str, Any]) -> bool:
+        await asyncio.sleep(NOTICE_S)
+        now = rows_of(await self._injection.port.state())[InstanceId(row["id"])]
+        return (now["health"], now["pid"]) != ("up", row["pid"])
+
+    async def _ask(self, due: DueFault, rows: Mapping[InstanceId, Any]) -> None:
+        for row in (rows[name] for name in due.instances):
+            self._asked.add((row["id"], row["url"]))
+            try:
+                await self._injection.port.inject(
+                    row["id"], row["url"], _request(due.fault, NodeId(row["node"]))
+                )
+            except AdminError:
+                if not await self._has_died(row):
+                    raise
+
+    async def undo(self) -> None:
+        """End the requested faults, so that they do not affect the next run."""
+        for name, url in self._asked:
+            # A killed process has lost them anyway.
+            with contextlib.suppress(AdminError):
+                await self._injection.port.inject(name, url, NoFault())
+
+
+def _request(fault: Fault, node: NodeId) -> FaultRequest:
+    """The request to an instance or agent on this node."""
+    if fault.what is What.CORRUPT_PAGE:
+        assert fault.pages is not None
+        return PageFault(fault.pages)
+    assert fault.whom.link is not None
+    assert fault.for_s is not None
+    (other,) = set(fault.whom.link) - {node}
+    return LinkFault(other, fault.bytes_per_s or 0.0, fault.for_s)
+
+
+def _signal(fault: Fault, process: int, lasting: asyncio.TaskGroup) -> None:
+    match fault.what:
+        case What.KILL:
+            with closing_process(process):
+                _send(process, signal.SIGKILL)
+        case What.STOP:
+            assert fault.for_s is not None
+            lasting.create_task(_stop(process, fault.for_s))
+        case What.SLOW:
+            assert fault.for_s is not None
+            assert fault.factor is not None
+            lasting.create_task(_slow(process, fault.factor, fault.for_s))
+        case What.LINK_RATE | What.LINK_CUT | What.CORRUPT_PAGE:
+            raise AssertionError(f"{fault.what} is no signal")
+        case _:
+            assert_never(fault.what)
+
+
+async def _stop(process: int, for_s: float) -> None:
+    with closing_process(process):
+        try:
+            _send(process, signal.SIGSTOP)
+            await asyncio.sleep(for_s)
+        finally:
+            _send(process, signal.SIGCONT)
+
+
+async def _slow(process: int, factor: float, for_s: float) -> None:
+    """Run the process for 1/factor of every period."""
+    with closing_process(process):
+        try:
+            ends_s = time.monotonic() + for_s
+            while time.monotonic() < ends_s:
+                _send(process, signal.SIGSTOP)
+                await asyncio.sleep(SLOW_PERIOD_S * (1 - 1 / factor))
+                _send(process, signal.SIGCONT)
+                await asyncio.sleep(SLOW_PERIOD_S / factor)
+        finally:
+            _send(process, signal.SIGCONT)
+
+
+def _send(process: int, number: signal.Signals) -> None:
+    # The process may have died of another cause.
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, number)
+
+
+@contextlib.contextmanager
+def closing_process(process: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(process)
+
+
+def open_process(row: Mapping[str, Any]) -> int:
+    """A handle on the process of an instance or agent of the state, on this machine.
+
+    Raises:
+        FaultError: it runs elsewhere, may not be signalled, or is not the process of the state.
+    """
+    address = urlsplit(row["url"])
+    what = f"{_named(row)} at {row['url']}"
+    if not _is_of_this_machine(address.hostname or ""):
+        raise FaultError(
+            f"{what}: it runs on another machine; allowed: faults on processes of this one"
+        )
+    try:
+        process = os.pidfd_open(row["pid"])
+    except (OSError, TypeError, ValueError) as error:
+        raise FaultError(f"{what}: process {row['pid']}: {error}") from None
+    if not _listens(row["pid"], address.port or 0):
+        os.close(process)
+        raise FaultError(
+            f"{what}: process {row['pid']} of this machine does not listen there, so it "
+            f"is another one"
+        )
+    return process
+
+
+def open_processes(
+    row: Mapping[str, Any], *, workers: int | None = None, server_too: bool = False
+) -> list[int]:
+    """Handles on the processes whose death ends an instance: its worker processes, or `workers` of
+    them, or its own process.
+
+    Raises:
+        FaultError: as `open_process`.
+    """
+    pids = row.get("worker_pids") or []
+    if workers is not None and workers > len(pids):
+        raise FaultError(
+            f"{_named(row)} has {len(pids)} worker processes; allowed: at most as many to be hit"
+        )
+    with contextlib.ExitStack() as opened:
+        # The server lists its workers: it must be on this machine and the one of the state.
+        server = open_process(row)
+        handles = [server] if server_too or not pids else []
+        opened.callback(os.close, server)
+        for pid in pids[:workers]:
+            handles.append(_open_worker(row, pid))
+            opened.callback(os.close, handles[-1])
+        opened.pop_all()
+    if server not in handles:
+        os.close(server)
+    return handles
+
+
+def _open_worker(row: Mapping[str, Any], pid: int) -> int:
+    what = f"worker process {pid} of {_named(row)}"
+    try:
+        process = os.pidfd_open(pid)
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError as error:
+        raise FaultError(f"{what}: {error}") from None
+    # The form of names of Ray's workers.
+    if not command.startswith(b"ray::"):
+        os.close(process)
+        raise FaultError(f"{what}: this process is no worker of Ray, so it is another one")
+    return process
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return str(row["id"]) if row.get("role") == VictimRole.AGENT else f"instance {row['id']}"
+
+
+def _is_of_this_machine(host: str) -> bool:
+    # Only an address of this machine can be bound.
+    try:
+        with socket.create_server((host, 0)):
+            return True
+    except OSError:
+        return False
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether a process holds a socket that listens on the port."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [
+                line.split()
+                for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+            ]
+            inodes |= {
+                row[9]
+                for row in rows
+                if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port
+            }
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(link).removeprefix("socket:[").rstrip("]") in inodes:
+                    return True
+    return False

@@ -1,0 +1,43 @@
+"""The private directory of one run, with its configuration and log files."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
+_LONGEST = 40
+_TAIL_LINES = 20
+
+
+class RunDirectory:
+    """Log files in it stay open in each process of the run, which marks them for the guard."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="kvrs-"))
+        if len(str(self.path)) > _LONGEST:
+            self.path.rmdir()
+            self.path = Path(tempfile.mkdtemp(prefix="kvrs-", dir="/tmp"))
+
+    def spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """A Python process with a log file of this run. Ctrl-C at a terminal does not reach it."""
+        with self._log(log_name).open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *arguments], stdout=log, stderr=log, process_group=0
+            )
+
+    def log_tail(self, name: str) -> str:
+        path = self._log(name)
+        if not path.exists():
+            return "(no log)"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+
+    def keep_logs(self, directory: Path) -> None:
+        """Copy the log files to a directory that outlives the run."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in self.path.glob("*.log"):
+            shutil.copy(path, directory)
+
+    def _log(self, name: str) -> Path:
+        return self.path / f"{name}.log"

@@ -1,0 +1,86 @@
+"""Section `cluster` of the configuration: nodes with their instances and agents, and the engine."""
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from pydantic import Field
+
+from kvrs.config.backup import AgentSettings
+from kvrs.config.engine import EngineSettings
+from kvrs.config.settings import Settings
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.instance import Role
+
+
+class Backend(StrEnum):
+    """The engine that the instances of a cluster run."""
+
+    EMBEDDED = "embedded"  # kvrs/engine; `kvrs up` starts it.
+    # With what `distserve_patches` adds. A node's prefill and decode instance are one server.
+    DISTSERVE = "distserve"
+    VLLM = "vllm"  # As its project ships it; started by others.
+
+
+class DistServeSettings(Settings):
+    home: str | None = None  # A checkout of DistServe; none: the environment's DISTSERVE_HOME.
+    # DistServe's own, as on its command line; `--model` is `cluster.model`.
+    flags: list[str] = Field(default_factory=list)
+
+
+class InstanceSettings(Settings):
+    id: InstanceId = Field(min_length=1, max_length=64)
+    role: Role = Field(strict=False)
+    host: str = "127.0.0.1"
+    # HTTP. 0: any free port, chosen once by `kvrs up`.
+    port: int = Field(default=0, ge=0, le=65535)
+    page_port: int = Field(default=0, ge=0, le=65535)  # Where its pages are pulled from.
+    page_host: str | None = None  # Of the page port; none: `host`.
+
+    @property
+    def pages_at(self) -> str:
+        return self.page_host or self.host
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+class NodeSettings(Settings):
+    id: NodeId = Field(min_length=1, max_length=64)
+    instances: list[InstanceSettings] = Field(min_length=1)
+    agent: AgentSettings = AgentSettings()  # Runs where `Config.agents_run`.
+
+    @property
+    def agent_id(self) -> InstanceId:
+        """The id of the node's agent as a peer of the instances and a holder of checkpoints."""
+        return InstanceId(f"agent-{self.id}")
+
+
+def demo_nodes(count: int) -> list[NodeSettings]:
+    """`count` nodes n0, n1, ..., each with a prefill instance p0, ... and a decode one d0, ..."""
+    return [
+        NodeSettings(
+            id=NodeId(f"n{index}"),
+            instances=[
+                InstanceSettings(id=InstanceId(f"p{index}"), role=Role.PREFILL),
+                InstanceSettings(id=InstanceId(f"d{index}"), role=Role.DECODE),
+            ],
+        )
+        for index in range(count)
+    ]
+
+
+class ClusterSettings(Settings):
+    backend: Backend = Field(default=Backend.EMBEDDED, strict=False)
+    distserve: DistServeSettings = DistServeSettings()
+    # A Hugging Face directory; none: a tiny random model, generated from `engine.seed`.
+    model: str | None = None
+    engine: EngineSettings = EngineSettings()
+    # Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
+    allow_faults: bool = False
+    # How long a draining instance waits for its streams to be moved.
+    drain_s: float = Field(default=30.0, ge=0, le=3600)
+    nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2), min_length=1)
+
+    def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
+        return ((node, instance) for node in self.nodes for instance in node.instances)

@@ -1,0 +1,94 @@
+"""Ports beyond loopback, each of which needs what authenticates those that reach it: keys of
+clients, the admin port's token, the cluster's secret.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from kvrs.config.cluster import Backend
+from kvrs.config.file import (
+    ADMIN_ENV_NAME,
+    ENV_NAME,
+    Config,
+    read_admin_tokens,
+    read_secrets,
+)
+from kvrs.config.settings import is_loopback
+from kvrs.config.tenants import KEYS_ENV_NAME, has_keys
+from kvrs.errors import ConfigError
+
+
+def check_exposure(config: Config, environ: Mapping[str, str]) -> None:
+    """Check a whole configuration.
+
+    Raises:
+        ConfigError: a port beyond loopback would answer to everyone.
+    """
+    faults = [*faults_of_proxy(config, environ)]
+    if hosts := [*_hosts_with_secret(config)]:
+        problem = _problem(lambda: read_secrets(config.security, environ))
+        faults += [
+            f"{key}: got {host!r} without a secret ({problem}); allowed: a loopback address, or a "
+            f"secret in security.secret_file or the environment's {ENV_NAME}"
+            for key, host in hosts
+            if problem is not None
+        ]
+    if faults:
+        raise ConfigError(faults)
+
+
+def notes(config: Config) -> Iterator[str]:
+    """What is allowed, and leaves something open."""
+    if config.cluster.backend is Backend.VLLM:
+        yield (
+            "note: cluster.backend: vllm instances cannot prove their identity: a process at the "
+            "address of a dead one gets prompts and the API key (docs/security.md)"
+        )
+
+
+def faults_of_proxy(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    """Those of the two ports of a proxy that the cluster's secret does not open."""
+    proxy = config.proxy
+    needs_keys = not (is_loopback(proxy.host) or proxy.allow_anonymous)
+    if needs_keys and not has_keys(config.security, environ):
+        yield (
+            f"proxy.host: got {proxy.host!r}, and clients need no key; allowed: a loopback "
+            f"address, or keys in security.key_file or the environment's {KEYS_ENV_NAME}, or "
+            f"proxy.allow_anonymous: true behind a gateway that authenticates them"
+        )
+    if not is_loopback(proxy.admin_host):
+        problem = _problem(lambda: read_admin_tokens(config.security, environ))
+        if problem is not None:
+            yield (
+                f"proxy.admin_host: got {proxy.admin_host!r} without a token ({problem}); allowed: "
+                f"a loopback address, or a token in security.admin_token_file or the "
+                f"environment's {ADMIN_ENV_NAME}"
+            )
+
+
+def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
+    """Hosts beyond loopback of the ports that the secret opens, each with its key."""
+    hosts: list[tuple[str, str | None]] = [
+        ("proxy.peer_host", config.proxy.peer_host),
+        ("proxy.gossip_host", config.proxy.gossip_host),
+    ]
+    for node in config.cluster.nodes:
+        # Those of vLLM are bound by vLLM.
+        ours = () if config.cluster.backend is Backend.VLLM else node.instances
+        for instance in ours:
+            hosts += [
+                (f"cluster.nodes: instance {instance.id!r}: {key}", getattr(instance, key))
+                for key in ("host", "page_host")
+            ]
+        hosts += [
+            (f"cluster.nodes: agent of node {node.id!r}: {key}", getattr(node.agent, key))
+            for key in ("host", "page_host", "gossip_host")
+        ]
+    return ((key, host) for key, host in hosts if host is not None and not is_loopback(host))
+
+
+def _problem(read: Callable[[], list[bytes]]) -> str | None:
+    """Why there is none; None: there is one."""
+    try:
+        return None if read() else "there is none"
+    except ConfigError as error:
+        return "; ".join(error.faults)

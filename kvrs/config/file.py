@@ -1,0 +1,362 @@
+"""The YAML file: one frozen object, checked whole before anything starts.
+
+Each section has a module of its own in this package; this one composes them, checks what spans
+sections, and turns every mistake into one line with path, value and allowed range.
+"""
+
+import hashlib
+import ipaddress
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, assert_never
+
+import yaml
+from pydantic import Field, ValidationError
+
+from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings
+from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
+from kvrs.config.gossip import GossipSettings
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.proxy import ProxySettings
+from kvrs.config.settings import Settings, faults_of, is_loopback, parse_yaml, read_private
+from kvrs.config.tls import PeerTlsSettings
+from kvrs.config.transfer import TransferSettings
+from kvrs.errors import ConfigError
+from kvrs.ids import NodeId
+from kvrs.profiles.catalog import decode_table, prefill_table
+from kvrs.protocol.instance import Role
+from kvrs.protocol.secrets import MIN_SECRET_BYTES
+
+ENV_NAME = "KVRS_SECRET"
+ADMIN_ENV_NAME = "KVRS_ADMIN_TOKEN"
+
+
+class ProfileSettings(Settings):
+    # A table that comes with kvrs, by name, or a file, by path; none: each instance's own
+    # measurement.
+    prefill: str | None = None
+
+
+class SecuritySettings(Settings):
+    # Mode 0600, a secret on each line; none: the environment's KVRS_SECRET.
+    secret_file: str | None = None
+    # Mode 0600, a token on each line, for the admin port; none: KVRS_ADMIN_TOKEN. Without any the
+    # admin port asks for none.
+    admin_token_file: str | None = None
+    # Names of this cluster's machines, beside addresses: what requests to the ports that are not
+    # for clients may have as their Host.
+    hosts: list[str] = Field(default=[], max_length=256)
+    # Mode 0600, API keys of clients as hashes, with a tenant and its limits (config/tenants.py);
+    # none: the environment's KVRS_KEYS, or clients need no key.
+    key_file: str | None = None
+    # Of all HTTP between processes of the cluster: peer ports, instances and agents; none: plain.
+    tls: PeerTlsSettings | None = None
+
+
+class Config(Settings):
+    proxy: ProxySettings = ProxySettings()
+    cluster: ClusterSettings = ClusterSettings()
+    policy: PolicySettings = PolicySettings()
+    slo: SloSettings = SloSettings()
+    transfer: TransferSettings = TransferSettings()
+    backup: BackupSettings = BackupSettings()
+    gossip: GossipSettings = GossipSettings()
+    profiles: ProfileSettings = ProfileSettings()
+    security: SecuritySettings = SecuritySettings()
+
+    def url_of(self, process: InstanceSettings | AgentSettings) -> str:
+        """Of the HTTP of an instance or agent of ours."""
+        return self.inner_url(process.host, process.port)
+
+    def inner_url(self, host: str, port: int) -> str:
+        scheme = "http" if self.security.tls is None else "https"
+        return f"{scheme}://{host}:{port}"
+
+    @property
+    def agents_run(self) -> bool:
+        """Whether each node has an agent: it holds checkpoints, and is the node's gossip member."""
+        return self.backup.mode is not BackupMode.OFF or self.gossip.enabled
+
+
+def parse_config(document: Any) -> Config:
+    """Check a parsed YAML document.
+
+    Raises:
+        ConfigError: with one line per fault.
+    """
+    try:
+        config = Config.model_validate({} if document is None else document)
+    except ValidationError as error:
+        raise ConfigError(faults_of(error, Config)) from None
+    if faults := list(_faults_across_sections(config)):
+        raise ConfigError(faults)
+    return config
+
+
+def load_config(path: Path) -> Config:
+    """Read and check a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds faults.
+    """
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: not valid YAML: {' '.join(str(error).split())}"]) from None
+    try:
+        return parse_config(document)
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {fault}" for fault in error.faults]) from None
+
+
+def dump_config(config: Config) -> str:
+    """YAML that `parse_config` reads back as an equal object."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def config_digest(config: Config) -> str:
+    """16 hex digits that are the same for equal configurations, whatever their files look like."""
+    return hashlib.sha256(dump_config(config).encode()).hexdigest()[:16]
+
+
+def read_secret(security: SecuritySettings, environ: Mapping[str, str]) -> bytes:
+    """The first of the cluster's shared secrets, the one in use; raises as `read_secrets` does."""
+    return read_secrets(security, environ)[0]
+
+
+def read_secrets(security: SecuritySettings, environ: Mapping[str, str]) -> list[bytes]:
+    """The cluster's shared secrets, from `security.secret_file` or the environment's KVRS_SECRET:
+    one on each line.
+
+    The first is used; the others are accepted too, so that a secret can be rotated.
+
+    Raises:
+        ConfigError: there is none, one is too short, or the file is readable for other users.
+    """
+    return _read_lines("a secret", "secret_file", security.secret_file, ENV_NAME, environ)
+
+
+def read_admin_tokens(security: SecuritySettings, environ: Mapping[str, str]) -> list[bytes]:
+    """The tokens of which the admin port asks for one, from `security.admin_token_file` or the
+    environment's KVRS_ADMIN_TOKEN, one on each line; empty: it asks for none.
+
+    Raises:
+        ConfigError: one is too short, or the file is readable for other users.
+    """
+    if security.admin_token_file is None and ADMIN_ENV_NAME not in environ:
+        return []
+    return _read_lines(
+        "a token", "admin_token_file", security.admin_token_file, ADMIN_ENV_NAME, environ
+    )
+
+
+def _read_lines(
+    what: str, key: str, path: str | None, variable: str, environ: Mapping[str, str]
+) -> list[bytes]:
+    if path is None:
+        text, source = environ.get(variable, "").encode(), f"environment variable {variable}"
+    else:
+        source = f"security.{key}: {path}"
+        text = read_private(path, source)
+    secrets = [line.strip() for line in text.strip().split(b"\n")]
+    for secret in secrets:
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ConfigError(
+                [f"{source}: {what} of {len(secret)} bytes; allowed: at least {MIN_SECRET_BYTES}"]
+            )
+    return secrets
+
+
+def _faults_across_sections(config: Config) -> Iterator[str]:
+    yield from _faults_of_names(config)
+    budget, body = config.proxy.body_budget_bytes, config.proxy.max_body_bytes
+    if budget < 2 * body:  # One client gets three quarters of it.
+        yield (
+            f"proxy.body_budget_bytes: got {budget}; allowed: at least twice "
+            f"proxy.max_body_bytes ({body})"
+        )
+    match config.cluster.backend:
+        case Backend.VLLM:
+            yield from _faults_of_vllm(config)
+        case Backend.DISTSERVE:
+            yield from _faults_of_distserve(config)
+        case Backend.EMBEDDED:
+            pass
+        case _:
+            assert_never(config.cluster.backend)
+    yield from _faults_of_roles(config)
+    yield from _faults_of_profiles(config)
+    if config.gossip.enabled:
+        yield from _faults_of_gossip(config)
+    yield from _faults_of_ports(config)
+
+
+def _repeated(names: Iterable[str]) -> list[tuple[str, int]]:
+    return [(name, count) for name, count in Counter(names).items() if count > 1]
+
+
+def _faults_of_names(config: Config) -> Iterator[str]:
+    nodes = config.cluster.nodes
+    holders = [instance.id for _, instance in config.cluster.instances()]
+    holders += [node.agent_id for node in nodes]
+    for what, names in (("node", [node.id for node in nodes]), ("instance", holders)):
+        for name, count in _repeated(names):
+            yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
+    for name, count in _repeated([config.proxy.id, *(peer.id for peer in config.proxy.peers)]):
+        yield f"proxy.peers: id {name!r} is used {count} times; allowed: once, proxy.id included"
+    here = config.proxy.peer_host
+    for peer in config.proxy.peers if is_loopback(here) else ():
+        if not is_loopback(peer.host):
+            yield (
+                f"proxy.peer_host: got {here!r}, with proxy {peer.id!r} at {peer.host!r}; allowed: "
+                f"an address at which that proxy reaches this one"
+            )
+
+
+def _faults_of_roles(config: Config) -> Iterator[str]:
+    roles = {instance.role for _, instance in config.cluster.instances()}
+    for role in (Role.PREFILL, Role.DECODE):
+        if not roles & {role, Role.BOTH}:
+            yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
+    mode = config.backup.mode
+    if mode in (BackupMode.REMOTE, BackupMode.BOTH) and len(config.cluster.nodes) < 2:
+        yield (
+            f"backup.mode: got {mode.value!r} with 1 node; allowed: 'off' or 'local', or a "
+            f"second node"
+        )
+
+
+def _faults_of_profiles(config: Config) -> Iterator[str]:
+    for key, wanted, table in (
+        ("profiles.prefill", config.profiles.prefill, prefill_table),
+        ("cluster.engine.pace", config.cluster.engine.pace, decode_table),
+    ):
+        try:
+            if wanted is not None:
+                table(wanted)
+        except ConfigError as error:
+            yield from (f"{key}: {fault}" for fault in error.faults)
+
+
+def _faults_of_ports(config: Config) -> Iterator[str]:
+    listeners: list[InstanceSettings | AgentSettings] = [
+        *(instance for _, instance in config.cluster.instances()),
+        *(node.agent for node in config.cluster.nodes),
+    ]
+    proxy = config.proxy
+    addresses = [
+        address
+        for each in listeners
+        for address in ((each.host, each.port), (each.pages_at, each.page_port))
+    ]
+    addresses += [
+        (proxy.host, proxy.port),
+        (proxy.admin_host, proxy.admin_port),
+        (proxy.peer_host, proxy.peer_port),
+    ]
+    if config.gossip.enabled:
+        addresses += [(host, port) for _, host, port in gossip_members(config)]
+    for address, count in _repeated(f"{host}:{port}" for host, port in addresses if port):
+        yield f"port {address} is used {count} times; allowed: once"
+
+
+def gossip_members(config: Config) -> Iterator[tuple[NodeId, str, int]]:
+    """The members that the file names, with host and gossip port: the agents, each under its
+    node's name, and the proxy.
+    """
+    agents = ((node.id, node.agent) for node in config.cluster.nodes)
+    yield from ((node, agent.gossip_at, agent.gossip_port) for node, agent in agents)
+    yield NodeId(config.proxy.id), config.proxy.gossip_host, config.proxy.gossip_port
+
+
+def gossip_seeds(config: Config, me: NodeId) -> dict[NodeId, str]:
+    """Addresses of the other members; a member on port 0 contacts this one instead."""
+    return {
+        member: f"{host}:{port}"
+        for member, host, port in gossip_members(config)
+        if port and member != me
+    }
+
+
+def _faults_of_gossip(config: Config) -> Iterator[str]:
+    if any(node.id == config.proxy.id for node in config.cluster.nodes):
+        yield (
+            f"proxy.id: {config.proxy.id!r} is the id of a node too; allowed with gossip: a "
+            f"name of its own"
+        )
+    heard: dict[bool, str] = {}  # A member on loopback, and one beyond it.
+    for member, host, _ in gossip_members(config):
+        try:
+            everywhere = ipaddress.ip_address(host).is_unspecified
+        except ValueError:
+            # Packets are sent from the event loop, which must not wait for names to be looked up.
+            yield f"gossip: the host of {member!r} is {host!r}; allowed: a numeric address"
+            continue
+        if everywhere:
+            # The address is published to the other members, and would mean themselves there.
+            yield (
+                f"gossip: the host of {member!r} is {host!r}; allowed: an address at which "
+                f"the other members reach it"
+            )
+        else:
+            heard[is_loopback(host)] = f"the host of {member!r} is {host!r}"
+    if len(heard) == 2:
+        yield (
+            f"gossip: {heard[True]}, and {heard[False]}; allowed: addresses at which "
+            f"the members reach each other (gossip_host)"
+        )
+
+
+def _faults_of_vllm(config: Config) -> Iterator[str]:
+    """Settings that other engines publish themselves must be in the file."""
+    if config.cluster.model is None:
+        yield (
+            "cluster.model: missing with backend 'vllm'; allowed: the model's directory, for "
+            "its tokenizer and config.json"
+        )
+    if config.profiles.prefill is None:
+        yield (
+            "profiles.prefill: missing with backend 'vllm', which publishes no table; "
+            "allowed: a name, or the path of one"
+        )
+    if config.backup.mode is not BackupMode.OFF:
+        yield (
+            f"backup.mode: got {config.backup.mode.value!r} with backend 'vllm', which sends "
+            f"no checkpoints; allowed: 'off'"
+        )
+    for _, instance in config.cluster.instances():
+        if instance.role is Role.BOTH:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has role 'both'; allowed with "
+                f"backend 'vllm': prefill, decode"
+            )
+        if instance.port == 0:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has no port; allowed with backend "
+                f"'vllm': the port it listens on"
+            )
+
+
+def _faults_of_distserve(config: Config) -> Iterator[str]:
+    for node in config.cluster.nodes:
+        roles = sorted(instance.role.value for instance in node.instances)
+        if roles != [Role.DECODE, Role.PREFILL]:
+            allowed = (
+                "allowed with backend 'distserve': one prefill and one decode, which are one server"
+            )
+            yield (
+                f"cluster.nodes: node {node.id!r} has instances of roles {', '.join(roles)}; "
+                f"{allowed}"
+            )
+    for key, wanted in (
+        ("cluster.engine.pace", config.cluster.engine.pace),
+        ("profiles.prefill", config.profiles.prefill),
+    ):
+        if wanted is not None:
+            yield (
+                f"{key}: got {wanted!r}; allowed with backend 'distserve': null (each stage "
+                f"measures itself)"
+            )

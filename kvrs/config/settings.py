@@ -1,0 +1,133 @@
+"""The base of every section of the YAML file, the YAML parser, and files that are private.
+
+A setting has its unit in the name, its reason in the comment and its range in the field;
+`kvrs/config/file.py` composes the sections and reports all mistakes of a file at once.
+"""
+
+import ipaddress
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvrs.errors import ConfigError
+
+# The key of the host that a port is bound at; where that has no value, it is `host`.
+HOST_OF_PORT = {
+    "port": "host",
+    "admin_port": "admin_host",
+    "peer_port": "peer_host",
+    "page_port": "page_host",
+    "gossip_port": "gossip_host",
+}
+
+
+class Settings(BaseModel):
+    """Frozen; unknown keys and wrong types are refused rather than coerced."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of the same machine reach it; of names only that of `localhost`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 for numbers and keys: `20e6` and `3.0e6` are numbers (text in YAML 1.1), and a
+    repeated key is an error.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """The document as plain data. Raises yaml.YAMLError, also for values that only look like a
+    number or a date.
+    """
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    except ValueError as error:
+        raise yaml.YAMLError(str(error)) from None
+    finally:
+        loader.dispose()
+
+
+def faults_of(error: ValidationError, model: type[Settings]) -> list[str]:
+    """One line per mistake: path, value, what is allowed."""
+    return [_line(fault, model) for fault in error.errors(include_url=False)]
+
+
+def _line(fault: Any, model: type[Settings]) -> str:
+    path = ".".join(str(part) for part in fault["loc"]) or "the file"
+    if fault["type"] == "extra_forbidden":
+        return f"{path}: unknown key; allowed: {', '.join(_allowed_keys(fault['loc'], model))}"
+    if fault["type"] == "missing":
+        return f"{path}: missing"
+    # Only scalars are echoed: a whole section would bury the message.
+    value = fault["input"]
+    shown = (
+        "a section"
+        if isinstance(value, dict)
+        else "a list"
+        if isinstance(value, list)
+        else repr(value)
+    )
+    message = (
+        "allowed: a section"
+        if fault["type"] in ("model_type", "model_attributes_type")
+        else fault["msg"]
+    )
+    return f"{path}: got {shown}; {message[0].lower()}{message[1:]}"
+
+
+def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[str]:
+    """The keys of the section in which the last part of `path` is unknown."""
+    schema = model.model_json_schema()
+    node: dict[str, Any] = schema
+    for part in path[:-1]:
+        node = node["items"] if isinstance(part, int) else node["properties"][part]
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+    return sorted(node["properties"])
+
+
+def read_private(path: str, source: str) -> bytes:
+    """The content of a file that other users cannot read.
+
+    Raises:
+        ConfigError: they can, or it cannot be read; `source` names it.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            if mode := os.fstat(file.fileno()).st_mode & 0o077:
+                raise ConfigError(
+                    [f"{source}: other users may use it (mode bits {mode:03o}); allowed: 0600"]
+                )
+            return file.read()
+    except OSError as error:
+        raise ConfigError([f"{source}: {error.strerror}"]) from None

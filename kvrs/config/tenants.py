@@ -1,0 +1,95 @@
+"""The tenants of the clients' port: hashes of their API keys, and their limits.
+
+They are a YAML document of their own, `security.key_file` or the environment's KVRS_KEYS, because
+it is private and changes while the proxy runs: a section for each tenant, under its name.
+"""
+
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Annotated
+
+import yaml
+from pydantic import Field, ValidationError
+
+from kvrs.config.file import SecuritySettings
+from kvrs.config.settings import Settings, faults_of, parse_yaml, read_private
+from kvrs.errors import ConfigError
+
+KEYS_ENV_NAME = "KVRS_KEYS"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+_MOST_BYTES = 16 << 20
+
+KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class TenantSettings(Settings):
+    """A limit that is null does not exist. Each proxy enforces the limits by itself."""
+
+    # SHA-256 of each of its keys, in hexadecimal. Several, so that a key can be replaced.
+    keys: list[KeyHash] = Field(min_length=1, max_length=64)
+    enabled: bool = True  # If not, requests get 403.
+    streams: int | None = Field(default=None, ge=1)  # Open at a time; each choice is one.
+    requests_per_s: float | None = Field(default=None, gt=0)
+    open_bytes: int | None = Field(default=None, ge=1024)  # Of the bodies of open requests.
+    tokens_per_min: int | None = Field(default=None, ge=1)  # Of prompts and output.
+
+
+def key_hash(key: bytes) -> bytes:
+    """What is stored of an API key. Keys are random and long, so that a slow hash adds nothing."""
+    return sha256(key).digest()
+
+
+def has_keys(security: SecuritySettings, environ: Mapping[str, str]) -> bool:
+    """Whether clients need a key."""
+    return security.key_file is not None or KEYS_ENV_NAME in environ
+
+
+def read_tenants(
+    security: SecuritySettings, environ: Mapping[str, str]
+) -> dict[str, TenantSettings] | None:
+    """The tenants by name; None: no keys are configured, and clients need none.
+
+    Raises:
+        ConfigError: the document cannot be read or holds faults, or other users may read it.
+    """
+    if security.key_file is not None:
+        source = f"security.key_file: {security.key_file}"
+        text = read_private(security.key_file, source)
+    elif KEYS_ENV_NAME in environ:
+        source, text = f"environment variable {KEYS_ENV_NAME}", environ[KEYS_ENV_NAME].encode()
+    else:
+        return None
+    try:
+        return _parse(text)
+    except ConfigError as error:
+        raise ConfigError([f"{source}: {fault}" for fault in error.faults]) from None
+
+
+def _parse(text: bytes) -> dict[str, TenantSettings]:
+    if len(text) > _MOST_BYTES:
+        raise ConfigError([f"got {len(text)} bytes; allowed: at most {_MOST_BYTES}"])
+    try:
+        document = parse_yaml(text.decode())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"not valid YAML: {' '.join(str(error).split())}"]) from None
+    if not isinstance(document, dict) or not document:
+        raise ConfigError(["no tenant; allowed: a section for each tenant, under its name"])
+    tenants: dict[str, TenantSettings] = {}
+    faults: list[str] = []
+    owners: dict[str, str] = {}
+    for name, fields in document.items():
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            faults.append(f"got {name!r:.80} as a tenant's name; allowed: {_NAME.pattern}")
+            continue
+        try:
+            tenants[name] = tenant = TenantSettings.model_validate(fields)
+        except ValidationError as error:
+            faults += [f"{name}.{fault}" for fault in faults_of(error, TenantSettings)]
+            continue
+        for each in tenant.keys:
+            if owners.setdefault(each, name) != name:
+                faults.append(f"{name}.keys: one key is of {owners[each]} too; allowed: one tenant")
+    if faults:
+        raise ConfigError(faults)
+    return tenants

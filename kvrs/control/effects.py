@@ -1,0 +1,67 @@
+"""What `Control` asks its driver to do. A driver performs effects in order and decides nothing."""
+
+from dataclasses import dataclass
+
+from kvrs.control.live import LiveStream, Outcome
+from kvrs.policy.model.actions import (
+    Ejected,
+    Plan,
+    Readmitted,
+    Recovered,
+    Redirect,
+    Settled,
+    WakeAt,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BeginAttempt:
+    """Run attempt `live.journal.attempt` by this plan. The attempt before it has been ended."""
+
+    live: LiveStream
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class EndAttempt:
+    """Close the connection of the stream's current attempt, if it has one; it writes no more."""
+
+    live: LiveStream
+
+
+@dataclass(frozen=True, slots=True)
+class GiveEnd:
+    """Send the end of a stream that has all its ids: no engine is needed for it."""
+
+    live: LiveStream
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """Tell the client how its stream ended."""
+
+    live: LiveStream
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClosed:
+    """The stream is out of all books, however it ended. Once per stream."""
+
+    live: LiveStream
+
+
+Effect = (
+    BeginAttempt
+    | EndAttempt
+    | GiveEnd
+    | EndStream
+    | StreamClosed
+    | Redirect  # The attempt, whose prefill has just reported, goes on by `live.plan`.
+    | Recovered
+    | Settled
+    | Ejected
+    | Readmitted
+    | WakeAt
+)

@@ -1,0 +1,127 @@
+"""How long a source may be silent, and what excuses it.
+
+A source is an instance that reports its load, an agent, or an attempt that produces tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrs.config.proxy import ProxySettings
+from kvrs.control.fleet import Instances, overdue_after_s
+from kvrs.control.live import LiveStream
+from kvrs.ids import InstanceId
+
+# The least silence that counts, however quick the source was before: machines pause.
+SHORTEST_SILENCE_S = 2.0
+# Silence lasts for this many of a source's usual intervals, so that one which has become ten times
+# as slow is not silent.
+USUAL_INTERVALS = 20
+# A look that is so late was delayed by a stall of this process's own event loop.
+EVENT_LOOP_STALL_S = 0.25
+# Between two tries to reach a process, doubling.
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+# A killed process resets all its sockets at once, but they are read one after the other: wait this
+# long for the news that the whole instance is gone, so that all its victims are decided together.
+LOST_TOGETHER_S = 0.002
+
+
+def silent_after_s(usual_s: float, longest_s: float) -> float:
+    """Return how long a source with this usual interval may be silent, at most `longest_s`."""
+    return min(longest_s, max(SHORTEST_SILENCE_S, USUAL_INTERVALS * usual_s))
+
+
+def mean_interval_s(first_s: float | None, last_s: float | None, tokens: int) -> float | None:
+    """Return the mean time between two of a stream's tokens; None: there are too few."""
+    if first_s is None or last_s is None or tokens < 2:
+        return None
+    return (last_s - first_s) / (tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchLimits:
+    """How long a watched process may go without a report."""
+
+    usual_s: float
+    overdue_s: float  # Enough where gossip reports the process dead.
+    longest_s: float  # For one whose event loop stalls, while its heartbeats come.
+
+    @classmethod
+    def of(cls, settings: ProxySettings) -> "WatchLimits":
+        overdue_s = overdue_after_s(settings.load_interval_s)
+        longest_s = max(settings.token_gap_s, overdue_s)
+        usual_s = silent_after_s(settings.load_interval_s, longest_s)
+        return cls(usual_s, overdue_s, longest_s)
+
+    def silence_s(self, *, is_gossiped_dead: bool, beats_for_s: float = 0.0) -> float:
+        """A gossiped death only shortens the report timeout: it ends no watch by itself. A process
+        whose heartbeats have gone on for `beats_for_s` since its last report has until they are
+        overdue, too.
+        """
+        silence_s = self.overdue_s if is_gossiped_dead else self.usual_s
+        if beats_for_s <= 0.0:
+            return silence_s
+        return min(self.longest_s, max(silence_s, beats_for_s + self.overdue_s))
+
+
+class SilenceTimer:
+    """Notices silence with one timer that is re-armed when it fires, not per token."""
+
+    def __init__(self, now_s: float) -> None:
+        self.heard_s = now_s
+        self._next_s = now_s
+
+    def look(self, now_s: float, limit_s: float, is_excused: Callable[[], bool]) -> float | None:
+        """Return when to look again; None: the source was silent for `limit_s` without an excuse.
+
+        The limit may become shorter meanwhile, so looks are at most SHORTEST_SILENCE_S apart.
+        """
+        # After a stall of this process's own event loop the timeout starts again: what came
+        # meanwhile may be read after this.
+        if now_s - self._next_s > EVENT_LOOP_STALL_S:
+            self.heard_s = now_s
+        if now_s >= self.heard_s + limit_s:
+            if not is_excused():
+                return None
+            self.heard_s = now_s
+        self._next_s = min(self.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
+        return self._next_s
+
+
+class InstanceProgress:
+    """When instances last delivered anything, and how long attempts may wait for them."""
+
+    def __init__(self, instances: Instances, token_gap_s: float) -> None:
+        self._instances = instances
+        self._token_gap_s = token_gap_s
+        self._delivered_s: dict[InstanceId, float] = {}
+
+    def delivered(self, instance: InstanceId, now_s: float) -> None:
+        """The instance finished a prefill or sent tokens."""
+        self._delivered_s[instance] = now_s
+
+    def first_token_timeout_s(self, instance: InstanceId) -> float:
+        """Return how long it may be silent before an attempt's first token, its queue included."""
+        return self._token_gap_s + self._instances.queue_delay_s(instance)
+
+    def token_gap_s(self, live: LiveStream, now_s: float) -> float:
+        """Return how long an attempt may be silent between two tokens of the stream."""
+        usual_s, instance = live.journal.token_interval_s, live.instance
+        is_stalled = instance is not None and self._instances.is_stalled(instance, now_s)
+        if usual_s is None or is_stalled:
+            return self._token_gap_s
+        return silent_after_s(usual_s, self._token_gap_s)
+
+    def is_making_progress(self, instance: InstanceId, now_s: float) -> bool:
+        """Whether it has more streams than it can run at a time, and delivers for some of them.
+
+        To give up the others would only move them to the end of another queue. An engine that hangs
+        has a queue as well, but delivers nothing.
+        """
+        delivered_s = self._delivered_s.get(instance)
+        return (
+            delivered_s is not None
+            and now_s - delivered_s < self._token_gap_s
+            and self._instances.queued(instance) > 0
+            and self._instances.is_reporting(instance, now_s)
+        )

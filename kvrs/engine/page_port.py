@@ -1,0 +1,181 @@
+"""The page port of one instance: everything by which its KV pages leave and arrive.
+
+It owns the instance's identity towards peers, its page server, puller, pusher and link probes, and
+for each pool of pages a fetcher and a checkpointer. Shared by the embedded engine, whose pool lives
+as long as the process, and by a stage of DistServe, which gets a new pool with every restart.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvrs.config.backup import BackupMode
+from kvrs.config.cluster import InstanceSettings, NodeSettings
+from kvrs.config.file import Config
+from kvrs.engine.checkpoints import Checkpointer
+from kvrs.engine.fetching import PageFetcher
+from kvrs.engine.pages import EnginePages
+from kvrs.engine.staging import PagePool
+from kvrs.errors import TransferError
+from kvrs.ids import InstanceId
+from kvrs.scheduling.pages import PageManager
+from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest
+from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.pusher import PagePusher
+from kvrs.transfer.server import PageServer
+
+# Within one start of the process an instance's epoch rises with every fence, and where a stage can
+# be restarted with every restart.
+EPOCHS_PER_START = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePlace:
+    """One instance of the configuration: its node, ports and secrets."""
+
+    config: Config
+    node: NodeSettings
+    settings: InstanceSettings
+    secret: bytes
+    epoch: int  # The first one of this start of the process.
+    links: SendingLinks  # All that the process sends shares the links to the other nodes.
+    older: Sequence[bytes] = ()  # Secrets that are accepted beside the one in use.
+
+
+class _AttachedPages:
+    """A `PageSource` over the pool that is attached at present; between two of them it holds
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        self.source: EnginePages | None = None
+
+    async def pin(self, request: PullRequest) -> PinnedPages:
+        if (source := self.source) is None:
+            raise TransferError("the stage that held these pages is down")
+        pinned = await source.pin(request)
+        return replace(pinned, token=(source, pinned))
+
+    def unpin(self, pinned: PinnedPages) -> None:
+        assert isinstance(pinned.token, tuple)
+        source, inner = pinned.token
+        source.unpin(inner)
+
+
+class PagePort:
+    """Serves, fetches and checkpoints pages for one instance. `start` needs a running event loop.
+
+    `epoch` is the epoch of all pages served: raising it makes peers drop what they knew of them.
+    """
+
+    def __init__(self, place: InstancePlace, fingerprint: str, page_bytes: int) -> None:
+        self.epoch = place.epoch
+        self.registry = peers_of(place.config)
+        self.checkpointer: Checkpointer | None = None  # Of the attached pool.
+        self._place = place
+        self._fingerprint = fingerprint
+        self._page_bytes = page_bytes
+        self._source = _AttachedPages()
+        transfer = place.config.transfer
+        self.server = PageServer(
+            self.identity, self._source, place.secret, transfer, place.links, older=place.older
+        )
+        self.puller = PagePuller(self.identity, place.secret, transfer, time.monotonic)
+        self._pusher = PagePusher(self.identity, place.secret, transfer, place.links)
+
+    def identity(self) -> Identity:
+        """The instance as peers see it, at this moment."""
+        return Identity(
+            instance=self._place.settings.id,
+            node=self._place.node.id,
+            epoch=self.epoch,
+            fingerprint=self._fingerprint,
+            page_bytes=self._page_bytes,
+        )
+
+    def attach(
+        self, pages: PageManager, pool: PagePool, released: Callable[[], None]
+    ) -> tuple[PageFetcher, Checkpointer]:
+        """Serve a pool's pages from now on. `released` is called when pages that were being sent
+        have lost their pins.
+
+        Returns: What fetches into the pool, and what sends its pages to agents once it is run.
+        """
+        config = self._place.config
+        self._source.source = EnginePages(pages, pool, released)
+        self.checkpointer = Checkpointer(
+            pages,
+            pool,
+            self._pusher,
+            agents_of(config),
+            config.backup,
+            clock=time.monotonic,
+            released=released,
+        )
+        return PageFetcher(pool, self.puller, self.registry), self.checkpointer
+
+    def detach(self) -> None:
+        """The pool is gone: hold nothing until the next `attach`."""
+        self._source.source = self.checkpointer = None
+
+    @property
+    def lag_pages(self) -> int:
+        """Full pages of protected streams that their agents do not have yet."""
+        return 0 if self.checkpointer is None else self.checkpointer.lag_pages
+
+    async def start(self) -> None:
+        """Open the page port."""
+        await self.server.start(self._place.settings.pages_at, self._place.settings.page_port)
+
+    async def probe(self) -> None:
+        """Keep an estimate of every link into the instance, until cancelled."""
+        interval_s = self._place.config.transfer.probe_interval_s
+        await probe_links(self.puller, self.registry.values(), self._place.settings.id, interval_s)
+
+    async def close(self) -> None:
+        await self.server.close()
+        await self.puller.close()
+        await self._pusher.close()
+
+
+async def probe_links(
+    puller: PagePuller, peers: Iterable[Peer], own: InstanceId, interval_s: float
+) -> None:
+    """Probe the links from all peers once per interval; links with traffic of their own are left
+    out.
+    """
+    nodes = {peer.instance: peer.node for peer in peers}
+    # The other instances of this node probe the same links.
+    probers = list(nodes.values()).count(nodes[own])
+    while True:
+        for peer in peers:
+            # After an answer of one peer, the others of its node are not probed.
+            if peer.instance != own:
+                await puller.probe(peer, probers)
+        await asyncio.sleep(interval_s)
+
+
+def peers_of(config: Config) -> dict[InstanceId, Peer]:
+    """Where pages may come from and go to: all instances, then the agents if there are any."""
+    peers = [
+        Peer(instance=instance.id, node=node.id, host=instance.pages_at, port=instance.page_port)
+        for node, instance in config.cluster.instances()
+    ]
+    return {peer.instance: peer for peer in peers} | agents_of(config)
+
+
+def agents_of(config: Config) -> dict[InstanceId, Peer]:
+    """Where checkpoints go."""
+    if config.backup.mode is BackupMode.OFF:
+        return {}
+    return {
+        node.agent_id: Peer(
+            instance=node.agent_id,
+            node=node.id,
+            host=node.agent.pages_at,
+            port=node.agent.page_port,
+        )
+        for node in config.cluster.nodes
+    }

@@ -1,0 +1,144 @@
+"""The runs of one engine: which attempts are accepted, fenced and ended.
+
+Shared by the embedded engine and by both stages of DistServe, which differ in how they compute.
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from kvrs.engine.requests import GenerationRun, StepOutput
+from kvrs.ids import StreamId
+from kvrs.scheduling.sequences import Sequence
+
+# This many streams are remembered; older ones ended long ago.
+ATTEMPTS_REMEMBERED = 100_000
+
+Attempt = tuple[int, int]  # (owner_epoch, attempt)
+
+
+class FencedError(Exception):
+    """The request's attempt is lower than one already seen for its stream."""
+
+
+class AttemptBook:
+    """The highest attempt seen of each stream."""
+
+    def __init__(self) -> None:
+        self._highest: OrderedDict[StreamId, Attempt] = OrderedDict()
+
+    def admit(self, stream: StreamId, attempt: Attempt) -> None:
+        """Raises FencedError: a higher one was already seen."""
+        if attempt < self._highest.get(stream, (0, 0)):
+            raise FencedError(f"stream {stream} has an attempt above {attempt}")
+
+    def fence(self, attempts: Mapping[StreamId, Attempt]) -> None:
+        """Refuse attempts below the one named for their stream from now on."""
+        for stream, attempt in attempts.items():
+            self._highest[stream] = max(attempt, self._highest.get(stream, (0, 0)))
+            self._highest.move_to_end(stream)
+        while len(self._highest) > ATTEMPTS_REMEMBERED:
+            self._highest.popitem(last=False)
+
+
+class CheckpointHooks(Protocol):
+    """Events of runs for the checkpointer. Every call returns at once and none may fail."""
+
+    def began(self, run: GenerationRun) -> None:
+        """A run with checkpoints was accepted and is about to be computed."""
+
+    def filled(self, sequence: Sequence) -> None:
+        """The sequence has more full pages than before (computed, fetched or found here), or has
+        them again after a preemption.
+
+        Called after a batch, while the sequence owns them.
+        """
+
+    def ended(self, sequence: Sequence) -> None:
+        """Nothing more is computed for the sequence; its pages are at most leased or cached."""
+
+
+class RunCore(ABC):
+    """Accepts, fences and ends runs; a subclass computes them.
+
+    All methods are called on the event loop.
+    """
+
+    def __init__(self, checkpoints: CheckpointHooks | None = None) -> None:
+        self.checkpoints = checkpoints
+        self._attempts = AttemptBook()
+        self._runs: dict[Sequence, GenerationRun] = {}
+
+    @property
+    def runs(self) -> int:
+        """How many runs were accepted and have not ended."""
+        return len(self._runs)
+
+    def submit(self, run: GenerationRun) -> None:
+        """Begin a run, and end lower attempts at the same stream.
+
+        Raises:
+            FencedError: a higher attempt was already seen.
+            RequestError: the run could never be computed here.
+        """
+        sequence = run.sequence
+        self._attempts.admit(sequence.stream, sequence.attempt)
+        self.fence({sequence.stream: sequence.attempt})
+        if run.ending is not None:
+            run.outputs.put_nowait(run.ending)
+            return
+        self._prepare(run)
+        self._runs[sequence] = run
+        if self.checkpoints is not None and run.checkpoints:
+            self.checkpoints.began(run)
+        self._begin(run)
+
+    def fence(self, attempts: Mapping[StreamId, Attempt]) -> None:
+        """End every run below the attempt named for its stream, and refuse such from now on."""
+        self._end_below(attempts, lambda run: True)
+
+    def end_transfers(self, attempts: Mapping[StreamId, Attempt]) -> None:
+        """End every run below the attempt named for its stream that still holds a slot, and refuse
+        such attempts from now on.
+        """
+        self._end_below(attempts, lambda run: run.holds_slot)
+
+    def abort(self, run: GenerationRun) -> None:
+        """End a run without a last output; without effect on one that has ended."""
+        if run.sequence in self._runs:
+            self._cancel(run)
+
+    def _end_below(
+        self, attempts: Mapping[StreamId, Attempt], affected: Callable[[GenerationRun], bool]
+    ) -> None:
+        self._attempts.fence(attempts)
+        superseded = [
+            run
+            for sequence, run in self._runs.items()
+            if sequence.attempt < attempts.get(sequence.stream, (0, 0)) and affected(run)
+        ]
+        for run in superseded:
+            self.abort(run)
+
+    def _report_filled(self, run: GenerationRun) -> None:
+        if self.checkpoints is not None and run.checkpoints:
+            self.checkpoints.filled(run.sequence)
+
+    def _end(self, run: GenerationRun, output: StepOutput | None) -> None:
+        """Remove a run and queue its last output; None: it was aborted, or has failed."""
+        del self._runs[run.sequence]
+        if self.checkpoints is not None and run.checkpoints:
+            self.checkpoints.ended(run.sequence)
+        run.outputs.put_nowait(output)
+
+    def _prepare(self, run: GenerationRun) -> None:  # noqa: B027  # Optional: nothing to check.
+        """Raises RequestError: the run could never be computed here."""
+
+    @abstractmethod
+    def _begin(self, run: GenerationRun) -> None:
+        """Start computing a run that was accepted."""
+
+    @abstractmethod
+    def _cancel(self, run: GenerationRun) -> None:
+        """End a run and stop computing it."""

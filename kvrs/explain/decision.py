@@ -1,0 +1,300 @@
+"""One decision, taken apart: every option, the terms of its sum, and where the answer would change.
+
+Estimates and their terms come from the objects that decide in a proxy (`kvrs.policy.rules`,
+`kvrs.policy.options`), set up for one victim: its decode instance on another node is lost, `holder`
+on node n0 still retains its prompt (or, for engines that fetch no pages, has it in its prefix
+cache), and `target` on node n1 can take it over with the prefill instance beside it. An agent, on
+the target's node or on a third one, may have a checkpoint, and the target itself the front of the
+history.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import inf, isfinite
+
+from kvrs.config.policy import Handoff, PolicyName, PolicySettings
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.handoff import HandoffCandidate, choose, hand_off_s
+from kvrs.policy.model.cluster_view import Agent, ClusterView, Instance, Member
+from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.model.streams import Holder, StoredCheckpoint, Stream
+from kvrs.policy.options.base import Books, Case, Term, case_of
+from kvrs.policy.rules import ALL, BY_NAME
+from kvrs.policy.rules.base import Rule
+from kvrs.policy.slots import SlotBook
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import Capability, Role
+
+_N0, _N1, _N2 = NodeId("n0"), NodeId("n1"), NodeId("n2")
+_HOLDER, _AGENT = InstanceId("holder"), InstanceId("agent")
+
+
+class CheckpointAt(StrEnum):
+    """The node of the agent that has the checkpoint."""
+
+    TARGET = "target"  # The target's node: it comes from host memory.
+    OTHER = "other"  # A third node: it comes over a link like the holder's.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The situation to decide. Lengths and rates as in a real decision: at least one prompt token,
+    rates above zero.
+    """
+
+    geometry: KvGeometry
+    prefill: PrefillTable
+    settings: PolicySettings
+    prompt_tokens: int
+    output_tokens: int  # Sent to the client already; their KV died with the decode instance.
+    held_tokens: int  # Leading tokens of the prompt whose KV the holder retains.
+    bytes_per_s: float  # From the holder's node to the target's.
+    local_bytes_per_s: float  # Within the target's node, for the hand-off after recomputing.
+    service_s: float  # What one request ahead in a queue takes.
+    queue_s: float = 0.0  # Before the prefill instance beside the target.
+    target_queue_s: float = 0.0  # Before the target itself.
+    budget_s: float | None = None  # No option may take longer.
+    checkpoint_tokens: int = 0  # Leading tokens of the history of which an agent has a checkpoint.
+    checkpoint_at: CheckpointAt = CheckpointAt.TARGET
+    host_to_device_bytes_per_s: float = 26e9  # From an agent's memory into an instance on its node.
+    reused_tokens: int = 0  # Leading tokens of the history whose KV the target has.
+    # Before the decode instance beside the holder, at the end of prefill: for the hand-off alone.
+    own_queue_s: float = 0.0
+    # The target fetches no pages: the holder computes behind what it has cached, and hands off.
+    prefix_cache: bool = False
+    # Learned factors that predictions are multiplied by.
+    corrections: Mapping[Option, float] = field(default_factory=dict)
+
+    @property
+    def history_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """One option; its terms add up to `total_s`, of which the last one is the correction."""
+
+    option: Option
+    total_s: float
+    raw_s: float  # Before the correction.
+    terms: tuple[Term, ...]
+    extrapolated: bool  # A table was used outside its measured range.
+    # What is fetched begins here; in a split, what is before it is computed meanwhile.
+    first_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Where the cheaper of migrating and recomputing changes, all else equal, without checkpoint
+    and reuse.
+
+    None: nowhere.
+    """
+
+    # Above this bandwidth migrating is cheaper than recomputing.
+    bytes_per_s: float | None
+    # With more requests than this before the prefill instance migrating is cheaper; 0: with an
+    # empty queue, too.
+    queue_depth: float | None
+    # Of a hand-off (seed KVRS): with more requests than this in the own queue, moving the KV to an
+    # idle node is sooner.
+    hand_off_queue_depth: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeighedHandoff:
+    """Where the prompt's KV goes once prefill is done: to the decode instance beside it, or to the
+    target on the other node.
+    """
+
+    how: Handoff
+    own_s: float
+    remote_s: float
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    policy: PolicyName
+    chosen: Option
+    options: tuple[Weighed, ...]
+    by_policy: dict[PolicyName, Option]  # The choice of each policy.
+    crossover: Crossover
+    hand_offs: tuple[WeighedHandoff, ...]
+    kv_bytes_per_token: int
+    kv_bytes: int  # Of the prompt.
+    fetched_bytes: int  # That migrating would move.
+
+
+def explain(question: Question) -> Explanation:
+    """The decision on this question, with all estimates and their terms."""
+    rule, case = BY_NAME[question.settings.name], _case(question)
+    estimates = _weigh(case, rule)
+    return Explanation(
+        policy=rule.name,
+        chosen=rule.decide(estimates, question.budget_s).option,
+        options=tuple(_taken_apart(case, rule, estimate) for estimate in estimates),
+        by_policy={
+            each.name: each.decide(_weigh(case, each), question.budget_s).option for each in ALL
+        },
+        crossover=_crossover(question),
+        hand_offs=tuple(_hand_off(question, how) for how in (Handoff.ROM, Handoff.AUTO)),
+        kv_bytes_per_token=question.geometry.bytes_per_token,
+        kv_bytes=question.prompt_tokens * question.geometry.bytes_per_token,
+        fetched_bytes=_fetched_bytes(question),
+    )
+
+
+def _fetched_bytes(question: Question) -> int:
+    if question.prefix_cache:
+        return question.history_tokens * question.geometry.bytes_per_token
+    fetched_tokens = min(question.held_tokens, question.history_tokens - 1)
+    return fetched_tokens // question.geometry.page_size_tokens * question.geometry.page_bytes
+
+
+def _weigh(case: Case, rule: Rule) -> list[Estimate]:
+    return rule.weigh(case.books, case.stream, [case.target], 0.0)
+
+
+def _case(question: Question) -> Case:
+    """The victim at its target, with a policy's records of the situation in question."""
+    settings = question.settings
+    view = ClusterView(question.local_bytes_per_s)
+    holder = view.add(_instance(question, _HOLDER, _N0, Role.PREFILL))
+    prefill = view.add(_instance(question, InstanceId("prefill instance"), _N1, Role.PREFILL))
+    lacks = {Capability.PULL_PAGES} if question.prefix_cache else set()
+    target = view.add(_instance(question, InstanceId("target"), _N1, Role.DECODE, lacks))
+    prefill.reported_queue_s, target.reported_queue_s = question.queue_s, question.target_queue_s
+    for node in (_N0, _N2):
+        view.link(node, _N1).bytes_per_s = question.bytes_per_s
+    stream = Stream(
+        StreamId("victim"),
+        0,
+        question.prompt_tokens,
+        0.0,
+        produced_tokens=question.output_tokens,
+        prefilled=True,
+    )
+    _give(question, stream, holder, target, view)
+    books = Books(view, SlotBook(settings.slots_max), settings, question.corrections)
+    return case_of(books, stream, target, 0.0)
+
+
+def _give(
+    question: Question, stream: Stream, holder: Member, target: Member, view: ClusterView
+) -> None:
+    """Place the KV of the history as the question states."""
+    page_size_tokens = question.geometry.page_size_tokens
+    for member, tokens in ((holder, question.held_tokens), (target, question.reused_tokens)):
+        if tokens >= page_size_tokens:
+            stream.holders[member.instance.id] = Holder(member, tokens // page_size_tokens)
+    if question.checkpoint_tokens >= page_size_tokens:
+        node = _N1 if question.checkpoint_at is CheckpointAt.TARGET else _N2
+        size = question.checkpoint_tokens * question.geometry.bytes_per_token
+        agent = Agent(_AGENT, node, 1, size, question.host_to_device_bytes_per_s)
+        view.agents[agent.id] = agent
+        pages = question.checkpoint_tokens // page_size_tokens
+        stream.checkpoints[agent.id] = StoredCheckpoint(agent, question.geometry, size, pages)
+
+
+def _instance(
+    question: Question,
+    name: InstanceId,
+    node: NodeId,
+    role: Role,
+    lacks: Set[Capability] = frozenset(),
+) -> Instance:
+    return Instance(
+        name, node, role, 1, question.geometry, question.prefill, frozenset(Capability) - lacks
+    )
+
+
+def _taken_apart(case: Case, rule: Rule, estimate: Estimate) -> Weighed:
+    terms = [*rule.terms(case, estimate)]
+    factor = case.factor(estimate.option)
+    if factor != 1.0 and rule.learns:
+        how = f"{estimate.raw_s:.6f} s by the tables, times {factor:.3g}"
+        terms.append(Term("correction", estimate.total_s - estimate.raw_s, how))
+    return Weighed(
+        estimate.option,
+        estimate.total_s,
+        estimate.raw_s,
+        tuple(terms),
+        estimate.extrapolated,
+        estimate.first_page,
+    )
+
+
+def _hand_off(question: Question, how: Handoff) -> WeighedHandoff:
+    own = HandoffCandidate(InstanceId("own"), question.own_queue_s, question.local_bytes_per_s)
+    remote = HandoffCandidate(InstanceId("target"), question.target_queue_s, question.bytes_per_s)
+    kv_bytes, handshake_s = (
+        question.prompt_tokens * question.geometry.bytes_per_token,
+        question.settings.handshake_s,
+    )
+    own_s, remote_s = (
+        hand_off_s(how, each, each is own, kv_bytes, handshake_s) for each in (own, remote)
+    )
+    return WeighedHandoff(
+        how, own_s, remote_s, choose(how, own, [remote], kv_bytes, handshake_s) is own
+    )
+
+
+def _crossover(question: Question) -> Crossover:
+    plain = replace(question, checkpoint_tokens=0, reused_tokens=0)
+    hand_off_s = question.prompt_tokens * question.geometry.bytes_per_token / question.bytes_per_s
+    return Crossover(
+        bytes_per_s=_crossover_bytes_per_s(plain),
+        queue_depth=_crossover_queue_depth(plain),
+        hand_off_queue_depth=hand_off_s / question.service_s,
+    )
+
+
+def _crossover_bytes_per_s(question: Question) -> float | None:
+    """Migrating costs `fixed + bytes / bandwidth`: both follow from estimates at two bandwidths."""
+    fastest = _estimate(replace(question, bytes_per_s=inf), Option.MIGRATE)
+    at_1_byte_per_s = _estimate(replace(question, bytes_per_s=1.0), Option.MIGRATE)
+    recompute = _estimate(question, Option.RECOMPUTE)
+    if (
+        fastest is None
+        or at_1_byte_per_s is None
+        or recompute is None
+        or recompute.total_s <= fastest.total_s
+    ):
+        return None
+    size_bytes = at_1_byte_per_s.transfer_s - fastest.transfer_s
+    factor = at_1_byte_per_s.total_s / at_1_byte_per_s.raw_s
+    # Not what the fastest one costs: a queue at the target may outlast it.
+    fixed_s = at_1_byte_per_s.queue_s + at_1_byte_per_s.compute_s + fastest.transfer_s
+    bytes_per_s = size_bytes / (recompute.total_s / factor - fixed_s)
+    return bytes_per_s if isfinite(bytes_per_s) else None
+
+
+def _crossover_queue_depth(question: Question) -> float | None:
+    """The queue before the prefill instance matters for as long as the target itself would not
+    compute it sooner.
+    """
+    if question.settings.name is PolicyName.ROM:
+        return None  # `ROM_DECIDE` weighs no queue.
+    migrate = _estimate(question, Option.MIGRATE)
+    without_queue = _estimate(replace(question, queue_s=0.0), Option.RECOMPUTE)
+    at_most = _estimate(replace(question, queue_s=inf), Option.RECOMPUTE)
+    if (
+        migrate is None
+        or without_queue is None
+        or at_most is None
+        or at_most.total_s <= migrate.total_s
+    ):
+        return None
+    if without_queue.total_s >= migrate.total_s or without_queue.source is None:
+        return 0.0
+    factor = question.corrections.get(Option.RECOMPUTE, 1.0)
+    queue_s = migrate.total_s / factor - without_queue.compute_s - without_queue.transfer_s
+    return max(0.0, queue_s / question.service_s)
+
+
+def _estimate(question: Question, option: Option) -> Estimate | None:
+    estimates = _weigh(_case(question), BY_NAME[question.settings.name])
+    return next((estimate for estimate in estimates if estimate.option is option), None)

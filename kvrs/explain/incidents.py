@@ -1,0 +1,110 @@
+"""Incidents of an event log: losses, the decision for each stream, and the real cost of each
+decision.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.event_log import LogEntry
+from kvrs.policy.model.actions import GiveUp, PageRange, Plan, Recovered, Settled, Start
+from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.model.events import AttemptFailed, HolderLost, InstanceLost
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    line: int
+    at_s: float
+    instance: InstanceId  # Or the agent.
+    cause: str
+    stream: StreamId | None  # Of an attempt that broke alone; None: the instance or agent is lost.
+
+
+@dataclass(slots=True)
+class RecordedDecision:
+    line: int
+    at_s: float
+    action: Recovered | GiveUp
+    plan: Plan | None  # None: the stream was given up.
+    settled: Settled | None = None  # None: the attempt, or the log, ended before a token.
+
+
+def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
+    """In the order in which they happened."""
+    happened: list[Loss | RecordedDecision] = []
+    open_: dict[tuple[StreamId, int], RecordedDecision] = {}
+    for entry in entries:
+        if (loss := _loss(entry)) is not None:
+            happened.append(loss)
+        plans = {
+            (start.stream, start.attempt): start.plan
+            for start in entry.actions
+            if isinstance(start, Start)
+        }
+        for action in entry.actions:
+            if isinstance(action, Recovered):
+                attempt = action.stream, action.attempt
+                decision = RecordedDecision(entry.line, entry.now_s, action, plans.get(attempt))
+                open_[attempt] = decision
+                happened.append(decision)
+            elif isinstance(action, GiveUp):
+                happened.append(RecordedDecision(entry.line, entry.now_s, action, None))
+            elif isinstance(action, Settled):
+                attempt = action.stream, action.attempt
+                if attempt in open_:
+                    open_.pop(attempt).settled = action
+    return happened
+
+
+def _loss(entry: LogEntry) -> Loss | None:
+    event = entry.event
+    if isinstance(event, InstanceLost):
+        return Loss(entry.line, entry.now_s, event.instance, event.cause, None)
+    if isinstance(event, HolderLost):
+        return Loss(entry.line, entry.now_s, event.holder, event.cause, None)
+    if isinstance(event, AttemptFailed):
+        return Loss(entry.line, entry.now_s, event.instance, event.cause, event.stream)
+    return None
+
+
+def chosen_of(decision: RecordedDecision) -> Estimate | None:
+    """The estimate that was carried out; None: the stream was given up."""
+    action, plan = decision.action, decision.plan
+    if isinstance(action, GiveUp) or plan is None:
+        return None
+    taken = (
+        e
+        for e in action.estimates
+        if (e.option, e.target, e.total_s) == (action.option, plan.decode, action.predicted_s)
+    )
+    return next(taken, None)
+
+
+def others_of(decision: RecordedDecision) -> dict[Option, float]:
+    """Every other option with its least predicted cost at any target, the cheapest first."""
+    action = decision.action
+    if isinstance(action, GiveUp):
+        return {}
+    best: dict[Option, float] = {}
+    for estimate in action.estimates:
+        if estimate.option is not action.option:
+            best[estimate.option] = min(
+                estimate.total_s, best.get(estimate.option, estimate.total_s)
+            )
+    return dict(sorted(best.items(), key=lambda item: item[1]))
+
+
+def way_of(decision: RecordedDecision) -> str:
+    """How the stream was brought back: option, source, target."""
+    action, plan = decision.action, decision.plan
+    if isinstance(action, GiveUp) or plan is None:
+        return Option.ABORT.value
+    if plan.prefill is not None:
+        return f"{action.option.value} at {plan.prefill}, to {plan.decode}"
+    runs = ", ".join(map(_run, plan.runs))
+    return f"{action.option.value} to {plan.decode}" + (f" from {runs}" if runs else "")
+
+
+def _run(run: PageRange) -> str:
+    return f"{run.holder} [{run.first_page}, {run.first_page + run.pages})"

@@ -1,0 +1,451 @@
+"""The fault language: a YAML list of (when, what, whom), and the schedule of due faults.
+
+    - when: {inflight_at_least: 8}            # the victim has at least 8 streams in flight
+      what: kill                              # SIGKILL
+      whom: {id: d0}
+    - when: {at_s: 12.5, after_requests: 40}  # all named conditions must hold
+      what: stop
+      for_s: 3
+      whom: {role: decode, pick: random}
+    - when: {phase: handoff, in_phase_at_least: 2}
+      what: link_cut
+      for_s: 5
+      whom: {link: [n0, n1]}
+    - when: {at_s: 20, streams_at_least: 8}   # at least 8 streams would miss it
+      what: kill
+      whom: {role: agent, pick: busiest}
+
+Pure: `FaultSchedule` computes from a given state which faults are due and what they hit. A cluster
+or the simulator carries them out; both read the same list. See `docs/faults.md`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from kvrs.config.settings import Settings, parse_yaml
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.instance import Role
+
+NEAR_THE_END_TOKENS = 8
+
+
+class What(StrEnum):
+    # SIGKILL. For an instance with worker processes: these, or only `workers` of them.
+    KILL = "kill"
+    # Frozen for `for_s` (SIGSTOP, then SIGCONT): connections stay open and nothing moves.
+    STOP = "stop"
+    SLOW = "slow"  # For `for_s` it runs only 1/`factor` of the time.
+    # For `for_s` the link between two nodes carries at most `bytes_per_s` each way.
+    LINK_RATE = "link_rate"
+    # For `for_s` the link between two nodes carries nothing, without any notification.
+    LINK_CUT = "link_cut"
+    # The next `pages` pages that the instance sends have one bit flipped on the way.
+    CORRUPT_PAGE = "corrupt_page"
+
+
+class Pick(StrEnum):
+    BUSIEST = "busiest"  # Most streams in flight; of equals the first by id.
+    RANDOM = "random"
+    ALL = "all"  # Every one that is up, at once.
+
+
+class VictimRole(StrEnum):
+    """What can be hit as one process: an instance, by its role, or the agent of a node."""
+
+    PREFILL = Role.PREFILL.value
+    DECODE = Role.DECODE.value
+    BOTH = Role.BOTH.value
+    AGENT = "agent"
+
+
+class Phase(StrEnum):
+    """The phase of a stream, as a fault may name it."""
+
+    PREFILL = "prefill"  # Its prompt is queued or computed at a prefill instance.
+    HANDOFF = "handoff"  # Its KV moves to decode: no token yet.
+    DECODE = "decode"  # Between two tokens.
+    NEAR_END = "near_end"  # At most 8 tokens are left.
+    RECOVERY = "recovery"  # After a loss, before the first token of the next instance.
+
+
+def phase_of(
+    stage: str, output_tokens: int, max_tokens: int | None, recovers: bool = False
+) -> Phase | None:
+    """The phase of a stream at `stage` (prefill or decode); None while it waits for an instance.
+
+    Without `max_tokens` a stream is never near its end.
+    """
+    match stage:
+        case "prefill" | "decode" if recovers:
+            return Phase.RECOVERY
+        case "prefill":
+            return Phase.PREFILL
+        case "decode" if output_tokens == 0:
+            return Phase.HANDOFF
+        case "decode":
+            is_near = max_tokens is not None and max_tokens - output_tokens <= NEAR_THE_END_TOKENS
+            return Phase.NEAR_END if is_near else Phase.DECODE
+        case _:
+            return None
+
+
+class When(Settings):
+    """The conditions of a fault: all that are given must hold, and at least one must be given.
+
+    Streams are counted at the victim.
+    """
+
+    # Since the start of the run.
+    at_s: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    after_requests: int | None = Field(default=None, ge=1)  # So many requests were sent.
+    # Streams that the victim works on; an agent: reservations it has.
+    inflight_at_least: int | None = Field(default=None, ge=1)
+    # Streams that count on the victim: on its work or its pages.
+    streams_at_least: int | None = Field(default=None, ge=1)
+    # Streams that count on the victim are in this phase ...
+    phase: Phase | None = Field(default=None, strict=False)
+    in_phase_at_least: int = Field(default=1, ge=1)  # ... at least so many of them.
+
+    @model_validator(mode="after")
+    def _names_a_condition(self) -> "When":
+        if "in_phase_at_least" in self.model_fields_set and self.phase is None:
+            raise ValueError(
+                "in_phase_at_least counts streams in a phase; allowed: only together with phase"
+            )
+        conditions = ("at_s", "after_requests", "inflight_at_least", "streams_at_least", "phase")
+        if all(getattr(self, name) is None for name in conditions):
+            raise ValueError(
+                f"names no condition; allowed: at least one of {', '.join(conditions)}"
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        """The given conditions, as text."""
+        named = self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        return ", ".join(f"{name} {value}" for name, value in named.items())
+
+
+class Whom(Settings):
+    """The victims of a fault: an instance or agent by id; one or all of a role (within a node, if
+    given); all of a node with its agent; or the link of two nodes.
+    """
+
+    id: InstanceId | None = Field(default=None, min_length=1, max_length=64)
+    role: VictimRole | None = Field(default=None, strict=False)
+    node: NodeId | None = Field(default=None, min_length=1, max_length=64)
+    link: Annotated[list[NodeId], Field(min_length=2, max_length=2)] | None = None
+    pick: Pick | None = Field(default=None, strict=False)  # With `role`; without it the busiest.
+    seed: int | None = Field(default=None, ge=0)  # Of a random pick; without it the run's.
+
+    @model_validator(mode="after")
+    def _names_one_way(self) -> "Whom":
+        named = [name for name in ("id", "role", "node", "link") if getattr(self, name) is not None]
+        if len(named) != 1 and named != ["role", "node"]:
+            got = " and ".join(named) or "none of them"
+            raise ValueError(
+                f"names {got}; allowed: exactly one of id, role, node and link, or role "
+                f"and node together"
+            )
+        if self.pick is not None and self.role is None:
+            raise ValueError("pick chooses within a role; allowed: only together with role")
+        if self.seed is not None and self.pick is not Pick.RANDOM:
+            raise ValueError(
+                "seed is that of a random pick; allowed: only together with pick: random"
+            )
+        if self.link is not None and self.link[0] == self.link[1]:
+            raise ValueError(f"link: got {self.link[0]!r} twice; allowed: two different nodes")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The victim, as text, before one was chosen."""
+        if self.link is not None:
+            return "-".join(self.link)
+        return (
+            f"all {self.role}" if self.pick is Pick.ALL else str(self.id or self.role or self.node)
+        )
+
+
+_PARAMETERS = {
+    What.KILL: (),
+    What.STOP: ("for_s",),
+    What.SLOW: ("factor", "for_s"),
+    What.LINK_RATE: ("bytes_per_s", "for_s"),
+    What.LINK_CUT: ("for_s",),
+    What.CORRUPT_PAGE: ("pages",),
+}
+_OPTIONAL = {What.KILL: {"workers"}}
+_OF_A_LINK = (What.LINK_RATE, What.LINK_CUT)
+
+
+class Fault(Settings):
+    when: When
+    what: What = Field(strict=False)
+    whom: Whom
+    for_s: float | None = Field(default=None, gt=0, le=3600)
+    factor: float | None = Field(default=None, gt=1, le=1000)
+    bytes_per_s: float | None = Field(default=None, ge=1, le=1e15)
+    pages: int | None = Field(default=None, ge=1, le=1_000_000)
+    workers: int | None = Field(default=None, ge=1, le=1024)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "Fault":
+        names = ("for_s", "factor", "bytes_per_s", "pages", "workers")
+        given = {name for name in names if getattr(self, name) is not None}
+        wanted = _PARAMETERS[self.what]
+        if given - _OPTIONAL.get(self.what, set()) != set(wanted):
+            shown = ", ".join(sorted(given)) or "none"
+            raise ValueError(
+                f"{self.what} got the parameters: {shown}; allowed: exactly "
+                f"{', '.join(wanted) or 'none'}"
+            )
+        if (self.what in _OF_A_LINK) != (self.whom.link is not None):
+            hits = (
+                "the link of two nodes (whom: {link: [A, B]})"
+                if self.what in _OF_A_LINK
+                else "instances, not a link"
+            )
+            raise ValueError(f"{self.what} hits {hits}")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The fault with victim and conditions, for reports of faults that never came due."""
+        return f"{self.what.value.replace('_', ' ')} {self.whom.label} ({self.when.label})"
+
+
+_FAULTS: TypeAdapter[list[Fault]] = TypeAdapter(
+    Annotated[list[Fault], Field(min_length=1, max_length=10_000)]
+)
+_KEYS = {"when": When.model_fields, "whom": Whom.model_fields}
+
+
+def load_faults(path: Path) -> list[Fault]:
+    """Read and check a file of faults.
+
+    Raises: ConfigError: the file cannot be read, is not YAML, or holds mistakes: one line for each,
+        all at once.
+    """
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError([f"{path}: not valid YAML: {' '.join(str(error).split())}"]) from None
+    try:
+        return parse_faults(document)
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {line}" for line in error.faults]) from None
+
+
+def parse_faults(document: Any) -> list[Fault]:
+    """Check a parsed YAML document; ConfigError has one line per mistake."""
+    try:
+        return _FAULTS.validate_python(document)
+    except ValidationError as error:
+        raise ConfigError([_line(mistake) for mistake in error.errors(include_url=False)]) from None
+
+
+def _line(mistake: Any) -> str:
+    path = (
+        "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in mistake["loc"]
+        ).lstrip(".")
+        or "the file"
+    )
+    if mistake["type"] == "extra_forbidden":
+        parents = [part for part in mistake["loc"][:-1] if isinstance(part, str)]
+        allowed = _KEYS[parents[-1]] if parents else Fault.model_fields
+        return f"{path}: unknown key; allowed: {', '.join(sorted(allowed))}"
+    if mistake["type"] == "missing":
+        return f"{path}: missing"
+    message = mistake["msg"].removeprefix("Value error, ")
+    if mistake["type"] == "value_error":
+        return f"{path}: {message}"
+    value = mistake["input"]
+    shown = (
+        "a section"
+        if isinstance(value, dict)
+        else "a list"
+        if isinstance(value, list)
+        else repr(value)
+    )
+    if mistake["type"] in ("list_type", "model_type"):
+        shown = "nothing" if value is None else shown
+        wanted = (
+            "a list of faults"
+            if not mistake["loc"]
+            else "a section"
+            if mistake["type"] == "model_type"
+            else "a list"
+        )
+        return f"{path}: got {shown}; allowed: {wanted}"
+    return f"{path}: got {shown}; {message[0].lower()}{message[1:]}"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """State of one instance, or agent, that is up."""
+
+    role: VictimRole
+    node: NodeId
+    # Streams that it works on right now; of an agent: that have a reservation there.
+    inflight: int = 0
+    # All that count on it: on its work, or on its pages.
+    streams: Mapping[StreamId, Phase] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DueFault:
+    fault: Fault
+    instances: tuple[
+        InstanceId, ...
+    ]  # And agents that it hits; of a link: those at either end, which both have to send less.
+    whom: str  # The victim by name: an instance, a node, or two nodes.
+    inflight: int  # Streams that were in flight at the victim when it became due.
+    streams: Mapping[StreamId, Phase]  # That counted on it then.
+
+
+class Chooser(Protocol):
+    """The part of `random.Random` from which a schedule draws."""
+
+    def choice(self, candidates: Sequence[tuple[InstanceId, ...]], /) -> tuple[InstanceId, ...]: ...
+
+
+class FaultSchedule:
+    """The faults that are not carried out yet. Each is due once; a fault without a victim that is
+    up and busy enough waits.
+    """
+
+    def __init__(
+        self, faults: list[Fault], seed: int, new_random: Callable[[int], Chooser]
+    ) -> None:
+        """`new_random` makes a generator from a seed: `random.Random`."""
+        self._pending = list(faults)
+        self._new_random = new_random
+        self._rng = new_random(seed)
+
+    @property
+    def pending(self) -> tuple[Fault, ...]:
+        return tuple(self._pending)
+
+    def needs_load(self, elapsed_s: float, requests_sent: int) -> bool:
+        """Whether time and request count of any pending fault are reached, so that the load of the
+        instances is needed.
+        """
+        return any(_time_has_come(fault.when, elapsed_s, requests_sent) for fault in self._pending)
+
+    def due(
+        self, elapsed_s: float, requests_sent: int, up: Mapping[InstanceId, InstanceView]
+    ) -> list[DueFault]:
+        """The faults to carry out now, in the order of the file.
+
+        Args:
+            elapsed_s: since the start of the run.
+            requests_sent: so far.
+            up: every instance and agent that is up.
+        """
+        due: list[DueFault] = []
+        for fault in list(self._pending):
+            if not _time_has_come(fault.when, elapsed_s, requests_sent):
+                continue
+            # One instance dies once: two faults of the same moment have two victims.
+            hit = {
+                instance
+                for other in due
+                if other.fault.what not in _OF_A_LINK
+                for instance in other.instances
+            }
+            candidates = [
+                group
+                for group in _candidates(fault.whom, up, hit)
+                if _is_busy_enough(fault.when, group, up)
+            ]
+            if candidates:
+                instances = self._choose(fault.whom, candidates, up)
+                one_of_many = fault.whom.role is not None and fault.whom.pick is not Pick.ALL
+                label = instances[0] if one_of_many else fault.whom.label
+                due.append(
+                    DueFault(
+                        fault, instances, label, _inflight(instances, up), _streams(instances, up)
+                    )
+                )
+                self._pending.remove(fault)
+        return due
+
+    def _choose(
+        self,
+        whom: Whom,
+        candidates: list[tuple[InstanceId, ...]],
+        up: Mapping[InstanceId, InstanceView],
+    ) -> tuple[InstanceId, ...]:
+        if whom.pick is Pick.RANDOM:
+            rng = self._rng if whom.seed is None else self._new_random(whom.seed)
+            return rng.choice(candidates)
+        return max(candidates, key=lambda group: _inflight(group, up))
+
+
+def _time_has_come(when: When, elapsed_s: float, requests_sent: int) -> bool:
+    return elapsed_s >= (when.at_s or 0.0) and requests_sent >= (when.after_requests or 0)
+
+
+def _candidates(
+    whom: Whom, up: Mapping[InstanceId, InstanceView], hit: set[InstanceId]
+) -> list[tuple[InstanceId, ...]]:
+    """The groups of which one is hit: single instances, all of a role, a whole node, or both ends
+    of a link.
+    """
+    if whom.link is not None:
+        ends = tuple(sorted(name for name, view in up.items() if view.node in whom.link))
+        return [ends] if {up[name].node for name in ends} == set(whom.link) else []
+    if whom.role is None and whom.node is not None:
+        members = tuple(
+            sorted(name for name, view in up.items() if view.node == whom.node and name not in hit)
+        )
+        return [members] if members else []
+    meant = [name for name in sorted(up) if name not in hit and _is_meant(whom, name, up[name])]
+    if whom.pick is Pick.ALL:
+        return [tuple(meant)] if meant else []
+    return [(name,) for name in meant]
+
+
+def _is_meant(whom: Whom, instance: InstanceId, view: InstanceView) -> bool:
+    if whom.id is not None:
+        return whom.id == instance
+    does_both = view.role is VictimRole.BOTH and whom.role is not VictimRole.AGENT
+    return (does_both or view.role is whom.role) and whom.node in (None, view.node)
+
+
+def _is_busy_enough(
+    when: When, group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceView]
+) -> bool:
+    if _inflight(group, up) < (when.inflight_at_least or 0):
+        return False
+    if when.streams_at_least is None and when.phase is None:
+        return True
+    streams = _streams(group, up)
+    if len(streams) < (when.streams_at_least or 0):
+        return False
+    return (
+        when.phase is None
+        or sum(phase is when.phase for phase in streams.values()) >= when.in_phase_at_least
+    )
+
+
+def _inflight(group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceView]) -> int:
+    return sum(up[name].inflight for name in group)
+
+
+def _streams(
+    group: tuple[InstanceId, ...], up: Mapping[InstanceId, InstanceView]
+) -> dict[StreamId, Phase]:
+    """Streams of all members, each once: both instances of a pair may have the same stream."""
+    return {stream: phase for name in group for stream, phase in up[name].streams.items()}

@@ -1,0 +1,283 @@
+"""Authentication of gossip packets: HMAC and a replay window. A packet that was not sealed with the
+cluster's secret, recently and for this process, is rejected before its payload is parsed.
+
+    magic  version  cluster  key  epoch   run  echo  counter  name of the sender   payload   mac
+      4       1        8      8     8      8     8      8     2 + up to 256 bytes              32
+
+The mac is an HMAC-SHA-256 over all before it. Three fields prevent replay:
+
+- `counter` rises with every packet of a process run. Per sender a window of the last 4,096 is
+  kept; older packets are rejected.
+- `epoch` rises with every run of the sender. Once a packet of a newer run was authenticated, older
+  runs are rejected. They get an answer though (`Outdated`), so that a run that began with too low
+  an epoch, or that was replaced, learns of it.
+- `run` is a random number of the sender's process, `echo` the receiver's `run` as the sender last
+  received it. So a process that has just started, with an empty window, rejects what was sealed
+  before its start, or for another receiver.
+
+A packet without the right echo is `Unproven`: its payload is dropped, and the answer is any packet
+(an empty payload is enough), from which the sender learns the receiver's run.
+
+A holder of the secret can forge packets of any member: the mac proves that a packet comes from the
+cluster, not from which member. The payload is not encrypted. Pure: the run is an argument.
+"""
+
+import hmac
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b, sha256
+from typing import assert_never
+
+from kvrs.ids import NodeId
+from kvrs.protocol.secrets import MIN_SECRET_BYTES, derive
+
+MAX_PAYLOAD_BYTES = 1 << 16
+# Length of the replay window: packets may be overtaken by this many, over TCP for example.
+WINDOW_PACKETS = 4096
+MAX_SENDERS = 4096  # Bounds the memory: about 700 bytes for each.
+RUN_BYTES = 8
+
+_MAGIC = b"KVRG"
+_VERSION = 1
+_MAC_BYTES = 32
+_HEADER = struct.Struct("!4sB8s8sQ8s8sQH")
+_MAX_NAME_BYTES = 256  # 64 characters.
+_MIN_BYTES = _HEADER.size + 1 + _MAC_BYTES
+# Of a packet beyond its payload, with the longest name.
+MAX_OVERHEAD_BYTES = _HEADER.size + _MAX_NAME_BYTES + _MAC_BYTES
+_NO_ECHO = bytes(RUN_BYTES)
+_WINDOW_MASK = (1 << WINDOW_PACKETS) - 1
+
+
+class Rejection(StrEnum):
+    """Reason for which a packet is rejected, in the order of the checks."""
+
+    OVERSIZED = "oversized"
+    TRUNCATED = "truncated"
+    NOT_GOSSIP = "not_gossip"
+    VERSION = "version"
+    CLUSTER = "cluster"
+    KEY = "key"  # Sealed with a key that is not in the keyring.
+    FORGED = "forged"  # Wrong mac: made without the key, or changed on its way.
+    NAME = "name"  # The sender's name is not UTF-8.
+    # From this node's own name: reflected, or two processes have one name.
+    OWN = "own"
+    TOO_MANY_SENDERS = "too_many_senders"
+    OLD_EPOCH = "old_epoch"
+    DUPLICATE = (
+        "twin"  # Another process with the same name and epoch is in use; the first one counts.
+    )
+    REPLAYED = "replayed"
+    BEHIND_WINDOW = "behind_window"  # Older than the replay window.
+    UNPROVEN = "unproven"  # Without the right echo.
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    sender: NodeId
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """Authentic, but perhaps a replay: the sender has to learn this process's run first."""
+
+    sender: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """From a run of `sender` that another with a higher `epoch` has replaced."""
+
+    sender: NodeId
+    run: bytes
+    epoch: int
+
+
+class Keyring:
+    """One key per secret of the cluster: packets are sealed with the first and opened with any.
+
+    A secret is rotated without a gap in three steps, each at all nodes before the next: append the
+    new one, move it to the front, remove the old one.
+    """
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        assert secrets, "a keyring without a key"
+        assert min(map(len, secrets)) >= MIN_SECRET_BYTES, (
+            f"a secret of less than {MIN_SECRET_BYTES} bytes"
+        )
+        keys = [derive(secret, b"kvrs-gossip") for secret in secrets]
+        # A derived id reveals nothing of the key, and needs no registry.
+        self.by_id = {derive(key, b"id")[:8]: key for key in keys}
+        self.sending_id, self.sending_key = next(iter(self.by_id.items()))
+
+
+@dataclass(slots=True)
+class _Sender:
+    epoch: int
+    run: bytes
+    newest: int
+    window: int  # Bit i: packet `newest - i` was accepted.
+    older_run: bytes = b""  # The last older run of which a packet came, and its newest.
+    older_counter: int = 0
+
+
+class PacketAuthenticator:
+    """Seals and opens the packets of one process run; `epoch` is higher than in all earlier runs
+    under this name.
+    """
+
+    def __init__(self, cluster: str, own: NodeId, epoch: int, run: bytes, keys: Keyring) -> None:
+        self._own_name = own.encode()
+        assert 0 < len(self._own_name) <= _MAX_NAME_BYTES, f"a name of {len(self._own_name)} bytes"
+        assert len(run) == RUN_BYTES, f"a run's number of {len(run)} bytes"
+        assert run != _NO_ECHO, "a run's number of zeros means none"
+        self._cluster = blake2b(cluster.encode(), digest_size=8).digest()
+        self._own, self._epoch, self._run, self._keys = own, epoch, run, keys
+        self._counter = 0
+        self._senders: dict[NodeId, _Sender] = {}
+        self.rejected: Counter[Rejection] = Counter()
+
+    @property
+    def senders(self) -> int:
+        return len(self._senders)
+
+    def set_keyring(self, keys: Keyring) -> None:
+        """Seal and open with these keys from now on."""
+        self._keys = keys
+
+    def knows_run_of(self, node: NodeId) -> bool:
+        """Whether a packet of the node was accepted, so that its run can be echoed."""
+        return node in self._senders
+
+    def set_epoch(self, epoch: int) -> None:
+        """Raise the epoch of this run."""
+        assert epoch >= self._epoch, f"epoch {epoch} after {self._epoch}"
+        self._epoch = epoch
+
+    def seal(self, to: NodeId, payload: bytes, run: bytes | None = None) -> bytes:
+        """Seal a payload; `run` replaces the receiver's run that was accepted last."""
+        assert len(payload) <= MAX_PAYLOAD_BYTES, f"a payload of {len(payload)} bytes"
+        self._counter += 1
+        known = self._senders.get(to)
+        header = _HEADER.pack(
+            _MAGIC,
+            _VERSION,
+            self._cluster,
+            self._keys.sending_id,
+            self._epoch,
+            self._run,
+            run or (known.run if known else _NO_ECHO),
+            self._counter,
+            len(self._own_name),
+        )
+        sealed = b"".join((header, self._own_name, payload))
+        return sealed + hmac.digest(self._keys.sending_key, sealed, sha256)
+
+    def is_answer(self, packet: bytes | memoryview) -> bool:
+        """Whether a packet echoes the run of this process, which is random: it comes from a node
+        that has had a packet of it, or was made by an attacker who reads those. Costs no hash.
+        """
+        if len(packet) < _MIN_BYTES:
+            return False
+        magic, version, cluster, key_id, _, _, echo, _, _ = _HEADER.unpack_from(packet)
+        return (magic, version, cluster) == (_MAGIC, _VERSION, self._cluster) and (
+            key_id in self._keys.by_id and hmac.compare_digest(echo, self._run)
+        )
+
+    def open(
+        self, packet: bytes | memoryview, most_payload_bytes: int = MAX_PAYLOAD_BYTES
+    ) -> Opened | Unproven | Outdated | Rejection:
+        """Return the payload and its sender, or the reason for the rejection, which is counted."""
+        result = self._open(memoryview(packet), most_payload_bytes)
+        match result:
+            case Rejection():
+                self.rejected[result] += 1
+            case Unproven():
+                self.rejected[Rejection.UNPROVEN] += 1
+            case Outdated():
+                self.rejected[Rejection.OLD_EPOCH] += 1
+            case Opened():
+                pass
+            case _:
+                assert_never(result)
+        return result
+
+    def _open(
+        self, packet: memoryview, most_payload_bytes: int
+    ) -> Opened | Unproven | Outdated | Rejection:
+        # Before the mac is verified, nothing of the packet is kept or copied.
+        if len(packet) > most_payload_bytes + MAX_OVERHEAD_BYTES:
+            return Rejection.OVERSIZED
+        if len(packet) < _MIN_BYTES:
+            return Rejection.TRUNCATED
+        magic, version, cluster, key_id, epoch, run, echo, counter, name_bytes = (
+            _HEADER.unpack_from(packet)
+        )
+        payload_start, payload_end = _HEADER.size + name_bytes, len(packet) - _MAC_BYTES
+        if magic != _MAGIC:
+            return Rejection.NOT_GOSSIP
+        if version != _VERSION:
+            return Rejection.VERSION
+        if cluster != self._cluster:
+            return Rejection.CLUSTER
+        if (key := self._keys.by_id.get(key_id)) is None:
+            return Rejection.KEY
+        if not name_bytes or payload_start > payload_end:
+            return Rejection.TRUNCATED
+        if not hmac.compare_digest(
+            hmac.digest(key, packet[:payload_end], sha256), packet[payload_end:]
+        ):
+            return Rejection.FORGED
+        try:
+            name = NodeId(str(packet[_HEADER.size : payload_start], "utf-8"))
+        except UnicodeDecodeError:
+            return Rejection.NAME
+        if name == self._own:
+            return Rejection.OWN
+        if (reason := self._check_replay(name, epoch, run, counter)) is not None:
+            return self._outdated(name, run, counter) if reason is Rejection.OLD_EPOCH else reason
+        return (
+            Opened(name, bytes(packet[payload_start:payload_end]))
+            if echo == self._run
+            else Unproven(name)
+        )
+
+    def _outdated(self, name: NodeId, run: bytes, counter: int) -> Outdated | Rejection:
+        """Answer each packet of an older run at most once: a replayed one gets no second answer."""
+        sender = self._senders[name]
+        if sender.older_run == run and counter <= sender.older_counter:
+            return Rejection.OLD_EPOCH
+        sender.older_run, sender.older_counter = run, counter
+        return Outdated(name, run, sender.epoch)
+
+    def _check_replay(self, name: NodeId, epoch: int, run: bytes, counter: int) -> Rejection | None:
+        """Enter an authentic packet into the replay window; return the reason if it is rejected.
+
+        Unproven packets are entered too: their epoch is genuine, and they are answered only once.
+        """
+        sender = self._senders.get(name)
+        if sender is None and len(self._senders) >= MAX_SENDERS:
+            return Rejection.TOO_MANY_SENDERS
+        if sender is None or epoch > sender.epoch:
+            self._senders[name] = _Sender(epoch, run, counter, window=1)
+            return None
+        if epoch < sender.epoch:
+            return Rejection.OLD_EPOCH
+        if run != sender.run:
+            return Rejection.DUPLICATE
+        age = sender.newest - counter
+        if age >= WINDOW_PACKETS:
+            return Rejection.BEHIND_WINDOW
+        if age >= 0:
+            if sender.window >> age & 1:
+                return Rejection.REPLAYED
+            sender.window |= 1 << age
+            return None
+        # An unbounded shift would make a number as long as the sender chooses.
+        sender.window = (sender.window << min(-age, WINDOW_PACKETS) | 1) & _WINDOW_MASK
+        sender.newest = counter
+        return None

@@ -1,0 +1,342 @@
+"""`kvrs replay`: drive an OpenAI endpoint with a trace, inject faults if given, compare with a
+clean run, and write the report.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from kvrs.errors import ConfigError, MissingExtraError, check_extras
+from kvrs.faults.language import Fault, load_faults
+from kvrs.load.admin import AdminPort
+from kvrs.load.open_loop import Dialect
+from kvrs.load.passes import FaultInjector, Run, Target, run_pass
+from kvrs.load.progress import LiveView
+from kvrs.report.measures import combine_reports
+from kvrs.report.metrics import Slo
+from kvrs.report.output import claim_directory
+from kvrs.report.report import Report, build_report, write_report
+from kvrs.report.table import terminal_table
+from kvrs.traces.formats import load_trace
+from kvrs.traces.generator import generate
+from kvrs.traces.mooncake import (
+    Trace,
+    at_rate,
+    clip,
+    jitter,
+    replay_requests,
+    sample,
+    scale_lengths,
+    scale_time,
+    window,
+    write_mooncake,
+)
+from kvrs.traces.presets import PRESETS
+from kvrs.traces.records import ReplayRequest
+
+# Every model has so many tokens; the first few are often special.
+SMALLEST_VOCAB_SIZE = 512
+FIRST_ORDINARY_TOKEN = 4
+_LARGEST_LENGTH = 1 << 24
+_BACK_UP_S = 60.0
+_LOOK_AGAIN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """The options of the command line."""
+
+    url: str
+    out: Path
+    # Exactly one of the two; a preset generates `requests` requests.
+    trace: Path | None = None
+    preset: str | None = None
+    requests: int = 100
+    skip_bad_lines: bool = False
+    # In this order: a window by number of request, a sample of it, times, lengths.
+    window: tuple[int, int] | None = None
+    sample: int | None = None
+    time_scale: float = 1.0
+    rate: float | None = None  # Requests per second; in place of a time scale.
+    jitter_s: float = 0.0
+    length_scale: float = 1.0
+    max_input: int | None = None
+    max_output: int | None = None
+    # File for the trace that is replayed (before lengths are scaled).
+    write_trace: Path | None = None
+    dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
+    vocab_size: int = SMALLEST_VOCAB_SIZE
+    first_token: int = FIRST_ORDINARY_TOKEN
+    temperature: float = 0.0
+    seed: int = 0
+    timeout_s: float = 300.0
+    repeat: int = 1
+    oracle: bool = False
+    fault: Path | None = None
+    admin_url: str | None = None
+    secret: bytes | None = None
+    admin_token: bytes | None = None
+    slo: Slo = Slo()  # noqa: RUF009 - frozen
+
+
+# Checks beforehand whether faults can be carried out; see `kvrs.cluster.fault_injection`.
+Check = Callable[[list[Fault], AdminPort], Awaitable[None]]
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """`A:B`, the requests number A up to but without B.
+
+    Raises:
+        ConfigError: it is not of that form, or holds no request.
+    """
+    first, _, end = text.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ConfigError([f"--window: got {text!r}; allowed: A:B with A below B, such as 0:500"])
+    return int(first), int(end)
+
+
+def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Check) -> bool:
+    """Run it and write report.json and report.html to `out`; True when every stream was complete,
+    and with the oracle exact.
+
+    `inject_faults` and `check` carry out and vet faults (`kvrs.cluster.fault_injection`).
+
+    Raises:
+        ConfigError, TraceError: options or files are wrong; nothing was sent.
+        AdminError, FaultError: the state cannot be read, or a fault cannot be carried out.
+    """
+    faults = _faults(options)
+    console = Console()
+    requests = load_requests(options, console)
+    claim_directory(options.out)
+    reports = uvloop.run(_run_all(options, requests, faults, inject_faults, check, console))
+    report = combine_reports(reports)
+    _write(report, reports, options.out, console)
+    return not report["reasons"] and not report["faults_never_due"]
+
+
+def _faults(options: ReplayOptions) -> list[Fault]:
+    if options.fault is None:
+        return []
+    if options.admin_url is None:
+        raise ConfigError(
+            [
+                "--fault: missing --admin-url, whose state names the cluster's instances "
+                "and processes"
+            ]
+        )
+    return load_faults(options.fault)
+
+
+def load_requests(options: ReplayOptions, console: Console | None = None) -> list[ReplayRequest]:
+    """The trace as it will be sent; the number of skipped bad lines is printed on the console.
+
+    Raises:
+        ConfigError, TraceError: options or the file are wrong.
+    """
+    _check(options)
+    trace = _source(options)
+    if trace.skipped and console is not None:
+        console.print(
+            f"  {trace.skipped} bad lines of {options.trace} were skipped",
+            style="yellow",
+            markup=False,
+        )
+    if options.window is not None:
+        first, end = options.window
+        trace = window(trace, end - first, first)
+    if options.sample is not None:
+        trace = sample(trace, options.sample, options.seed)
+    if options.jitter_s:
+        trace = jitter(trace, options.jitter_s, options.seed)
+    trace = (
+        scale_time(trace, options.time_scale)
+        if options.rate is None
+        else at_rate(trace, options.rate)
+    )
+    if options.write_trace is not None:
+        _keep_trace(trace, options.write_trace)
+    trace = scale_lengths(trace, options.length_scale) if options.length_scale != 1 else trace
+    trace = clip(trace, options.max_input or _LARGEST_LENGTH, options.max_output or _LARGEST_LENGTH)
+    requests = replay_requests(trace, options.vocab_size, options.seed, options.first_token)
+    if options.temperature:
+        return [
+            replace(r, temperature=options.temperature, seed=options.seed + i)
+            for i, r in enumerate(requests)
+        ]
+    return requests
+
+
+def _keep_trace(trace: Trace, path: Path) -> None:
+    try:
+        write_mooncake(trace, path)
+    except OSError as error:
+        raise ConfigError(
+            [f"--write-trace: {path}: {error.strerror}; allowed: a file that can be written"]
+        ) from None
+
+
+def _check(options: ReplayOptions) -> None:
+    mistakes = [*_numbers_out_of_range(options)]
+    if (options.trace is None) == (options.preset is None):
+        mistakes.append("allowed: exactly one of --trace and --preset")
+    if options.preset is not None and options.preset not in PRESETS:
+        mistakes.append(f"--preset: got {options.preset!r}; allowed: {', '.join(PRESETS)}")
+    if options.rate is not None and options.time_scale != 1:
+        mistakes.append("--rate and --time-scale both stretch the times; allowed: one of them")
+    if options.vocab_size - options.first_token < 2:
+        mistakes.append(
+            f"--vocab-size: got {options.vocab_size}; allowed: at least {options.first_token + 2}"
+        )
+    if not (
+        options.url.startswith(("http://", "https://"))
+        and options.url.partition("://")[2].strip("/")
+    ):
+        mistakes.append(f"--url: got {options.url!r}; allowed: http://HOST... or https://HOST...")
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _numbers_out_of_range(options: ReplayOptions) -> Iterator[str]:
+    positive = (
+        ("--time-scale", options.time_scale),
+        ("--rate", options.rate),
+        ("--timeout-s", options.timeout_s),
+        ("--slo-ttft", options.slo.ttft_s),
+        ("--slo-tpot", options.slo.tpot_s),
+        ("--slo-tbt", options.slo.tbt_s),
+    )
+    for name, value in positive:
+        if value is not None and not 0 < value < inf:
+            yield f"{name}: got {value}; allowed: above 0"
+    if not 0 <= options.jitter_s < inf:
+        yield f"--jitter: got {options.jitter_s}; allowed: 0 or more"
+    if not 0 < options.length_scale <= 1:
+        yield f"--length-scale: got {options.length_scale}; allowed: above 0, up to 1"
+
+
+def _source(options: ReplayOptions) -> Trace:
+    if options.trace is not None:
+        return load_trace(options.trace, options.skip_bad_lines)
+    assert options.preset is not None
+    return generate(
+        replace(PRESETS[options.preset].settings, requests=options.requests), options.seed
+    )
+
+
+async def _run_all(
+    options: ReplayOptions,
+    requests: list[ReplayRequest],
+    faults: list[Fault],
+    inject_faults: FaultInjector,
+    check: Check,
+    console: Console,
+) -> list[Report]:
+    """One report per repeat."""
+    async with AsyncExitStack() as stack:
+        port = None
+        if options.admin_url is not None:
+            port = await stack.enter_async_context(
+                AdminPort(options.admin_url, options.secret, options.admin_token)
+            )
+            await check(faults, port)
+        target = Target(options.url, options.dialect, options.timeout_s, port, inject_faults)
+        reports = []
+        for number in range(options.repeat):
+            label = f" {number + 1}/{options.repeat}" if options.repeat > 1 else ""
+            # Each repeat has its own random victims; the requests are the same.
+            run = await _pass(
+                target, requests, faults, options.seed + number, console, f"replay{label}"
+            )
+            clean = None
+            if options.oracle:
+                await _all_up(port)
+                clean = await _pass(target, requests, [], options.seed, console, f"oracle{label}")
+            reports.append(_report(options, run, clean))
+            if number + 1 < options.repeat:
+                await _all_up(port)
+        return reports
+
+
+async def _pass(
+    target: Target,
+    requests: list[ReplayRequest],
+    faults: list[Fault],
+    seed: int,
+    console: Console,
+    title: str,
+) -> Run:
+    with LiveView(console, title, len(requests)) as view:
+        return await run_pass(target, requests, faults, seed, view.show)
+
+
+async def _all_up(port: AdminPort | None) -> None:
+    """Wait until killed processes are back: the clean run needs a whole cluster."""
+    if port is not None:
+        await port.wait_all_up(_BACK_UP_S, _LOOK_AGAIN_S)
+
+
+def _report(options: ReplayOptions, run: Run, clean: Run | None) -> Report:
+    caches = "empty" if run.cold else "as they were found"
+    settings = {
+        "url": options.url,
+        "trace": options.trace.name if options.trace else f"preset {options.preset}",
+        "window": None if options.window is None else f"{options.window[0]}:{options.window[1]}",
+        "sample": options.sample,
+        "time_scale": options.time_scale,
+        "rate": options.rate,
+        "jitter_s": options.jitter_s,
+        "length_scale": options.length_scale,
+        "max_input": options.max_input,
+        "max_output": options.max_output,
+        "api": options.dialect.api.value,
+        "model": options.dialect.model,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "fault": options.fault.name if options.fault else None,
+        "caches_at_the_start": caches,
+    }
+    records = None if clean is None else clean.records
+    never_due = [fault.label for fault in run.never_due]
+    return build_report(
+        run.records,
+        records,
+        run.recoveries,
+        run.faults,
+        settings,
+        options.slo,
+        never_due,
+        run.proxy,
+    )
+
+
+def _write(report: Report, reports: list[Report], out: Path, console: Console) -> None:
+    write_report(report, out / "report.json")
+    page = _write_page(report, out / "report.html")
+    if len(reports) > 1:
+        for number, single in enumerate(reports, start=1):
+            write_report(single, out / f"run-{number}.json")
+    console.print(terminal_table(report))
+    if report["compared"] == "text":
+        console.print(
+            "The endpoint does not return token ids, so only the text was compared.", style="yellow"
+        )
+    console.print(f"\nreport: {page} and {out / 'report.json'}", markup=False, soft_wrap=True)
+
+
+def _write_page(report: Report, path: Path) -> str:
+    """Write the HTML page; return its path, or the reason for which there is none."""
+    try:
+        check_extras("report")
+    except MissingExtraError as error:
+        return f"(no {path}: {error})"
+    # Here and not above: matplotlib takes a second to load.
+    from kvrs.report.html import write_html
+
+    write_html(report, path)
+    return str(path)

@@ -1,0 +1,46 @@
+"""Requests that a web page in somebody's browser makes to a port that is not for clients, by DNS
+rebinding (a foreign name in `Host` that resolves to this machine) or across sites.
+"""
+
+import ipaddress
+import re
+from collections.abc import Collection, Mapping
+
+# What a page of another site can send without being allowed to (the CORS-safelisted types).
+_SIMPLE_TYPES = {"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"}
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")
+
+
+def refusal(
+    method: str, headers: Mapping[str, str], local: str, names: Collection[str]
+) -> tuple[int, str] | None:
+    """Status and message for such a request; None for any other.
+
+    `local`: the address at which it arrived; `names`: the other names of this machine.
+    """
+    host = headers.get("Host", "")
+    if not _is_ours(host, local, names):
+        return 421, (
+            f"Host: got {host!r:.80}; allowed: localhost, the address of this port, or a name in "
+            f"security.hosts"
+        )
+    if (origin := headers.get("Origin")) is not None and origin.partition("://")[2] != host:
+        return 403, f"Origin: got {origin!r:.80}; allowed: none, or that of this port"
+    if method not in ("GET", "HEAD"):
+        kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if kind in _SIMPLE_TYPES:
+            return 415, f"Content-Type: got {kind!r}; allowed: 'application/json'"
+    return None
+
+
+def _is_ours(host: str, local: str, names: Collection[str]) -> bool:
+    if (parts := _HOST.fullmatch(host)) is None:
+        return False
+    name = (parts[1] or parts[2]).lower()
+    if name == "localhost" or name in names:
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+        return address.is_loopback or address == ipaddress.ip_address(local.partition("%")[0])
+    except ValueError:
+        return False

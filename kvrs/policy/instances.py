@@ -1,0 +1,145 @@
+"""Instance events: an instance comes up, is lost, or its streams are moved before it fails."""
+
+from collections.abc import Mapping
+
+from kvrs.config.policy import Failing, PolicySettings
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy import quarantine
+from kvrs.policy.ledger import Ledger
+from kvrs.policy.model.cluster_view import Member, treatment_of
+from kvrs.policy.model.events import (
+    DrainReported,
+    GpuJudged,
+    InstanceLost,
+    InstanceUp,
+    LoadReported,
+    SelfTested,
+)
+from kvrs.policy.model.lifecycle import InstanceLeft, Stage
+from kvrs.policy.model.streams import Stream
+from kvrs.policy.restarts import Restarts
+from kvrs.policy.starter import Starter
+from kvrs.policy.steps import Steps
+
+
+class InstanceEvents:
+    def __init__(
+        self, ledger: Ledger, starter: Starter, steps: Steps, settings: PolicySettings
+    ) -> None:
+        self._ledger = ledger
+        self._view = ledger.view
+        self._starter = starter
+        self._steps = steps
+        self._settings = settings
+        self._restarts = Restarts()
+        # Instances with an unhealthy GPU that are to be left; a new process is on the same GPU.
+        self._gpu_degraded: set[InstanceId] = set()
+
+    def reload(self, settings: PolicySettings) -> None:
+        self._settings = settings
+
+    def up(self, event: InstanceUp, now_s: float) -> None:
+        instance = event.instance
+        member = self._view.members.get(instance.id)
+        if member is not None and instance.epoch <= member.instance.epoch:
+            return
+        if member is not None and event.lives_on:
+            member.instance = instance
+            self._view.set_self_tested(member, moves_kv=instance.moves_kv, tokens=instance.tokens)
+            return
+        # What ran in the former epoch is gone, also when its loss was not reported.
+        lost = [] if member is None else self._lose(member, "replaced by a new epoch", {}, now_s)
+        self._view.set_gpu_degraded(self._view.add(instance), instance.id in self._gpu_degraded)
+        self._restarts.up(self._view.members[instance.id], now_s)
+        if sum(m.instance.role is instance.role for m in self._view.members.values()) == 1:
+            # The wait to run apart begins when there is anywhere to run.
+            wait_s = quarantine.first_wait_s(self._settings.recovery.wait_s)
+            for stream in self._ledger.idle.values():
+                stream.recovery.wait_apart(now_s + wait_s)
+        self._starter.gather(lost, now_s)
+        self._starter.place_idle(now_s)
+
+    def reported(self, event: LoadReported, now_s: float) -> None:
+        member = self._view.members.get(event.instance)
+        if member is None:
+            return
+        member.reported_queue_s = event.queue_delay_s
+        for stream in [each for each in self._ledger.idle.values() if each.recovery.broken]:
+            if stream.recovery.note_alive(member.instance, now_s):
+                self._starter.place_again(stream, now_s)
+
+    def lost(self, event: InstanceLost, now_s: float) -> None:
+        member = self._view.members.get(event.instance)
+        if member is not None and event.epoch >= member.instance.epoch:
+            victims = self._lose(member, event.cause, event.produced_tokens, now_s)
+            self._starter.gather(victims, now_s)
+
+    def gpu_judged(self, event: GpuJudged, now_s: float) -> None:
+        treatment = treatment_of(self._settings.gpu, event.state)
+        if treatment is None:
+            self._gpu_degraded.discard(event.instance)
+        else:
+            self._gpu_degraded.add(event.instance)
+        member = self._view.members.get(event.instance)
+        if member is None:
+            return
+        self._view.set_gpu_degraded(member, treatment is not None)
+        if treatment is Failing.MOVE and member.is_drained:
+            cause = f"moved: its GPU is {event.state.value}: {event.reason}"
+            self._move(member, cause, event.produced_tokens, now_s)
+
+    def self_tested(self, event: SelfTested) -> None:
+        member = self._view.members.get(event.instance)
+        if member is not None and event.epoch == member.instance.epoch:
+            self._view.set_self_tested(member, moves_kv=event.moves_kv, tokens=event.tokens)
+
+    def drain_reported(self, event: DrainReported, now_s: float) -> None:
+        """Streams on an instance that is about to end are moved while their KV is still there."""
+        member = self._view.members.get(event.instance)
+        if member is None or event.epoch != member.instance.epoch:
+            return
+        self._view.set_draining(member)
+        if not member.is_drained:
+            return
+        for stream in self._running(member) if member.retains else []:
+            if stream.stage is Stage.DECODE and stream.attempt.resumed:
+                produced = max(stream.produced_tokens, event.produced_tokens.get(stream.id, 0))
+                pages = (stream.prompt_tokens + produced - 1) // member.page_size_tokens
+                self._ledger.kv_locations.retain(stream, member, pages)
+        self._move(member, "moved: its instance is about to end", event.produced_tokens, now_s)
+
+    def _move(
+        self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float
+    ) -> None:
+        """Decide what runs there as if it were lost, though it still runs: nothing is fenced."""
+        self._steps.halt_all(self._running(member))
+        event = InstanceLeft(member.instance.id, cause, produced_tokens, is_lost=False)
+        self._starter.gather(self._leave(member, event, now_s), now_s)
+
+    def _lose(
+        self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float
+    ) -> list[Stream]:
+        """Take it and its streams out of the books; return those that are to be placed again."""
+        self._view.remove(member)
+        self._restarts.died(member, now_s)
+        wait_s = self._settings.recovery.wait_s
+        streams = self._ledger.streams.values()
+        suspects = quarantine.note_death(self._view, streams, member, wait_s)
+        waiting = [stream for stream in suspects if stream.stage is Stage.WAITING]
+        for stream_id in list(member.held):
+            self._ledger.kv_locations.forget(stream_id, member.instance.id)
+        event = InstanceLeft(member.instance.id, cause, produced_tokens, is_lost=True)
+        victims = self._leave(member, event, now_s)
+        self._starter.clear_suspects(member.instance.id, cause)
+        return [*victims, *waiting]
+
+    def _leave(self, member: Member, event: InstanceLeft, now_s: float) -> list[Stream]:
+        """What runs there, and what queues for a slot there, is to be placed again."""
+        queued = self._ledger.slots.waiting_for(member.instance.id)
+        streams = [*self._running(member), *(self._ledger.streams[each] for each in queued)]
+        for stream in streams:
+            self._steps.apply(stream.id, event, now_s)
+        return streams
+
+    def _running(self, member: Member) -> list[Stream]:
+        return [self._ledger.streams[stream_id] for stream_id in sorted(member.running)]

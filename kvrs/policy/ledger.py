@@ -1,0 +1,175 @@
+"""The ledger of streams: their stages, and what their attempts take up in the cluster view (work,
+bytes on links, slots, alarms, room for checkpoints).
+"""
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy import quarantine
+from kvrs.policy.checkpoints import Checkpoints
+from kvrs.policy.kv_locations import KvLocations
+from kvrs.policy.model.actions import Plan
+from kvrs.policy.model.cluster_view import ClusterView, Member
+from kvrs.policy.model.lifecycle import MOVES, Stage
+from kvrs.policy.model.streams import AttemptState, Decision, Stream
+from kvrs.policy.outliers import Outliers
+from kvrs.policy.slots import SlotBook
+from kvrs.policy.timers import Timers
+
+_IDLE = (Stage.WAITING, Stage.QUEUED)
+
+
+class Ledger:
+    def __init__(
+        self,
+        view: ClusterView,
+        slots: SlotBook,
+        timers: Timers,
+        checkpoints: Checkpoints,
+        outliers: Outliers,
+    ) -> None:
+        self.view = view
+        self.slots = slots
+        self.timers = timers
+        self.checkpoints = checkpoints
+        self.outliers = outliers
+        self.streams: dict[StreamId, Stream] = {}
+        self.idle: dict[StreamId, Stream] = {}  # Those that no attempt runs for.
+        self.kv_locations = KvLocations(view, checkpoints, self.streams)
+
+    def admit(self, stream: Stream) -> None:
+        assert stream.id not in self.streams, stream.id
+        self.streams[stream.id] = self.idle[stream.id] = stream
+
+    def begin(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
+        """The stream's next attempt. Its prefill or decode computes for `decision.chosen.compute_s`
+        before anything comes of it.
+        """
+        self.slots.leave(stream.id)
+        self.timers.clear(stream.id)
+        decode = self.view.members[plan.decode]
+        runs_on = decode if plan.prefill is None else self.view.members[plan.prefill]
+        chosen = decision.chosen
+        self.outliers.started(stream, plan)
+        stream.attempt = attempt = AttemptState(
+            stream.attempt.number + 1, plan, chosen.option, now_s, decision
+        )
+        runs_on.book(chosen.compute_s)
+        self.view.work.book(stream.client, chosen.compute_s)
+        attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
+        for run in plan.runs:
+            agent = self.view.agents.get(run.holder)
+            source = self.view.members[run.holder].instance.node if agent is None else agent.node
+            self._put_on_link(attempt, source, decode, run.pages * decode.page_bytes)
+        stage = Stage.DECODE if runs_on is decode else Stage.PREFILL
+        self._run(stream, stage, runs_on, decode)
+        if runs_on is not decode and decode.own_prefill == runs_on.instance.id:
+            # The one call of both stages goes there, and is lost with it.
+            decode.running.add(stream.id)
+
+    def hand_off(self, stream: Stream, plan: Plan, prefill: Member, decode: Member) -> None:
+        """Prefill is done; the attempt goes on at `decode`, by this plan."""
+        self.settle_bookings(stream)
+        stream.attempt.plan = plan
+        self._run(stream, Stage.DECODE, decode, decode)
+        if decode.instance.node != prefill.instance.node:
+            size_bytes = stream.history_tokens * decode.instance.geometry.bytes_per_token
+            self._put_on_link(stream.attempt, prefill.instance.node, decode, size_bytes)
+
+    def settle_bookings(self, stream: Stream) -> None:
+        """The attempt's work has been done and its bytes have arrived, or it is over."""
+        attempt = stream.attempt
+        if attempt.booked_on is not None:
+            attempt.booked_on.unbook(attempt.booked_s)
+            self.view.work.unbook(stream.client, attempt.booked_s)
+            attempt.booked_on = None
+        for link, size_bytes in attempt.links:
+            link.in_flight_bytes -= size_bytes
+        attempt.links.clear()
+
+    def resume(self, stream: Stream) -> None:
+        """The attempt has brought a token to the client."""
+        self.settle_bookings(stream)
+        self.slots.release(stream.id)
+        self.timers.clear(stream.id)
+        quarantine.end(self.view, stream)
+        self.checkpoints.drop_former(stream)
+        stream.attempt.resumed, stream.attempt.decision = True, None
+
+    def wait(self, stream: Stream, now_s: float) -> None:
+        """From an attempt or a queue to waiting; the caller has the stream placed."""
+        if stream.stage not in _IDLE:
+            stream.waiting_since_s = now_s
+        self._leave(stream)
+        self._enter(stream, Stage.WAITING)
+
+    def queue(self, stream: Stream, target: InstanceId) -> None:
+        self.slots.enqueue(target, stream.id)
+        self._enter(stream, Stage.QUEUED)
+
+    def deny(self, stream: Stream, until_s: float) -> None:
+        """No slot for the attempt before then: back to the stream's former place in the queue."""
+        self.slots.deny(stream.id, until_s)
+        self._end_attempt(stream)
+        self._enter(stream, Stage.QUEUED)
+
+    def forget(self, stream: Stream) -> None:
+        assert (stream.stage, None) in MOVES, stream.stage
+        self._leave(stream)
+        self.checkpoints.forget(stream)
+        for instance in list(stream.holders):
+            self.kv_locations.forget(stream.id, instance)
+        self.idle.pop(stream.id, None)
+        del self.streams[stream.id]
+
+    def _enter(self, stream: Stream, stage: Stage) -> None:
+        """The only place at which a stage changes."""
+        assert stream.stage is stage or (stream.stage, stage) in MOVES, (stream.stage, stage)
+        stream.stage = stage
+        if stage in _IDLE:
+            self.idle[stream.id] = stream
+        else:
+            self.idle.pop(stream.id, None)
+
+    def _run(self, stream: Stream, stage: Stage, member: Member, decode: Member) -> None:
+        """The attempt is at this member now, and decodes there or will at `decode`."""
+        attempt = stream.attempt
+        _leave_members(stream)
+        if attempt.decodes_on is not decode:
+            if attempt.decodes_on is not None:
+                self.view.count_stream(attempt.decodes_on, -1)
+                attempt.decodes_on.health.left(stream.id)
+            self.view.count_stream(decode, 1)
+        attempt.runs_on, attempt.decodes_on = member, decode
+        member.running.add(stream.id)
+        self.outliers.awaits(stream)
+        self._enter(stream, stage)
+
+    def _put_on_link(
+        self, attempt: AttemptState, source: NodeId, target: Member, size_bytes: int
+    ) -> None:
+        link = self.view.link(source, target.instance.node)
+        link.in_flight_bytes += size_bytes
+        attempt.links.append((link, size_bytes))
+
+    def _leave(self, stream: Stream) -> None:
+        """Out of every book: the attempt is over, or the wait."""
+        self.slots.release(stream.id)
+        self.slots.leave(stream.id)
+        self._end_attempt(stream)
+
+    def _end_attempt(self, stream: Stream) -> None:
+        attempt = stream.attempt
+        self.settle_bookings(stream)
+        self.timers.clear(stream.id)
+        quarantine.end(self.view, stream)
+        self.outliers.left(stream)
+        _leave_members(stream)
+        attempt.runs_on = attempt.decision = None
+        if attempt.decodes_on is not None:
+            self.view.count_stream(attempt.decodes_on, -1)
+            attempt.decodes_on = None
+
+
+def _leave_members(stream: Stream) -> None:
+    for member in (stream.attempt.runs_on, stream.attempt.decodes_on):
+        if member is not None:
+            member.running.discard(stream.id)

@@ -1,0 +1,400 @@
+"""The policy's view of instances, agents and links: reported facts, and bookings of what this proxy
+has sent where.
+
+Reports are as old as the last poll; bookings count at once. A queue, and the bytes reserved at an
+agent, are the larger of the two, because each misses part of what the other counts.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+from kvrs.config.policy import Degraded, Failing, GpuSettings
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.model.health import AnswerHealth
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.gpus import GpuState
+from kvrs.protocol.instance import Capability, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The properties of an instance that is up."""
+
+    id: InstanceId
+    node: NodeId
+    role: Role
+    epoch: int
+    geometry: KvGeometry
+    prefill: PrefillTable
+    capabilities: frozenset[Capability]
+    max_model_len: int | None = None  # Tokens of prompt and output together; None: not known.
+    # Of the same server: it computes a history within the one call that decodes it.
+    own_prefill: InstanceId | None = None
+    # KV really comes to it, or from it. False until a self-test has seen that, where there are any.
+    moves_kv: bool = True
+    # Instances with equal names go on exactly where another one was cut. Empty: not known.
+    tokens: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One epoch of one instance; its next epoch is another member."""
+
+    instance: Instance
+    reported_queue_s: float = 0.0
+    work_s: float = 0.0  # Predicted compute time of what was sent there and has no answer yet.
+    bookings: int = 0
+    streams: int = 0  # Streams that decode there or will after their prefill.
+    # Streams of which the current stage, or the only call, runs there.
+    running: set[StreamId] = field(default_factory=set)
+    held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
+    gpu_degraded: bool = False  # By the settings, for this state of its GPU it is to be drained.
+    draining: bool = False  # The process has reported that it is about to end.
+    is_drained: bool = False  # For either reason it gets nothing new: others have its role.
+    # A suspected stream that runs there, or will, with no other that waits for its first token.
+    quarantined_for: StreamId | None = None
+    health: AnswerHealth = field(default_factory=AnswerHealth)
+    # Capabilities, looked up once because every decision uses them.
+    prefills: bool = field(init=False)
+    decodes: bool = field(init=False)
+    pulls: bool = field(init=False)
+    retains: bool = field(init=False)
+    caches: bool = field(init=False)
+    splits: bool = field(init=False)
+    checkpoints: bool = field(init=False)
+    moves_kv: bool = field(init=False)
+    tokens: str = field(init=False)
+    own_prefill: InstanceId | None = field(init=False)
+    page_bytes: int = field(init=False)
+    page_size_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefills = self.instance.role is not Role.DECODE
+        self.decodes = self.instance.role is not Role.PREFILL
+        self.pulls = Capability.PULL_PAGES in self.instance.capabilities
+        self.retains = Capability.RETAIN in self.instance.capabilities
+        self.caches = Capability.PREFIX_CACHE in self.instance.capabilities
+        self.splits = self.pulls and Capability.SPLIT in self.instance.capabilities
+        self.checkpoints = Capability.CHECKPOINT in self.instance.capabilities
+        self.moves_kv, self.tokens = self.instance.moves_kv, self.instance.tokens
+        self.own_prefill = self.instance.own_prefill
+        self.page_bytes = self.instance.geometry.page_bytes
+        self.page_size_tokens = self.instance.geometry.page_size_tokens
+
+    @property
+    def queue_s(self) -> float:
+        return self.work_s if self.work_s > self.reported_queue_s else self.reported_queue_s
+
+    @property
+    def rank(self) -> tuple[int, InstanceId]:
+        return self.streams, self.instance.id
+
+    def takes_from(self, prefill: "Member") -> bool:
+        """Whether a prefill there can be handed off to this one. A server that pulls no pages takes
+        hand-offs from its own prefill instance only.
+        """
+        return self.pulls or self.own_prefill is None or self.own_prefill == prefill.instance.id
+
+    def continues(self, tokens: str) -> bool:
+        """Whether, as far as is known, it goes on exactly with the output of an instance that
+        computes `tokens`.
+        """
+        return not tokens or self.tokens in ("", tokens)
+
+    def book(self, seconds: float) -> None:
+        self.work_s += seconds
+        self.bookings += 1
+
+    def unbook(self, seconds: float) -> None:
+        self.bookings -= 1
+        # Without bookings exactly zero: a rounding error would decide between idle instances.
+        self.work_s = max(0.0, self.work_s - seconds) if self.bookings else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Agent:
+    """One epoch of the agent of one node: a row of the load table of LUMEN section 4.2."""
+
+    id: InstanceId
+    node: NodeId
+    epoch: int
+    capacity_bytes: int
+    host_to_device_bytes_per_s: float
+    reported_bytes: int = 0  # Reserved by the streams of all proxies.
+    reported_checkpoints: int = 0
+    # For streams of this proxy, from the moment at which the place is chosen.
+    booked_bytes: int = 0
+    # Streams that have a checkpoint here, or are to have one.
+    streams: set[StreamId] = field(default_factory=set)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return max(self.booked_bytes, self.reported_bytes)
+
+    @property
+    def checkpoints(self) -> int:
+        return max(len(self.streams), self.reported_checkpoints)
+
+    def has_room(self, need_bytes: int) -> bool:
+        return self.reserved_bytes + need_bytes <= self.capacity_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    bytes_per_s: float
+    measured: bool = False
+    in_flight_bytes: int = 0  # Requested for this proxy's streams and not known to have arrived.
+
+
+class ClientWork:
+    """Predicted compute time of what each client has sent and has no answer yet."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._bookings: dict[str, int] = {}
+
+    def book(self, client: str, seconds: float) -> None:
+        self._seconds[client] = self._seconds.get(client, 0.0) + seconds
+        self._bookings[client] = self._bookings.get(client, 0) + 1
+
+    def unbook(self, client: str, seconds: float) -> None:
+        self._bookings[client] -= 1
+        if self._bookings[client]:
+            self._seconds[client] -= seconds
+        else:
+            del self._bookings[client], self._seconds[client]
+
+    def of(self, client: str) -> float:
+        return self._seconds.get(client, 0.0)
+
+    def clients_with(self, client: str) -> int:
+        """How many clients there are, this one included."""
+        return len(self._seconds) + (client not in self._seconds)
+
+
+class ClusterView:
+    def __init__(self, assumed_link_bytes_per_s: float) -> None:
+        self.work = ClientWork()
+        self.members: dict[InstanceId, Member] = {}
+        self.agents: dict[InstanceId, Agent] = {}
+        self.links: dict[tuple[NodeId, NodeId], Link] = {}
+        self.now_s = 0.0  # Of the event that is being handled.
+        self._assumed_link_bytes_per_s = assumed_link_bytes_per_s
+        # Some decode instances compute other tokens than others.
+        self.tokens_differ = False
+        # Sorted by rank, so that the least loaded are found without a search.
+        self._decoders: list[Member] = []
+        self._by_node: dict[NodeId, list[Member]] = {}
+
+    def add(self, instance: Instance) -> Member:
+        member = Member(instance)
+        assert instance.id not in self.members, instance.id
+        self.members[instance.id] = member
+        self._by_node.setdefault(instance.node, []).append(member)
+        if member.decodes:
+            insort(self._decoders, member, key=_rank)
+        self._update()
+        return member
+
+    def set_self_tested(self, member: Member, *, moves_kv: bool, tokens: str) -> None:
+        member.moves_kv, member.tokens = moves_kv, tokens
+        self._update()
+
+    def remove(self, member: Member) -> None:
+        del self.members[member.instance.id]
+        self._by_node[member.instance.node].remove(member)
+        if member.decodes and not member.is_drained:
+            del self._decoders[self._position(member)]
+        self._update()
+
+    def set_gpu_degraded(self, member: Member, gpu_degraded: bool) -> None:
+        member.gpu_degraded = gpu_degraded
+        self._update()
+
+    def set_draining(self, member: Member) -> None:
+        member.draining = True
+        self._update()
+
+    def _update(self) -> None:
+        """After a change of the members. An instance is drained only if another healthy one has its
+        role; if all are degraded, none is drained.
+        """
+        members = self.members.values()
+        kinds = {member.tokens for member in members if member.decodes and member.tokens}
+        self.tokens_differ = len(kinds) > 1
+        candidates = [
+            each for each in members if each.gpu_degraded or each.draining or each.is_drained
+        ]
+        if not candidates:
+            return
+        healthy = [each for each in members if not each.gpu_degraded and not each.draining]
+        prefill = any(member.prefills for member in healthy)
+        decode = any(member.decodes for member in healthy)
+        for member in candidates:
+            is_drained = (
+                (member.gpu_degraded or member.draining)
+                and (prefill or not member.prefills)
+                and (decode or not member.decodes)
+            )
+            if is_drained != member.is_drained and member.decodes:
+                if is_drained:
+                    del self._decoders[self._position(member)]
+                else:
+                    insort(self._decoders, member, key=_rank)
+            member.is_drained = is_drained
+
+    def is_up(self, member: Member) -> bool:
+        return self.members.get(member.instance.id) is member
+
+    def count_stream(self, member: Member, change: int) -> None:
+        """Keep the order of the decode instances while one gains or loses a stream."""
+        if not member.decodes or member.is_drained or not self.is_up(member):
+            member.streams += change
+            return
+        del self._decoders[self._position(member)]
+        member.streams += change
+        insort(self._decoders, member, key=_rank)
+
+    def decoders(self) -> list[Member]:
+        """The decode instances that are not drained, least loaded first. The list is live."""
+        return self._decoders
+
+    def takes_start(self, member: Member) -> bool:
+        """Whether its answers allow a new request."""
+        return member.quarantined_for is None and member.health.takes_start(
+            self.now_s, member.reported_queue_s
+        )
+
+    def takes_recovery(self, member: Member) -> bool:
+        """Whether its answers allow an interrupted stream."""
+        return member.quarantined_for is None and member.health.takes_recovery(
+            self.now_s, member.reported_queue_s
+        )
+
+    def is_busy(self, member: Member) -> bool:
+        """Whether it has asked for a pause that is not over: nothing goes there."""
+        return member.health.is_busy(self.now_s)
+
+    def is_healthy(self, decode: Member) -> bool:
+        """Whether an interrupted stream should go on there."""
+        return self.has_prefill(decode) and self.takes_recovery(decode)
+
+    def has_prefill(self, decode: Member) -> bool:
+        """Whether a history can be computed for it: without its own server's prefill instance, an
+        instance that takes no other hand-off has none.
+        """
+        return decode.own_prefill is None or decode.pulls or decode.own_prefill in self.members
+
+    def targets(self) -> list[Member]:
+        """Where a stream can go on: the healthy decode instances, least loaded first. Where none
+        answers well, all that are not busy.
+        """
+        possible = [
+            member
+            for member in self._decoders
+            if (member.own_prefill is None or self.has_prefill(member)) and not self.is_busy(member)
+        ]
+        return [member for member in possible if self.is_healthy(member)] or possible
+
+    def prefillers(self) -> Iterator[Member]:
+        return (
+            member for member in self.members.values() if member.prefills and not member.is_drained
+        )
+
+    def on_node(self, node: NodeId) -> list[Member]:
+        return self._by_node.get(node, [])
+
+    def reload(self, assumed_link_bytes_per_s: float) -> None:
+        """Assume another bandwidth of the links that are not measured."""
+        self._assumed_link_bytes_per_s = assumed_link_bytes_per_s
+        for link in self.links.values():
+            if not link.measured:
+                link.bytes_per_s = assumed_link_bytes_per_s
+
+    def link(self, source: NodeId, target: NodeId) -> Link:
+        found = self.links.get((source, target))
+        if found is None:
+            found = self.links[source, target] = Link(self._assumed_link_bytes_per_s)
+        return found
+
+    def bytes_per_s(self, source: NodeId, target: NodeId) -> float:
+        found = self.links.get((source, target))
+        return self._assumed_link_bytes_per_s if found is None else found.bytes_per_s
+
+    def agent_on(self, node: NodeId) -> Agent | None:
+        return next((agent for agent in self.agents.values() if agent.node == node), None)
+
+    def queueing_delay_s(self, node: NodeId) -> float:
+        """The wait of a stream that came to this node now."""
+        members = self.on_node(node)
+        decoders = [member.queue_s for member in members if member.decodes]
+        return min(decoders or [member.queue_s for member in members], default=0.0)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "instances": [
+                {
+                    "id": member.instance.id,
+                    "node": member.instance.node,
+                    "role": member.instance.role.value,
+                    "epoch": member.instance.epoch,
+                    "queue_s": member.queue_s,
+                    "work_s": member.work_s,
+                    "running": len(member.running),
+                    "decode_streams": member.streams,
+                    "retained_streams": len(member.held),
+                    "drained": member.is_drained,
+                    "quarantined_for": member.quarantined_for,
+                    "health": member.health.snapshot(self.now_s),
+                }
+                for member in self.members.values()
+            ],
+            "agents": [
+                {
+                    "id": agent.id,
+                    "node": agent.node,
+                    "epoch": agent.epoch,
+                    "capacity_bytes": agent.capacity_bytes,
+                    "reserved_bytes": agent.reserved_bytes,
+                    "checkpoints": agent.checkpoints,
+                    "booked_bytes": agent.booked_bytes,
+                    "own_streams": len(agent.streams),
+                }
+                for agent in self.agents.values()
+            ],
+            "links": [
+                {
+                    "source": source,
+                    "target": target,
+                    "bytes_per_s": link.bytes_per_s,
+                    "measured": link.measured,
+                    "in_flight_bytes": link.in_flight_bytes,
+                }
+                for (source, target), link in self.links.items()
+            ],
+        }
+
+    def _position(self, member: Member) -> int:
+        position = bisect_left(self._decoders, member.rank, key=_rank)
+        assert self._decoders[position] is member, member
+        return position
+
+
+def _rank(member: Member) -> tuple[int, InstanceId]:
+    return member.rank
+
+
+def treatment_of(settings: GpuSettings, state: GpuState) -> Failing | None:
+    """How to treat an instance with an unhealthy GPU; None: like any other."""
+    match state:
+        case GpuState.HEALTHY:
+            return None
+        case GpuState.DEGRADED:
+            return Failing.DRAIN if settings.degraded is Degraded.DRAIN else None
+        case GpuState.FAILING:
+            return settings.failing
+        case _:
+            assert_never(state)

@@ -1,0 +1,44 @@
+"""The recovery options by name, and the predicted cost of one option for one victim and target."""
+
+from enum import StrEnum
+
+import msgspec
+
+from kvrs.ids import InstanceId
+
+
+class Option(StrEnum):
+    START = "start"  # Not a recovery: a new stream, or one that had no KV and no token yet.
+    MIGRATE = "migrate"  # From an instance that retains the KV, or has it in its prefix cache.
+    RESTORE = "restore"  # From a checkpoint in an agent's host memory.
+    REUSE = "reuse"  # The target has it.
+    SPLIT = "split"  # The front is computed while the back is fetched.
+    RECOMPUTE = "recompute"
+    ABORT = "abort"
+
+
+class Estimate(msgspec.Struct, frozen=True, gc=False):
+    """One option for one victim and target; `total_s` is what options are compared by.
+
+    A struct, because one is made in a tenth of the time that a frozen dataclass takes, and
+    decisions make many.
+    """
+
+    option: Option
+    target: InstanceId
+    total_s: float  # As corrected by what recoveries of this kind really cost.
+    queue_s: float = 0.0
+    transfer_s: float = 0.0
+    compute_s: float = 0.0
+    extrapolated: bool = False  # A table was used outside its measured range.
+    # By the tables: of a split less than the sum of its parts, of any other option their sum.
+    raw_s: float = 0.0
+    # The instance or agent that is fetched from, or the prefill instance that computes; None: the
+    # target itself.
+    source: InstanceId | None = None
+    # It has more of the history than the source, or than the target that reuses.
+    second: InstanceId | None = None
+    first_page: int = 0  # What is fetched begins here; what is before it is computed meanwhile.
+    # Migrate: the source computes what its prefix cache lacks of the history, and hands all of it
+    # off.
+    by_prefill: bool = False

@@ -1,0 +1,288 @@
+"""The policy's input. Events are facts in the past tense, made by the driver of a proxy or a
+simulator.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.model.cluster_view import Instance
+from kvrs.protocol.gpus import GpuState
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUp:
+    """The instance answers and may be used. A higher epoch than before replaces the old one."""
+
+    instance: Instance
+    # Another proxy has fenced its own attempts there; the process and all others go on.
+    lives_on: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLost:
+    """The process, its node or the path to it is gone.
+
+    `produced_tokens` holds, for every stream with an attempt on this instance, the tokens that its
+    client already has.
+    """
+
+    instance: InstanceId
+    epoch: int
+    cause: str
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuJudged:
+    """The worst state of the GPUs that the instance runs on, as reported by its node's agent; sent
+    when it has changed.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    state: GpuState
+    reason: str
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReported:
+    """The instance is draining: it ends when no stream runs there; repeated as long as one does.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    epoch: int
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTested:
+    """What a resume self-test has seen of the instance (docs/backends.md)."""
+
+    instance: InstanceId
+    epoch: int
+    moves_kv: bool
+    tokens: str = ""  # As `Instance.tokens`.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReported:
+    instance: InstanceId
+    queue_delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasured:
+    source: NodeId
+    target: NodeId
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HolderUp:
+    """The agent of a node answers and takes checkpoints. A higher epoch than before replaces the
+    old one.
+    """
+
+    holder: InstanceId
+    node: NodeId
+    epoch: int
+    capacity_bytes: int
+    host_to_device_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLost:
+    """The agent, its node or the path to it is gone; what it stored is taken to be gone too."""
+
+    holder: InstanceId
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointsReported:
+    """A holder's report of what it stores. `pages` counts the leading full pages of each stream
+    that changed since the last report.
+    """
+
+    holder: InstanceId
+    epoch: int
+    reserved_bytes: int  # For the streams of all proxies.
+    checkpoints: int
+    pages: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Limits on a stream; None: no limit. The first one holds until the first token, the second one
+    after it.
+    """
+
+    ttft_s: float | None = None
+    recovery_gap_s: float | None = None
+    end_to_end_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamArrived:
+    """A new request. `prompt_tokens` is a guess while the prompt is text; prefill corrects it."""
+
+    stream: StreamId
+    prompt_tokens: int
+    # Prompt and output together, at most; None: as many as the model can.
+    most_tokens: int | None = None
+    deadlines: Deadlines = Deadlines()
+    client: str = ""  # Shares the queues with the others; empty: it is not known.
+    tenant: str = ""  # Its mark: the deadlines count among the streams of the same tenant.
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """KV of a stream's history: its first `pages` full pages, at an instance or an agent in this
+    epoch.
+    """
+
+    holder: InstanceId
+    epoch: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAdopted:
+    """A stream of another proxy goes on here, with the history that its client has. It has no
+    attempt here yet.
+
+    `kept` is where its KV was by that proxy's view; holders that are not up in the epoch named are
+    left out.
+    """
+
+    stream: StreamId
+    prompt_tokens: int
+    produced_tokens: int
+    most_tokens: int | None = None
+    deadlines: Deadlines = Deadlines()
+    age_s: float = 0.0  # Since the request arrived.
+    kept: tuple[Kept, ...] = ()
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """Prefill answered: it holds the KV of all `history_tokens`, and retains their pages under a
+    lease or has them cached.
+
+    An attempt that is one call reports it with its first token.
+    """
+
+    stream: StreamId
+    attempt: int
+    history_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionLost:
+    """An instance no longer retains pages of these streams (lease unknown there)."""
+
+    instance: InstanceId
+    streams: tuple[StreamId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResumed:
+    """The first new token of this attempt reached the client."""
+
+    stream: StreamId
+    attempt: int
+
+
+class FailureKind(StrEnum):
+    """What a failed attempt says of the instance."""
+
+    BROKEN = "broken"
+    BUSY = "busy"  # It had no room (429, 503), or took no connection.
+    REFUSED = "refused"  # By a 4xx that may be the client's fault: another instance will tell.
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """One attempt broke while its instance may still be up: reset, end without a finish, error
+    event, silence, refusal.
+
+    `abrupt`: the connection ended without an error, so that the whole instance may be lost and the
+    report of that still to come.
+    """
+
+    stream: StreamId
+    attempt: int
+    instance: InstanceId
+    cause: str
+    produced_tokens: int
+    abrupt: bool = False
+    failure: FailureKind = FailureKind.BROKEN
+    retry_after_s: float | None = None  # As a busy instance asked for.
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDenied:
+    """The target's agent has no slot left for this attempt: other proxies hold them. No transfer
+    was begun.
+    """
+
+    stream: StreamId
+    attempt: int
+    target: InstanceId
+    wait_s: float  # Until one is free, by the agent's estimate.
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """Complete, failed for good, or the client left."""
+
+    stream: StreamId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A moment named by `WakeAt` has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsReloaded:
+    """The settings from now on. Streams that have arrived keep their deadlines, predictions what
+    they have learned.
+    """
+
+    policy: PolicySettings
+    slo: SloSettings
+
+
+Event = (
+    InstanceUp
+    | InstanceLost
+    | GpuJudged
+    | DrainReported
+    | SelfTested
+    | LoadReported
+    | LinkMeasured
+    | HolderUp
+    | HolderLost
+    | CheckpointsReported
+    | StreamArrived
+    | StreamAdopted
+    | PrefillDone
+    | RetentionLost
+    | StreamResumed
+    | AttemptFailed
+    | SlotDenied
+    | StreamEnded
+    | TimerFired
+    | SettingsReloaded
+)

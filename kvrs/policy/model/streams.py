@@ -1,0 +1,270 @@
+"""What the policy keeps of one stream, of its attempt and of the recovery under way. Tokens are
+never part of it.
+
+Each record is written from one module: a stream's facts and its recovery from here, stage and
+attempt from `ledger.py`, holders from `kv_locations.py`, checkpoints from `checkpoints.py`.
+"""
+
+from dataclasses import dataclass, field
+from math import inf
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.model.actions import Plan
+from kvrs.policy.model.cluster_view import Agent, Instance, Link, Member
+from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.model.events import Deadlines
+from kvrs.policy.model.lifecycle import Stage
+from kvrs.protocol.geometry import KvGeometry
+
+# Between two tries of the same instance, which double from `recovery.retry_pause_s`.
+LONGEST_PAUSE_S = 2.0
+_JITTER = 0.25
+# So many deaths in a row make a request poison.
+_DEATHS_OF_POISON = 2
+# The death of an instance is known within this time from the first connection that broke.
+_DEATH_KNOWN_AFTER_S = 2.0
+# A stream at which a second connection breaks waits so long for news of the instances.
+_FATE_KNOWN_AFTER_S = 1.0
+# A report shows that an instance lives if it comes so long after the connection broke; an earlier
+# one may have been on its way.
+_ALIVE_AFTER_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """An instance that retains the first `pages` full pages of the stream's history, or has them in
+    its prefix cache.
+    """
+
+    member: Member
+    pages: int
+
+
+@dataclass(slots=True)
+class StoredCheckpoint:
+    """An agent that stores the first `pages` full pages of the stream's history, as it reported
+    last, or is to get them.
+    """
+
+    agent: Agent
+    geometry: KvGeometry
+    # 0: nothing is sent there any more, but what is there may still be fetched.
+    booked_bytes: int = 0
+    pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a stream that has no attempt does next, and what was weighed for it."""
+
+    chosen: Estimate
+    estimates: tuple[Estimate, ...]
+    plan: Plan | None  # None: give up, no option meets the budget.
+
+
+@dataclass(slots=True, eq=False)
+class AttemptState:
+    """The stream's latest attempt, and what it takes up in the cluster view until it is over."""
+
+    number: int = 0  # 0: there was none.
+    plan: Plan | None = None
+    option: Option = Option.START
+    started_s: float = 0.0
+    decision: Decision | None = None  # That led to it, until its first token settles it.
+    resumed: bool = False  # It has brought a token to the client.
+    runs_on: Member | None = None
+    decodes_on: Member | None = None
+    booked_on: Member | None = None
+    booked_s: float = 0.0
+    # With the bytes that it has put on each.
+    links: list[tuple[Link, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class RecoveryState:
+    """The recovery under way, from the first failure until a token reaches the client again."""
+
+    failed_at_s: float | None = None  # None: there is none.
+    cause: str = ""
+    failed: InstanceId | None = None
+    # The instance that an attempt failed at, until the next decision; it may turn out to be lost.
+    suspect_instance: InstanceId | None = None
+    failures: int = 0
+    # Attempts that were lost or failed. To be moved, denied a slot or told to come back later is
+    # not to fail.
+    attempts: int = 0
+    owes_token: bool = False  # To the retry budget, for the next attempt.
+    token_at_s: float = -inf  # When the token may be used.
+    busy_since_s: float | None = None  # Since the first busy answer.
+    retry_at_s: float = 0.0  # Not before this is an instance tried again that failed the stream.
+    # Instances, with their epochs, that died while the stream waited for its first token there.
+    deaths: set[tuple[InstanceId, int]] = field(default_factory=set)
+    is_only_suspect: bool = False  # Of the last of these deaths.
+    apart_until_s: float = -inf  # Until then it runs only where no other stream can be suspected.
+    # Instances where an attempt broke that had brought nothing, and when: they may have died of it.
+    broken: dict[tuple[InstanceId, int], float] = field(default_factory=dict)
+    fate_until_s: float = -inf  # Until then it waits to learn whether they have.
+    removed: set[Option] = field(default_factory=set)
+    slot_expired: bool = False  # What the attempt before fetches may still be under way.
+
+    def note_failure(self, cause: str, failed: InstanceId | None, now_s: float) -> None:
+        self.cause, self.failed = cause, failed
+        if self.failed_at_s is None:
+            self.failed_at_s = now_s
+
+    def suspect(self, instance: InstanceId) -> None:
+        self.suspect_instance = instance
+
+    def clear_suspect(self, cause: str) -> None:
+        """The instance as a whole is lost by this cause: the stream is a victim like the others."""
+        self.suspect_instance, self.cause = None, cause
+
+    def back_off(self, failed: Option | None, pause_s: float, jitter: float, now_s: float) -> None:
+        """The suspected instance still runs: try another option, and that instance after a pause
+        that doubles with every failure, and is shorter by `jitter` (0 to 1) of a quarter.
+        """
+        self.suspect_instance = None
+        if failed is not None:
+            self.removed.add(failed)
+        pause_s = min(LONGEST_PAUSE_S, pause_s * 2**self.failures)
+        self.retry_at_s = now_s + pause_s * (1 - _JITTER * jitter)
+        self.failures += 1
+
+    @property
+    def is_poison(self) -> bool:
+        return len(self.deaths) >= _DEATHS_OF_POISON and self.is_only_suspect
+
+    @property
+    def is_suspect(self) -> bool:
+        return bool(self.deaths or self.broken)
+
+    @property
+    def awaits_fate(self) -> bool:
+        return bool(self.broken) and self.fate_until_s > -inf
+
+    def note_broken(self, instance: Instance, now_s: float, first_wait_s: float) -> None:
+        self.broken[instance.id, instance.epoch] = now_s
+        self.apart_until_s = max(self.apart_until_s, now_s + first_wait_s)
+        if len(self.deaths) + len(self.broken) >= _DEATHS_OF_POISON:
+            self.fate_until_s = now_s + _FATE_KNOWN_AFTER_S
+
+    def wait_apart(self, until_s: float) -> None:
+        if self.is_suspect:
+            self.apart_until_s = max(self.apart_until_s, until_s)
+
+    def note_alive(self, instance: Instance, now_s: float) -> bool:
+        """It reports, after an attempt has broken there; whether that is news."""
+        key = instance.id, instance.epoch
+        if now_s - self.broken.get(key, now_s) < _ALIVE_AFTER_S:
+            return False
+        del self.broken[key]
+        return True
+
+    def broke_at(self, instance: Instance, now_s: float) -> bool:
+        broke_s = self.broken.get((instance.id, instance.epoch), -inf)
+        return now_s - broke_s < _DEATH_KNOWN_AFTER_S
+
+    def note_death(
+        self, instance: Instance, suspects: int, now_s: float, first_wait_s: float, wait_s: float
+    ) -> None:
+        self.broken.pop((instance.id, instance.epoch), None)
+        self.deaths.add((instance.id, instance.epoch))
+        self.is_only_suspect = suspects == 1
+        is_first = len(self.deaths) < _DEATHS_OF_POISON
+        self.apart_until_s = now_s + (first_wait_s if is_first else wait_s)
+
+    def pay_token(self, at_s: float) -> None:
+        self.owes_token, self.token_at_s = False, at_s
+
+    def note_attempt_failed(self) -> None:
+        self.attempts += 1
+        self.owes_token = True
+
+    def note_busy_answer(self, now_s: float) -> None:
+        self.owes_token = True
+        self.note_busy(now_s)
+
+    def note_busy(self, now_s: float) -> None:
+        if self.busy_since_s is None:
+            self.busy_since_s = now_s
+
+    def expire_slot(self, option: Option) -> None:
+        self.removed.add(option)
+        self.slot_expired = True
+
+    def note_start(self) -> None:
+        self.slot_expired = False
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    id: StreamId
+    number: int  # Order of arrival.
+    prompt_tokens: int
+    waiting_since_s: float
+    most_tokens: int | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    common_deadlines: Deadlines = field(default_factory=Deadlines)  # Of all tenants: section `slo`.
+    tenant: str = ""
+    arrived_s: float = 0.0
+    client: str = ""
+    produced_tokens: int = 0  # As reported at the last failure.
+    # Prefill has answered once: the prompt's length is known, its KV was made.
+    prefilled: bool = False
+    # Another proxy had it: its first attempt here is a recovery already.
+    adopted: bool = False
+    first_token_sent: bool = False
+    # Epochs of instances that failed this stream.
+    excluded_epochs: dict[InstanceId, int] = field(default_factory=dict)
+    # Instances where it would not be apart, while it is to be.
+    shunned: frozenset[str] = frozenset()
+    # Epochs of instances that refused it, as long as no other one has accepted it.
+    refusals: dict[InstanceId, int] = field(default_factory=dict)
+
+    stage: Stage = Stage.WAITING
+    attempt: AttemptState = field(default_factory=AttemptState)
+    recovery: RecoveryState = field(default_factory=RecoveryState)
+    holders: dict[InstanceId, Holder] = field(default_factory=dict)
+    checkpoints: dict[InstanceId, StoredCheckpoint] = field(default_factory=dict)
+    tokens: str = ""  # `Instance.tokens` of the one that gave its last output; empty: not known.
+    unprotected: str = ""  # Why no agent stores a checkpoint of it.
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing was produced and no KV was made: starting is all that can be done."""
+        return not self.prefilled and self.produced_tokens == 0
+
+    @property
+    def history_tokens(self) -> int:
+        return self.prompt_tokens + self.produced_tokens
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the attempt, or the next one where there is none yet, is a recovery."""
+        return self.adopted or self.attempt.number > 1
+
+    def bars(self, member: Member) -> bool:
+        return self.excluded_epochs.get(member.instance.id) == member.instance.epoch
+
+    def exclude(self, member: Member) -> None:
+        self.excluded_epochs[member.instance.id] = member.instance.epoch
+
+    def note_tokens(self, produced_tokens: int) -> None:
+        self.produced_tokens = max(self.produced_tokens, produced_tokens)
+
+    def note_prefill(self, history_tokens: int) -> None:
+        """The first prefill corrects the prompt's length, a guess while the prompt was text."""
+        if not self.prefilled:
+            guess, self.prompt_tokens = (
+                self.prompt_tokens,
+                max(1, history_tokens - self.produced_tokens),
+            )
+            self.prefilled = True
+            if self.most_tokens is not None:
+                self.most_tokens += max(0, self.prompt_tokens - guess)
+
+    def note_resumed(self) -> None:
+        """A token has reached the client: the recovery is over."""
+        self.first_token_sent = True
+        self.shunned = frozenset()
+        self.recovery = RecoveryState()

@@ -1,0 +1,72 @@
+"""Whether a new request is taken, by its predicted wait: load is shed before the engines drown.
+
+A request is refused where the wait in the queues of its prefill and its decode instance passes the
+bound, or makes it miss a deadline that it would keep on an idle cluster. A queue of half the bound
+is open to all. Beyond that each client that has work in the queues gets an equal share of them, so
+that one that asks for more is refused before the others are.
+
+Streams that have begun are never refused here, nor are requests that were taken: their next attempt
+is a recovery. All of it takes a fixed number of operations while the queues are short.
+"""
+
+from dataclasses import dataclass
+
+from kvrs.config.policy import AdmissionSettings
+from kvrs.policy.deadlines import due_s, tightest
+from kvrs.policy.model.actions import Reason
+from kvrs.policy.model.cluster_view import ClusterView
+from kvrs.policy.model.streams import Decision, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    reason: Reason
+    message: str
+    retry_after_s: float  # Until the queue has shrunk to what is allowed.
+
+
+class LoadShedding:
+    def __init__(self, view: ClusterView, settings: AdmissionSettings) -> None:
+        self._view = view
+        self.reload(settings)
+
+    def reload(self, settings: AdmissionSettings) -> None:
+        self._settings = settings
+
+    def judge(self, stream: Stream, decision: Decision, now_s: float) -> Shed | None:
+        """Why a stream that has had no attempt is not to start; None: it may."""
+        wait_s, chosen = self._wait_s(decision), decision.chosen
+        if wait_s <= 0:
+            return None
+        bound_s = self._settings.wait_s
+        if wait_s > bound_s:
+            return Shed(
+                Reason.OVERLOADED,
+                f"the predicted wait is {wait_s:.1f} s; allowed: {bound_s:g} s",
+                wait_s - bound_s,
+            )
+        left_s = due_s(stream) - now_s - chosen.compute_s - chosen.transfer_s
+        if 0 < left_s < wait_s:
+            return Shed(
+                Reason.OVERLOADED,
+                f"the predicted wait is {wait_s:.1f} s, too long for {tightest(stream)}",
+                wait_s - left_s,
+            )
+        if wait_s <= bound_s / 2 or not stream.client:
+            return None
+        work = self._view.work
+        prefillers = sum(1 for _ in self._view.prefillers())
+        share_s = bound_s * prefillers / work.clients_with(stream.client)
+        if work.of(stream.client) + chosen.compute_s <= share_s:
+            return None
+        return Shed(
+            Reason.OVER_SHARE,
+            "the queues are long, and this client has its share of them",
+            wait_s - bound_s / 2,
+        )
+
+    def _wait_s(self, decision: Decision) -> float:
+        chosen = decision.chosen
+        if chosen.source is None:  # One instance does both.
+            return chosen.queue_s
+        return chosen.queue_s + self._view.members[chosen.target].queue_s

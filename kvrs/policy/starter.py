@@ -1,0 +1,330 @@
+"""Placing streams that have no attempt: started, queued for a slot, kept waiting or given up on."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kvrs.config.policy import PolicySettings
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy import quarantine
+from kvrs.policy.deadlines import by_urgency, tightest
+from kvrs.policy.decisions import Decisions
+from kvrs.policy.dispatch import assign, ceiling
+from kvrs.policy.ledger import Ledger
+from kvrs.policy.model.actions import Action, GiveUp, Plan, Reason, Recovered, Start
+from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.model.health import fraction
+from kvrs.policy.model.lifecycle import Stage
+from kvrs.policy.model.streams import Decision, Stream
+from kvrs.policy.overload import LoadShedding
+from kvrs.policy.retry_budget import RetryBudget
+from kvrs.policy.routing import apart_for, victim_of
+from kvrs.policy.slots import SHORTEST_WAIT_S
+from kvrs.policy.timers import SLACK_S, is_past
+
+# Streams that wait for the same busy instance come to it within this time.
+_TRY_JITTER_S = 0.2
+# How often a stream that has not begun asks for a token that others do not need, with jitter.
+_SPARE_LOOK_S = 0.25
+
+
+class Starter:
+    """Places the streams of one event together, and appends what that calls for to `actions`."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        decisions: Decisions,
+        settings: PolicySettings,
+        actions: list[Action],
+    ) -> None:
+        self._ledger = ledger
+        self._view = ledger.view
+        self._slots = ledger.slots
+        self._timers = ledger.timers
+        self._decisions = decisions
+        self._settings = settings
+        self._shedding = LoadShedding(ledger.view, settings.admission)
+        self._actions = actions
+        # Waiting streams: victims of losses that are decided together in a moment.
+        self._gathered: dict[StreamId, Stream] = {}
+        self.retries = RetryBudget()
+
+    def reload(self, settings: PolicySettings) -> None:
+        """Streams that wait already have their alarms by the settings before."""
+        self._settings = settings
+        self._shedding.reload(settings.admission)
+
+    def gather(self, victims: Iterable[Stream], now_s: float) -> None:
+        """Have the victims of losses that are near to each other placed together, a moment after
+        the first of them.
+
+        Every victim has left the books before any of them is placed: they are one event, not many.
+        So do connections that break: the sockets of a process that died are closed one after the
+        other, and its watch is not always the first.
+        """
+        gather_s = self._settings.recovery.gather_s
+        if gather_s <= SLACK_S:  # No alarm can be set that near.
+            self.place_all(victims, now_s)
+            return
+        for stream in victims:
+            if stream.id in self._gathered:
+                continue
+            self._gathered[stream.id] = stream
+            self._timers.set(stream.id, now_s + gather_s)  # The first one that is due serves all.
+
+    def clear_suspects(self, instance: InstanceId, cause: str) -> None:
+        """The instance as a whole is lost: gathered streams that failed there are its victims."""
+        for stream in self._gathered.values():
+            if stream.recovery.suspect_instance == instance:
+                stream.recovery.clear_suspect(cause)
+
+    def place_idle(self, now_s: float) -> None:
+        """An instance came up: place what waits or queues, and is not gathered."""
+        idle = self._ledger.idle.values()
+        self.place_all([stream for stream in idle if stream.id not in self._gathered], now_s)
+
+    def place_first(self, now_s: float) -> None:
+        """A busy instance has room for one stream: place the most urgent one that waits for it."""
+        waiting = [
+            stream
+            for stream in self._ledger.idle.values()
+            if stream.stage is Stage.WAITING and stream.recovery.busy_since_s is not None
+        ]
+        if waiting:
+            self.place_all(by_urgency(waiting)[:1], now_s)
+
+    def place_all(self, streams: Iterable[Stream], now_s: float) -> None:
+        """Decide the streams of one event together, the most urgent first (DESIGN section 5)."""
+        self._decisions.begin(now_s)
+        ordered = by_urgency(streams)
+        for stream in ordered:
+            self._back_off(stream, now_s)
+        suspects = [stream for stream in ordered if stream.recovery.is_suspect]
+        if suspects:
+            ordered = [stream for stream in ordered if not stream.recovery.is_suspect]
+        victims = [
+            victim_of(self._view, stream, barred_too=is_past(stream.recovery.retry_at_s, now_s))
+            for stream in ordered
+            if not stream.is_fresh
+        ]
+        targets = self._view.targets() if victims else []
+        loads = {member.instance.id: member.streams for member in targets}
+        assigned = assign(self._settings.dispatch, victims, loads)
+        limit = ceiling(len(victims), loads)
+        for stream in ordered:
+            self._gathered.pop(stream.id, None)
+            self._place(stream, assigned.get(stream.id), limit, now_s)
+        for stream in suspects:
+            self._gathered.pop(stream.id, None)
+            self._place_apart(stream, now_s)
+
+    def _place_apart(self, stream: Stream, now_s: float) -> None:
+        """A suspected stream is placed by itself (`quarantine.py`)."""
+        recovery = stream.recovery
+        quarantine.end(self._view, stream)
+        if recovery.awaits_fate and not is_past(recovery.fate_until_s, now_s):
+            self._ledger.wait(stream, now_s)
+            self._timers.set(stream.id, recovery.fate_until_s)
+            return
+        is_apart = not is_past(recovery.apart_until_s, now_s)
+        stream.shunned = quarantine.occupied(self._view, stream) if is_apart else frozenset()
+        barred_too = is_past(recovery.retry_at_s, now_s)
+        target = apart_for(self._view, stream, barred_too=barred_too)
+        self._place(stream, None if target is None else target.instance.id, 0, now_s)
+        if stream.id not in self._ledger.streams or not is_apart:
+            return
+        if stream.stage is Stage.WAITING:
+            quarantine.reserve(self._view, stream)
+        elif stream.stage is not Stage.QUEUED:
+            plan = stream.attempt.plan
+            assert plan is not None, stream
+            names = {plan.decode, plan.prefill or plan.decode}
+            quarantine.begin(stream, [self._view.members[name] for name in names])
+
+    def place_again(self, stream: Stream, now_s: float) -> None:
+        """One stream, because its time has come; with the others, if it is gathered. A stream that
+        queues for a slot is placed at the target that it queues for.
+        """
+        if stream.id in self._gathered:
+            self.place_all(list(self._gathered.values()), now_s)
+        elif (awaited := self._slots.awaited_by(stream.id)) is None:
+            self.place_all([stream], now_s)
+        else:
+            self._decisions.begin(now_s)
+            self._place(stream, awaited, self._view.members[awaited].streams + 1, now_s)
+
+    def forget(self, stream: Stream) -> None:
+        self._gathered.pop(stream.id, None)
+        self._ledger.forget(stream)
+
+    def _back_off(self, stream: Stream, now_s: float) -> None:
+        """An instance that failed the stream, and still runs as far as is known, is not tried again
+        at once, nor is the option that failed.
+        """
+        recovery, attempt = stream.recovery, stream.attempt
+        if recovery.suspect_instance is None:
+            return
+        if (member := self._view.members.get(recovery.suspect_instance)) is not None:
+            stream.exclude(member)
+        is_by_option = not attempt.resumed and attempt.option is not Option.START
+        pause_s = self._settings.recovery.retry_pause_s
+        jitter = fraction(stream.id, recovery.failures)
+        recovery.back_off(attempt.option if is_by_option else None, pause_s, jitter, now_s)
+
+    def _place(self, stream: Stream, assigned: InstanceId | None, limit: int, now_s: float) -> None:
+        """Start the next attempt of a stream that has none running, or leave it waiting for what it
+        lacks.
+
+        Targets other than the assigned one are looked at only as long as they have fewer than
+        `limit` streams.
+        """
+        failed = stream.recovery.attempts
+        if failed >= self._settings.recovery.max_attempts:
+            message = (
+                f"the stream failed {failed} times without a token in between, at last: "
+                f"{stream.recovery.cause}"
+            )
+            self.give_up(stream, Reason.RETRIES, message)
+            return
+        if stream.recovery.is_poison:
+            message = "the request ended every instance that it ran on; it is not tried again"
+            self.give_up(stream, Reason.POISON, message)
+            return
+        decision: Decision | None = None
+        if stream.is_fresh:
+            decision = self._decisions.start(stream, now_s)
+        elif assigned is not None:
+            decision = self._decisions.recover(stream, self._view.members[assigned], limit, now_s)
+        if decision is None:
+            self._keep_waiting(stream, now_s)
+        elif decision.plan is not None and not self._has_token(stream, now_s):
+            self._pace(stream, now_s)
+        elif decision.plan is None:
+            message = f"no option brings the stream on in time: {tightest(stream)}"
+            self.give_up(stream, Reason.SLO, message)
+        elif (
+            not stream.attempt.number
+            and stream.is_fresh
+            and (shed := self._shedding.judge(stream, decision, now_s)) is not None
+        ):
+            self.give_up(stream, shed.reason, shed.message, shed.retry_after_s)
+        elif not decision.plan.runs:
+            self._start(stream, decision.plan, decision, now_s)
+        elif self._slots.acquire(decision.chosen.target, stream.id, now_s, decision.chosen.total_s):
+            self._start(stream, decision.plan, decision, now_s)
+            self._timers.set(stream.id, now_s + self._settings.slot_lease_s)
+        else:
+            self._queue(stream, decision.chosen, now_s)
+
+    def _has_token(self, stream: Stream, now_s: float) -> bool:
+        """Whether an attempt that follows a failed one may begin now, by the retry budget."""
+        recovery, open_streams = stream.recovery, len(self._ledger.streams)
+        if recovery.owes_token:
+            if stream.first_token_sent:
+                recovery.pay_token(now_s + self.retries.take(open_streams, now_s))
+            elif self.retries.take_spare(open_streams, now_s):
+                recovery.pay_token(now_s)
+        return not recovery.owes_token and is_past(recovery.token_at_s, now_s)
+
+    def _pace(self, stream: Stream, now_s: float) -> None:
+        """Wait for a token of the retry budget. A stream that has begun is never given up for it;
+        another one waits no longer than for an instance.
+        """
+        self._ledger.wait(stream, now_s)
+        if not stream.recovery.owes_token:
+            self._timers.set(stream.id, stream.recovery.token_at_s)
+            return
+        wait_s = self._settings.recovery.wait_s
+        if is_past(stream.waiting_since_s + wait_s, now_s):
+            message = f"too many retries at a time; the stream waits for {wait_s:g} s at most"
+            self.give_up(stream, Reason.BUSY, message)
+        else:
+            self._timers.set(stream.id, now_s + _SPARE_LOOK_S * (1 + fraction(stream.id, now_s)))
+
+    def _start(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
+        prefill = None if plan.prefill is None else self._view.members[plan.prefill]
+        decode = self._view.members[plan.decode]
+        plan = replace(plan, places=self._ledger.checkpoints.place(stream, decode, prefill))
+        self._ledger.begin(stream, plan, decision, now_s)
+        stream.recovery.note_start()
+        number, chosen = stream.attempt.number, decision.chosen
+        self._actions.append(Start(stream.id, number, plan))
+        if number == 1:
+            self.retries.started(len(self._ledger.streams), now_s)
+        if stream.recovers:
+            record = Recovered(
+                stream.id,
+                number,
+                chosen.option,
+                chosen.total_s,
+                decision.estimates,
+                stream.recovery.cause,
+                stream.recovery.failed,
+            )
+            self._actions.append(record)
+
+    def _queue(self, stream: Stream, chosen: Estimate, now_s: float) -> None:
+        """Wait for a slot at the chosen target, and decide again when the wait that was predicted
+        is over.
+        """
+        self._ledger.queue(stream, chosen.target)
+        wait_s = max(SHORTEST_WAIT_S, self._slots.expected_wait_s(chosen.target, stream.id, now_s))
+        self._timers.set(stream.id, now_s + wait_s)
+
+    def _keep_waiting(self, stream: Stream, now_s: float) -> None:
+        """Nothing can be started: wait on, at most for `recovery.wait_s` and not beyond the
+        stream's deadline.
+        """
+        self._ledger.wait(stream, now_s)
+        recovery = stream.recovery
+        next_try_s = self._next_try_s()
+        if next_try_s is not None:
+            recovery.note_busy(now_s)
+        wait_s = self._settings.recovery.wait_s
+        since_s = stream.waiting_since_s
+        # The wait for a busy instance goes on while it is tried.
+        if recovery.busy_since_s is not None:
+            since_s = min(since_s, recovery.busy_since_s)
+        wait_ends_s = since_s + wait_s
+        budget_s = self._decisions.budget_s(stream, now_s)
+        budget_ends_s = wait_ends_s if budget_s is None else now_s + budget_s
+        is_hopeless = (
+            not stream.first_token_sent and next_try_s is not None and next_try_s > wait_ends_s
+        )
+        if is_past(wait_ends_s, now_s) or is_hopeless:
+            self._give_up_waiting(stream, next_try_s, now_s)
+        elif is_past(budget_ends_s, now_s):
+            self.give_up(stream, Reason.SLO, f"no instance came up in time: {tightest(stream)}")
+        else:
+            alarms_s = [wait_ends_s, budget_ends_s, recovery.retry_at_s]
+            if stream.shunned:
+                alarms_s.append(now_s + quarantine.LOOK_S)
+            if next_try_s is not None:
+                # Never due at once: an alarm that came a little early would be the last one.
+                jitter = 0.1 + fraction(stream.id, next_try_s)
+                alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
+            self._timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
+
+    def _next_try_s(self) -> float | None:
+        """When the first busy instance may be tried again; None: none is busy."""
+        busy = (each for each in self._view.members.values() if self._view.is_busy(each))
+        ends_s = (member.health.busy_until_s for member in busy)
+        return min((end_s for end_s in ends_s if end_s is not None), default=None)
+
+    def _give_up_waiting(self, stream: Stream, next_try_s: float | None, now_s: float) -> None:
+        wait_s = self._settings.recovery.wait_s
+        if next_try_s is None:
+            message = f"no instance came up within {wait_s:g} s"
+            # Others have just waited in vain: a client that retries at once would, too.
+            self.give_up(stream, Reason.NO_INSTANCE, message, min(wait_s, 30.0))
+        else:
+            message = f"every instance is busy; the stream waits for {wait_s:g} s at most"
+            self.give_up(stream, Reason.BUSY, message, next_try_s - now_s)
+
+    def give_up(
+        self, stream: Stream, reason: Reason, message: str, retry_after_s: float = 1.0
+    ) -> None:
+        # With jitter: clients that were given up on together do not come back together.
+        retry_after_s = max(1.0, retry_after_s) * (1 + fraction(stream.id))
+        self.forget(stream)
+        self._actions.append(GiveUp(stream.id, reason, message, retry_after_s))

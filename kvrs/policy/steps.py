@@ -1,0 +1,267 @@
+"""The steps of the lifecycle table (`model/lifecycle.py`): what an event does to one stream."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.deadlines import deadlines_of
+from kvrs.policy.decisions import Decisions
+from kvrs.policy.ledger import Ledger
+from kvrs.policy.model.actions import Action, Halt, Plan, Reason, Redirect
+from kvrs.policy.model.cluster_view import Member
+from kvrs.policy.model.events import (
+    AttemptFailed,
+    Deadlines,
+    FailureKind,
+    PrefillDone,
+    SlotDenied,
+    StreamAdopted,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+)
+from kvrs.policy.model.lifecycle import (
+    TABLE,
+    AlarmDue,
+    Ignored,
+    InstanceLeft,
+    SlotFree,
+    Step,
+    StreamEvent,
+)
+from kvrs.policy.model.streams import Stream
+from kvrs.policy.quarantine import first_wait_s
+from kvrs.policy.routing import hand_off_to
+from kvrs.policy.starter import Starter
+
+_OF_ATTEMPT = (PrefillDone, StreamResumed, AttemptFailed, SlotDenied, StreamEnded)
+
+
+class Steps:
+    def __init__(
+        self,
+        ledger: Ledger,
+        starter: Starter,
+        decisions: Decisions,
+        settings: PolicySettings,
+        slo: SloSettings,
+        actions: list[Action],
+    ) -> None:
+        self._ledger = ledger
+        self._starter = starter
+        self._decisions = decisions
+        self._settings = settings
+        self._slo = slo
+        self._actions = actions
+        self._arrivals = 0
+        # Each takes the stream (of ADMIT and ADOPT: none), the event and the time.
+        self._steps: Mapping[Step, Callable[[Any, Any, float], None]] = {
+            Step.ADMIT: self._admit,
+            Step.ADOPT: self._adopt,
+            Step.PLACE: self._place,
+            Step.NOTE_PREFILL: self._note_prefill,
+            Step.HAND_OFF: self._hand_off,
+            Step.RESUME: self._resume,
+            Step.NOTE: self._note,
+            Step.FAIL: self._fail,
+            Step.DENY: self._deny,
+            Step.LOSE: self._lose,
+            Step.STRAND: self._strand,
+            Step.EXPIRE: self._expire,
+            Step.END: self._end,
+        }
+
+    def reload(self, settings: PolicySettings, slo: SloSettings) -> None:
+        self._settings = settings
+        self._slo = slo
+
+    def apply(self, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
+        """Take the step that the table names."""
+        stream = self._ledger.streams.get(stream_id)
+        step = TABLE[type(event)][None if stream is None else stream.stage]
+        assert step is not None, (event, stream)
+        if isinstance(step, Ignored) or self._is_late(stream, event):
+            return
+        self._steps[step](stream, event, now_s)
+
+    @staticmethod
+    def _is_late(stream: Stream | None, event: StreamEvent) -> bool:
+        """`Ignored.LATE`, in any stage: an attempt that has a successor."""
+        return (
+            stream is not None
+            and isinstance(event, _OF_ATTEMPT)
+            and event.attempt != stream.attempt.number
+        )
+
+    # A stream begins.
+
+    def _admit(self, _: None, event: StreamArrived, now_s: float) -> None:
+        tokens = max(1, event.prompt_tokens)
+        stream = Stream(event.stream, self._arrivals, tokens, now_s, event.most_tokens)
+        stream.arrived_s, stream.deadlines = now_s, deadlines_of(event.deadlines, self._slo)
+        stream.client = event.client
+        self._take_in(stream, event.tenant, now_s)
+
+    def _adopt(self, _: None, event: StreamAdopted, now_s: float) -> None:
+        """Recover it as a victim of the loss of its proxy."""
+        stream = Stream(
+            event.stream,
+            self._arrivals,
+            event.prompt_tokens,
+            now_s,
+            event.most_tokens,
+            deadlines_of(event.deadlines, self._slo),
+            arrived_s=now_s - event.age_s,
+            produced_tokens=event.produced_tokens,
+            prefilled=True,
+            adopted=True,
+            first_token_sent=event.produced_tokens > 0,
+        )
+        stream.recovery.note_failure("it came from another proxy", None, now_s)
+        self._ledger.kv_locations.inherit(stream, event.kept)
+        self._take_in(stream, event.tenant, now_s)
+
+    def _take_in(self, stream: Stream, tenant: str, now_s: float) -> None:
+        stream.tenant, stream.common_deadlines = tenant, deadlines_of(Deadlines(), self._slo)
+        self._arrivals += 1
+        self._ledger.admit(stream)
+        self._starter.place_all([stream], now_s)
+
+    # Its attempt progresses.
+
+    def _note_prefill(self, stream: Stream, event: PrefillDone, now_s: float) -> None:
+        """Of a call that does both stages, or of a prompt that went to decode as text."""
+        attempt = stream.attempt
+        assert attempt.runs_on is not None, stream
+        if not attempt.resumed:
+            self._note_kv(stream, attempt.runs_on, event.history_tokens)
+
+    def _note_kv(self, stream: Stream, prefill: Member, history_tokens: int) -> None:
+        stream.note_prefill(history_tokens)
+        if prefill.retains or prefill.caches:
+            pages = history_tokens // prefill.page_size_tokens
+            self._ledger.kv_locations.retain(stream, prefill, pages)
+
+    def _hand_off(self, stream: Stream, event: PrefillDone, now_s: float) -> None:
+        """To the decode instance of the plan, which may be a new epoch by now, or to another one
+        where that is sooner (`handoff.py`).
+        """
+        attempt, view = stream.attempt, self._ledger.view
+        plan, prefill = attempt.plan, attempt.runs_on
+        assert plan is not None, stream
+        assert prefill is not None, stream
+        self._note_kv(stream, prefill, event.history_tokens)
+        self._ledger.outliers.answered(stream, prefill)
+        planned = view.members.get(plan.decode)
+        if planned is None or (planned.draining and planned.is_drained):
+            if planned is not None:
+                self._halt(stream)
+            cause = "the decode instance was lost during prefill, or is about to end"
+            self._end_attempt(stream, cause, plan.decode, now_s)
+            self._starter.place_all([stream], now_s)
+            return
+        decode = hand_off_to(view, stream, prefill, planned, self._settings)
+        if planned.own_prefill != prefill.instance.id:  # Else one call, which is at decode already.
+            plan = self._redirect(stream, plan, prefill, decode)
+        self._ledger.hand_off(stream, plan, prefill, decode)
+
+    def _redirect(self, stream: Stream, plan: Plan, prefill: Member, decode: Member) -> Plan:
+        places = self._ledger.checkpoints.place(stream, decode, prefill)
+        changed = replace(plan, decode=decode.instance.id, places=places)
+        if changed != plan:
+            self._actions.append(Redirect(stream.id, stream.attempt.number, changed))
+        return changed
+
+    def _resume(self, stream: Stream, event: StreamResumed, now_s: float) -> None:
+        if (settled := self._decisions.settle(stream, now_s)) is not None:
+            self._actions.append(settled)
+        if (decode := stream.attempt.runs_on) is not None:
+            self._ledger.outliers.answered(stream, decode)
+        self._ledger.resume(stream)
+        stream.note_resumed()
+
+    # Its attempt ends.
+
+    def _note(self, stream: Stream, event: AttemptFailed, now_s: float) -> None:
+        """The attempt had ended before its connection broke: with its instance, as a rule."""
+        stream.note_tokens(event.produced_tokens)
+
+    def _fail(self, stream: Stream, event: AttemptFailed, now_s: float) -> None:
+        stream.note_tokens(event.produced_tokens)
+        is_the_clients_fault = self._ledger.outliers.is_the_clients_fault(stream, event)
+        self._ledger.outliers.failed(stream, event)
+        self._end_attempt(stream, event.cause, event.instance, now_s)
+        if is_the_clients_fault:
+            self._starter.give_up(stream, Reason.REFUSED, event.cause)
+            return
+        if event.failure is FailureKind.BUSY:
+            stream.recovery.note_busy_answer(now_s)
+        else:
+            stream.recovery.note_attempt_failed()
+        member = self._ledger.view.members.get(event.instance)
+        is_broken = event.abrupt and event.failure is FailureKind.BROKEN
+        if is_broken and member is not None and not stream.attempt.resumed:
+            wait_s = first_wait_s(self._settings.recovery.wait_s)
+            stream.recovery.note_broken(member.instance, now_s, wait_s)
+        # One that took no connection may be dead.
+        if event.failure is not FailureKind.BUSY or event.abrupt:
+            stream.recovery.suspect(event.instance)
+        if event.abrupt and event.instance in self._ledger.view.members:
+            self._starter.gather([stream], now_s)
+        else:
+            self._starter.place_all([stream], now_s)
+
+    def _deny(self, stream: Stream, event: SlotDenied, now_s: float) -> None:
+        if self._ledger.slots.held_at(stream.id) == event.target:
+            self._ledger.deny(stream, now_s + event.wait_s)
+            self._starter.place_again(stream, now_s)
+
+    def _lose(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
+        stream.note_tokens(event.produced_tokens.get(stream.id, 0))
+        if event.is_lost:
+            stream.recovery.note_attempt_failed()
+        self._end_attempt(stream, event.cause, event.instance, now_s)
+
+    def _strand(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
+        self._ledger.wait(stream, now_s)
+
+    def _expire(self, stream: Stream, event: AlarmDue, now_s: float) -> None:
+        stream.recovery.expire_slot(stream.attempt.option)
+        stream.recovery.note_attempt_failed()
+        cause = f"its slot expired after {self._settings.slot_lease_s:g} s"
+        self._end_attempt(stream, cause, None, now_s)
+        number = stream.attempt.number
+        self._starter.place_again(stream, now_s)
+        if stream.id in self._ledger.streams and stream.attempt.number == number:
+            # No other attempt has taken its place, and without a slot it must not fetch on.
+            self._actions.append(Halt(stream.id, number))
+
+    def _place(self, stream: Stream, event: AlarmDue | SlotFree, now_s: float) -> None:
+        self._starter.place_again(stream, now_s)
+
+    def _end(self, stream: Stream, event: StreamEnded, now_s: float) -> None:
+        attempt = stream.attempt
+        there = attempt.runs_on if attempt.resumed else None
+        self._starter.forget(stream)
+        if there is not None and there.health.note_room(now_s):
+            self._starter.place_first(now_s)
+
+    def _halt(self, stream: Stream) -> None:
+        """End an attempt that still runs; to be moved is not to fail."""
+        self._actions.append(Halt(stream.id, stream.attempt.number))
+
+    def halt_all(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            self._halt(stream)
+
+    def _end_attempt(
+        self, stream: Stream, cause: str, failed: InstanceId | None, now_s: float
+    ) -> None:
+        """The attempt is over; the stream waits to be placed."""
+        decode = stream.attempt.decodes_on
+        if decode is not None and stream.attempt.resumed:
+            stream.tokens = decode.tokens or stream.tokens
+        stream.recovery.note_failure(cause, failed, now_s)
+        self._ledger.wait(stream, now_s)

@@ -1,0 +1,231 @@
+"""The answers of the OpenAI API: whole responses, chunks of a stream, and errors.
+
+The first part is what engines of ours write, the second what a proxy reads of any engine's chunks.
+"""
+
+from typing import Any
+
+import msgspec
+
+from kvrs.protocol.instance import KvTransferParams, TokenId
+
+# Written. In every choice `token_ids` stays last, so that a proxy can cut it out of the bytes by
+# offset.
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Logprobs(msgspec.Struct):
+    """Log probabilities of the tokens of a completion, or of one chunk of it.
+
+    `text_offset[i]` is the position of token i in the characters of the whole output.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class Choice(msgspec.Struct):
+    text: str
+    index: int = 0
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct):
+    """A whole completion, or one chunk of a streamed one, whose last chunk alone has `usage`, if
+    the client asked for it.
+    """
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    object: str = "text_completion"
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    kv_transfer_params: KvTransferParams | msgspec.UnsetType = msgspec.UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str  # JSON, as OpenAI gives it.
+
+
+class ToolCall(msgspec.Struct):
+    """A call in a message; in a delta it has its `index` too."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+    index: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    """The part of the message that one chunk adds; fields that it does not add are left out."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = []
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int = 0
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """One chunk of a streamed chat completion."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    # In the first event, if no earlier call has returned them.
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | None
+    role: str = "assistant"
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int = 0
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    """A whole chat completion."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    object: str = "chat.completion"
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: KvTransferParams | msgspec.UnsetType = msgspec.UNSET
+
+
+# Read, of either endpoint and from any engine. Every event outside the relay's byte search is
+# decoded to these, so what few readers need stays undecoded.
+
+
+class ReceivedDelta(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # The newer name of `reasoning_content` in other engines.
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class ReceivedChoice(msgspec.Struct, gc=False):
+    """A choice of a completion (`text`) or of a chat (`delta`)."""
+
+    text: str = ""
+    delta: ReceivedDelta = msgspec.field(default_factory=ReceivedDelta)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[TokenId] | None = None
+    logprobs: msgspec.Raw = msgspec.Raw()  # Empty: absent.
+
+    @property
+    def plain_text(self) -> str:
+        return self.text or self.delta.content or ""
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether the engine has parsed its output into more than text."""
+        return bool(self.delta.reasoning_content or self.delta.reasoning or self.delta.tool_calls)
+
+    def logprob_lists(self) -> dict[str, list[msgspec.Raw] | None]:
+        """The log probabilities: lists with one element per token; empty if there are none.
+
+        Raises:
+            msgspec.DecodeError: they have another form.
+        """
+        # Absent, or null: no shorter JSON has a list in it.
+        return _LOGPROBS.decode(self.logprobs) if len(self.logprobs) > len(b"null") else {}
+
+
+class ReceivedChunk(msgspec.Struct, gc=False):
+    """One event of a stream: choices, usage or an error."""
+
+    choices: list[ReceivedChoice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+
+CHUNK = msgspec.json.Decoder(ReceivedChunk)
+_LOGPROBS = msgspec.json.Decoder(dict[str, list[msgspec.Raw] | None])
+
+
+def error_body(
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+) -> bytes:
+    """An error as OpenAI writes it: the JSON of a 4xx or 5xx body, or of an SSE event."""
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    )
+
+
+def error_kind(error: Any) -> str:
+    """Type and code of a decoded error body or event, for logs.
+
+    Its message is left out, because it may quote a prompt.
+    """
+    match error:
+        case {"error": {"type": kind, "code": code}} if kind or code:
+            return f" ({', '.join(str(part)[:80] for part in (kind, code) if part)})"
+        case _:
+            return ""
+
+
+def sse(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+DONE = sse(b"[DONE]")

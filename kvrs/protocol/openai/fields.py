@@ -1,0 +1,274 @@
+"""Every body field of the OpenAI API's two endpoints and of vLLM's extensions of them, and how each
+backend treats it. A field that is not in the table is refused.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from kvrs.errors import RequestError
+
+# Backends, as `cluster.backend` names them.
+EMBEDDED, DISTSERVE, VLLM = "embedded", "distserve", "vllm"
+BACKENDS = (EMBEDDED, DISTSERVE, VLLM)
+
+
+class ApiKind(StrEnum):
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
+class Treatment(StrEnum):
+    UNDERSTOOD = "understood"  # Decoded and checked by kvrs; an engine gets it if it needs it.
+    PASSED = "passed"  # The engine gets it undecoded, and checks it.
+    IGNORED = "ignored"  # No output depends on it, and no engine gets it.
+    REFUSED = "refused"
+    INTERNAL = "internal"  # Set by proxies. That of a client is dropped.
+
+
+class Seam(StrEnum):
+    """What a continued stream is at an engine that takes the history for a new prompt."""
+
+    EXACT = "exact"
+    INEXACT = "inexact"  # The engine gets the field again, and counts from the seam.
+    LEFT_OUT = "left out"  # Inexact: with the field, the engine would begin anew at the seam.
+
+
+@dataclass(frozen=True, slots=True)
+class BodyField:
+    """One row. `neutral` has values that change nothing: they count as an absent field."""
+
+    name: str
+    embedded: Treatment
+    distserve: Treatment
+    vllm: Treatment
+    api: ApiKind | None = None  # None: both. At the other one it is refused.
+    seam: Seam = Seam.EXACT
+    of_output: bool = False  # Prefill, which has no output, does not get it.
+    of_text: bool = False  # About making ids of a prompt: those who have the ids do not get it.
+    neutral: tuple[Any, ...] = ()
+    instead: str = ""  # Another field, which does the same.
+
+    def treatment(self, backend: str) -> Treatment:
+        match backend:
+            case "embedded":
+                return self.embedded
+            case "distserve":
+                return self.distserve
+            case _:
+                return self.vllm
+
+
+_COMPLETIONS, _CHAT = ApiKind.COMPLETIONS, ApiKind.CHAT
+_U, _P = Treatment.UNDERSTOOD, Treatment.PASSED
+_I, _R = Treatment.IGNORED, Treatment.REFUSED
+_EVERYWHERE, _NOWHERE, _NEUTRAL = (_U, _U, _U), (_R, _R, _R), (_I, _I, _I)
+_VLLM_ONLY = (_R, _R, _P)
+_INTERNAL = (Treatment.INTERNAL,) * 3
+_INEXACT, _LEFT_OUT = Seam.INEXACT, Seam.LEFT_OUT
+
+# What depends on more than the field itself is in kvrs/proxy/wire/exactness.py.
+FIELDS: tuple[BodyField, ...] = (
+    # The prompt.
+    BodyField("prompt", *_EVERYWHERE, _COMPLETIONS),
+    BodyField("messages", *_EVERYWHERE, _CHAT),
+    BodyField("tools", *_EVERYWHERE, _CHAT),
+    BodyField("tool_choice", *_EVERYWHERE, _CHAT),
+    BodyField("parallel_tool_calls", *_EVERYWHERE, _CHAT),
+    BodyField("reasoning_effort", *_EVERYWHERE, _CHAT),
+    BodyField("chat_template_kwargs", *_EVERYWHERE, _CHAT),
+    BodyField("chat_template", *_VLLM_ONLY, _CHAT),
+    BodyField("documents", *_EVERYWHERE, _CHAT, neutral=([],)),
+    BodyField("add_generation_prompt", *_EVERYWHERE, _CHAT, neutral=(True,)),
+    BodyField("continue_final_message", *_VLLM_ONLY, _CHAT, neutral=(False,)),
+    BodyField("media_io_kwargs", *_VLLM_ONLY, _CHAT),
+    BodyField("mm_processor_kwargs", *_VLLM_ONLY, _CHAT),
+    BodyField("add_special_tokens", *_VLLM_ONLY, _COMPLETIONS, of_text=True, neutral=(True,)),
+    BodyField("add_special_tokens", *_VLLM_ONLY, _CHAT, neutral=(False,)),
+    BodyField("truncate_prompt_tokens", *_VLLM_ONLY, of_text=True),
+    BodyField("truncation_side", *_VLLM_ONLY, of_text=True),
+    BodyField("prompt_embeds", *_NOWHERE),
+    BodyField("cache_salt", *_EVERYWHERE),
+    # How long the output is.
+    BodyField("max_tokens", *_EVERYWHERE),
+    BodyField("max_completion_tokens", *_EVERYWHERE, _CHAT, of_output=True),
+    BodyField("min_tokens", *_EVERYWHERE, of_output=True),
+    BodyField("stop", *_EVERYWHERE, of_output=True),
+    BodyField("stop_token_ids", *_EVERYWHERE, of_output=True),
+    BodyField("ignore_eos", *_EVERYWHERE),
+    BodyField("thinking_token_budget", *_VLLM_ONLY, seam=_INEXACT, of_output=True),
+    BodyField("repetition_detection", *_VLLM_ONLY, seam=_INEXACT, of_output=True),
+    # Which token is next.
+    BodyField("temperature", *_EVERYWHERE),
+    BodyField("top_p", *_EVERYWHERE),
+    BodyField("top_k", *_EVERYWHERE),
+    BodyField("min_p", *_EVERYWHERE, of_output=True),
+    BodyField("seed", *_EVERYWHERE, of_output=True),
+    BodyField("presence_penalty", *_EVERYWHERE, of_output=True),
+    BodyField("frequency_penalty", *_EVERYWHERE, of_output=True),
+    BodyField("repetition_penalty", *_EVERYWHERE, of_output=True),
+    BodyField("logit_bias", _U, _R, _U, of_output=True, neutral=({},)),
+    BodyField("allowed_token_ids", _U, _R, _U, of_output=True),
+    # A word of several tokens may begin before the seam.
+    BodyField("bad_words", _U, _R, _U, seam=_INEXACT, of_output=True, neutral=([],)),
+    BodyField("watermarking", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
+    BodyField("response_format", *_VLLM_ONLY, seam=_LEFT_OUT, neutral=({"type": "text"},)),
+    BodyField("structured_outputs", *_VLLM_ONLY, seam=_LEFT_OUT, of_output=True),
+    BodyField("guided_json", *_NOWHERE, instead="structured_outputs"),
+    BodyField("guided_regex", *_NOWHERE, instead="structured_outputs"),
+    BodyField("guided_choice", *_NOWHERE, instead="structured_outputs"),
+    BodyField("guided_grammar", *_NOWHERE, instead="structured_outputs"),
+    BodyField("guided_decoding_backend", *_NOWHERE),
+    BodyField("guided_whitespace_pattern", *_NOWHERE),
+    BodyField("use_beam_search", *_NOWHERE, neutral=(False,)),
+    BodyField("length_penalty", *_NOWHERE, neutral=(1,)),
+    BodyField("best_of", *_NOWHERE, neutral=(1,)),
+    BodyField("logits_processors", *_NOWHERE, neutral=([],)),
+    BodyField("suffix", *_NOWHERE, neutral=("",)),
+    # What the answer says.
+    BodyField("n", *_EVERYWHERE),
+    BodyField("echo", *_EVERYWHERE, _COMPLETIONS),
+    BodyField("echo", *_NOWHERE, _CHAT, neutral=(False,)),
+    BodyField("stream", *_EVERYWHERE),
+    BodyField("stream_options", *_EVERYWHERE),
+    BodyField("stream_interval", *_VLLM_ONLY, of_output=True),
+    BodyField("logprobs", *_EVERYWHERE, _COMPLETIONS, of_output=True),
+    BodyField("logprobs", *_EVERYWHERE, _CHAT, of_output=True),
+    BodyField("top_logprobs", *_EVERYWHERE, _CHAT, of_output=True),
+    BodyField("logprob_token_ids", *_VLLM_ONLY, of_output=True),
+    BodyField("return_tokens_as_token_ids", *_VLLM_ONLY, of_output=True, neutral=(False,)),
+    BodyField("prompt_logprobs", *_NOWHERE),
+    BodyField("return_token_ids", *_EVERYWHERE),
+    BodyField("return_prompt_text", *_NOWHERE, neutral=(False,)),
+    BodyField("routed_experts_prompt_start", *_NOWHERE, neutral=(0,)),
+    BodyField("include_reasoning", *_VLLM_ONLY, _CHAT, seam=_INEXACT, neutral=(True,)),
+    BodyField(
+        "include_stop_str_in_output", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)
+    ),
+    BodyField("skip_special_tokens", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(True,)),
+    BodyField(
+        "spaces_between_special_tokens", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(True,)
+    ),
+    # OpenAI's own service.
+    BodyField("model", *_EVERYWHERE),
+    BodyField("user", *_EVERYWHERE),
+    BodyField("store", *_NEUTRAL),
+    BodyField("metadata", *_NEUTRAL),
+    BodyField("service_tier", *_NEUTRAL),
+    BodyField("safety_identifier", *_NEUTRAL),
+    BodyField("prompt_cache_key", *_NEUTRAL),
+    BodyField("prompt_cache_options", *_NEUTRAL),
+    BodyField("prompt_cache_retention", *_NEUTRAL),
+    BodyField("prediction", *_NEUTRAL),
+    BodyField("functions", *_NOWHERE, neutral=([],), instead="tools"),
+    BodyField("function_call", *_NOWHERE, neutral=("none", "auto"), instead="tool_choice"),
+    BodyField("modalities", *_NOWHERE, neutral=(["text"],)),
+    BodyField("audio", *_NOWHERE),
+    BodyField("verbosity", *_NOWHERE, neutral=("medium",)),
+    BodyField("web_search_options", *_NOWHERE),
+    BodyField("moderation", *_NOWHERE),
+    # vLLM's book-keeping.
+    BodyField("session_id", *_NEUTRAL),
+    BodyField("return_token_offsets", *_NEUTRAL),
+    BodyField("return_mm_kwargs", *_NEUTRAL),
+    # Which instance works on a stream, for whom, and with what KV.
+    BodyField("kvrs", *_INTERNAL),
+    BodyField("kv_transfer_params", *_INTERNAL),
+    BodyField("ec_transfer_params", *_NOWHERE),
+    # It may hold `kv_transfer_params`.
+    BodyField("vllm_xargs", *_NOWHERE),
+    BodyField("request_id", *_NOWHERE),
+    BodyField("priority", *_NOWHERE, neutral=(0,)),
+    BodyField("lora_request", *_NOWHERE),
+    *(
+        BodyField(name, *_NOWHERE)
+        for name in (
+            *("rid", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
+            *("disaggregated_params", "disagg_request_id", "extra_key", "lora_path"),
+            *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+        )
+    ),
+)
+
+NOT_FOR_PREFILL = frozenset(row.name for row in FIELDS if row.of_output)
+NOT_FOR_IDS = frozenset(row.name for row in FIELDS if row.of_text)
+# Left out of a chat that is continued as a completion.
+NOT_FOR_COMPLETIONS = frozenset(row.name for row in FIELDS if row.api is ApiKind.CHAT)
+NOT_AFTER_SEAM = frozenset(row.name for row in FIELDS if row.seam is Seam.LEFT_OUT)
+
+_LONGEST_NEUTRAL_BYTES = 64
+_ANY = msgspec.json.Decoder()
+
+
+@cache
+def rows(api: ApiKind) -> Mapping[str, BodyField]:
+    """The row of each field at one endpoint; of fields of the other one only, theirs."""
+    here = {row.name: row for row in FIELDS if row.api in (None, api)}
+    return {row.name: row for row in FIELDS} | here
+
+
+@cache
+def takes(api: ApiKind, backend: str) -> tuple[str, ...]:
+    """The fields that a client may set there, in alphabetical order."""
+    away = (Treatment.REFUSED, Treatment.INTERNAL)
+    return tuple(
+        sorted(
+            name
+            for name, row in rows(api).items()
+            if row.api in (None, api) and row.treatment(backend) not in away
+        )
+    )
+
+
+def check_fields(
+    given: Mapping[str, msgspec.Raw], api: ApiKind, backend: str
+) -> dict[str, msgspec.Raw]:
+    """Those of the given fields that mean something to kvrs or to the engine behind it, undecoded.
+
+    Raises:
+        RequestError: a field is not known there, or refused.
+    """
+    known, kept = rows(api), dict[str, msgspec.Raw]()
+    for name, value in given.items():
+        # The same as an absent field, but not every engine accepts it.
+        if len(value) == 4 and bytes(value) == b"null":
+            continue
+        if (row := known.get(name)) is None:
+            raise RequestError(
+                f"{name[:80]!r} is not known; allowed: {', '.join(takes(api, backend))}",
+                param=name[:80],
+            )
+        if _is_neutral(value, row):
+            continue
+        treatment = row.treatment(backend)
+        if treatment is Treatment.REFUSED or row.api not in (None, api):
+            raise not_supported(name, value, row.neutral, row.instead)
+        if treatment in (Treatment.UNDERSTOOD, Treatment.PASSED):
+            kept[name] = value
+    return kept
+
+
+def inexact_fields(names: Iterable[str], api: ApiKind) -> list[str]:
+    """Those that a stream is not continued exactly with, by their names alone."""
+    known = rows(api)
+    return [name for name in names if known[name].seam is not Seam.EXACT]
+
+
+def not_supported(
+    name: str, given: msgspec.Raw | bytes, neutral: Iterable[Any], instead: str = ""
+) -> RequestError:
+    shown = bytes(memoryview(given)[:80]).decode(errors="replace")
+    allowed = " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None))
+    hint = f", or the field {instead}" if instead else ""
+    return RequestError(f"{name}={shown} is not supported; allowed: {allowed}{hint}", param=name)
+
+
+def _is_neutral(value: msgspec.Raw, row: BodyField) -> bool:
+    """Whether the value changes nothing, decoding no more than could be so."""
+    if not row.neutral or len(value) > _LONGEST_NEUTRAL_BYTES:
+        return False
+    return _ANY.decode(value) in row.neutral

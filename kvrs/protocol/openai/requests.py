@@ -1,0 +1,362 @@
+"""Requests of the OpenAI API as far as kvrs supports it: completions and chat completions.
+
+Fields that a backend does not take are refused by their names (`fields.py`).
+"""
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from kvrs.errors import RequestError
+from kvrs.protocol.instance import KvrsParams, KvTransferParams
+from kvrs.protocol.openai.fields import EMBEDDED, ApiKind, check_fields, not_supported, takes
+from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
+
+MAX_STOP_STRINGS = 16
+MAX_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
+MAX_LISTED = 1024  # Words and biases: every token costs each of them.
+MAX_WORDS = 1 << 14  # Characters of all words: they are tokenised on the engine's event loop.
+
+
+Fields = dict[str, msgspec.Raw]
+
+# A field that is absent, where values stay undecoded.
+_NULL = msgspec.Raw(b"null")
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    # Refused, unless it is false: tokens are counted at the end.
+    continuous_usage_stats: bool | None = None
+
+
+class _SamplingRequest(msgspec.Struct, kw_only=True):
+    """Fields of both endpoints."""
+
+    model: str | None = None
+    min_tokens: int = 0
+    given_temperature: float | None = msgspec.field(default=None, name="temperature")
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1: all tokens.
+    min_p: float = 0.0  # Of the probability of the likeliest token.
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    cache_salt: str = ""
+    user: str | None = None
+    kv_transfer_params: KvTransferParams | None = None
+    kvrs: KvrsParams | None = None
+
+    @property
+    def temperature(self) -> float:
+        return 1.0 if self.given_temperature is None else self.given_temperature
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+
+class CompletionRequest(_SamplingRequest, kw_only=True):
+    """Body of `POST /v1/completions`. Ranges are checked by `parse_completion_request`."""
+
+    prompt: str | list[int]
+    max_tokens: int = 16
+    echo: bool = False
+    logprobs: int | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many alternatives to name beside each sampled token; None: no log probabilities."""
+        return self.logprobs
+
+
+class ChatRequest(_SamplingRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`. Ranges are checked by `parse_chat_request`.
+
+    Messages, tools and template arguments stay undecoded, since they may be large and only the
+    engine's template reads them.
+    """
+
+    messages: msgspec.Raw
+    max_tokens: int | None = None  # None: what the prompt leaves of the engine's `max_model_len`.
+    # The newer name of `max_tokens`; parsing moves its value there.
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: msgspec.Raw = _NULL
+    tool_choice: str | dict[str, msgspec.Raw] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: msgspec.Raw = _NULL
+    documents: msgspec.Raw = _NULL
+    add_generation_prompt: bool = True
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As in `CompletionRequest`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_bytes(self) -> int:
+        """Size of what the template reads."""
+        read = (self.messages, self.tools, self.chat_template_kwargs, self.documents)
+        return sum(map(len, read))
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether `<tool_call>` in the output means a call, rather than text."""
+        return not _NO_TOOLS.fullmatch(self.tools) and self.tool_choice != "none"
+
+
+class _Message(msgspec.Struct):
+    role: str
+
+
+_FIELDS: msgspec.json.Decoder[Fields] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PROMPTS = msgspec.json.Decoder(list[str | list[int]])
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_CHAT = msgspec.json.Decoder(ChatRequest)
+_MESSAGES = msgspec.json.Decoder(list[_Message])
+
+_NO_TOOLS = re.compile(rb"null|\[\s*\]")
+_HIGHEST_ID = (1 << 32) - 1  # They are kept in 4 bytes each.
+_MISSING = re.compile("Object missing required field `(.*)`")
+
+# field: (lowest, highest) allowed value
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, 1 << 24),
+    "min_tokens": (0, 1 << 24),
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 1 << 24),
+    "min_p": (0.0, 1.0),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-6, 2.0),
+    "n": (1, MAX_CHOICES),
+}
+_LOGPROBS_RANGE = (0, MAX_TOP_LOGPROBS)
+
+
+def parse_completion_request(body: bytes, backend: str = EMBEDDED) -> CompletionRequest:
+    """Decode and check the body of `POST /v1/completions`.
+
+    Raises: RequestError: malformed JSON, a wrong type, a value out of range, or a field that the
+        backend does not take.
+    """
+    return read_completion(body, backend)[0]
+
+
+def read_completion(
+    body: bytes, backend: str, max_elements: int = MAX_ELEMENTS
+) -> tuple[CompletionRequest, Fields]:
+    """As `parse_completion_request`, with the fields that concern the backend, undecoded."""
+    request, fields = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
+    _check(request)
+    _check_range("logprobs", request.logprobs, *_LOGPROBS_RANGE)
+    if len(request.prompt) == 0:
+        raise RequestError("prompt must not be empty", param="prompt")
+    if not isinstance(request.prompt, str):
+        _check_ids("prompt", request.prompt)
+    for other in ("logprobs", "truncate_prompt_tokens"):
+        if request.echo and other in fields:
+            raise RequestError(
+                f"echo together with {other} is not supported: use one of them", param="echo"
+            )
+    return request, fields
+
+
+def parse_chat_request(body: bytes, backend: str = EMBEDDED) -> ChatRequest:
+    """Decode and check the body of `POST /v1/chat/completions`, but for what the engine's template
+    reads, which the engine checks.
+
+    Raises:
+        RequestError: as `parse_completion_request`.
+    """
+    return read_chat(body, backend)[0]
+
+
+def read_chat(
+    body: bytes, backend: str, max_elements: int = MAX_ELEMENTS
+) -> tuple[ChatRequest, Fields]:
+    """As `parse_chat_request`, with the fields that concern the backend, undecoded."""
+    request, fields = _read(_CHAT, body, ApiKind.CHAT, backend, max_elements)
+    if request.max_completion_tokens is not None:
+        if request.max_tokens not in (None, request.max_completion_tokens):
+            raise RequestError(
+                f"max_completion_tokens ({request.max_completion_tokens}) and its older "
+                f"name max_tokens ({request.max_tokens}) "
+                "contradict each other",
+                param="max_completion_tokens",
+            )
+        request.max_tokens, request.max_completion_tokens = request.max_completion_tokens, None
+    _check(request)
+    _check_range("top_logprobs", request.top_logprobs, *_LOGPROBS_RANGE)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    is_guided = "structured_outputs" in takes(ApiKind.CHAT, backend)
+    if request.tool_choice not in (None, "none", "auto") and not is_guided:
+        given = msgspec.json.encode(request.tool_choice)[:80].decode(errors="replace")
+        raise RequestError(
+            f"tool_choice={given} needs guided decoding, which is not supported; allowed: 'none', "
+            "'auto'",
+            param="tool_choice",
+        )
+    for name, value, opening, what in (
+        ("tools", request.tools, b"[", "a list"),
+        ("documents", request.documents, b"[", "a list"),
+        ("chat_template_kwargs", request.chat_template_kwargs, b"{", "an object"),
+    ):
+        if bytes(memoryview(value)[:1]) not in (opening, b"n"):
+            raise RequestError(f"{name} must be {what}", param=name)
+    if not _decode(_MESSAGES, bytes(request.messages), "messages"):
+        raise RequestError("messages must not be empty", param="messages")
+    return request, fields
+
+
+Decoded = TypeVar("Decoded")
+
+
+def _read(
+    decoder: msgspec.json.Decoder[Decoded],
+    body: bytes,
+    api: ApiKind,
+    backend: str,
+    max_elements: int,
+) -> tuple[Decoded, Fields]:
+    """Decode a body, also in the equivalent forms that `_plainly` knows. Its structure is checked
+    first, so that no step of this takes long.
+    """
+    try:
+        # Fields that are passed on undecoded must be valid as well.
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    # Of what is no object the decoder reads one byte.
+    if body.lstrip().startswith(b"{"):
+        check_structure(body, max_elements=max_elements)
+    try:
+        request = _decode(decoder, body)
+    except RequestError:
+        plain = _plainly(body)
+        if plain is None:
+            raise
+        request = _decode(decoder, plain)
+    fields = _decode(_FIELDS, body)
+    return request, check_fields(fields, api, backend)
+
+
+def _plainly(body: bytes) -> bytes | None:
+    """The body without null fields, and with a list of one prompt as that prompt; None: the body
+    is no object.
+    """
+    try:
+        fields = _FIELDS.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    fields = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+    if "prompt" in fields:
+        fields["prompt"] = _only_prompt(fields["prompt"])
+    return msgspec.json.encode(fields)
+
+
+def _only_prompt(prompt: msgspec.Raw) -> msgspec.Raw:
+    try:
+        prompts = _PROMPTS.decode(prompt)
+    except msgspec.DecodeError:
+        return prompt
+    if len(prompts) > 1:
+        raise RequestError(
+            f"{len(prompts)} prompts in one request are not supported; allowed: one", param="prompt"
+        )
+    return msgspec.Raw(msgspec.json.encode(prompts[0])) if prompts else prompt
+
+
+def _decode(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = "") -> Decoded:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        path = (field + path.rstrip("`")).lstrip(".")
+        if not path and (missing := _MISSING.match(message)):
+            path = missing[1]
+        raise RequestError(f"{message} (field {path or 'body'})", param=path or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def _check(request: CompletionRequest | ChatRequest) -> None:
+    if request.stream_options is not None and request.stream_options.continuous_usage_stats:
+        raise not_supported("stream_options.continuous_usage_stats", b"true", (False,))
+    for name, (lowest, highest) in _RANGES.items():
+        _check_range(name, getattr(request, name), lowest, highest)
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        raise RequestError(
+            f"min_tokens must be at most max_tokens ({request.max_tokens}), got "
+            f"{request.min_tokens}",
+            param="min_tokens",
+        )
+    if len(request.stop_strings) > MAX_STOP_STRINGS or "" in request.stop_strings:
+        raise RequestError(
+            f"stop takes at most {MAX_STOP_STRINGS} strings, none of them empty", param="stop"
+        )
+    for token_id, bias in request.logit_bias.items():
+        _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+    if len(request.logit_bias) > MAX_LISTED or min(request.logit_bias, default=0) < 0:
+        raise RequestError(
+            f"logit_bias takes at most {MAX_LISTED} token ids, none of them negative",
+            param="logit_bias",
+        )
+    characters = sum(map(len, request.bad_words))
+    if len(request.bad_words) > MAX_LISTED or characters > MAX_WORDS or "" in request.bad_words:
+        raise RequestError(
+            f"bad_words takes at most {MAX_LISTED} strings of {MAX_WORDS} characters together, "
+            "none of them empty",
+            param="bad_words",
+        )
+    if request.allowed_token_ids is not None:
+        _check_ids("allowed_token_ids", request.allowed_token_ids)
+    if request.kvrs is not None and request.kvrs.token_ids is not None:
+        _check_ids("kvrs.token_ids", request.kvrs.token_ids)
+
+
+def _check_range(name: str, value: float | None, lowest: float, highest: float) -> None:
+    if value is not None and not lowest <= value <= highest:
+        raise RequestError(
+            f"{name} must be in [{lowest}, {highest}], got {value!r:.80}", param=name
+        )
+
+
+def _check_ids(name: str, token_ids: list[int]) -> None:
+    if not token_ids:
+        raise RequestError(f"{name} must not be empty", param=name)
+    if min(token_ids) < 0:
+        raise RequestError(f"token ids must not be negative, got {min(token_ids)}", param=name)
+    if max(token_ids) > _HIGHEST_ID:
+        raise RequestError(
+            f"token ids must be at most {_HIGHEST_ID}, got {max(token_ids)}", param=name
+        )

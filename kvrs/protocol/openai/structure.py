@@ -1,0 +1,96 @@
+"""Limits of a body's structure, found by a scan before anything is decoded.
+
+Decoding holds the interpreter for as long as it takes, and millions of small values take seconds.
+The bytes of a body are limited elsewhere; text may be as long as those allow.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import accumulate
+
+from kvrs.errors import RequestError
+
+MAX_ELEMENTS = 1 << 16  # Objects and lists; strings, keys among them, may be twice as many.
+MAX_VALUES = 1 << 20  # Values of any kind: a prompt may be a long list of ids.
+MAX_TEMPLATE_VALUES = 1 << 17  # The same for what a template reads, and may write as JSON again.
+MAX_DEPTH = 128
+
+# Of a body, beside what the prompt takes.
+_SPARE_ELEMENTS = 1 << 10
+_SPARE_BYTES = 1 << 16
+# Of a character that is written as an escape.
+_ESCAPED_BYTES = len(b"\\u00e9")
+
+# A step of the scan holds the interpreter for milliseconds at most.
+_STEP_BYTES = 128 << 10
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_DEPTH = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+def elements_within(max_model_len: int) -> int:
+    """How many objects and lists a body may have for a model: each takes a token of the prompt at
+    least.
+    """
+    return min(MAX_ELEMENTS, max_model_len + _SPARE_ELEMENTS)
+
+
+def bytes_within(max_model_len: int, longest_token: int) -> int:
+    """How many bytes a body of text may have for a model: the longest prompt, all of it escaped."""
+    return max_model_len * longest_token * _ESCAPED_BYTES + _SPARE_BYTES
+
+
+def check_structure(
+    text: bytes,
+    param: str | None = None,
+    *,
+    max_values: int = MAX_VALUES,
+    max_elements: int = MAX_ELEMENTS,
+) -> None:
+    """Refuse JSON of too many values, or too deep. What is no JSON may pass: its decoder stops
+    where the scan goes wrong.
+
+    Raises:
+        RequestError: `param` names the field.
+    """
+    opened = text.count(b"[") + text.count(b"{")
+    if opened <= MAX_DEPTH and len(text) < 2 * min(max_values, max_elements):
+        return
+    what = param or "the body"
+    containers = quotes = values = depth = 0
+    for marks, outside in _outside_strings(text):
+        brackets = outside.translate(None, _NOT_BRACKETS)
+        here = brackets.count(b"[") + brackets.count(b"{")
+        containers += here
+        quotes += marks
+        values += here + outside.count(b",")
+        for limit, got, kind in (
+            (max_elements, containers, "objects and lists"),
+            (2 * max_elements, quotes // 2, "keys and strings"),
+            (max_values, values, "values"),
+        ):
+            if got > limit:
+                raise RequestError(
+                    f"{what} has more than {limit} {kind}; allowed: at most {limit}", param=param
+                )
+        depths = list(accumulate(map(_DEPTH.__getitem__, brackets), initial=depth))
+        depth = depths[-1]
+        if max(depths) > MAX_DEPTH:
+            raise RequestError(
+                f"{what} is nested more than {MAX_DEPTH} levels deep; allowed: at most {MAX_DEPTH}",
+                param=param,
+            )
+
+
+def _outside_strings(text: bytes) -> Iterator[tuple[int, bytes]]:
+    """Step by step, how many quotes begin and end strings, and what is in no string."""
+    at, inside = 0, False
+    while at < len(text):
+        step = text[at : at + _STEP_BYTES]
+        # An escape is not cut in two.
+        if (len(step) - len(step.rstrip(b"\\"))) % 2:
+            step = text[at : at + _STEP_BYTES + 1]
+        at += len(step)
+        parts = _ESCAPE.sub(b"", step).split(b'"')
+        yield len(parts) - 1, b"".join(parts[inside::2])
+        inside ^= len(parts) % 2 == 0

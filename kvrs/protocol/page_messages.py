@@ -1,0 +1,134 @@
+"""Messages of the page port: requests for pages, checkpoints on offer, and the answers.
+
+`frames.py` turns them into bytes and back.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.tags import Tag
+
+
+class TrafficClass(IntEnum):
+    """Priority on a link: the lower goes first."""
+
+    HANDOFF = 0
+    RECOVERY = 1
+    CHECKPOINT = 2
+
+
+class StoreCode(IntEnum):
+    """An agent's answer to an offer or a store."""
+
+    OK = 0
+    FENCED = 1  # A later owner or attempt writes this stream's checkpoint.
+    FULL = 2  # No room to reserve what the stream may come to.
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One end of a connection. Pages move only between equal fingerprints and page sizes."""
+
+    instance: InstanceId
+    node: NodeId
+    epoch: int
+    fingerprint: str
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientHello:
+    """The client's identity and the server that it addresses, so that its proof is void at another
+    server.
+    """
+
+    nonce: bytes
+    client: Identity
+    server_instance: InstanceId
+    server_node: NodeId
+    mac: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ServerWelcome:
+    server: Identity
+    mac: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Pages by tag, in order; then perhaps page `tail_index` of the history that is retained for
+    the hand-off `handoff`.
+    """
+
+    tags: tuple[Tag, ...]
+    handoff: StreamId | None = None
+    tail_index: int | None = None
+    traffic: TrafficClass = TrafficClass.HANDOFF
+
+    def __post_init__(self) -> None:
+        assert self.tail_index is None or self.handoff is not None, (
+            "a tail page belongs to a hand-off"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PullFrame:
+    request_id: int
+    request: PullRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFrame:
+    request_id: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointClaim:
+    """The writer of a stream's checkpoint; the highest (owner_epoch, attempt) is valid."""
+
+    stream: StreamId
+    owner_epoch: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfferFrame:
+    """A request to reserve room for a whole stream. `tags`: of all its full pages so far, from
+    page 0 on.
+    """
+
+    request_id: int
+    claim: CheckpointClaim
+    reserved_bytes: int
+    tags: tuple[Tag, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRange:
+    """Pages `[first_page, first_page + len(tags))` of a stream, at least one; `checksums[i]` guards
+    the page of `tags[i]`.
+    """
+
+    claim: CheckpointClaim
+    first_page: int
+    tags: tuple[Tag, ...]
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFrame:
+    request_id: int
+    ranges: tuple[StoredRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPages:
+    """The answer to an offer, or to one range of a store: how many leading pages of the stream the
+    agent has.
+    """
+
+    code: StoreCode
+    pages: int

@@ -1,0 +1,124 @@
+"""The proof at the start of an HTTP connection between processes of the cluster: either end shows
+that it has the key of one door of the server, before the first request is sent.
+
+    client: HELLO   the id of its key, a nonce
+    server: PROOF   a nonce, a mac; or REFUSED and the end
+    client: PROOF   a mac; its requests follow at once
+
+Each mac is an HMAC-SHA256 over both nonces under the door's key, which was derived for this server;
+the two differ in a label, so that neither can be replayed as the other. A message is a line of
+ASCII and an empty one: a server that knows nothing of it answers it as broken HTTP.
+"""
+
+import hmac
+from collections.abc import Sequence
+from hashlib import sha256
+
+from kvrs.errors import KvrsError
+from kvrs.protocol.secrets import DoorKey
+
+NONCE_BYTES = 32
+END = b"\r\n\r\n"
+MAX_MESSAGE_BYTES = 256
+
+_PREFIX = b"KVRS-PROOF/1 "
+_REFUSED = _PREFIX + b"refused" + END
+
+
+class ProofError(KvrsError):
+    """The other end did not prove what it should."""
+
+
+class ServerProof:
+    """The server's part on one connection. `door` is set when the client has proved its key."""
+
+    def __init__(self, keys: Sequence[DoorKey], nonce: bytes) -> None:
+        self._keys = {key.id: key for key in keys}
+        self._nonce = nonce
+        self._buffer = b""
+        self._claimed: DoorKey | None = None
+        self._expected = b""  # The client's mac.
+        self.is_over = False
+        self.door: DoorKey | None = None
+
+    def receive(self, data: bytes) -> tuple[bytes, bytes]:
+        """What has come; returns the answer to send and, at the end, what is the server's to
+        parse. A connection that does not begin with HELLO has proved nothing.
+
+        Raises:
+            ProofError: the client sent nonsense or a wrong mac; the connection is to be ended.
+        """
+        self._buffer += data
+        if not self._buffer.startswith(_PREFIX[: len(self._buffer)]):
+            if self._claimed is not None:
+                raise ProofError("no proof follows")
+            self.is_over = True
+            return b"", self._buffer
+        message, end, rest = self._buffer.partition(END)
+        if not end:
+            if len(self._buffer) > MAX_MESSAGE_BYTES:
+                raise ProofError("a message without an end")
+            return b"", b""
+        self._buffer = rest
+        fields = _fields(message)
+        if self._claimed is None:
+            return self._answer(fields), b""
+        if len(fields) != 1 or not hmac.compare_digest(fields[0], self._expected):
+            raise ProofError("wrong mac")
+        self.is_over, self.door = True, self._claimed
+        return b"", rest
+
+    def _answer(self, fields: list[bytes]) -> bytes:
+        if len(fields) != 2 or len(fields[1]) != NONCE_BYTES:
+            raise ProofError("HELLO is a key id and a nonce")
+        if (key := self._keys.get(fields[0])) is None:
+            self.is_over = True
+            return _REFUSED
+        self._claimed = key
+        nonces = fields[1] + self._nonce
+        self._expected = _mac(key, b"client", nonces)
+        return _message(self._nonce, _mac(key, b"server", nonces))
+
+
+class ClientProof:
+    """The client's part: `hello` is sent first."""
+
+    def __init__(self, key: DoorKey, nonce: bytes) -> None:
+        self._key = key
+        self._nonce = nonce
+        self.hello = _message(key.id, nonce)
+
+    def answer(self, reply: bytes) -> bytes:
+        """The proof to send for the server's whole reply.
+
+        Raises:
+            ProofError: it did not prove that it has the key; the message says what it is instead.
+        """
+        if reply.startswith(b"HTTP/"):
+            raise ProofError("another server answers there")
+        if reply == _REFUSED:
+            raise ProofError("it is another process, or was started with another secret")
+        message, end, rest = reply.partition(END)
+        fields = _fields(message) if end and not rest and message.startswith(_PREFIX) else []
+        if len(fields) != 2 or len(fields[0]) != NONCE_BYTES:
+            raise ProofError("its proof is nonsense")
+        nonces = self._nonce + fields[0]
+        if not hmac.compare_digest(fields[1], _mac(self._key, b"server", nonces)):
+            raise ProofError("its proof is wrong")
+        return _message(_mac(self._key, b"client", nonces))
+
+
+def _mac(key: DoorKey, label: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key.key, label + nonces, sha256)
+
+
+def _message(*fields: bytes) -> bytes:
+    return _PREFIX + b" ".join(field.hex().encode() for field in fields) + END
+
+
+def _fields(message: bytes) -> list[bytes]:
+    """Raises ProofError."""
+    try:
+        return [bytes.fromhex(each) for each in message[len(_PREFIX) :].decode("ascii").split(" ")]
+    except ValueError:  # UnicodeDecodeError too.
+        raise ProofError("a field is not hexadecimal") from None

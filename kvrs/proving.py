@@ -1,0 +1,150 @@
+"""Connections to processes of the cluster over HTTP: nothing is sent on one before the process at
+its far end has proved that it is the one of the configuration.
+"""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+
+from kvrs.config.cluster import InstanceSettings, NodeSettings
+from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
+from kvrs.protocol.secrets import Door, DoorKey, door_key
+from kvrs.tls import Certificates, TlsConnector
+
+# A process whose event loop is busy proves itself late.
+PROOF_TIMEOUT_S = 5.0
+
+Address = tuple[str | None, int | None]
+Keys = Mapping[Address, DoorKey]
+
+
+class UnprovenError(aiohttp.ClientConnectorError):
+    """The process at an address did not prove that it is the one of the configuration."""
+
+    def __init__(self, key: Any, cause: str) -> None:
+        super().__init__(key, OSError(0, cause))
+        self.cause = cause
+
+
+def address_of(url: str) -> Address:
+    parsed = urlsplit(url)
+    return parsed.hostname, parsed.port
+
+
+def instance_keys(
+    secret: bytes, instances: Iterable[InstanceSettings], door: Door = Door.INSTANCE
+) -> Keys:
+    return {address_of(each.url): door_key(secret, door, each.id) for each in instances}
+
+
+def agent_keys(secret: bytes, nodes: Iterable[NodeSettings]) -> Keys:
+    return {
+        address_of(node.agent.url): door_key(secret, Door.AGENT, node.agent_id) for node in nodes
+    }
+
+
+class ProvingConnector(TlsConnector):
+    """A connection pool that proves each of its connections once, when it is made."""
+
+    def __init__(self, keys: Keys, tls: Certificates | None = None, **options: Any) -> None:
+        super().__init__(tls, **options)
+        self._keys = keys
+
+    async def _wrap_create_connection(
+        self,
+        *args: Any,
+        addr_infos: list[aiohttp.AddrInfoType],
+        req: aiohttp.ClientRequest,
+        timeout: aiohttp.ClientTimeout,
+        client_error: type[Exception] = aiohttp.ClientConnectorError,
+        **options: Any,
+    ) -> tuple[asyncio.Transport, ResponseHandler]:
+        factory, *args_left = args
+        key = self._keys.get((req.url.host, req.url.port))
+        if key is None:
+            raise UnprovenError(req.connection_key, "no process of the cluster has this address")
+        transport, greeter = await super()._wrap_create_connection(
+            _Greeter,
+            *args_left,
+            addr_infos=addr_infos,
+            req=req,
+            timeout=timeout,
+            client_error=client_error,
+            **options,
+        )
+        try:
+            await _prove(transport, cast(_Greeter, greeter), key)
+        except ProofError as error:
+            transport.abort()
+            raise UnprovenError(req.connection_key, str(error)) from None
+        except TimeoutError:
+            transport.abort()
+            raise aiohttp.ConnectionTimeoutError(f"no proof within {PROOF_TIMEOUT_S} s") from None
+        except OSError as error:
+            transport.abort()
+            raise aiohttp.ClientConnectorError(req.connection_key, error) from None
+        except BaseException:
+            transport.abort()
+            raise
+        protocol: ResponseHandler = factory()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        return transport, protocol
+
+
+class _Greeter(asyncio.Protocol):
+    """Receives the server's proof. It is replaced before the first request, so that the proof
+    costs responses nothing.
+    """
+
+    def __init__(self) -> None:
+        self.reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._buffer = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        is_whole = END in self._buffer or len(self._buffer) > MAX_MESSAGE_BYTES
+        if is_whole and not self.reply.done():
+            self.reply.set_result(self._buffer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(
+                exc if isinstance(exc, OSError) else ConnectionResetError("closed without a proof")
+            )
+            # The task that waited may have been cancelled.
+            self.reply.exception()
+
+
+async def _prove(transport: asyncio.Transport, greeter: _Greeter, key: DoorKey) -> None:
+    """Raises ProofError; OSError: the connection was lost, TimeoutError included."""
+    proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
+    transport.write(proof.hello)
+    await asyncio.wait({greeter.reply}, timeout=PROOF_TIMEOUT_S)
+    # A reply counts that came while this process did not run.
+    if not greeter.reply.done():
+        raise TimeoutError
+    transport.write(proof.answer(greeter.reply.result()))
+
+
+def prove_on(sock: socket.socket, key: DoorKey) -> None:
+    """The same on a blocking socket.
+
+    Raises:
+        ProofError: the process at the far end did not prove itself.
+        OSError: the connection was lost.
+    """
+    proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
+    sock.sendall(proof.hello)
+    reply = b""
+    while END not in reply and len(reply) <= MAX_MESSAGE_BYTES:
+        if not (data := sock.recv(MAX_MESSAGE_BYTES)):
+            raise ConnectionResetError("closed without a proof")
+        reply += data
+    sock.sendall(proof.answer(reply))

@@ -1,0 +1,83 @@
+"""The operator's port, which is not the clients': state, metrics, reload."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
+from kvrs.errors import ConfigError
+from kvrs.http import answer, require_token
+from kvrs.proxy.api.openapi import add_document, admin_document
+from kvrs.proxy.api.state import describe, measure
+from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.watch.gossip_view import GossipView
+
+
+class Admin:
+    def __init__(
+        self,
+        driver: Driver,
+        metrics: Metrics,
+        gossip_view: GossipView,
+        proxy: Callable[[], dict[str, Any]],
+        reloads: Reloads,
+        clock: Callable[[], float],
+        security: SecuritySettings,
+    ) -> None:
+        # One of them is required; none: no token is.
+        self._tokens = read_admin_tokens(security, os.environ)
+        reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
+        self._driver = driver
+        self._metrics = metrics
+        self._gossip_view = gossip_view
+        self._proxy = proxy
+        self._reloads = reloads
+        self._clock = clock
+
+    def application(self) -> web.Application:
+        authenticate = require_token(self._tokens, "the admin token")
+        app = web.Application(middlewares=[authenticate] if self._tokens else [])
+        app.router.add_get("/kvrs/v1/state", self._state)
+        app.router.add_post("/kvrs/v1/reload", self._reload)
+        app.router.add_get("/metrics", self._show_metrics)
+        app.router.add_get("/healthz", self._healthz)
+        add_document(app, admin_document())
+        return app
+
+    def _prepare_tokens(self, config: Config) -> Apply | None:
+        found = read_admin_tokens(config.security, os.environ)
+        if found == self._tokens:
+            return None
+        return partial(self._tokens.__setitem__, slice(None), found)
+
+    async def _state(self, _: web.Request) -> web.Response:
+        state = describe(self._driver, self._gossip_view, self._proxy(), self._clock())
+        return web.Response(body=msgspec.json.encode(state), content_type="application/json")
+
+    async def _reload(self, _: web.Request) -> web.Response:
+        """Take over what has changed in the file: 400 with every fault where it has any."""
+        try:
+            return answer(await self._reloads.reload())
+        except ConfigError as error:
+            what = {"message": str(error), "type": "invalid_configuration", "faults": error.faults}
+            return web.Response(
+                status=400,
+                body=msgspec.json.encode({"error": what | {"param": None, "code": None}}),
+                content_type="application/json",
+            )
+
+    async def _show_metrics(self, _: web.Request) -> web.Response:
+        measure(self._driver, self._gossip_view, self._metrics)
+        return web.Response(
+            body=self._metrics.render(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")

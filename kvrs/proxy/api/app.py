@@ -1,0 +1,487 @@
+"""The clients' port: OpenAI completions and chat, DistServe's /generate, models, health."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any, assert_never
+
+import msgspec
+from aiohttp import web
+
+from kvrs.config.proxy import Inexact, ProxySettings
+from kvrs.control.live import Complete
+from kvrs.errors import ConfigError, RequestError
+from kvrs.http import retry_after
+from kvrs.ids import StreamId
+from kvrs.large_work import LargeWork
+from kvrs.policy.model.events import Deadlines
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.fields import VLLM
+from kvrs.protocol.openai.requests import CompletionRequest
+from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
+from kvrs.proxy.api import generate
+from kvrs.proxy.api.bodies import read_body
+from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
+from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient, read_generate
+from kvrs.proxy.api.openapi import add_document, clients_document
+from kvrs.proxy.api.tenants import TENANT, Tenants, Use
+from kvrs.proxy.mirror.failures import SUPERSEDED
+from kvrs.proxy.mirror.headers import ResumeRequest, parse_resume_headers, reopened
+from kvrs.proxy.mirror.keyed import KeyedStream
+from kvrs.proxy.mirror.records import Record
+from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.live import Failed, Outcome
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
+from kvrs.proxy.wire.budget import ByteBudget, Held
+from kvrs.proxy.wire.deadlines import deadlines_of
+from kvrs.proxy.wire.exactness import inexact_features, tokens_at_risk
+from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, ParsedRequest, read, salted
+
+log = logging.getLogger(__name__)
+
+_FLUSH_TIMEOUT_S = 1.0  # For the mirror to receive all events of a failed stream.
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that has passed every check, with the journals of its choices."""
+
+    parsed: ParsedRequest
+    journals: list[Journal]
+    client: SseClient | None  # None: the client did not ask for a stream.
+    is_generate: bool  # Of DistServe's endpoint, which has one choice.
+    echo: str | None  # Prompt to send before the output.
+    headers: Mapping[str, str]
+    resume: ResumeRequest | None
+    found: Record | None  # Of the stream to be resumed; None: the stream is new.
+
+
+class ClientApi:
+    """Serves requests: admits them, runs their streams, and responds."""
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        backend: str,
+        driver: Driver,
+        mirror: Mirror,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        tenants: Tenants,
+    ) -> None:
+        self.draining = False  # No new streams are admitted.
+        self._settings = settings
+        self._backend = backend
+        self._driver = driver
+        self._mirror = mirror
+        self._metrics = metrics
+        self._clock = clock
+        self._tenants = tenants
+        self._large = LargeWork()
+        self._client_key = secrets.token_bytes(16)
+        self._budget = ByteBudget(settings.body_budget_bytes)
+        metrics.admission.request_bytes.set_function(lambda: self._budget.held_bytes)
+        self._created = int(time.time())
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[_errors_as_openai, self._tenants.authenticate])
+        for path, parse in (
+            (COMPLETIONS.path, partial(read, COMPLETIONS)),
+            (CHAT.path, partial(read, CHAT)),
+            (generate.PATH, read_generate),
+        ):
+            of_backend = partial(parse, backend=self._backend)
+            app.router.add_post(path, partial(self._serve, of_backend))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        add_document(app, clients_document())
+        return app
+
+    async def _serve(
+        self, read: Callable[..., ParsedRequest], request: web.Request
+    ) -> web.StreamResponse:
+        """Admit a request and respond to it; count it by its outcome."""
+        use = Use(request[TENANT], self._clock)
+        with Held(self._budget, request.remote or "") as held, use:
+            return await self._serve_within(held, use, read, request)
+
+    async def _serve_within(
+        self, held: Held, use: Use, read: Callable[..., ParsedRequest], request: web.Request
+    ) -> web.StreamResponse:
+        count = self._metrics.requests.labels
+        try:
+            admitted = await self._admit(held, use, read, request)
+        except (RequestError, web.HTTPException):
+            count("rejected").inc()
+            raise
+        try:
+            outcome, response = await self._respond(admitted)
+        except asyncio.CancelledError:
+            count("client_gone").inc()
+            raise
+        except ClientGoneError:
+            count("client_gone").inc()
+            assert admitted.client is not None
+            return admitted.client.response or web.Response(status=499)
+        count("complete" if outcome == Complete() else "failed").inc()
+        return response
+
+    # Admission.
+
+    async def _admit(
+        self, held: Held, use: Use, read: Callable[..., ParsedRequest], request: web.Request
+    ) -> Admitted:
+        self._check_room(1)
+        self._most_elements(request.content_length or 0)  # Too many bytes are not read at all.
+        body = await read_body(request, self._settings, held, use)
+        read_it = partial(read, body, max_elements=self._most_elements(len(body)))
+        parsed = await self._large.run(len(body), read_it)
+        resume = parse_resume_headers(
+            request.headers, request.path, body, parsed, lambda: self._tenants.secret_of(request)
+        )
+        if use.tenant.secret is not None:
+            parsed = salted(parsed, use.tenant.secret)
+        self._check_model(parsed.request.model)
+        inexact = await self._inexact(parsed)
+        deadlines = deadlines_of(request.headers)
+        is_generate = request.path == generate.PATH
+        echo = await self._echo(parsed, is_generate=is_generate)
+        self._check_room(parsed.request.n)
+        self._take_streams(use, parsed, resume)
+        found = None if resume is None else await self._mirror.find(resume)
+        self._check_room(parsed.request.n)  # Again: that took a while.
+        if found is not None:
+            journals = [reopened(found, parsed, self._clock())]
+        else:
+            client_id = self._client_id(use, request)
+            journals = self._open_journals(parsed, inexact, deadlines, client_id)
+        for journal in journals:
+            journal.tenant = use.tenant.mark
+        use.begin(journals, is_resumed=found is not None)
+        headers = use.tenant.rate_headers(self._clock())
+        if inexact:
+            headers["X-Kvrs-Exact"] = "no"
+        client = None
+        if parsed.request.stream:
+            client = SseClient(request, self._settings.write_timeout_s, self._clock, headers)
+        parsed.held = held
+        parsed.strip()
+        return Admitted(parsed, journals, client, is_generate, echo, headers, resume, found)
+
+    def _take_streams(self, use: Use, parsed: ParsedRequest, resume: ResumeRequest | None) -> None:
+        """Take streams and tokens from the tenant's limits. A stream that goes on was admitted
+        before: the earlier connection of its client, if it is still open, is about to be closed.
+        """
+        streams, most_tokens = parsed.request.n, parsed.request.max_tokens or 0
+        if resume is None:
+            use.open(streams, parsed.tokens_guess + streams * most_tokens)
+            return
+        is_running = any(key in self._mirror.streams for key in resume.keys)
+        expected = parsed.tokens_guess + most_tokens if resume.stream is None else 0
+        use.open(0 if is_running else streams, expected)
+
+    def _most_elements(self, size_bytes: int) -> int:
+        """How many elements a body may have for the model that is served.
+
+        Raises:
+            RequestError: it has more bytes than the longest prompt.
+        """
+        served = self._driver.control.instances.max_model_len
+        if served is None:
+            return MAX_ELEMENTS
+        longest_token = self._driver.tokenizer.longest_token
+        # vLLM's models may see pictures, which are no text.
+        if longest_token is not None and self._backend != VLLM:
+            most = bytes_within(served, longest_token)
+            if size_bytes > most:
+                raise RequestError(
+                    f"the body has {size_bytes} bytes, which are more than {served} tokens; "
+                    f"allowed: at most {most}"
+                )
+        return elements_within(served)
+
+    def _check_model(self, model: str | None) -> None:
+        """Refuse another model than the one served; before an instance is up, any is accepted."""
+        served = self._driver.control.instances.model
+        if model is not None and served is not None and model != served:
+            raise RequestError(
+                f"the model {model!r:.200} does not exist; allowed: {served!r}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+
+    async def _inexact(self, parsed: ParsedRequest) -> tuple[str, ...]:
+        """Features of the request that the instances in use could not continue exactly."""
+        control = self._driver.control
+        plain, (least, continues) = control.instances.plain(), control.self_tests.least()
+        if plain is not None:
+            find = partial(
+                inexact_features,
+                parsed,
+                has_tokenizer=self._driver.tokenizer.available,
+                continues=continues,
+            )
+            features = await self._large.run(parsed.size_bytes, find)
+        else:
+            features = tokens_at_risk(parsed, continues)
+        if features and self._settings.inexact is Inexact.REFUSE:
+            raise RequestError(
+                f"{features[0]} cannot be continued exactly by instance {plain or least!r}, "
+                f"should the stream be cut, and "
+                "proxy.inexact is 'refuse'; allowed: a request without it",
+                param=features[0],
+            )
+        return features
+
+    async def _echo(self, parsed: ParsedRequest, *, is_generate: bool) -> str | None:
+        if not parsed.echo and (parsed.request.stream or not is_generate):
+            return None
+        assert isinstance(parsed.request, CompletionRequest)
+        if isinstance(parsed.request.prompt, str):
+            return parsed.request.prompt
+        try:
+            return (await self._driver.tokenizer.load()).decode(parsed.request.prompt)
+        except ConfigError as error:
+            raise RequestError(f"a prompt of ids cannot be echoed: {error}", param="echo") from None
+
+    def _check_room(self, choices: int) -> None:
+        open_streams, allowed = len(self._driver.streams), self._settings.max_streams
+        if open_streams + choices > allowed:
+            raise RequestError(f"{open_streams} of {allowed} streams are open", status=503)
+        if self.draining:
+            raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
+
+    def _client_id(self, use: Use, request: web.Request) -> str:
+        """The tenant or, without keys, the address, in a form that logs may hold."""
+        name = (request.remote or "") if use.tenant.secret is None else use.tenant.name
+        return blake2b(name.encode(), key=self._client_key, digest_size=8).hexdigest()
+
+    def _open_journals(
+        self,
+        parsed: ParsedRequest,
+        inexact: tuple[str, ...],
+        deadlines: Deadlines,
+        client_id: str,
+    ) -> list[Journal]:
+        """One journal per choice, each with a seed that all its attempts sample with."""
+        request, seed = parsed.request, parsed.request.seed
+        if request.temperature > 0 and seed is None:
+            seed = secrets.randbits(62)
+        return [
+            Journal(
+                stream=StreamId(secrets.token_hex(16)),
+                parsed=parsed,
+                arrived_s=self._clock(),
+                seed=None if seed is None else _wrapped(seed + index),
+                wants_usage=parsed.wants_usage and request.n == 1,
+                prompt_ids=parsed.prompt_ids,
+                deadlines=deadlines,
+                client=client_id,
+                inexact=inexact,
+            )
+            for index in range(request.n)
+        ]
+
+    # Responses.
+
+    async def _respond(self, admitted: Admitted) -> tuple[Outcome, web.StreamResponse]:
+        if admitted.resume is not None:
+            return await self._respond_resumable(admitted, admitted.resume)
+        if admitted.client is not None:
+            return await self._respond_stream(admitted, admitted.client)
+        return await self._respond_whole(admitted)
+
+    async def _respond_stream(
+        self, admitted: Admitted, client: SseClient
+    ) -> tuple[Outcome, web.StreamResponse]:
+        journals, echo, merger = admitted.journals, admitted.echo, Merger()
+        streams: list[tuple[Journal, Client]] = [(journals[0], client)]
+        if admitted.is_generate:
+            streams = [(journals[0], GenerateClient(client))]
+        elif len(journals) > 1 or echo is not None:
+            streams = [
+                (journal, ChoiceClient(client, merger, index, journal, echo))
+                for index, journal in enumerate(journals)
+            ]
+        outcome = await run_together(self._driver.run, streams)
+        missing = _missing_end(admitted, merger) if outcome == Complete() else []
+        return outcome, await _end_stream(client, outcome, missing)
+
+    async def _respond_whole(self, admitted: Admitted) -> tuple[Outcome, web.StreamResponse]:
+        parsed, journals = admitted.parsed, admitted.journals
+        if admitted.is_generate:
+            gathered = WholeGenerateClient(self._clock)
+            outcome = await self._driver.run(journals[0], gathered)
+            prompt = admitted.echo or ""
+            return outcome, _whole(admitted, outcome, lambda: gathered.answer(prompt))
+        clients = [WholeClient() for _ in journals]
+        outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
+        return outcome, _whole(
+            admitted, outcome, lambda: answer(parsed, journals, clients, admitted.echo)
+        )
+
+    async def _respond_resumable(
+        self, admitted: Admitted, resume: ResumeRequest
+    ) -> tuple[Outcome, web.StreamResponse]:
+        """Respond to a request with a key, whose stream is new or was found and taken over."""
+        (journal,), echo = admitted.journals, admitted.echo
+        gathered = WholeClient()
+        journal.marks = []
+        keyed = self._mirror.open(resume, journal, admitted.found, admitted.client or gathered)
+        try:
+            sends_echo = admitted.client is not None and not keyed.record.events
+            outcome = await self._run_keyed(keyed, journal, echo if sends_echo else None)
+            is_refused = isinstance(outcome, Failed) and outcome.status < 500
+            if is_refused and not keyed.failure and not keyed.record.events:
+                self._mirror.forget(keyed)
+            elif isinstance(outcome, Failed) and outcome is not SUPERSEDED:
+                keyed.release()
+                await keyed.flushed(_FLUSH_TIMEOUT_S)
+            keyed.close()  # No event follows the end of the response.
+            if admitted.client is not None:
+                return outcome, await _end_stream(admitted.client, outcome, [])
+            return outcome, _whole(
+                admitted, outcome, lambda: answer(admitted.parsed, [journal], [gathered], echo)
+            )
+        finally:
+            self._mirror.close(keyed)
+
+    async def _run_keyed(self, keyed: KeyedStream, journal: Journal, echo: str | None) -> Outcome:
+        """Run a stream until its client has all of it."""
+        outcome: Outcome = Complete()
+        if not journal.finished:
+            client = keyed if echo is None else ChoiceClient(keyed, Merger(), 0, journal, echo)
+            outcome = await self._driver.run(journal, client)
+        if outcome == Complete():
+            await keyed.finish([] if keyed.record.state.complete else journal.missing_end())
+            if keyed.after > keyed.record.seq:
+                message = "Last-Event-ID lies behind the end of the stream"
+                return Failed(400, error_body(message, code="beyond_end"))
+        return keyed.failure or outcome
+
+    # Models and health.
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = self._driver.control.instances.model
+        models = [] if model is None else [self._described(model)]
+        return _json(msgspec.json.encode({"object": "list", "data": models}))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        model = request.match_info["model"]
+        self._check_model(model)
+        if self._driver.control.instances.model is None:
+            raise RequestError(
+                f"the model {model!r:.200} is not known yet: no instance has come up", status=503
+            )
+        return _json(msgspec.json.encode(self._described(model)))
+
+    def _described(self, model: str) -> dict[str, Any]:
+        return {"id": model, "object": "model", "created": self._created, "owned_by": "kvrs"}
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        if self.draining:
+            return web.Response(text="shutting down\n", status=503)
+        ready = self._driver.control.instances.ready()
+        return web.Response(
+            text="ready\n" if ready else "no instance is up\n", status=200 if ready else 503
+        )
+
+
+def _missing_end(admitted: Admitted, merger: Merger) -> list[bytes]:
+    """The events that a complete response still lacks."""
+    parsed, journals = admitted.parsed, admitted.journals
+    if len(journals) == 1:
+        return journals[0].missing_end()
+    assert merger.head is not None
+    usage = [parsed.endpoint.event(merger.head, [], total_usage(journals))]
+    return usage if parsed.wants_usage else []
+
+
+async def _end_stream(
+    client: SseClient, outcome: Outcome, missing: Sequence[bytes]
+) -> web.StreamResponse:
+    """End a streamed response, after the events that it still lacks."""
+    match outcome:
+        case Complete():
+            return await client.end(missing)
+        case Failed() if client.response is None:
+            return _refusal(outcome)
+        case Failed():
+            return await client.fail(outcome.body)
+        case _:
+            assert_never(outcome)
+
+
+def _whole(
+    admitted: Admitted, outcome: Outcome, make_body: Callable[[], bytes]
+) -> web.StreamResponse:
+    match outcome:
+        case Complete():
+            return _json(make_body(), headers=admitted.headers)
+        case Failed():
+            return _refusal(outcome)
+        case _:
+            assert_never(outcome)
+
+
+def _wrapped(seed: int) -> int:
+    """The seed wrapped to 64 bits."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _json(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+def _refusal(failure: Failed) -> web.Response:
+    headers = None
+    if failure.retry_after_s is not None:
+        headers = {"Retry-After": retry_after(failure.retry_after_s)}
+    return _json(failure.body, failure.status, headers)
+
+
+@web.middleware
+async def _errors_as_openai(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give every error of this port the body that OpenAI clients read."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        headers = {"Retry-After": retry_after(1.0)} if error.status == 503 else {}
+        kind = error.kind or ("invalid_request_error" if error.status < 500 else "server_error")
+        response = _json(
+            error_body(str(error), kind=kind, param=error.param, code=error.code),
+            error.status,
+            headers | dict(error.headers),
+        )
+        if not request.content.at_eof():  # The rest of the body is not read.
+            response.force_close()
+        return response
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        message = f"{request.method} {request.path:.200}: {error.reason}"
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return _json(error_body(message), error.status, allow)
+    except Exception:
+        # An internal error. After the headers only the end of the connection can signal it.
+        log.exception("request ended by a bug")
+        if request.writer.output_size > 0:
+            raise
+        return _json(error_body("the proxy failed; its log says more", kind="server_error"), 500)

@@ -1,0 +1,46 @@
+"""Bodies of clients' requests, counted before they are read."""
+
+import asyncio
+
+from aiohttp import web
+
+from kvrs.config.proxy import ProxySettings
+from kvrs.errors import RequestError
+from kvrs.proxy.api.tenants import Use
+from kvrs.proxy.wire.budget import Held
+
+
+async def read_body(request: web.Request, settings: ProxySettings, held: Held, use: Use) -> bytes:
+    """The body of a request. What it declares is taken from the budget and from the tenant's limit
+    at once, so that a body that was begun can be read to its end; one without a length is counted
+    as it arrives.
+
+    Raises:
+        RequestError: it is compressed, too long or too slow, or there is no room for it.
+    """
+    if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        raise RequestError(
+            f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'", status=415
+        )
+    body = bytearray()
+    _take(request.content_length or 0, settings, held, use)
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while chunk := await request.content.readany():
+                body += chunk
+                _take(len(body), settings, held, use)
+    except TimeoutError:
+        raise RequestError(
+            f"the body did not arrive within {settings.body_timeout_s} s", status=408
+        ) from None
+    return bytes(body)
+
+
+def _take(size_bytes: int, settings: ProxySettings, held: Held, use: Use) -> None:
+    if size_bytes > settings.max_body_bytes:
+        raise RequestError(f"the body must be at most {settings.max_body_bytes} bytes", status=413)
+    use.grow(size_bytes)
+    if not held.grow(size_bytes):
+        raise RequestError(
+            "the requests that are open take up the memory for bodies", status=503, code="no_room"
+        )

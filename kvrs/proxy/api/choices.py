@@ -1,0 +1,72 @@
+"""Several choices in one response: streams of their own that share a connection and a head."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvrs.control.live import Complete
+from kvrs.protocol.openai.chunks import Choice
+from kvrs.proxy.streams.clients import Client
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.live import Outcome
+from kvrs.proxy.wire.sse import number_choice
+
+
+class Merger:
+    """The head that all choices of a response share: that of the first event."""
+
+    def __init__(self) -> None:
+        self.head: bytes | None = None
+
+
+class ChoiceClient:
+    """Writes one choice to the common response under its own index, after the prompt if echoed."""
+
+    def __init__(
+        self, inner: Client, merger: Merger, index: int, journal: Journal, echo: str | None
+    ) -> None:
+        self._inner = inner
+        self._merger = merger
+        self._index = index
+        self._journal = journal
+        self._echo = echo
+
+    @property
+    def blocked(self) -> bool:
+        return self._inner.blocked
+
+    async def send(self, events: Sequence[bytes]) -> None:
+        head = self._journal.head
+        assert head is not None
+        if self._merger.head is None:
+            self._merger.head = head
+        merged = [
+            self._merger.head + number_choice(event[len(head) :], self._index) for event in events
+        ]
+        if self._echo is not None:
+            merged.insert(0, self._echoed(self._merger.head, self._echo))
+            self._echo = None
+        await self._inner.send(merged)
+
+    def _echoed(self, head: bytes, text: str) -> bytes:
+        choice = Choice(text=text, index=self._index)
+        if self._journal.wants_ids:
+            choice.token_ids = []
+        return self._journal.parsed.endpoint.event(head, [choice])
+
+
+async def run_together(
+    run: Callable[[Journal, Client], Awaitable[Outcome]], streams: Sequence[tuple[Journal, Client]]
+) -> Outcome:
+    """Run all choices to their end; the first that fails ends the others and the response."""
+    if len(streams) == 1:
+        return await run(*streams[0])
+    tasks = [asyncio.ensure_future(run(journal, client)) for journal, client in streams]
+    try:
+        for ended in asyncio.as_completed(tasks):
+            if (outcome := await ended) != Complete():
+                return outcome
+        return Complete()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

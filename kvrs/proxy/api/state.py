@@ -1,0 +1,140 @@
+"""The document of `/kvrs/v1/state`: plain data, for people and tests."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvrs.control.fleet import Health, KnownAgent, KnownInstance
+from kvrs.ids import StreamId
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.live import OpenStream
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.recoveries import Recovery
+from kvrs.proxy.watch.gossip_view import GossipView
+
+
+def describe(
+    driver: Driver, gossip_view: GossipView, proxy: dict[str, Any], now_s: float
+) -> dict[str, Any]:
+    control = driver.control
+    policy, gossip = control.policy.snapshot(), gossip_view.describe()
+    health = {row["id"]: row["health"] for row in policy["instances"]}
+    return {
+        "instances": [
+            _instance(known, driver, health.get(known.id))
+            for known in control.instances.known.values()
+        ],
+        "proxies": [proxy],
+        "members": [] if gossip is None else gossip.pop("members"),
+        "gossip": gossip,
+        "agents": [
+            _agent(known, driver.agent_backends[known.id].url)
+            for known in control.agents.known.values()
+        ],
+        "links": policy["links"],
+        "slots": policy["slots"],
+        "streams": [
+            _stream(driver, live, policy["unprotected"], now_s) for live in driver.streams.values()
+        ],
+        "recoveries": [_recovery(recovery) for recovery in driver.recoveries.entries],
+        "policy": policy,
+    }
+
+
+def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
+    """Set the gauges that nobody needs to set at every change."""
+    control = driver.control
+    metrics.unprotected.set(control.checkpoints.count_unprotected())
+    for known in control.instances.known.values():
+        if known.load is not None:
+            metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
+            metrics.damaged.follow(known.load.damaged_pages, known.id)
+        else:
+            metrics.checkpoint_lag.remove(known.id)
+    for agent in control.agents.known.values():
+        metrics.agents.up.labels(agent.id).set(agent.health is Health.UP)
+        metrics.agents.reserved.labels(agent.id).set(
+            0 if agent.report is None else agent.report.reserved_bytes
+        )
+    if (membership := gossip_view.membership) is not None:
+        metrics.gossip.measure(membership)
+    for option, factor in control.policy.snapshot()["corrections"].items():
+        metrics.correction.labels(option).set(factor)
+
+
+def _instance(
+    known: KnownInstance, driver: Driver, answers: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    shown = {
+        "id": known.id,
+        "role": known.role,
+        "node": known.node,
+        "url": driver.backends[known.id].url,
+        "pid": None if known.info is None else known.info.pid,
+        "worker_pids": [] if known.info is None else known.info.worker_pids,
+        "health": known.health,
+        "epoch": None if known.info is None else known.info.epoch,
+        "load": None if known.load is None else msgspec.to_builtins(known.load),
+        "answers": answers,  # What the policy makes of its answers; None while it is not up.
+        "self_test": driver.control.self_tests.describe(known.id),
+    }
+    return shown if known.reason is None else shown | {"reason": known.reason}
+
+
+def _agent(known: KnownAgent, url: str) -> dict[str, Any]:
+    info, report = known.info, known.report
+    shown = {
+        "id": known.id,
+        "node": known.node,
+        "url": url,
+        "pid": None if info is None else info.pid,
+        "health": known.health,
+        "epoch": None if info is None else info.epoch,
+        "reserved_bytes": None if report is None else report.reserved_bytes,
+        "held_bytes": None if report is None else report.held_bytes,
+        "checkpoints": None if report is None else report.checkpoints,
+        "capacity_bytes": None if info is None else info.capacity_bytes,
+        "slots": {} if report is None else msgspec.to_builtins(report.slots),
+    }
+    return shown if known.reason is None else shown | {"reason": known.reason}
+
+
+def _stream(
+    driver: Driver, live: OpenStream, unplaced: Mapping[StreamId, str], now_s: float
+) -> dict[str, Any]:
+    return {
+        "id": live.id,
+        "attempt": live.journal.attempt,
+        "stage": live.stage,
+        "prefill": None if live.plan is None else live.plan.prefill,
+        "decode": None if live.plan is None else live.plan.decode,
+        "prompt_tokens": live.journal.prompt_tokens,
+        "output_tokens": len(live.journal.output_ids),
+        "max_tokens": live.journal.max_tokens,
+        "exact": not live.journal.inexact,
+        "inexact": list(live.journal.inexact),
+        "protected": driver.control.checkpoints.protected(live),
+        "unprotected": driver.control.checkpoints.unprotected(live, unplaced),
+        "age_s": now_s - live.journal.arrived_s,
+    }
+
+
+def _recovery(recovery: Recovery) -> dict[str, Any]:
+    return {
+        "at_s": recovery.at_s,
+        "stream": recovery.stream,
+        "attempt": recovery.attempt,
+        "option": recovery.option,
+        "from": recovery.failed,
+        "to": recovery.target,
+        "cause": recovery.cause,
+        "raw_s": recovery.raw_s,
+        "predicted_s": recovery.predicted_s,
+        "real_s": recovery.real_s,
+        "regret_s": recovery.regret_s,
+        "gap_s": recovery.gap_s,
+        "outcome": recovery.outcome,
+        "produced_tokens": recovery.produced_tokens,
+        "estimates": msgspec.to_builtins(recovery.estimates),
+    }

@@ -1,0 +1,283 @@
+"""Who a request is from: its API key, its tenant, and what of the tenant's limits it may use."""
+
+import asyncio
+import ipaddress
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from kvrs.config.file import Config
+from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
+from kvrs.control.tenants import Excess, GuessLimit, TenantMeter
+from kvrs.errors import ConfigError, RequestError
+from kvrs.http import retry_after
+from kvrs.protocol.tenants import TenantSecret
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.responses import total_usage
+
+log = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0
+_LONGEST_KEY_BYTES = 512
+_OPEN_PATHS = ("/healthz", "/readyz")
+_UNLIMITED = TenantSettings(keys=["0" * 64])
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """`secret` is None where no keys are configured: everything is the same tenant, but for records
+    of streams, which belong to a value of `Authorization`.
+    """
+
+    name: str
+    meter: TenantMeter
+    secret: TenantSecret | None
+
+    @property
+    def mark(self) -> str:
+        return "" if self.secret is None else self.secret.mark
+
+    def describe(self) -> dict[str, Any]:
+        meter = self.meter
+        return {
+            "tenant": self.name,
+            "enabled": meter.limits.enabled,
+            "open_streams": meter.open_streams,
+            "open_bytes": meter.open_bytes,
+            "refused": meter.refused,
+        }
+
+    def rate_headers(self, now_s: float) -> dict[str, str]:
+        """What is left of the limited rates, under the names that OpenAI uses."""
+        headers: dict[str, str] = {}
+        for kind, limit, remaining, reset_s in self.meter.rates(now_s):
+            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
+            headers[f"x-ratelimit-reset-{kind}"] = _duration(reset_s)
+        return headers
+
+    def check(self, excess: Excess | None, now_s: float) -> None:
+        """Raises RequestError: a limit is exceeded."""
+        if excess is not None:
+            wait = {"Retry-After": retry_after(excess.retry_after_s)}
+            raise RequestError(
+                excess.message,
+                status=429,
+                code="rate_limit_exceeded",
+                kind=excess.kind,
+                headers=self.rate_headers(now_s) | wait,
+            )
+
+
+TENANT = web.RequestKey("tenant", Tenant)
+
+
+class Use:
+    """What one request uses of its tenant's limits, until the block that it opens is left."""
+
+    __slots__ = ("_before", "_clock", "_expected", "_journals", "_size_bytes", "_streams", "tenant")
+
+    def __init__(self, tenant: Tenant, clock: Callable[[], float]) -> None:
+        self.tenant = tenant
+        self._clock = clock
+        self._size_bytes = 0
+        self._streams = 0
+        self._expected = 0
+        self._journals: Sequence[Journal] = ()
+        self._before = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        journals, meter = self._journals, self.tenant.meter
+        used = total_usage(journals).total_tokens - self._before if journals else 0
+        meter.give_bytes(self._size_bytes)
+        meter.end_streams(self._streams, self._expected, used, self._clock())
+
+    def grow(self, size_bytes: int) -> None:
+        """Take what the body lacks to its size; raises RequestError, as the others do."""
+        if (lacking_bytes := size_bytes - self._size_bytes) > 0:
+            self._check(self.tenant.meter.take_bytes(lacking_bytes))
+            self._size_bytes = size_bytes
+
+    def open(self, streams: int, expected: int) -> None:
+        """`expected`: as many tokens as they may need."""
+        self._check(self.tenant.meter.take_streams(streams, expected, self._clock()))
+        self._streams, self._expected = streams, expected
+
+    def begin(self, journals: Sequence[Journal], *, is_resumed: bool) -> None:
+        """The tokens of these count; of a resumed stream those that it had are counted already."""
+        self._journals = journals
+        self._before = total_usage(journals).total_tokens if is_resumed else 0
+
+    def _check(self, excess: Excess | None) -> None:
+        self.tenant.check(excess, self._clock())
+
+
+class Tenants:
+    """`ring`: the cluster's secrets, the one in use first."""
+
+    def __init__(self, config: Config, ring: Sequence[bytes], clock: Callable[[], float]) -> None:
+        """Raises ConfigError: the keys cannot be read."""
+        self._config = config
+        self._ring = ring
+        self._clock = clock
+        self._guesses = GuessLimit()
+        self._anonymous = Tenant("", TenantMeter(_UNLIMITED, clock()), None)
+        self._by_name: dict[str, Tenant] = {}
+        self._by_hash: dict[bytes, Tenant] = {}
+        self._settings = read_tenants(config.security, os.environ)
+        if self._settings is not None:
+            self._apply(self._settings)
+
+    # Requests.
+
+    @web.middleware
+    async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Give each request its tenant; count it, before anything of its body is read."""
+        if request.path not in _OPEN_PATHS:
+            request[TENANT] = tenant = self._tenant_of(request)
+            now_s = self._clock()
+            tenant.check(tenant.meter.take_request(now_s), now_s)
+        return await handler(request)
+
+    def secret_of(self, request: web.Request) -> TenantSecret:
+        """For records of streams."""
+        if (secret := request[TENANT].secret) is not None:
+            return secret
+        given = ", ".join(request.headers.getall("Authorization", ()))
+        owner = b"authorization\0" + given.encode("utf-8", "surrogateescape")
+        return TenantSecret(self._ring, owner)
+
+    def _tenant_of(self, request: web.Request) -> Tenant:
+        """Raises RequestError: the key is missing or unknown, or its tenant is not enabled."""
+        if self._settings is None:
+            return self._anonymous
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        given = key.strip().encode("utf-8", "surrogateescape")
+        if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:
+            raise self._refused(request, "no API key; allowed: Authorization: Bearer KEY")
+        digest = key_hash(given)
+        # What a search by the hash takes tells nothing of a key: hashes cannot be steered.
+        tenant = self._by_hash.get(digest)
+        if tenant is None:
+            raise self._refused(request, "incorrect API key", "invalid_api_key")
+        if not tenant.meter.limits.enabled:
+            raise RequestError(
+                "the tenant of this API key is not enabled",
+                status=403,
+                code="tenant_disabled",
+                kind="permission_error",
+            )
+        return tenant
+
+    def _refused(self, request: web.Request, message: str, code: str | None = None) -> RequestError:
+        """Beyond some failures an address gets 429. A right key is accepted from there still:
+        others may share the address, and a key is too long to be guessed.
+        """
+        now_s, address = self._clock(), _network(request.remote)
+        if wait_s := self._guesses.wait_s(address, now_s):
+            return RequestError(
+                "too many requests without a right API key from this address",
+                status=429,
+                code="rate_limit_exceeded",
+                kind="requests",
+                headers={"Retry-After": retry_after(wait_s)},
+            )
+        self._guesses.note_failure(address, now_s)
+        return RequestError(message, status=401, code=code, headers={"WWW-Authenticate": "Bearer"})
+
+    # Keys.
+
+    def prepare(self, config: Config) -> Callable[[], None] | None:
+        """Read the keys; what is returned uses them from now on, and open streams go on. None: they
+        are as they were.
+
+        Raises:
+            ConfigError: they cannot be read.
+        """
+        settings = read_tenants(config.security, os.environ)
+        if settings is None or settings == self._settings:
+            return None
+        return partial(self._apply, settings)
+
+    async def run(self) -> None:
+        """Follow the file until cancelled. It is read a moment after it has changed, so that it is
+        whole.
+        """
+        read = seen = self._file_version()
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            before, seen = seen, self._file_version()
+            if seen != before or seen == read:
+                continue
+            read = seen
+            try:
+                apply = await asyncio.to_thread(self.prepare, self._config)
+            except ConfigError as error:
+                log.warning("keys not reloaded", extra={"cause": str(error)})
+                continue
+            if apply is not None:
+                apply()
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [tenant.describe() for tenant in self._by_name.values()]
+
+    def _apply(self, settings: dict[str, TenantSettings]) -> None:
+        self._settings, now_s = settings, self._clock()
+        by_name: dict[str, Tenant] = {}
+        by_hash: dict[bytes, Tenant] = {}
+        for name, limits in settings.items():
+            tenant = self._by_name.get(name)
+            if tenant is None:
+                secret = TenantSecret(self._ring, b"tenant\0" + name.encode())
+                tenant = Tenant(name, TenantMeter(limits, now_s), secret)
+            else:
+                tenant.meter.change(limits, now_s)
+            by_name[name] = tenant
+            by_hash |= dict.fromkeys(map(bytes.fromhex, limits.keys), tenant)
+        self._by_name, self._by_hash = by_name, by_hash
+        log.info("keys in use", extra={"tenants": len(by_name), "keys": len(by_hash)})
+
+    def _file_version(self) -> tuple[int, int, int] | None:
+        if self._config.security.key_file is None:
+            return None
+        try:
+            found = Path(self._config.security.key_file).stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _network(address: str | None) -> str:
+    """The address; of IPv6 its network, since one host has all addresses of it."""
+    try:
+        parsed = ipaddress.ip_address(address or "")
+    except ValueError:
+        return address or ""
+    if parsed.version == 4:
+        return str(parsed)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 12ms, 3s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    whole = math.ceil(seconds)
+    return f"{whole}s" if whole < 60 else f"{whole // 60}m{whole % 60}s"

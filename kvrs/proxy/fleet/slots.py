@@ -1,0 +1,113 @@
+"""Carries requests for slots to agents, all of one turn of the event loop in one message."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from kvrs.control.slots import ANSWER_TIMEOUT_S, Denied, Slots
+from kvrs.errors import KvrsError, UpstreamError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import Slot, SlotAsked, SlotUpdate
+from kvrs.proxy.backends.agent import AgentBackend
+
+log = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 0.5
+
+
+class SlotDeniedError(KvrsError):
+    """Other proxies hold the target's slots."""
+
+    def __init__(self, target: InstanceId, wait_s: float) -> None:
+        super().__init__(f"{target} has no slot left")
+        self.target = target
+        self.wait_s = wait_s
+
+
+class SlotSender:
+    def __init__(self, slots: Slots, backends: Mapping[InstanceId, AgentBackend]) -> None:
+        self._slots = slots
+        self._backends = backends
+        self._waiting: dict[SlotAsked, asyncio.Future[Slot | None]] = {}
+        self._posting: set[InstanceId] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def acquire(
+        self, target: InstanceId, stream: StreamId, owner_epoch: int, attempt: int
+    ) -> int:
+        """The slot's token; 0: the target's node has no agent, or none that answers.
+
+        Raises:
+            SlotDeniedError: none is left, or this proxy has its share of them and no agent answers.
+        """
+        loop = asyncio.get_running_loop()
+        asked = SlotAsked(target, stream, attempt, owner_epoch)
+        outcome = self._slots.request(asked, loop.time())
+        if isinstance(outcome, str):
+            answered = self._waiting[asked] = loop.create_future()
+            self._post()
+            done, _ = await asyncio.wait([answered], timeout=ANSWER_TIMEOUT_S)
+            slot = answered.result() if done else None
+            outcome = self._slots.answered(asked, outcome, slot, loop.time())
+        self._post()
+        if isinstance(outcome, Denied):
+            raise SlotDeniedError(target, outcome.wait_s)
+        return outcome.token
+
+    def release(self, stream: StreamId, owner_epoch: int, attempt: int) -> None:
+        """The attempt fetches nothing any more, if it ever did."""
+        self._slots.release(stream, owner_epoch, attempt)
+        self._post()
+
+    async def run(self) -> None:
+        """Send renewals until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._slots.tick_s)
+            for agent, update in self._slots.renewals(loop.time()).items():
+                self._begin(self._send(agent, update))
+
+    async def close(self) -> None:
+        """Send the last releases, as far as that takes no time."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _post(self) -> None:
+        """Have waiting messages sent in the next turn of the event loop: the victims of one event
+        have all asked by then.
+        """
+        for agent in self._slots.waiting_agents():
+            if agent not in self._posting:
+                self._posting.add(agent)
+                self._begin(self._post_to(agent))
+
+    async def _post_to(self, agent: InstanceId) -> None:
+        self._posting.discard(agent)
+        await self._send(agent, self._slots.message(agent))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, agent: InstanceId, update: SlotUpdate) -> None:
+        answered = [self._waiting.pop(asked, None) for asked in update.acquire]
+        slots: list[Slot] | list[None] = [None] * len(answered)
+        try:
+            answer = await self._backends[agent].slots(update)
+            if len(answer.acquired) != len(answered):
+                raise UpstreamError(
+                    f"answers {len(answer.acquired)} of {len(answered)} requests for slots"
+                )
+            slots = answer.acquired
+            self._slots.renewed(update, answer)
+        except UpstreamError as error:
+            log.warning("slots not told", extra={"instance": agent, "cause": str(error)})
+        finally:
+            for future, slot in zip(answered, slots, strict=True):
+                if future is not None and not future.done():
+                    future.set_result(slot)

@@ -1,0 +1,321 @@
+"""The records of one proxy: of the streams that run here, of those whose mirror it is, and copies.
+Pure.
+
+An owner epoch is granted once, by a proxy whose role grants claims, and only rises. Updates of an
+owner with a lower epoch are refused. `roles.py` has the tables.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import assert_never
+
+import msgspec
+
+from kvrs.protocol.mirror import (
+    AckStatus,
+    Claim,
+    ClaimAnswer,
+    RecordVersion,
+    Refusal,
+    StreamEvent,
+    Update,
+    UpdateAck,
+)
+from kvrs.proxy.mirror.records import (
+    Record,
+    message_of,
+    record_from,
+    relation_of,
+)
+from kvrs.proxy.mirror.roles import (
+    STEP_WITHOUT_RECORD,
+    STEPS,
+    Message,
+    RecordRole,
+    RoleChange,
+    UpdateStep,
+)
+
+# An unfinished stream is not evicted within this time of its last message.
+_EVICT_AFTER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Outcome of an update."""
+
+    ack: UpdateAck
+    stops_local_stream: bool = False  # The stream that runs here under this key is superseded.
+
+
+class _Held(dict[str, Record]):
+    """The records of one tenant, by key."""
+
+    size_bytes = 0
+
+
+class RecordBook:
+    """Bounded in number, bytes and time. Records of streams that run here are never evicted; where
+    they leave no room, new records are refused.
+
+    Finished records are evicted for any other, those of the largest tenant first. The record of an
+    interrupted stream is evicted only for a record of its own tenant, of which the unfinished ones
+    take at most `tenant_share` of the book.
+    """
+
+    def __init__(
+        self,
+        most_records: int = 8192,
+        most_bytes: int = 256 << 20,
+        keep_s: float = 300.0,
+        tenant_share: float = 1.0,
+    ) -> None:
+        self._most_records = most_records
+        self._most_bytes = most_bytes
+        self._keep_s = keep_s
+        self._tenant_share = tenant_share
+        self.records: dict[str, Record] = {}
+        self.size_bytes = 0
+        self._held: dict[str, _Held] = {}  # By tenant.
+
+    # Streams that run here.
+
+    def own(self, record: Record, now_s: float) -> bool:
+        """Add the record of a stream that runs here from now on; False: there is no room."""
+        assert record.role.is_owner
+        was_kept = record.key in self.records
+        self._drop(record.key)
+        if not self._make_room(record.tenant, now_s, record) and not was_kept:
+            return False
+        self._put(record)
+        return True
+
+    def end(self, record: Record, now_s: float) -> None:
+        """The stream does not run here any more; its record is kept for `keep_s`."""
+        if self.records.get(record.key) is record:
+            record.change_role(RoleChange.ENDED, record.peer)
+            record.touched_s = now_s
+
+    def add(self, record: Record, event: StreamEvent) -> None:
+        self._note_growth(record, record.add(event))
+
+    def set_prompt(self, record: Record, prompt_ids: bytes | None) -> None:
+        self._note_growth(record, record.set_prompt(prompt_ids))
+
+    # Peers.
+
+    def lose(self, peer: str) -> None:
+        """The records of this peer are gone, or cannot be claimed there."""
+        for record in self.records.values():
+            if record.peer == peer:
+                record.change_role(RoleChange.PEER_LOST, None)
+
+    def sole(self, live: Collection[str], now_s: float) -> list[Record]:
+        """Records of streams that do not run here, and that no live peer has. A stream that was
+        just granted is left out: its new owner is about to send an update.
+        """
+        return [
+            record
+            for record in self.records.values()
+            if record.peer not in live
+            and not record.role.is_owner
+            and not record.is_just_granted(now_s)
+        ]
+
+    def receive(self, update: Update, sender: str, now_s: float) -> Received:
+        """Apply an update of an owner, or a copy, as the table of `roles.py` says.
+
+        Raises:
+            RequestError: a copy that is not the whole record.
+        """
+        message, record = message_of(update), self.records.get(update.key)
+        if record is None:
+            step = STEP_WITHOUT_RECORD[message]
+        else:
+            step = STEPS[message, relation_of(update, record)][record.role]
+        events = 0 if record is None else len(record.events)
+        match step:
+            case UpdateStep.STORE:
+                role = RecordRole.COPY if message is Message.COPY else RecordRole.MIRROR
+                stops = record is not None and record.role.is_owner
+                return Received(self._store(update, sender, role, now_s), stops)
+            case UpdateStep.APPEND:
+                assert record is not None
+                return Received(self._append(record, update, sender, now_s))
+            case UpdateStep.ACKNOWLEDGE:
+                return Received(UpdateAck(AckStatus.STORED, events))
+            case UpdateStep.PAIR:
+                assert record is not None
+                record.peer = sender
+                return Received(UpdateAck(AckStatus.STORED, events))
+            case UpdateStep.ASK_HEADER:
+                return Received(UpdateAck(AckStatus.HEADER_NEEDED))
+            case UpdateStep.SUPERSEDE:
+                assert record is not None
+                if message is Message.COPY and record.peer == sender and not record.role.is_owner:
+                    # The sender drops its record.
+                    record.change_role(RoleChange.PEER_LOST, None)
+                return Received(UpdateAck(AckStatus.SUPERSEDED))
+            case _:
+                assert_never(step)
+
+    def _store(self, update: Update, sender: str, role: RecordRole, now_s: float) -> UpdateAck:
+        self._drop(update.key)
+        record = record_from(update, now_s, role=role, peer=sender)
+        if not self._make_room(record.tenant, now_s, record):
+            return UpdateAck(AckStatus.FULL)
+        self._put(record)
+        return UpdateAck(AckStatus.STORED, len(record.events))
+
+    def _append(self, record: Record, update: Update, sender: str, now_s: float) -> UpdateAck:
+        known = len(record.events)
+        if update.first_event <= known:
+            fresh = update.events[known - update.first_event :]
+            if known == 0 and fresh:
+                record.head = update.head
+                self.set_prompt(record, update.prompt_ids)
+            for event in fresh:
+                self.add(record, event)
+            if update.first_event + len(update.events) >= known:
+                record.state = update.state
+        record.touched_s, record.peer = now_s, sender
+        if not self._make_room(record.tenant, now_s) or record.key not in self.records:
+            self._drop(record.key)  # A part would be taken for the whole record.
+            return UpdateAck(AckStatus.FULL)
+        return UpdateAck(AckStatus.STORED, len(record.events))
+
+    # Claims.
+
+    def version(self, key: str) -> RecordVersion | None:
+        record = self.records.get(key)
+        return None if record is None else record.version
+
+    def claim(self, claim: Claim, now_s: float) -> ClaimAnswer:
+        """Grant the stream to the claimant, under the next owner epoch, or return the reason for
+        the refusal. A complete stream needs no owner: its record goes to every claimant.
+        """
+        record = self.records.get(claim.key)
+        if record is None:
+            return ClaimAnswer(refusal=Refusal.UNKNOWN)
+        if (refusal := self._refusal(record, claim, now_s)) is not None:
+            return ClaimAnswer(refusal=refusal)
+        record.touched_s = now_s
+        if record.state.complete:
+            return ClaimAnswer(granted=record.update(now_s))
+        header = msgspec.structs.replace(record.header_at(now_s), owned_s=0.0)
+        record.header, record.header_s = header, now_s
+        record.owner_epoch, record.owner = record.owner_epoch + 1, claim.claimant
+        record.state = msgspec.structs.replace(record.state, released=False)
+        record.change_role(RoleChange.GRANTED, None)
+        return ClaimAnswer(granted=record.update(now_s))
+
+    def _refusal(self, record: Record, claim: Claim, now_s: float) -> Refusal | None:
+        state = record.state
+        if claim.digest != record.header.digest:
+            return Refusal.OTHER_BODY
+        if claim.stream is not None and claim.stream != record.stream:
+            return Refusal.OTHER_STREAM
+        if claim.after > record.seq:
+            if state.complete:
+                return Refusal.BEYOND
+            if state.inexact:
+                return Refusal.INEXACT
+        if state.complete:
+            return None
+        if claim.version != record.version or not record.role.grants:
+            return Refusal.BUSY
+        return Refusal.BUSY if record.is_just_granted(now_s) and not state.released else None
+
+    # Room.
+
+    def expire(self, now_s: float) -> None:
+        for record in list(self.records.values()):
+            if record.touched_s + self._keep_s < now_s and not record.role.is_owner:
+                self._drop(record.key)
+        for tenant in list(self._held):
+            self._keep_share(tenant, now_s)
+        self._make_room(None, now_s)
+
+    def forget(self, key: str) -> None:
+        self._drop(key)
+
+    def _has_room(self, more_records: int, more_bytes: int) -> bool:
+        return (
+            len(self.records) + more_records <= self._most_records
+            and self.size_bytes + more_bytes <= self._most_bytes
+        )
+
+    def _make_room(self, tenant: str | None, now_s: float, new: Record | None = None) -> bool:
+        """Evict records for those of a tenant, and a new one of it, until there is room; False: too
+        few can be evicted.
+        """
+        more_records, more_bytes = (0, 0) if new is None else (1, new.size_bytes)
+        if new is not None and not new.state.complete and not self._keep_share(tenant, now_s, new):
+            return False
+        while not self._has_room(more_records, more_bytes):
+            evicted = self._oldest_finished() or self._oldest_interrupted(tenant, now_s)
+            if evicted is None:
+                return False
+            self._drop(evicted.key)
+        return True
+
+    def _keep_share(self, tenant: str | None, now_s: float, new: Record | None = None) -> bool:
+        """Evict the tenant's own interrupted streams, until its unfinished ones, with a new one,
+        take no more than its share; False: too few can be evicted.
+        """
+        unfinished = [each for each in self._held_by(tenant).values() if not each.state.complete]
+        records = len(unfinished) + (new is not None)
+        size_bytes = sum(each.size_bytes for each in unfinished)
+        size_bytes += 0 if new is None else new.size_bytes
+        most_records = max(1.0, self._tenant_share * self._most_records)
+        while records > most_records or size_bytes > self._tenant_share * self._most_bytes:
+            if (evicted := self._oldest_interrupted(tenant, now_s)) is None:
+                return False
+            self._drop(evicted.key)
+            records, size_bytes = records - 1, size_bytes - evicted.size_bytes
+        return True
+
+    def _oldest_finished(self) -> Record | None:
+        """Of the tenant with the largest part of the book that has any."""
+        for held in sorted(self._held.values(), key=self._part_of, reverse=True):
+            finished = (each for each in held.values() if each.is_kept and each.state.complete)
+            if (found := min(finished, key=_touched_s, default=None)) is not None:
+                return found
+        return None
+
+    def _oldest_interrupted(self, tenant: str | None, now_s: float) -> Record | None:
+        interrupted = (
+            each
+            for each in self._held_by(tenant).values()
+            if each.is_kept and not each.state.complete and each.touched_s + _EVICT_AFTER_S <= now_s
+        )
+        return min(interrupted, key=_touched_s, default=None)
+
+    def _part_of(self, held: _Held) -> float:
+        return max(len(held) / self._most_records, held.size_bytes / self._most_bytes)
+
+    def _held_by(self, tenant: str | None) -> _Held:
+        return _Held() if tenant is None else self._held.get(tenant, _Held())
+
+    def _put(self, record: Record) -> None:
+        held = self._held.setdefault(record.tenant, _Held())
+        self.records[record.key] = held[record.key] = record
+        self._note_growth(record, record.size_bytes)
+
+    def _note_growth(self, record: Record, size_bytes: int) -> None:
+        if self.records.get(record.key) is record:
+            self.size_bytes += size_bytes
+            self._held[record.tenant].size_bytes += size_bytes
+
+    def _drop(self, key: str) -> None:
+        if (record := self.records.get(key)) is None:
+            return
+        self._note_growth(record, -record.size_bytes)
+        held = self._held[record.tenant]
+        del self.records[key], held[key]
+        if not held:
+            del self._held[record.tenant]
+
+
+def _touched_s(record: Record) -> float:
+    return record.touched_s

@@ -1,0 +1,71 @@
+"""Errors of streams with a key, as their clients get them."""
+
+from kvrs.errors import RequestError
+from kvrs.protocol.mirror import Refusal
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.proxy.streams.live import Failed
+
+SUPERSEDED = Failed(
+    409,
+    error_body(
+        "the stream goes on elsewhere: its client has resumed it",
+        kind="server_error",
+        code="superseded",
+    ),
+)
+HANDED_OVER = Failed(
+    503,
+    error_body(
+        "the proxy is shutting down: resume at another one, with the same key",
+        kind="server_error",
+        code="handed_over",
+    ),
+    retry_after_s=1.0,
+)
+CUT = Failed(
+    409,
+    error_body(
+        "what the client has ends within a piece that cannot be cut",
+        kind="server_error",
+        code="inexact",
+    ),
+)
+BROKEN = Failed(500, error_body("internal error of the proxy; see its log", kind="server_error"))
+CLIENT_GONE = Failed(499, error_body("the client is gone", kind="client_gone"))
+
+_REFUSALS = {
+    Refusal.BUSY: (409, "resume_conflict", "the stream has just been resumed by another request"),
+    Refusal.OTHER_BODY: (
+        422,
+        "idempotency_mismatch",
+        "the key belongs to a request with another body",
+    ),
+    Refusal.OTHER_STREAM: (
+        404,
+        "unknown_stream",
+        "the key belongs to another stream than Last-Event-ID",
+    ),
+    Refusal.INEXACT: (
+        409,
+        "inexact",
+        "what the client has beyond the mirror cannot be regenerated exactly",
+    ),
+    Refusal.BEYOND: (400, "beyond_end", "Last-Event-ID lies behind the end of the stream"),
+}
+
+
+def refused(refusal: Refusal | None) -> RequestError | None:
+    """None: the proxy has no such record any more, and another lookup is due."""
+    return _error(*_REFUSALS[refusal]) if refusal in _REFUSALS else None
+
+
+def unknown_stream() -> RequestError:
+    return _error(404, "unknown_stream", "no proxy has a record of the stream")
+
+
+def unreachable(cause: str) -> RequestError:
+    return _error(503, "mirror_unreachable", cause)
+
+
+def _error(status: int, code: str, message: str) -> RequestError:
+    return RequestError(message, status=status, code=code)

@@ -1,0 +1,98 @@
+"""Request headers of a stream that can be resumed: its key, and the client's position."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from multidict import CIMultiDictProxy
+
+from kvrs.errors import RequestError
+from kvrs.ids import StreamId
+from kvrs.policy.model.events import Deadlines, Kept
+from kvrs.protocol.mirror import unpack_ids
+from kvrs.protocol.tenants import TenantSecret
+from kvrs.proxy.mirror.records import Record
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.requests import ParsedRequest
+
+KEY = "Idempotency-Key"
+LAST_EVENT = "Last-Event-ID"
+_KEY = re.compile(r"[\x21-\x7e]{1,255}", re.ASCII)
+_EVENT = re.compile(r"([0-9a-f]{1,64}):([0-9]{1,9})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """`keys` are those of the stream's record, which another tenant's client cannot have: under
+    the secret in use, and under those that are accepted besides.
+    """
+
+    keys: tuple[str, ...]
+    digest: bytes
+    stream: StreamId | None = None  # None: from the beginning.
+    after: int = -1
+    tenant: str = ""  # Its mark.
+
+
+def parse_resume_headers(
+    headers: CIMultiDictProxy[str],
+    path: str,
+    body: bytes,
+    parsed: ParsedRequest,
+    secret_of_tenant: Callable[[], TenantSecret],
+) -> ResumeRequest | None:
+    """Parse the headers; None: the request has no key, as most.
+
+    Raises:
+        RequestError: a header is malformed, or the request has a form that cannot be resumed.
+    """
+    if KEY not in headers:
+        if LAST_EVENT in headers:
+            raise RequestError(f"{LAST_EVENT} needs the {KEY} of the request", param=LAST_EVENT)
+        return None
+    key = ", ".join(headers.getall(KEY))
+    if _KEY.fullmatch(key) is None:
+        raise RequestError(
+            f"got {key!r:.80}; allowed: 1 to 255 visible ASCII characters", param=KEY
+        )
+    if path == "/generate":
+        raise RequestError(f"{KEY} is not supported at {path}", param=KEY)
+    if parsed.request.n != 1:
+        raise RequestError(f"n must be 1 with {KEY}, got {parsed.request.n}", param="n")
+    digest = blake2b(path.encode() + b"\0" + body, digest_size=32).digest()
+    secret = secret_of_tenant()
+    keys = tuple(secret.record_keys(key))
+    if LAST_EVENT not in headers:
+        return ResumeRequest(keys, digest, tenant=secret.mark)
+    value = headers[LAST_EVENT]
+    if (found := _EVENT.fullmatch(value)) is None or not parsed.request.stream:
+        raise RequestError(
+            f"got {value!r:.80}; allowed: the id of an event, of a request that streams",
+            param=LAST_EVENT,
+        )
+    return ResumeRequest(keys, digest, StreamId(found[1]), int(found[2]), secret.mark)
+
+
+def reopened(record: Record, parsed: ParsedRequest, now_s: float) -> Journal:
+    """The journal of a found stream, for its next owner."""
+    header, state = record.header_at(now_s), record.state
+    return Journal(
+        stream=record.stream,
+        parsed=parsed,
+        arrived_s=now_s - header.age_s,
+        seed=header.seed,
+        wants_usage=parsed.wants_usage,
+        prompt_ids=unpack_ids(record.prompt_ids) if record.prompt_ids else parsed.prompt_ids,
+        output_ids=record.output_ids,
+        owner_epoch=record.owner_epoch,
+        head=record.head,
+        finish_reason=state.finish_reason,
+        stop_reason=state.stop_reason,
+        usage_sent=state.usage_sent,
+        text_sent=state.text_sent,
+        deadlines=Deadlines(*header.deadlines),
+        inexact=state.inexact,
+        kept=tuple(Kept(each.holder, each.epoch, each.pages) for each in state.kv_locations),
+        marks=[],
+    )

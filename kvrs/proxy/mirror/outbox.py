@@ -1,0 +1,92 @@
+"""Replication of one stream from its owner to its mirror, and what its client may get. Pure."""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from kvrs.protocol.mirror import AckStatus, StreamEvent, Update, UpdateAck
+from kvrs.proxy.mirror.records import Record
+from kvrs.proxy.mirror.roles import RoleChange
+
+# A longer stream is not mirrored any more: it would not fit into one message.
+_MOST_RECORD_BYTES = 32 << 20
+# An owner without an answer of its mirror for so long may have been stopped, and its stream been
+# granted to another owner: until the next answer its client gets only what the mirror has.
+_ACK_VALID_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Outbox:
+    """What the mirror of a stream has of it, and what it is sent next."""
+
+    record: Record
+    mirror: str | None = None
+    acked: int | None = None  # Events that the mirror has; None: it lacks the header too.
+    full: bool = False  # The mirror has no room.
+    dirty: bool = True
+    _sent_s: float = -math.inf  # Time of the last update.
+    _acked_s: float = -math.inf  # Time of sending of the last update that was acknowledged.
+
+    def assign(self, mirror: str | None) -> None:
+        """Replicate to another mirror from the beginning; None: the stream is unmirrored."""
+        self.full = self.record.size_bytes > _MOST_RECORD_BYTES
+        self.mirror = None if self.full else mirror
+        self.acked, self.dirty = None, self.mirror is not None
+        self.record.copy_hops = 0
+        if self.mirror is None:
+            self.record.change_role(RoleChange.PEER_LOST, None)
+        else:
+            self.record.change_role(RoleChange.MIRROR_ASSIGNED, self.mirror)
+            self.record.mirror_no += 1
+
+    def next(self, now_s: float) -> Update:
+        self.dirty, self._sent_s = False, now_s
+        return self.record.update(now_s, from_event=self.acked or 0, with_header=self.acked is None)
+
+    def take(self, ack: UpdateAck) -> None:
+        """Apply the answer to the last update."""
+        assert ack.status is not AckStatus.SUPERSEDED
+        is_stored = ack.status is AckStatus.STORED
+        self.acked = min(ack.events, len(self.record.events)) if is_stored else None
+        self._acked_s = self._sent_s
+        self.full = ack.status is AckStatus.FULL or self.record.size_bytes > _MOST_RECORD_BYTES
+        if self.full:
+            self.mirror = None
+            self.record.change_role(RoleChange.PEER_LOST, None)
+            self.record.mirror_no += 1  # The mirror may keep a part of the stream.
+        elif not self._is_level:
+            self.dirty = True
+
+    @property
+    def _is_level(self) -> bool:
+        return self.acked == len(self.record.events)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the mirror, if there is one, has everything."""
+        return self.mirror is None or (not self.dirty and self._is_level)
+
+    def waits(self, now_s: float, *, sync: bool) -> bool:
+        """Whether the client gets only what the mirror has."""
+        return self.mirror is not None and (
+            sync or self.acked is None or now_s > self._acked_s + _ACK_VALID_S
+        )
+
+    def sendable(self, now_s: float, *, sync: bool) -> int:
+        """Number of events that may go to the client: none before the mirror has the header."""
+        return self.acked or 0 if self.waits(now_s, sync=sync) else len(self.record.events)
+
+
+class Delivery(Enum):
+    """What is done with an event for a client that has everything up to some position."""
+
+    SKIP = "skip"
+    SEND = "send"
+    CUT = "cut"  # The client has a part of it: only the rest may be sent.
+
+
+def delivery_of(before: int, event: StreamEvent, after: int) -> Delivery:
+    """`before` is the position before the event, `after` the client's."""
+    if event.seq <= after:
+        return Delivery.SKIP
+    return Delivery.CUT if max(before, 0) < after else Delivery.SEND

@@ -1,0 +1,405 @@
+"""Replicates the record of every stream that can be resumed to a peer, and finds those of others.
+
+Each stream that runs here has a mirror among the live peers. Updates of all streams go there in one
+message some milliseconds later; a header, an end, and with `mirror: sync` everything, goes at once.
+Records of other streams, whose clients are away or have everything, are kept at two proxies too: a
+proxy that is the only one with a record sends a copy to a live peer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from kvrs.config.proxy import MirrorMode, ProxySettings
+from kvrs.errors import RequestError, UpstreamError
+from kvrs.ids import StreamId
+from kvrs.policy.model.events import Kept
+from kvrs.protocol.mirror import (
+    AckStatus,
+    Claim,
+    ClaimAnswer,
+    Hello,
+    RecordVersion,
+    StreamHeader,
+    StreamState,
+    Update,
+    UpdateAck,
+)
+from kvrs.proxy.mirror import failures
+from kvrs.proxy.mirror.book import RecordBook
+from kvrs.proxy.mirror.copies import CopyQueue
+from kvrs.proxy.mirror.headers import ResumeRequest
+from kvrs.proxy.mirror.keyed import KeyedStream
+from kvrs.proxy.mirror.outbox import Outbox
+from kvrs.proxy.mirror.peers import Peers, ProxyPeer
+from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
+from kvrs.proxy.mirror.roles import RecordRole
+from kvrs.proxy.streams.clients import SseClient
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.live import Failed
+from kvrs.proxy.streams.responses import WholeClient
+from kvrs.proxy.streams.tokenizer import LazyTokenizer
+
+log = logging.getLogger(__name__)
+
+_GATHER_S = 0.01
+# Silent streams are updated too, so that an owner learns that its stream was granted elsewhere.
+_HEARTBEAT_S = 1.0
+_REREPLICATE_S = 0.25
+# Of the book, for streams of one tenant that have not ended.
+_TENANT_SHARE = 0.5
+_MOST_BATCH_BYTES = 8 << 20
+_TRIES = 4
+_RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """An update of a stream (`source` is the stream) or a copy (`source` is the record)."""
+
+    source: KeyedStream | Record
+    update: Update
+
+
+class Mirror:
+    """`name` identifies this run of this proxy; `stop` ends a stream of the driver's."""
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        name: str,
+        peers: dict[str, ProxyPeer],
+        clock: Callable[[], float],
+        *,
+        texts: LazyTokenizer,
+        kept: Callable[[StreamId], tuple[Kept, ...]],
+        stop: Callable[[StreamId, Failed], None],
+        count: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self._id = settings.id
+        self.book = RecordBook(most_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
+        self.peers = Peers(Hello(settings.id, name), peers, self._peer_lost, self._peer_up)
+        self._sync = settings.mirror is MirrorMode.SYNC
+        self._clock = clock
+        self._texts = texts
+        self._kept = kept
+        self._stop = stop
+        self._count = count
+        self.streams: dict[str, KeyedStream] = {}  # Those that run here, by key of the record.
+        # Those that have ended, until their mirror has everything.
+        self._closing: dict[str, KeyedStream] = {}
+        self._copies = CopyQueue(self.book)
+        self._wake = {peer: asyncio.Event() for peer in peers}
+        self._flush_now = {peer: asyncio.Event() for peer in peers}
+
+    # Streams that run here.
+
+    def open(
+        self,
+        resume: ResumeRequest,
+        journal: Journal,
+        record: Record | None,
+        inner: SseClient | WholeClient,
+    ) -> KeyedStream:
+        """Start to replicate a stream: a new one, or one whose record was found.
+
+        Raises:
+            RequestError: there is no room for its record.
+        """
+        now_s = self._clock()
+        if record is None:
+            record = self._new_record(resume, journal, now_s)
+        self._supersede(record.key)
+        record.touched_s = now_s
+        if not self.book.own(record, now_s):
+            raise RequestError(
+                "too many streams are kept to be resumed; without a key there may be room",
+                status=503,
+            )
+        stream = journal.stream
+        keyed = KeyedStream(
+            journal,
+            inner,
+            Outbox(record),
+            self.book,
+            resume.after,
+            sync=self._sync,
+            clock=self._clock,
+            texts=self._texts,
+            changed=self._changed,
+            kept=lambda: self._kept(stream),
+            stop=lambda failure: self._stop(stream, failure),
+        )
+        self.streams[record.key] = keyed
+        self._assign(keyed)
+        return keyed
+
+    def _new_record(self, resume: ResumeRequest, journal: Journal, now_s: float) -> Record:
+        limits = journal.deadlines
+        deadlines = (limits.ttft_s, limits.recovery_gap_s, limits.end_to_end_s)
+        header = StreamHeader(resume.digest, journal.seed, deadlines, 0.0, 0.0, resume.tenant)
+        record = Record(
+            resume.keys[0], journal.stream, header, now_s, self.name, journal.owner_epoch
+        )
+        record.state = StreamState(inexact=journal.inexact)
+        ids = journal.prompt_ids
+        record.reserve_prompt(journal.prompt_tokens_guess if ids is None else len(ids))
+        return record
+
+    def close(self, keyed: KeyedStream) -> None:
+        """The stream does not run here any more; its mirror gets the rest of it, and both keep the
+        record for a time.
+        """
+        keyed.close()
+        record = keyed.record
+        if self.streams.get(record.key) is not keyed:
+            return
+        del self.streams[record.key]
+        self.book.end(record, self._clock())
+        if not record.state.complete:
+            keyed.release()
+        if not keyed.outbox.settled:
+            self._closing[record.key] = keyed
+            self._changed(keyed)
+
+    def forget(self, keyed: KeyedStream) -> None:
+        """The request was refused: the next one with its key starts a new stream."""
+        keyed.close()
+        if self.streams.get(keyed.record.key) is keyed:
+            del self.streams[keyed.record.key]
+            self.book.forget(keyed.record.key)
+
+    def hand_over(self) -> None:
+        """End every stream here, because this proxy shuts down; their clients resume elsewhere."""
+        for keyed in list(self.streams.values()):
+            keyed.fail(failures.HANDED_OVER)
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "peers": {
+                peer.id: "up" if peer.run is not None else "down"
+                for peer in self.peers.known.values()
+            },
+            "records": len(self.book.records),
+            "record_bytes": self.book.size_bytes,
+            "resumable": len(self.streams),
+            "unmirrored": sum(keyed.outbox.mirror is None for keyed in self.streams.values()),
+            "uncopied": self.uncopied,
+        }
+
+    @property
+    def uncopied(self) -> int:
+        """Number of records of streams that do not run here, and that no live peer has."""
+        return len(self.book.sole(self.peers.live_ids, self._clock()))
+
+    def _supersede(self, key: str) -> None:
+        if (keyed := self.streams.pop(key, None)) is not None:
+            self._count("superseded")
+            keyed.fail(failures.SUPERSEDED)
+        self._closing.pop(key, None)
+
+    # Messages of peers.
+
+    def take(self, update: Update, sender: str) -> UpdateAck:
+        received = self.book.receive(update, sender, self._clock())
+        if received.stops_local_stream:
+            self._supersede(update.key)
+        return received.ack
+
+    def grant(self, claim: Claim) -> ClaimAnswer:
+        answer = self.book.claim(claim, self._clock())
+        if answer.granted is not None and not answer.granted.state.complete:
+            self._supersede(claim.key)
+        return answer
+
+    # Choice of peers.
+
+    def _assign(self, keyed: KeyedStream) -> None:
+        live, granter = self.peers.live_ids, keyed.record.peer
+        if keyed.outbox.full:
+            live = set()
+        # The proxy that granted the stream has its record already.
+        keyed.outbox.assign(granter if granter in live else mirror_for(keyed.record.key, live))
+        keyed.wake()
+        self._changed(keyed)
+
+    def _changed(self, keyed: KeyedStream) -> None:
+        outbox, state = keyed.outbox, keyed.record.state
+        if outbox.mirror is None:
+            return
+        self._wake[outbox.mirror].set()
+        if state.released or state.complete or outbox.waits(self._clock(), sync=self._sync):
+            self._flush_now[outbox.mirror].set()
+
+    def _peer_lost(self, peer: str) -> None:
+        self.book.lose(peer)
+        for keyed in self.streams.values():
+            if keyed.outbox.mirror == peer:
+                self._assign(keyed)
+        # Records of ended streams are copied like any other.
+        self._closing = {
+            key: keyed for key, keyed in self._closing.items() if keyed.outbox.mirror != peer
+        }
+        self._copies.peers_changed(peer)
+        self._re_replicate()
+
+    def _peer_up(self) -> None:
+        for keyed in self.streams.values():
+            if keyed.outbox.mirror is None:
+                self._assign(keyed)
+        self._copies.peers_changed()
+        self._re_replicate()
+
+    def _re_replicate(self) -> None:
+        for target in self._copies.plan(self.peers.live_ids, self._clock()):
+            self._wake[target].set()
+            self._flush_now[target].set()
+
+    # Sending.
+
+    async def run(self) -> None:
+        """Replicate until cancelled."""
+        await asyncio.gather(
+            self.peers.run(),
+            self._heartbeat(),
+            self._keep_replicated(),
+            *map(self._send_updates, self.peers.known.values()),
+        )
+
+    async def _keep_replicated(self) -> None:
+        while True:
+            await asyncio.sleep(_REREPLICATE_S)
+            self._re_replicate()
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            self.book.expire(self._clock())
+            self._copies.expire()
+            _touch(self.streams.values(), self._clock())
+
+    async def _send_updates(self, peer: ProxyPeer) -> None:
+        wake, flush_now = self._wake[peer.id], self._flush_now[peer.id]
+        while True:
+            await wake.wait()
+            try:
+                async with asyncio.timeout(_GATHER_S):
+                    await flush_now.wait()
+            except TimeoutError:
+                pass
+            wake.clear()
+            flush_now.clear()
+            batch = self._batch_for(peer.id)
+            if not batch:
+                continue
+            try:
+                answer = await peer.mirror([each.update for each in batch])
+            except UpstreamError as error:
+                self.peers.fail(peer, str(error))
+                continue
+            # Before the acks are read: another process at that address has no record of the last.
+            self.peers.on_answer(peer, answer.run)
+            for each, ack in zip(batch, answer.acks, strict=True):
+                if isinstance(each.source, Record):
+                    self._copies.take(each.source, each.update, peer.id, ack, self.peers.live_ids)
+                else:
+                    self._acknowledged(each.source, each.update.mirror_no, ack)
+
+    def _batch_for(self, peer: str) -> list[_Outgoing]:
+        batch, size_bytes = [], 0
+        for each in self._outgoing(peer):
+            batch.append(each)
+            size_bytes += size_of(each.update)
+            if size_bytes > _MOST_BATCH_BYTES:
+                self._wake[peer].set()
+                break
+        return batch
+
+    def _outgoing(self, peer: str) -> Iterator[_Outgoing]:
+        now_s = self._clock()
+        for keyed in (*self.streams.values(), *self._closing.values()):
+            if keyed.outbox.mirror == peer and keyed.outbox.dirty:
+                yield _Outgoing(keyed, keyed.outbox.next(now_s))
+        for record in self._copies.records_for(peer):
+            yield _Outgoing(record, record.copy(now_s))
+
+    def _acknowledged(self, keyed: KeyedStream, mirror_no: int, ack: UpdateAck) -> None:
+        outbox = keyed.outbox
+        if outbox.mirror is None or outbox.record.mirror_no != mirror_no:
+            return
+        if ack.status is AckStatus.SUPERSEDED:
+            key = keyed.record.key
+            if keyed in (self.streams.get(key), self._closing.get(key)):
+                self._supersede(key)
+                self.book.forget(key)
+            return
+        outbox.take(ack)
+        keyed.wake()
+        if not outbox.settled:
+            self._changed(keyed)
+        elif self._closing.get(keyed.record.key) is keyed:
+            del self._closing[keyed.record.key]
+
+    # Finding streams.
+
+    async def find(self, resume: ResumeRequest) -> Record | None:
+        """Claim a stream, and return its record under the new owner epoch; None: no proxy knows the
+        key, so that the request may start a new stream.
+
+        Raises:
+            RequestError: the claim was refused, or the stream may be at a proxy that is out of
+                reach.
+        """
+        for turn in range(_TRIES):
+            if turn:
+                await asyncio.sleep(_RETRY_S)
+            best = await self._best_version(resume)
+            if best is None:
+                return None
+            key, holder, version = best
+            claim = Claim(key, self.name, version, resume.digest, resume.stream, resume.after)
+            is_own = holder == self._id
+            answer = self.grant(claim) if is_own else await self.peers.claim(holder, claim)
+            if answer is None:
+                continue
+            if answer.granted is not None:
+                self._count("granted")
+                role, peer = (
+                    (RecordRole.UNMIRRORED, None) if is_own else (RecordRole.MIRRORED, holder)
+                )
+                granted = record_from(answer.granted, self._clock(), role=role, peer=peer)
+                return merged(granted, self.book.records.get(key))
+            if version.grants and (error := failures.refused(answer.refusal)) is not None:
+                self._count(str(answer.refusal))
+                raise error
+        self._count("unreachable")
+        raise failures.unreachable("the proxy that grants the stream cannot be reached")
+
+    async def _best_version(self, resume: ResumeRequest) -> tuple[str, str, RecordVersion] | None:
+        """The record's key, its holder and its version there."""
+        unreachable: list[str] = []
+        for key in resume.keys:
+            # A client that has a part needs the rest of this very stream: peers that were down a
+            # moment ago are asked too.
+            found = await self.peers.lookup(key, live_only=resume.stream is None)
+            if (own := self.book.version(key)) is not None:
+                found.versions[self._id] = own
+            if (best := best_of(found.versions.items())) is not None:
+                return key, *best
+            unreachable += found.unreachable
+        if resume.stream is None:
+            return None
+        if unreachable:
+            raise failures.unreachable(
+                f"no proxy that answers has a record of the stream, and "
+                f"{unreachable[0]} cannot be reached"
+            )
+        raise failures.unknown_stream()
+
+
+def _touch(streams: Iterable[KeyedStream], now_s: float) -> None:
+    for keyed in list(streams):
+        keyed.record.touched_s = now_s
+        keyed.mark_dirty()

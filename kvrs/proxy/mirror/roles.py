@@ -1,0 +1,122 @@
+"""Roles of a proxy towards a record, and what each message does to a record in each role. Pure.
+
+A record is kept at two proxies. Claims to it are granted in the roles UNMIRRORED and MIRROR only;
+the pairs that the protocol makes are MIRRORED + MIRROR and MIRROR + COPY, so one of the two grants.
+
+    role        the stream           the peer of the record           grants claims
+    UNMIRRORED  runs at this proxy   none                             yes
+    MIRRORED    runs at this proxy   its mirror                       no
+    MIRROR      runs elsewhere, or   its owner, or the holder of its  yes
+                waits for a client   copy; none: it has to be copied
+    COPY        runs elsewhere, or   the proxy that grants claims     no
+                waits for a client
+"""
+
+from enum import Enum
+
+
+class RecordRole(Enum):
+    UNMIRRORED = "unmirrored"
+    MIRRORED = "mirrored"
+    MIRROR = "mirror"
+    COPY = "copy"
+
+    @property
+    def is_owner(self) -> bool:
+        return self in (RecordRole.UNMIRRORED, RecordRole.MIRRORED)
+
+    @property
+    def grants(self) -> bool:
+        return ROLE_AFTER[RoleChange.GRANTED][self] is not None
+
+
+class RoleChange(Enum):
+    """Events of this proxy that change the role of a record in place."""
+
+    MIRROR_ASSIGNED = "mirror_assigned"  # The owner has chosen a mirror.
+    PEER_LOST = "peer_lost"  # The peer died, or has dropped or refused the record.
+    ENDED = "ended"  # The stream does not run here any more.
+    GRANTED = "granted"  # The stream goes to another owner.
+    COPIED = "copied"  # A peer has stored the copy that this proxy sent.
+
+
+_UNMIRRORED, _MIRRORED, _MIRROR, _COPY = RecordRole
+
+# None: does not occur; a claim in such a role is refused.
+ROLE_AFTER: dict[RoleChange, dict[RecordRole, RecordRole | None]] = {
+    change: dict(zip(RecordRole, row, strict=True))
+    for change, row in {
+        # from:                     UNMIRRORED    MIRRORED     MIRROR   COPY
+        RoleChange.MIRROR_ASSIGNED: (_MIRRORED, _MIRRORED, None, None),
+        RoleChange.PEER_LOST: (_UNMIRRORED, _UNMIRRORED, _MIRROR, _MIRROR),
+        RoleChange.ENDED: (_MIRROR, _COPY, None, None),
+        RoleChange.GRANTED: (_MIRROR, None, _MIRROR, None),
+        RoleChange.COPIED: (None, None, _MIRROR, _MIRROR),
+    }.items()
+}
+
+
+class Message(Enum):
+    """The kinds of `Update`."""
+
+    HEADER = "header"  # From the owner: the record from its header on.
+    EVENTS = "events"  # From the owner: what follows.
+    COPY = "copy"  # From a proxy that is the only one with the record: all of it.
+
+
+class Relation(Enum):
+    """Version of an update compared with the record under the same key."""
+
+    OUTRANKED = "outranked"  # The record has a later owner.
+    STALE = "stale"  # Same owner; the update was meant for an earlier mirror.
+    CURRENT = "current"  # Same owner and mirror. Of a copy: it has nothing that the record lacks.
+    AHEAD = "ahead"  # Same owner, later mirror; or a copy with more of the stream.
+    NEWER = "newer"  # The update has a later owner.
+
+
+class UpdateStep(Enum):
+    """What is done about an update."""
+
+    STORE = "store"  # Replace the record, in role MIRROR or COPY; a stream that runs here stops.
+    APPEND = "append"
+    ACKNOWLEDGE = "acknowledge"  # Keep the record.
+    PAIR = "pair"  # Keep the record; the sender is its peer.
+    ASK_HEADER = "ask_header"
+    SUPERSEDE = "supersede"  # The sender has to drop its record, or stop its stream.
+
+
+_STORE, _APPEND, _ACK, _PAIR = (
+    UpdateStep.STORE,
+    UpdateStep.APPEND,
+    UpdateStep.ACKNOWLEDGE,
+    UpdateStep.PAIR,
+)
+_ASK, _SUPERSEDE = UpdateStep.ASK_HEADER, UpdateStep.SUPERSEDE
+
+STEP_WITHOUT_RECORD: dict[Message, UpdateStep] = {
+    Message.HEADER: _STORE,
+    Message.EVENTS: _ASK,
+    Message.COPY: _STORE,
+}
+STEPS: dict[tuple[Message, Relation], dict[RecordRole, UpdateStep]] = {
+    key: dict(zip(RecordRole, row, strict=True))
+    for key, row in {
+        # role:                                UNMIRRORED  MIRRORED    MIRROR      COPY
+        (Message.HEADER, Relation.OUTRANKED): (_SUPERSEDE, _SUPERSEDE, _SUPERSEDE, _SUPERSEDE),
+        (Message.HEADER, Relation.STALE): (_ASK, _ASK, _ASK, _ASK),
+        (Message.HEADER, Relation.CURRENT): (_STORE, _STORE, _STORE, _STORE),
+        (Message.HEADER, Relation.AHEAD): (_STORE, _STORE, _STORE, _STORE),
+        (Message.HEADER, Relation.NEWER): (_STORE, _STORE, _STORE, _STORE),
+        (Message.EVENTS, Relation.OUTRANKED): (_SUPERSEDE, _SUPERSEDE, _SUPERSEDE, _SUPERSEDE),
+        (Message.EVENTS, Relation.STALE): (_ASK, _ASK, _ASK, _ASK),
+        (Message.EVENTS, Relation.CURRENT): (_ASK, _ASK, _APPEND, _APPEND),
+        (Message.EVENTS, Relation.AHEAD): (_ASK, _ASK, _ASK, _ASK),
+        (Message.EVENTS, Relation.NEWER): (_ASK, _ASK, _ASK, _ASK),
+        # A copy comes from no owner: one of the same owner never stops the stream that runs here.
+        (Message.COPY, Relation.OUTRANKED): (_SUPERSEDE, _SUPERSEDE, _SUPERSEDE, _SUPERSEDE),
+        (Message.COPY, Relation.STALE): (_SUPERSEDE, _SUPERSEDE, _SUPERSEDE, _SUPERSEDE),
+        (Message.COPY, Relation.CURRENT): (_ACK, _ACK, _PAIR, _PAIR),
+        (Message.COPY, Relation.AHEAD): (_ACK, _ACK, _STORE, _STORE),
+        (Message.COPY, Relation.NEWER): (_STORE, _STORE, _STORE, _STORE),
+    }.items()
+}

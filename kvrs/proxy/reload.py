@@ -1,0 +1,128 @@
+"""What a running proxy takes over from its configuration without a restart.
+
+Each part that reloads is registered once. A reload reads the file, has every part check what it
+would take over, and only then has all of them do so: a fault anywhere changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrs.config.file import Config, parse_config
+from kvrs.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Apply = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadingPart:
+    """`prepare` reads and checks what the new configuration says or names, in a thread, without
+    any effect; what it returns has the effect, on the event loop. None: nothing has changed.
+    """
+
+    name: str
+    prepare: Callable[[Config], Apply | None]  # Raises ConfigError.
+    sections: Sequence[str] = ()  # Of the file, or single keys, that take effect by it.
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadResult:
+    applied: list[str]  # Settings by path, and parts beside the file, that have changed.
+    restart_needed: list[str]  # Settings by path that differ and cannot be reloaded.
+
+
+class Reloads:
+    """One per proxy. `config` is the configuration in use."""
+
+    def __init__(self, config: Config, read: Callable[[], Config]) -> None:
+        """`read` reads the file again, and raises ConfigError."""
+        self.config = config
+        self._read = read
+        self._parts: list[ReloadingPart] = []
+        self._turn = asyncio.Lock()
+
+    def add(self, part: ReloadingPart) -> None:
+        self._parts.append(part)
+
+    async def reload(self) -> ReloadResult:
+        """Read the file again and take over what can be.
+
+        Raises:
+            ConfigError: the file, or what it names, has faults; nothing has changed.
+        """
+        async with self._turn:
+            try:
+                merged, changes, result = await asyncio.to_thread(self._prepare)
+            except ConfigError as error:
+                for fault in error.faults:
+                    log.error("not reloaded", extra={"cause": fault})
+                raise
+            for apply in changes:
+                apply()
+            self.config = merged
+        extra = {"applied": ", ".join(result.applied) or "nothing"}
+        if result.restart_needed:
+            extra["restart_needed"] = ", ".join(result.restart_needed)
+        log.info("reloaded", extra=extra)
+        return result
+
+    def _prepare(self) -> tuple[Config, list[Apply], ReloadResult]:
+        found = self._read()
+        sections = [section for part in self._parts for section in part.sections]
+        differing = list(_differing(_plain(self.config), _plain(found)))
+        applied = [path for path in differing if _is_in(path, sections)]
+        merged = _merged(self.config, found, applied)
+        changes, faults = [], []
+        for part in self._parts:
+            try:
+                apply = part.prepare(merged)
+            except ConfigError as error:
+                faults += error.faults
+                continue
+            if apply is not None:
+                changes.append(apply)
+                if not part.sections:
+                    applied.append(part.name)
+        if faults:
+            raise ConfigError(faults)
+        restart_needed = [path for path in differing if not _is_in(path, sections)]
+        return merged, changes, ReloadResult(applied, restart_needed)
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any], above: str = "") -> Iterator[str]:
+    """Paths of the settings that differ; a list is one setting."""
+    for key in before:
+        path, old, new = above + key, before[key], after[key]
+        if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
+            yield from _differing(old, new, f"{path}.")
+        elif old != new:
+            yield path
+
+
+def _is_in(path: str, sections: Sequence[str]) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)
+
+
+def _merged(config: Config, found: Config, paths: Sequence[str]) -> Config:
+    """The configuration in use with these settings of the new one, checked as a whole: what was
+    checked together in the file is not all taken over together.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    document, source = _plain(config), _plain(found)
+    for path in paths:
+        *above, key = path.split(".")
+        into, of = document, source
+        for each in above:
+            into, of = into[each], of[each]
+        into[key] = of[key]
+    return parse_config(document)

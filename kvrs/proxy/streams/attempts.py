@@ -1,0 +1,312 @@
+"""One attempt at a stream, from its plan to its last token. It reports how it went; `kvrs.control`
+decides what follows.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from kvrs.control.core import Control
+from kvrs.control.live import CannotContinue, StreamStage
+from kvrs.control.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
+from kvrs.errors import ConfigError, KvrsError, UpstreamError
+from kvrs.ids import InstanceId
+from kvrs.policy.model.actions import Plan
+from kvrs.policy.model.events import FailureKind
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
+from kvrs.proxy.backends.bodies import decode_call, prefill_call
+from kvrs.proxy.backends.peer import BusyError, ConnectionLostError, NotConnectedError
+from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
+from kvrs.proxy.fleet.watchdog import SilentError, silence_limit
+from kvrs.proxy.streams.clients import ClientGoneError
+from kvrs.proxy.streams.continuation import Continuation, EngineText
+from kvrs.proxy.streams.live import Failed, OpenStream
+from kvrs.proxy.streams.relay import ErrorEventError, Relay
+from kvrs.proxy.streams.tokenizer import LazyTokenizer
+
+# A complete response is read to its end, so that its connection can be used again.
+_END_TIMEOUT_S = 1.0
+
+
+class AttemptDriver(Protocol):
+    """Where an attempt runs, and to whom it reports how it went."""
+
+    control: Control[OpenStream]
+    backends: Mapping[InstanceId, Backend]
+    tokenizer: LazyTokenizer
+    refuses_inexact: bool
+    slots: SlotSender
+    busy_status: int  # Of the last busy answer of any instance.
+    clock: Callable[[], float]
+
+    def suspect_instance(self, instance: InstanceId) -> bool: ...
+    def relayed(self, instance: InstanceId, tokens: int) -> None: ...
+    def resumed(self, live: OpenStream, attempt: int) -> None: ...
+    def attempt_failed(
+        self,
+        live: OpenStream,
+        attempt: int,
+        instance: InstanceId,
+        cause: str,
+        *,
+        abrupt: bool,
+        failure: FailureKind,
+        retry_after_s: float | None,
+    ) -> None: ...
+    def slot_denied(
+        self, live: OpenStream, attempt: int, target: InstanceId, wait_s: float
+    ) -> None: ...
+    def completed(self, live: OpenStream) -> None: ...
+    def fail(self, live: OpenStream, failure: Failed) -> None: ...
+
+
+class Attempt:
+    """Runs in a task of its own, which is cancelled when a later attempt takes over."""
+
+    def __init__(self, live: OpenStream, attempt: int, plan: Plan, driver: AttemptDriver) -> None:
+        self._live = live
+        self._attempt = attempt
+        self._plan = plan
+        self._driver = driver
+        self._control = driver.control
+        self._instances = driver.control.instances
+        self._instance = plan.prefill or plan.decode  # The one that a failure is attributed to.
+        self._has_resumed = False
+        # Of an attempt that is one call: who computes the history, and how much of the output
+        # belongs to that.
+        self._prefilling: InstanceId | None = None
+        self._produced_before = 0
+
+    async def run(self) -> None:
+        try:
+            await self._report(self._produce())
+        finally:
+            self._release_slot()
+
+    async def end_alone(self) -> None:
+        """Give the client what is missing of a stream that has all its ids: no engine is needed for
+        it.
+        """
+        await self._report(self._end_alone())
+
+    async def _report(self, work: Awaitable[None]) -> None:
+        live, driver = self._live, self._driver
+        try:
+            await work
+        except RefusedError as error:
+            live.refusal = Failed(error.status, error.body)
+            self._failed(error, FailureKind.REFUSED)
+        except SlotDeniedError as error:
+            driver.slot_denied(live, self._attempt, error.target, error.wait_s)
+        except ClientGoneError:
+            gone = error_body("the client is gone", kind="client_gone")
+            driver.fail(live, Failed(499, gone))
+        except ConfigError as error:
+            self._control.end(live, CannotContinue(str(error)), driver.clock())
+        except UpstreamError as error:
+            is_silent = isinstance(error, SilentError)
+            # The loss of an instance that is given up ends this task, however busy the loop is.
+            is_given_up = is_silent and driver.suspect_instance(self._instance)
+            await asyncio.sleep(EVENT_LOOP_STALL_S if is_given_up else LOST_TOGETHER_S)
+            if isinstance(error, BusyError):
+                driver.busy_status = error.status
+            is_busy = isinstance(error, BusyError | NotConnectedError)
+            self._failed(error, FailureKind.BUSY if is_busy else FailureKind.BROKEN)
+
+    def _failed(self, error: KvrsError, failure: FailureKind) -> None:
+        self._driver.attempt_failed(
+            self._live,
+            self._attempt,
+            self._instance,
+            str(error),
+            abrupt=isinstance(error, ConnectionLostError | SilentError),
+            failure=failure,
+            retry_after_s=error.retry_after_s if isinstance(error, BusyError) else None,
+        )
+
+    async def _produce(self) -> None:
+        plan, live = self._plan, self._live
+        continuation = await self._continuation()
+        if continuation is not None and (live.journal.remaining_tokens == 0 or continuation.ended):
+            await self._give_end(continuation)
+            return
+        if plan.prefill is not None and self._instances.is_one_call(plan):
+            self._prefilling, self._produced_before = plan.prefill, len(live.journal.output_ids)
+            self._control.calls_prefill(live, plan.prefill)
+            await self._decode(None, continuation)
+            return
+        transfer: msgspec.Raw | None = None
+        if (prefill := live.prefills_at(plan)) is not None:
+            answer = await self._prefill(prefill)
+            transfer = answer.transfer if plan.prefill is not None else None
+            if not self._control.prefill_done(live, self._attempt, prefill, self._driver.clock()):
+                return
+            assert live.plan is not None
+            if live.plan is not plan:
+                self._plan = live.plan  # Redirected, to an engine that may need other text.
+                continuation = await self._continuation()
+            if (
+                transfer is not None
+                and answer.good_until_s is not None
+                and self._driver.clock() > answer.good_until_s
+            ):
+                raise UpstreamError(
+                    "the hand-off came too late to be used: this proxy was stopped in between"
+                )
+        await self._decode(transfer, continuation)
+
+    async def _end_alone(self) -> None:
+        await self._give_end(Continuation(self._live.journal, await self._driver.tokenizer.load()))
+
+    async def _give_end(self, continuation: Continuation | EngineText) -> None:
+        await self._relay(continuation).end_alone()
+        self._driver.completed(self._live)
+
+    async def _continuation(self) -> Continuation | EngineText | None:
+        """What makes the client's text, where the decode instance's own would not fit the text
+        before it. Without a tokenizer it is the engine's own all the same, unless
+        `proxy.inexact: refuse` forbids that.
+        """
+        journal, tokenizer = self._live.journal, self._driver.tokenizer
+        resumes_exactly = self._instances.resumes_exactly(self._plan.decode)
+        fits = resumes_exactly and journal.text_sent is None
+        only_the_end = journal.remaining_tokens == 0 and tokenizer.available
+        if not journal.output_ids or (fits and not only_the_end):
+            return None
+        if not tokenizer.available and not self._driver.refuses_inexact:
+            return None if resumes_exactly else EngineText(journal)
+        return Continuation(journal, await tokenizer.load())
+
+    async def _prefill(self, instance: InstanceId) -> Prefilled:
+        live, instances = self._live, self._instances
+        self._control.calls_prefill(live, instance)
+        timeout_s = self._control.progress.first_token_timeout_s(instance)
+        places, exact = instances.places(instance, self._plan), instances.resumes_exactly(instance)
+        call = prefill_call(live.journal, self._attempt, places, exact=exact)
+        async with silence_limit(lambda: timeout_s, lambda: self._is_making_progress(instance)):
+            answer = await self._driver.backends[instance].prefill(call)
+        if live.journal.prompt_ids is None:
+            live.journal.tokenised(answer.prompt_ids)
+        return answer
+
+    def _is_making_progress(self, instance: InstanceId) -> bool:
+        return self._control.progress.is_making_progress(instance, self._driver.clock())
+
+    async def _decode(
+        self, transfer: msgspec.Raw | None, continuation: Continuation | EngineText | None
+    ) -> None:
+        live, plan, instances = self._live, self._plan, self._instances
+        self._instance = plan.decode
+        self._check_exactness(plan.decode)
+        if self._prefilling is None:
+            live.enter(StreamStage.DECODE, plan.decode)
+        waits_at = [plan.decode, *filter(None, [self._prefilling])]
+        places, exact = (
+            instances.places(plan.decode, plan),
+            instances.resumes_exactly(plan.decode),
+        )
+        # What fetches no history needs none: the hand-off of a prefill is not counted.
+        slot = (
+            await self._driver.slots.acquire(
+                plan.decode, live.id, live.journal.owner_epoch, self._attempt
+            )
+            if plan.runs
+            else 0
+        )
+        call = decode_call(
+            live.journal, self._attempt, plan.runs, places, transfer, exact=exact, slot_token=slot
+        )
+        relay = self._relay(continuation)
+        progress = self._control.progress
+        first_token_timeout_s = max(map(progress.first_token_timeout_s, waits_at))
+
+        def limit_s() -> float:
+            if not self._has_resumed:
+                return first_token_timeout_s
+            return progress.token_gap_s(live, self._driver.clock())
+
+        def excused() -> bool:
+            return live.client.blocked or any(
+                map(self._is_making_progress, waits_at[:1] if self._has_resumed else waits_at)
+            )
+
+        backend = self._driver.backends[plan.decode]
+        try:
+            async with silence_limit(limit_s, excused) as watchdog, backend.decode(call) as chunks:
+                if not await relay.copy(chunks, watchdog.heard):
+                    return
+                # The client need not wait for the rest, and a failure in it is none of the
+                # stream's.
+                self._driver.completed(live)
+                if continuation is None:
+                    await _read_to_end(chunks)
+        except ErrorEventError as error:
+            if (
+                transfer is not None
+                and plan.prefill is not None
+                and not self._has_resumed
+                and backend.blames_prefill(error.details)
+            ):
+                self._instance = plan.prefill
+            raise
+
+    def _check_exactness(self, target: InstanceId) -> None:
+        """Mark a stream that this instance cannot go on with exactly, as self-tests have seen.
+
+        Raises:
+            ConfigError: `proxy.inexact: refuse` forbids to go on.
+        """
+        live = self._live
+        is_sampled = live.journal.parsed.request.temperature > 0
+        tests = self._control.self_tests
+        if not live.journal.output_ids or tests.goes_on(
+            live.decoded_by, target, sampled=is_sampled
+        ):
+            return
+        if self._driver.refuses_inexact:
+            raise ConfigError([f"cannot be continued exactly: {target} computes other tokens"])
+        if "tokens" not in live.journal.inexact:
+            live.journal.inexact = (*live.journal.inexact, "tokens")
+
+    def _release_slot(self) -> None:
+        journal = self._live.journal
+        self._driver.slots.release(journal.stream, journal.owner_epoch, self._attempt)
+
+    def _resumed(self) -> None:
+        self._has_resumed = True
+        self._live.decoded_by = self._control.self_tests.process(self._plan.decode)
+        self._release_slot()
+        if self._prefilling is not None:
+            self._control.prefilled(
+                self._live,
+                self._attempt,
+                self._prefilling,
+                self._live.prompt_tokens + self._produced_before,
+                self._driver.clock(),
+            )
+        self._driver.resumed(self._live, self._attempt)
+
+    def _relay(self, continuation: Continuation | EngineText | None) -> Relay:
+        live = self._live
+        return Relay(
+            live.journal,
+            live.client,
+            self._attempt,
+            clock=self._driver.clock,
+            resumed=self._resumed,
+            relayed=lambda tokens: self._driver.relayed(self._plan.decode, tokens),
+            exact=self._instances.resumes_exactly(self._plan.decode),
+            continuation=continuation,
+        )
+
+
+async def _read_to_end(chunks: AsyncIterator[bytes]) -> None:
+    try:
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            async for _ in chunks:
+                pass
+    except (TimeoutError, UpstreamError):
+        return

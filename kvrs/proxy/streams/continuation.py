@@ -1,0 +1,165 @@
+"""Text of a stream that a plain engine continues, which lacks the state of the text before the
+cut: made by the proxy from the ids or, without a tokenizer, the engine's own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tokenizers import Tokenizer
+
+from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.proxy.streams.journal import Journal
+from kvrs.text.chat import ChatOutput
+from kvrs.text.output import OutputText, StopStrings, TextDelta
+
+# More than an engine's detokeniser and ours can differ by, beside what either holds back for a stop
+# string.
+_MOST_CHARACTERS_HELD = 8
+
+# Characters that the client has, where it is not known: more than any output, so that a text
+# machine of another proxy skips nothing.
+_UNKNOWN_SENT = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The addition of some output ids to the stream; `token_ids` are those up to its end."""
+
+    token_ids: list[int]
+    delta: TextDelta
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    offsets: Sequence[
+        int
+    ] = ()  # Of each id: how many characters of the whole output are before it.
+
+
+class Continuation:
+    """The text machine of one stream, positioned at the end of the client's text.
+
+    A plain engine may hold back more or less than this machine at the same id. So characters are
+    counted: those that the client has are skipped, those that it lacks of the ids before the cut
+    come first.
+    """
+
+    def __init__(self, journal: Journal, tokenizer: Tokenizer) -> None:
+        self._text = _machine(journal, tokenizer)
+        replayed = self._feed(journal.output_ids, is_end=False)
+        written = len(replayed.delta.text)
+        held_back = (
+            max(map(len, journal.parsed.request.stop_strings), default=0) + _MOST_CHARACTERS_HELD
+        )
+        sent = written if journal.text_sent is None else journal.text_sent
+        # If an engine has sent text that is not of these ids (vLLM the prompt's, if that ends
+        # within a character), nothing is skipped: a wrong piece is better than a missing one.
+        self.sent = sent if sent <= written + held_back else written  # Characters, before the cut.
+        self._lacks = replayed.delta.text[self.sent :]
+        self._skips = max(0, self.sent - written)
+        # The engine found the end and died before it could send it.
+        self.ended = replayed.finish_reason is not None
+        self._ended_by = replayed.stop_reason
+
+    def take(
+        self,
+        token_ids: Sequence[int],
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+        text: str = "",
+    ) -> Piece:
+        """Continue with an engine's next ids and its reasons for their end. Its `text` of them is
+        not used: the ids have all of it.
+        """
+        piece = self._feed(token_ids, is_end=finish_reason == "stop")
+        if piece.finish_reason is None and finish_reason is not None:
+            # The token that ends a stream has no text, and belongs to the output all the same.
+            delta = piece.delta.then(self._text.finish())
+            piece = replace(
+                piece,
+                delta=delta,
+                finish_reason=self._reason(finish_reason),
+                stop_reason=stop_reason,
+            )
+        return replace(piece, delta=self._unsent(piece.delta))
+
+    def end(self) -> Piece:
+        """The end of a stream that has all its ids: what was held back, and why it ends."""
+        if self.ended:
+            return Piece([], self._unsent(TextDelta("")), self._reason("stop"), self._ended_by)
+        return Piece([], self._unsent(self._text.finish()), "length")
+
+    def _feed(self, token_ids: Sequence[int], *, is_end: bool) -> Piece:
+        delta, offsets = TextDelta(""), list[int]()
+        for count, token_id in enumerate(token_ids, 1):
+            offsets.append(self._text.characters)
+            if is_end and count == len(token_ids):
+                break
+            delta = delta.then(self._text.feed(token_id))
+            if delta.stopped is not None:
+                return Piece(
+                    list(token_ids[:count]), delta, self._reason("stop"), delta.stopped, offsets
+                )
+        return Piece(list(token_ids), delta, offsets=offsets)
+
+    def _reason(self, finish_reason: str) -> str:
+        called = isinstance(self._text, ChatOutput) and self._text.called
+        return "tool_calls" if called and finish_reason == "stop" else finish_reason
+
+    def _unsent(self, delta: TextDelta) -> TextDelta:
+        text, self._lacks = self._lacks + delta.text, ""
+        skipped = min(self._skips, len(text))
+        self._skips -= skipped
+        return replace(delta, text=text[skipped:])
+
+
+class EngineText:
+    """As `Continuation` without a tokenizer: the engine's own text follows the client's. Inexact:
+    text that the former engine held back is lost, and a stop string across the cut is not seen.
+    """
+
+    ended = False
+
+    def __init__(self, journal: Journal) -> None:
+        name = "messages" if isinstance(journal.parsed.request, ChatRequest) else "prompt"
+        if name not in journal.inexact:
+            journal.inexact = (*journal.inexact, name)
+        self.sent = _UNKNOWN_SENT if journal.text_sent is None else journal.text_sent
+        self._stops = StopStrings(journal.parsed.request.stop_strings)
+        self._characters = self.sent
+
+    def take(
+        self,
+        token_ids: Sequence[int],
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+        text: str = "",
+    ) -> Piece:
+        """Pass `text` on, up to a stop string: an engine that counts from the cut is not given
+        any.
+        """
+        offsets = [self._characters] * len(token_ids)
+        self._characters += len(text)
+        delta = self._stops.feed(text)
+        if delta.stopped is not None:
+            return Piece(list(token_ids), delta, "stop", delta.stopped, offsets)
+        if finish_reason is not None:
+            delta = delta.then(TextDelta(self._stops.finish("")))
+        return Piece(list(token_ids), delta, finish_reason, stop_reason, offsets)
+
+    def end(self) -> Piece:
+        """The end of a stream that has all its ids."""
+        return Piece([], TextDelta(self._stops.finish("")), "length")
+
+
+def _machine(journal: Journal, tokenizer: Tokenizer) -> OutputText | ChatOutput:
+    request = journal.parsed.request
+    # The chat of a plain engine is plain text; the embedded engine uses this very machine.
+    if not isinstance(request, ChatRequest) or journal.text_sent is not None:
+        return OutputText(tokenizer, request.stop_strings)
+    return ChatOutput(
+        tokenizer,
+        request.stop_strings,
+        stream=journal.stream,
+        prompt_ids=journal.prompt_ids or [],
+        tools=request.may_call_tools,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+    )

@@ -1,0 +1,368 @@
+"""The asyncio shell of `kvrs.control`: performs its effects with tasks, timers and clients."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, assert_never
+
+from kvrs.config.file import Config
+from kvrs.config.proxy import Inexact
+from kvrs.control.core import Control
+from kvrs.control.effects import (
+    BeginAttempt,
+    Effect,
+    EndAttempt,
+    EndStream,
+    GiveEnd,
+    StreamClosed,
+)
+from kvrs.control.fleet import KnownInstance
+from kvrs.control.live import CannotContinue, Complete, LiveStream
+from kvrs.control.live import Outcome as ControlOutcome
+from kvrs.errors import UpstreamError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.model.actions import (
+    Action,
+    Ejected,
+    GiveUp,
+    Plan,
+    Readmitted,
+    Reason,
+    Recovered,
+    Redirect,
+    Settled,
+    WakeAt,
+)
+from kvrs.policy.model.events import (
+    Event,
+    FailureKind,
+    GpuJudged,
+    InstanceLost,
+    InstanceUp,
+    TimerFired,
+)
+from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.proxy.backends.agent import AgentBackend
+from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.fleet.leases import LeaseSender
+from kvrs.proxy.fleet.slots import SlotSender
+from kvrs.proxy.streams.attempts import Attempt
+from kvrs.proxy.streams.clients import Client
+from kvrs.proxy.streams.event_log import EventLog
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.live import Failed, OpenStream, Outcome
+from kvrs.proxy.streams.metrics import DeathCause, Metrics
+from kvrs.proxy.streams.recoveries import RecoveryLog
+from kvrs.proxy.streams.tasks import error_of
+from kvrs.proxy.streams.tokenizer import LazyTokenizer
+
+log = logging.getLogger(__name__)
+
+_STATUS = {
+    Reason.NO_INSTANCE: 503,
+    Reason.OVERLOADED: 503,
+    Reason.OVER_SHARE: 429,
+    Reason.SLO: 503,
+    Reason.RETRIES: 502,
+    # A client repeats a request that got 5xx, and must not repeat one that ends instances.
+    Reason.POISON: 422,
+}
+_KINDS = {422: "invalid_request_error", 429: "rate_limit_error"}
+# Of new requests: counted, and not logged one by one.
+_SHED = (Reason.OVERLOADED, Reason.OVER_SHARE)
+
+
+class Driver:
+    """Owns every task that runs for a stream. All methods run on one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        backends: Mapping[InstanceId, Backend],
+        agent_backends: Mapping[InstanceId, AgentBackend],
+        metrics: Metrics,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        event_log: EventLog | None = None,
+    ) -> None:
+        # A proxy that is started in the place of this one gets another one.
+        self.run_id = f"{config.proxy.id}-{secrets.token_hex(8)}"
+        self.tokenizer = LazyTokenizer(config.cluster.model)
+        self.refuses_inexact = config.proxy.inexact is Inexact.REFUSE
+        self.control = control = Control[OpenStream](
+            config,
+            run_id=self.run_id,
+            perform=self._perform,
+            trace=self._trace,
+            count_slot=lambda outcome: metrics.slot_asked(outcome.value),
+            can_give_end=self.tokenizer.available,
+            runs_self_tests=config.proxy.self_test,
+        )
+        self.backends = backends
+        self.agent_backends = agent_backends
+        self.recoveries = RecoveryLog(clock, wall_clock, metrics.recovery_settled)
+        self.leases = LeaseSender(control.leases, self._send_leases, self._retention_lost)
+        self.checkpoint_leases = LeaseSender(
+            control.checkpoints.leases, self._send_reservations, self._reservations_lost
+        )
+        self.slots = SlotSender(control.slots, agent_backends)
+        self.end_watch: dict[InstanceId, Callable[[], None]] = {}  # Takes silence for the end.
+        self.busy_status = 503
+        self.clock = clock
+        self._metrics = metrics
+        self._event_log = event_log
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wakes: set[asyncio.TimerHandle] = set()
+
+    @property
+    def streams(self) -> Mapping[StreamId, OpenStream]:
+        return self.control.streams
+
+    # Streams.
+
+    async def run(self, journal: Journal, client: Client) -> Outcome:
+        """See one stream through; a caller that is cancelled takes the stream with it."""
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        live = OpenStream(journal=journal, client=client, outcome=outcome)
+        self._metrics.streams.inc()
+        try:
+            self.control.open(live, self.clock())
+            return await outcome
+        finally:
+            self.control.close(live, self.clock())
+
+    def end_early(self, stream: StreamId, failure: Failed) -> None:
+        """End it for a reason of the proxy's own; nothing happens if it has ended."""
+        if (live := self.streams.get(stream)) is not None:
+            self.fail(live, failure)
+
+    def fail(self, live: OpenStream, failure: Failed) -> None:
+        live.resolve(failure)
+        self.control.close(live, self.clock())
+
+    # Effects.
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case BeginAttempt():
+                live = _open(effect.live)
+                # A client that has just left ends its stream when its own task runs.
+                if not live.outcome.done():
+                    self._start(live, self._attempt(live, effect.plan).run())
+            case EndAttempt():
+                _open(effect.live).end_task()
+            case GiveEnd():
+                live = _open(effect.live)
+                self._start(live, self._attempt(live, effect.plan).end_alone())
+            case EndStream():
+                self._end(_open(effect.live), effect.outcome)
+            case StreamClosed():
+                self._metrics.streams.dec()
+                self._metrics.stream_ended(_open(effect.live).journal)
+                self.recoveries.ended(effect.live.id)
+            case Recovered():
+                if (recovering := self.streams.get(effect.stream)) is not None:
+                    self.recoveries.decided(effect, recovering)
+            case Redirect():
+                self.recoveries.redirected(self.streams[effect.stream])
+            case Settled():
+                self.recoveries.predicted(effect)
+            case Ejected() | Readmitted():
+                self._note_ejection(effect)
+            case WakeAt():
+                self._wake_at(effect.at_s)
+            case _:
+                assert_never(effect)
+
+    def _attempt(self, live: OpenStream, plan: Plan) -> Attempt:
+        return Attempt(live, live.journal.attempt, plan, self)
+
+    def _start(self, live: OpenStream, work: Coroutine[Any, Any, None]) -> None:
+        live.task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(live.task)
+        live.task.add_done_callback(lambda task: self._task_ended(task, live))
+
+    def _task_ended(self, task: asyncio.Task[None], live: OpenStream) -> None:
+        self._tasks.discard(task)
+        if (error := error_of(task)) is not None:
+            # A bug of ours. The client's handler raises it, so that neither of them goes on as if
+            # nothing had happened.
+            log.error("attempt ended by a bug", exc_info=error)
+            if not live.outcome.done():
+                live.outcome.set_exception(error)
+
+    def _end(self, live: OpenStream, outcome: ControlOutcome) -> None:
+        match outcome:
+            case Complete():
+                live.resolve(outcome)
+            case GiveUp(reason=Reason.REFUSED):
+                assert live.refusal is not None
+                self._metrics.admission.given_up.labels(Reason.REFUSED).inc()
+                live.resolve(live.refusal)
+            case GiveUp():
+                self._metrics.admission.given_up.labels(outcome.reason).inc()
+                if outcome.reason not in _SHED:
+                    extra = {
+                        "stream": live.id,
+                        "reason": outcome.reason,
+                        "cause": outcome.message,
+                    }
+                    log.warning("stream given up", extra=extra)
+                status = _STATUS.get(outcome.reason, self.busy_status)
+                kind = _KINDS.get(status, "server_error")
+                body = error_body(outcome.message, kind=kind, code=outcome.reason)
+                retry_after_s = None if status == 422 else outcome.retry_after_s
+                live.resolve(Failed(status, body, retry_after_s))
+            case CannotContinue():
+                log.warning(
+                    "stream cannot continue", extra={"stream": live.id, "cause": outcome.cause}
+                )
+                body = error_body(outcome.cause, kind="server_error", code="inexact")
+                live.resolve(Failed(502, body))
+            case _:
+                assert_never(outcome)
+
+    def _wake_at(self, at_s: float) -> None:
+        def wake() -> None:
+            self._wakes.discard(handle)
+            self.control.tell(TimerFired(), self.clock())
+
+        handle = asyncio.get_running_loop().call_later(max(0.0, at_s - self.clock()), wake)
+        self._wakes.add(handle)
+
+    def _trace(self, now_s: float, event: Event, actions: list[Action]) -> None:
+        if self._event_log is not None:
+            self._event_log.note(now_s, event, actions)
+        match event:
+            case InstanceUp(instance=instance):
+                log.info("instance up", extra={"instance": instance.id, "epoch": instance.epoch})
+                self._metrics.up.labels(instance.id).set(1)
+                # A new process begins without a record; one that lives on keeps its own.
+                if not event.lives_on:
+                    self._metrics.ejected.labels(instance.id).set(0)
+            case InstanceLost(instance=name, cause=cause):
+                log.warning("instance lost", extra={"instance": name, "cause": cause})
+            case GpuJudged(instance=name, state=state, reason=reason):
+                extra = {"instance": name, "state": state, "reason": reason}
+                log.warning("gpu judged", extra=extra)
+            case _:
+                pass  # The event log has all of them.
+
+    def _note_ejection(self, effect: Ejected | Readmitted) -> None:
+        is_ejected = isinstance(effect, Ejected)
+        self._metrics.ejected.labels(effect.instance).set(is_ejected)
+        if isinstance(effect, Ejected):
+            extra = {"instance": effect.instance, "cause": effect.cause, "pause_s": effect.pause_s}
+            log.warning("instance ejected", extra=extra)
+        else:
+            log.info("instance readmitted", extra={"instance": effect.instance})
+
+    # What attempts report.
+
+    def suspect_instance(self, instance: InstanceId) -> bool:
+        """It was silent for too long, perhaps not only for one stream; whether it is given up.
+
+        From an instance that hangs nothing comes at all. So its streams are decided together, and
+        it is fenced when it wakes.
+        """
+        end_watch = self.end_watch.get(instance)
+        if end_watch is None or self.control.instances.is_reporting(instance, self.clock()):
+            return False
+        end_watch()
+        return True
+
+    def relayed(self, instance: InstanceId, tokens: int) -> None:
+        self.control.progress.delivered(instance, self.clock())
+        self._metrics.tokens.inc(tokens)
+
+    def resumed(self, live: OpenStream, attempt: int) -> None:
+        self.control.resumed(live, attempt, self.clock())
+        self.recoveries.resumed(live.id, attempt)
+
+    def attempt_failed(
+        self,
+        live: OpenStream,
+        attempt: int,
+        instance: InstanceId,
+        cause: str,
+        *,
+        abrupt: bool,
+        failure: FailureKind,
+        retry_after_s: float | None,
+    ) -> None:
+        if self.streams.get(live.id) is not live or attempt != live.journal.attempt:
+            return
+        log.warning(
+            "attempt failed",
+            extra={"stream": live.id, "attempt": attempt, "instance": instance, "cause": cause},
+        )
+        self._metrics.failures.labels(instance).inc()
+        live.task = None  # It is the task that reports this.
+        self.control.attempt_failed(
+            live,
+            attempt,
+            instance,
+            cause,
+            abrupt=abrupt,
+            failure=failure,
+            retry_after_s=retry_after_s,
+            now_s=self.clock(),
+        )
+
+    def slot_denied(
+        self, live: OpenStream, attempt: int, target: InstanceId, wait_s: float
+    ) -> None:
+        if self.streams.get(live.id) is not live or attempt != live.journal.attempt:
+            return
+        live.task = None
+        self.recoveries.denied(live.id)
+        self.control.slot_denied(live, attempt, target, wait_s, self.clock())
+
+    def completed(self, live: OpenStream) -> None:
+        # Its task still reads the last bytes of the response, so that the connection can be used
+        # again.
+        live.task = None
+        self.control.end(live, Complete(), self.clock())
+
+    # What watches report.
+
+    def instance_lost(self, known: KnownInstance, cause: str, death: DeathCause) -> None:
+        self._metrics.worker_lost(known.id, death)
+        self.control.instance_lost(known, cause, self.clock())
+
+    # Leases.
+
+    async def _send_leases(self, instance: InstanceId, update: LeaseUpdate) -> LeaseAnswer:
+        if not self.control.instances.is_up(instance):
+            raise UpstreamError("not up")
+        return await self.backends[instance].leases(update)
+
+    def _retention_lost(self, instance: InstanceId, streams: list[StreamId]) -> None:
+        self.control.retention_lost(instance, streams, self.clock())
+
+    async def _send_reservations(self, agent: InstanceId, update: LeaseUpdate) -> LeaseAnswer:
+        if not self.control.agents.is_up(agent):
+            raise UpstreamError("not up")
+        return await self.agent_backends[agent].leases(update)
+
+    def _reservations_lost(self, agent: InstanceId, streams: list[StreamId]) -> None:
+        self.control.checkpoints.unknown(agent, streams, self.clock())
+
+    async def close(self) -> None:
+        """End every stream with an explicit error, and wait for what runs on their behalf."""
+        for handle in self._wakes:
+            handle.cancel()
+        body = error_body("the proxy is shutting down", kind="server_error", code="shutting_down")
+        for live in list(self.streams.values()):
+            self.fail(live, Failed(503, body, retry_after_s=1.0))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.slots.close()
+
+
+def _open(live: LiveStream) -> OpenStream:
+    assert isinstance(live, OpenStream)
+    return live

@@ -1,0 +1,133 @@
+"""The log of the policy's events and actions, written off the event loop.
+
+`kvrs.policy.event_log` defines the format.
+"""
+
+import asyncio
+import fcntl
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from kvrs.errors import ConfigError
+from kvrs.policy.event_log import event_line
+from kvrs.policy.model.actions import Action
+from kvrs.policy.model.events import Event
+
+log = logging.getLogger(__name__)
+
+_WRITE_INTERVAL_S = 0.5  # Events of this time are lost when the process is killed.
+_MOST_PENDING = 200_000  # Beyond this the disk is taken for dead.
+
+_Record = tuple[float, Event, Sequence[Action]]
+
+
+class EventLog:
+    """A file of JSON lines, in parts; part 1 begins with the proxy.
+
+    A part that has reached `limit_bytes` is renamed to `<name>.1`, over the part before it. The
+    lock on `<name>.lock` is held from `open` to the end of the process, so that no second proxy
+    renames the file while it is written.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int, header: Callable[[int], str]) -> None:
+        self._path = path
+        self._limit_bytes = limit_bytes
+        self._header = header
+        self._part = 0
+        self._size_bytes = 0
+        self._lock: TextIO | None = None
+        self._file: TextIO | None = None  # Once it is open, used by the writer's thread alone.
+        self._given_up = False
+        self._pending: list[_Record] = []
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="event-log")
+
+    def open(self) -> None:
+        """Lock the log and begin part 1; events noted before are written to it.
+
+        Raises:
+            ConfigError: another process writes this log, or it cannot be written.
+        """
+        try:
+            self._lock = self._path.with_name(f"{self._path.name}.lock").open("a")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._begin_part()
+        except BlockingIOError:
+            raise ConfigError(
+                [
+                    f"proxy.event_log: {self._path} is written by another proxy that runs; "
+                    "allowed: a file of its own for each"
+                ]
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                [
+                    f"proxy.event_log: {self._path}: {error.strerror}; allowed: a file "
+                    f"that can be written"
+                ]
+            ) from None
+
+    def note(self, now_s: float, event: Event, actions: Sequence[Action]) -> None:
+        if self._given_up:
+            return
+        self._pending.append((now_s, event, actions))
+        if len(self._pending) > _MOST_PENDING:
+            self._give_up("the disk does not keep up")
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await asyncio.sleep(_WRITE_INTERVAL_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        pending, self._pending = self._pending, []
+        if pending and self._file is not None and not self._given_up:
+            # Shielded, since cancelling a future cancels work that the writer has not begun.
+            await asyncio.shield(
+                asyncio.get_running_loop().run_in_executor(self._writer, self._write, pending)
+            )
+
+    async def close(self) -> None:
+        await self.flush()
+        self._writer.shutdown()
+        if self._file is not None:
+            with suppress(OSError):  # Logged already.
+                self._file.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _write(self, records: list[_Record]) -> None:
+        try:
+            for now_s, event, actions in records:
+                if self._size_bytes >= self._limit_bytes:
+                    self._begin_part()
+                self._write_line(event_line(now_s, event, actions))
+            assert self._file is not None
+            self._file.flush()
+        except OSError as error:
+            # A log with a gap cannot be run again.
+            self._give_up(str(error.strerror))
+
+    def _begin_part(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._path.is_file():
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        self._file = self._path.open("x", encoding="utf-8")
+        self._part += 1
+        self._size_bytes = 0
+        self._write_line(self._header(self._part))
+        self._file.flush()
+
+    def _write_line(self, line: str) -> None:
+        assert self._file is not None
+        self._size_bytes += self._file.write(line + "\n")
+
+    def _give_up(self, cause: str) -> None:
+        log.error("the event log ends here", extra={"path": str(self._path), "cause": cause})
+        self._given_up = True
+        self._pending = []

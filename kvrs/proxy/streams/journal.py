@@ -1,0 +1,149 @@
+"""The record of one stream: enough to continue it at any instance, and to end it without one.
+
+The journal is the reference for what the client has. Ids are appended in the same iteration of the
+event loop in which their bytes are written to the client's socket, so the two never differ.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrs.control.silence import mean_interval_s
+from kvrs.ids import StreamId
+from kvrs.policy.model.events import Deadlines, Kept
+from kvrs.protocol.openai.chunks import Usage
+from kvrs.protocol.token_ids import packed
+from kvrs.proxy.wire.requests import ParsedRequest
+
+
+@dataclass(slots=True, eq=False)
+class Journal:
+    """One stream: one choice of one request. (`owner_epoch`, `attempt`) is the only writer; attempt
+    0 while there is none.
+    """
+
+    stream: StreamId
+    parsed: ParsedRequest
+    arrived_s: float
+    seed: int | None = None  # What every attempt samples with; None: as greedy needs none.
+    wants_usage: bool = False  # Of several choices none does: theirs is counted together.
+    prompt_ids: Sequence[int] | None = None  # None until an engine has tokenised the prompt.
+    output_ids: list[int] = field(default_factory=list)
+    owner_epoch: int = (
+        0  # How often the stream has gone from one proxy, or one request of its client, to another.
+    )
+    attempt: int = 0
+    head: bytes | None = (
+        None  # `{"id":..,"created":..,"model":..` of the first event; every later one begins alike.
+    )
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    usage_sent: bool = False
+    # Characters that the client has, counted once a plain engine has written some, since it is not
+    # known what such an engine holds back. None: exactly the text of `kvrs.text` for the output
+    # ids.
+    text_sent: int | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    client: str = ""
+    tenant: str = ""  # Its mark; without API keys empty.
+    # Of a stream that can be resumed elsewhere: where the client stands after each event that it
+    # has not been given yet.
+    marks: list[int] | None = None
+    kept: tuple[Kept, ...] = ()  # Its holders, as the former owner knew them.
+    inexact: tuple[str, ...] = ()  # What cannot be continued exactly, should the stream be cut.
+    first_write_s: float | None = None
+    last_write_s: float | None = None
+    longest_gap_s: float = 0.0
+
+    @property
+    def seed_is_needed(self) -> bool:
+        """Whether an engine that does not continue sampling by itself gets the seed: the client's
+        own always, one of this proxy only where it makes the continuation exact. Others draw at
+        random, since with the seed they would draw the same numbers again after a cut.
+        """
+        return self.parsed.request.seed is not None or "temperature" not in self.inexact
+
+    @property
+    def prompt_tokens_guess(self) -> int:
+        return self.parsed.tokens_guess
+
+    @property
+    def resumable(self) -> bool:
+        """Whether its client may go on with it at another proxy."""
+        return self.marks is not None and not self.finished
+
+    @property
+    def wants_ids(self) -> bool:
+        return self.parsed.request.return_token_ids
+
+    @property
+    def max_tokens(self) -> int | None:
+        """None: as many as the engine has room for."""
+        return self.parsed.request.max_tokens
+
+    def tokenised(self, ids: "array[int]") -> None:
+        """An engine has given the prompt's ids."""
+        self.prompt_ids = self.parsed.tokenised(ids)
+
+    @property
+    def history(self) -> "array[int] | None":
+        """Prompt and all output so far; None while the prompt is not tokenised."""
+        if self.prompt_ids is None:
+            return None
+        history = packed(self.prompt_ids)
+        history.extend(self.output_ids)
+        return history
+
+    @property
+    def prompt_tokens(self) -> int:
+        return 0 if self.prompt_ids is None else len(self.prompt_ids)
+
+    @property
+    def history_tokens(self) -> int:
+        return self.prompt_tokens + len(self.output_ids)
+
+    @property
+    def remaining_tokens(self) -> int | None:
+        """How many more the client wants; None: as many as the engine has room for."""
+        return None if self.max_tokens is None else self.max_tokens - len(self.output_ids)
+
+    @property
+    def token_interval_s(self) -> float | None:
+        """Mean time between two tokens of the stream; None: it has fewer than two."""
+        return mean_interval_s(self.first_write_s, self.last_write_s, len(self.output_ids))
+
+    @property
+    def seq(self) -> int:
+        """The position of the stream: its output tokens, then its finish and its usage as one step
+        each.
+        """
+        return len(self.output_ids) + self.finished + self.usage_sent
+
+    @property
+    def finished(self) -> bool:
+        """Whether the client has all text, so that only the formal end can be missing.
+
+        max_tokens ids are not enough: an engine may hold text back after its last id.
+        """
+        return self.finish_reason is not None
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, len(self.output_ids), self.history_tokens)
+
+    def wrote(self, now_s: float) -> None:
+        """Record that token ids were written to the client now."""
+        if self.last_write_s is None:
+            self.first_write_s = now_s
+        elif (gap_s := now_s - self.last_write_s) > self.longest_gap_s:
+            self.longest_gap_s = gap_s
+        self.last_write_s = now_s
+
+    def missing_end(self) -> list[bytes]:
+        """The events that a complete stream still lacks; they count as sent afterwards."""
+        assert self.finished
+        assert self.head is not None
+        if not self.wants_usage or self.usage_sent:
+            return []
+        self.usage_sent = True
+        return [self.parsed.endpoint.event(self.head, [], self.usage)]

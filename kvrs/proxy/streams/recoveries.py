@@ -1,0 +1,109 @@
+"""The record of recoveries: what was decided and why, what it was predicted to cost, what it did
+cost.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.model.actions import Recovered, Settled
+from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.proxy.streams.live import OpenStream
+
+KEPT = 1000
+# Its first token came; decided again; no slot at the target; the stream ended before.
+OUTCOMES = ("resumed", "failed", "denied", "ended")
+
+
+@dataclass(slots=True, eq=False)
+class Recovery:
+    at_s: float  # Wall clock, for people.
+    stream: StreamId
+    attempt: int
+    option: Option
+    failed: InstanceId | None
+    target: InstanceId | None
+    cause: str
+    predicted_s: float
+    estimates: tuple[Estimate, ...]
+    produced_tokens: int
+    decided_s: float  # Monotonic, as `last_write_s`.
+    last_write_s: float | None
+    raw_s: float | None = None  # As predicted, before the correction; known once it has resumed.
+    regret_s: float | None = None  # What it did cost beyond the best other prediction.
+    real_s: float | None = None  # From the decision to the first new token.
+    gap_s: float | None = (
+        None  # From the last token before to the first one after; none before the first token.
+    )
+    outcome: str = "running"  # Then one of `OUTCOMES`.
+
+
+class RecoveryLog:
+    """The last recoveries, oldest first. `settled` hears of each once, when its outcome is
+    known.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        settled: Callable[[Recovery], None],
+    ) -> None:
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._settled = settled
+        self._running: dict[StreamId, Recovery] = {}
+        self.entries: deque[Recovery] = deque(maxlen=KEPT)
+
+    def decided(self, action: Recovered, live: OpenStream) -> None:
+        """Note a recovery whose attempt has just been started."""
+        self._settle(action.stream, "failed")
+        recovery = Recovery(
+            at_s=self._wall_clock(),
+            stream=action.stream,
+            attempt=action.attempt,
+            option=action.option,
+            failed=action.failed,
+            target=None if live.plan is None else live.plan.decode,
+            cause=action.cause,
+            predicted_s=action.predicted_s,
+            estimates=action.estimates,
+            produced_tokens=len(live.journal.output_ids),
+            decided_s=self._clock(),
+            last_write_s=live.journal.last_write_s,
+        )
+        self._running[action.stream] = recovery
+        self.entries.append(recovery)
+
+    def redirected(self, live: OpenStream) -> None:
+        """The recovery's hand-off goes elsewhere."""
+        if (recovery := self._running.get(live.id)) is not None and live.plan is not None:
+            recovery.target = live.plan.decode
+
+    def predicted(self, action: Settled) -> None:
+        """What the policy makes of a recovery that is about to be `resumed`."""
+        recovery = self._running.get(action.stream)
+        if recovery is not None and recovery.attempt == action.attempt:
+            recovery.raw_s, recovery.regret_s = action.raw_s, action.regret_s
+
+    def resumed(self, stream: StreamId, attempt: int) -> None:
+        recovery = self._running.get(stream)
+        if recovery is None or recovery.attempt != attempt:
+            return
+        now_s = self._clock()
+        recovery.real_s = now_s - recovery.decided_s
+        if recovery.last_write_s is not None:
+            recovery.gap_s = now_s - recovery.last_write_s
+        self._settle(stream, "resumed")
+
+    def denied(self, stream: StreamId) -> None:
+        self._settle(stream, "denied")
+
+    def ended(self, stream: StreamId) -> None:
+        self._settle(stream, "ended")
+
+    def _settle(self, stream: StreamId, outcome: str) -> None:
+        if (recovery := self._running.pop(stream, None)) is not None:
+            recovery.outcome = outcome
+            self._settled(recovery)

@@ -1,0 +1,301 @@
+"""Copies the events of one attempt to the client.
+
+The healthy path of a token: one search, one small list decoded, one append, one write.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from kvrs.errors import UpstreamError
+from kvrs.protocol.openai.chunks import (
+    CHUNK,
+    Choice,
+    ReceivedChoice,
+    ReceivedChunk,
+    error_body,
+    error_kind,
+)
+from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
+from kvrs.proxy.backends.peer import UNREADABLE
+from kvrs.proxy.streams.clients import Client
+from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.sse import (
+    PROMPT_TOKEN_IDS,
+    TOKEN_IDS,
+    EventSplitter,
+    cut_list,
+    head_of,
+    next_token_ids,
+    prompt_ids_of,
+)
+
+# Any other reason means that the stream is broken (vLLM: the request was aborted, or its engine
+# failed).
+_COMPLETE_REASONS = frozenset({"stop", "length", "tool_calls"})
+
+
+class ErrorEventError(UpstreamError):
+    """The engine reported within the stream that it cannot continue."""
+
+    def __init__(self, details: Any) -> None:
+        super().__init__(f"sent an error event{error_kind({'error': details})}")
+        self.details = details
+
+
+class Relay:
+    """Writes the events of one attempt to the journal and to the client.
+
+    `resumed` is called once, at the first new token or at the end that the attempt adds. With a
+    `continuation` the client's events are made here, from the engine's ids or its text; otherwise
+    they are the engine's own.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        client: Client,
+        attempt: int,
+        *,
+        clock: Callable[[], float],
+        resumed: Callable[[], None],
+        relayed: Callable[[int], None],
+        exact: bool = True,
+        continuation: Continuation | EngineText | None = None,
+    ) -> None:
+        self._journal = journal
+        self._client = client
+        self._attempt = attempt
+        self._clock = clock
+        self._resumed = resumed
+        self._relayed = relayed
+        self._continuation = continuation
+        self._counts_text = not exact and continuation is None
+        self._reads_all = self._counts_text or continuation is not None
+        self._splitter = EventSplitter()
+        self._first_event = True
+        self._foreign_head = (
+            False  # A later attempt's events carry another time of creation: exchange it.
+        )
+        self._noted = False
+        if continuation is not None:
+            journal.text_sent = continuation.sent
+        else:
+            assert exact or not journal.output_ids, (
+                "a plain engine cannot go on with another's text"
+            )
+            journal.text_sent = None if exact else 0
+
+    async def copy(self, chunks: AsyncIterator[bytes], heard: Callable[[], None]) -> bool:
+        """Relay until the stream is complete (True), or this attempt is no longer its writer
+        (False).
+
+        `heard` is called for every chunk.
+
+        Raises:
+            UpstreamError: the attempt failed; what it delivered before stays delivered.
+            RefusedError: the engine rejected the request within the stream.
+            ClientGoneError: the client is gone.
+        """
+        async for chunk in chunks:
+            heard()
+            # Superseded attempt: drop its late tokens.
+            if self._attempt != self._journal.attempt:
+                return False
+            if await self._pass_on(self._splitter.feed(chunk)):
+                return True
+        raise UpstreamError("ended without a finish reason and [DONE]")
+
+    async def end_alone(self) -> None:
+        """Send the end of a stream that has all its ids, without an engine."""
+        assert self._continuation is not None
+        event = self._own_event(self._continuation.end())
+        self._note_resumed()
+        if self._journal.marks is not None:
+            self._journal.marks.append(self._journal.seq)
+        await self._client.send([event])
+
+    async def _pass_on(self, payloads: list[bytes]) -> bool:
+        """Relay the events of one chunk in one write; whether the stream is complete."""
+        had_tokens = len(self._journal.output_ids)
+        events: list[bytes] = []
+        fault: UpstreamError | RefusedError | None = None
+        done = False
+        try:
+            for payload in payloads:
+                done = self._is_done(payload)
+                if done:
+                    break
+                if (event := self._take(payload)) is not None:
+                    events.append(event)
+                    if self._journal.marks is not None:
+                        self._journal.marks.append(self._journal.seq)
+                # The proxy found the end itself; the rest of the engine's events is not needed.
+                if self._continuation is not None and self._journal.finished:
+                    done = True
+                    break
+        except (UpstreamError, RefusedError) as error:
+            # Events before the fault in the same chunk are in the journal, so the client must get
+            # them.
+            fault = error
+        new_tokens = len(self._journal.output_ids) - had_tokens
+        if new_tokens or self._journal.finished:
+            self._note_resumed()
+        if events:
+            await self._client.send(events)
+        if new_tokens:
+            self._journal.wrote(self._clock())
+            self._relayed(new_tokens)
+        if fault is not None:
+            raise fault
+        return done
+
+    def _note_resumed(self) -> None:
+        # Before the write: a client that does not read delays it, which is no cost of the attempt.
+        # And the listener measures the gap since the last write.
+        if not self._noted:
+            self._noted = True
+            self._resumed()
+
+    def _is_done(self, payload: bytes) -> bool:
+        if payload != b"[DONE]":
+            return False
+        if not self._journal.finished:
+            raise UpstreamError("sent [DONE] without a finish reason")
+        return True
+
+    def _take(self, data: bytes) -> bytes | None:
+        """Append one event to the journal; returns the client's form of it, if it gets any."""
+        ids = None if self._reads_all else next_token_ids(data)
+        if not ids:
+            return self._take_rare(data)
+        event = self._trim(data)
+        self._append(ids)
+        return event
+
+    def _take_rare(self, data: bytes) -> bytes | None:
+        """As `_take`, for first, last and unusual events, which are decoded whole."""
+        try:
+            event = CHUNK.decode(data)
+        except UNREADABLE:
+            raise UpstreamError("sent an event that is not a completion chunk") from None
+        if event.error is not None:
+            _raise_error_event(event.error)
+        if not event.choices:
+            return self._take_usage(data, event)
+        return self._take_choice(data, event.choices[0])
+
+    def _take_choice(self, data: bytes, choice: ReceivedChoice) -> bytes | None:
+        if choice.token_ids is None and (choice.plain_text or choice.is_parsed):
+            raise UpstreamError("sent text without token ids, which cannot be continued elsewhere")
+        if choice.finish_reason is not None and choice.finish_reason not in _COMPLETE_REASONS:
+            raise UpstreamError(f"finished with {choice.finish_reason[:40]!r}")
+        ids = choice.token_ids or []
+        # A later attempt may open with an empty event; the client has the opening already.
+        says = ids or choice.plain_text or choice.is_parsed or choice.finish_reason is not None
+        if not says and self._journal.head is not None:
+            return None
+        if self._continuation is not None:
+            return self._own_event(
+                self._continuation.take(
+                    ids, choice.finish_reason, choice.stop_reason, choice.plain_text
+                ),
+                choice,
+            )
+        trimmed = self._trim(data)
+        self._append(ids)
+        self._journal.finish_reason = choice.finish_reason
+        self._journal.stop_reason = choice.stop_reason
+        if self._counts_text:
+            self._count_text(choice)
+        return trimmed
+
+    def _count_text(self, choice: ReceivedChoice) -> None:
+        journal = self._journal
+        assert journal.text_sent is not None
+        journal.text_sent += len(choice.plain_text)
+        if choice.is_parsed and "messages" not in journal.inexact:
+            # Only the engine's own parser can continue a parsed message.
+            journal.inexact = (*journal.inexact, "messages")
+
+    def _own_event(self, piece: Piece, received: ReceivedChoice | None = None) -> bytes:
+        journal = self._journal
+        assert journal.head is not None
+        self._append(piece.token_ids)
+        journal.finish_reason, journal.stop_reason = piece.finish_reason, piece.stop_reason
+        assert journal.text_sent is not None
+        journal.text_sent += len(piece.delta.text)
+        choice = journal.parsed.endpoint.choice(piece.delta)
+        choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+        if (
+            isinstance(choice, Choice)
+            and received is not None
+            and piece.token_ids
+            and journal.parsed.request.wanted_logprobs is not None
+        ):
+            choice.logprobs = _continued(received, piece)
+        if journal.wants_ids:
+            choice.token_ids = piece.token_ids
+        return journal.parsed.endpoint.event(journal.head, [choice])
+
+    def _take_usage(self, data: bytes, event: ReceivedChunk) -> bytes | None:
+        journal = self._journal
+        if event.usage is None or not journal.wants_usage or journal.usage_sent:
+            return None
+        journal.usage_sent = True
+        return self._trim(data)
+
+    def _append(self, ids: list[int]) -> None:
+        journal = self._journal
+        if journal.finished:
+            raise UpstreamError("went on after its finish reason")
+        if (
+            journal.max_tokens is not None
+            and len(journal.output_ids) + len(ids) > journal.max_tokens
+        ):
+            raise UpstreamError("sent more than max_tokens tokens")
+        journal.output_ids += ids
+
+    def _trim(self, data: bytes) -> bytes:
+        """The client's form of an event: with ids only if it wants them, and with the stream's
+        head.
+        """
+        journal = self._journal
+        if self._first_event:
+            self._first_event = False
+            head = head_of(data)
+            if journal.prompt_ids is None:
+                journal.tokenised(prompt_ids_of(data))
+            # Prompt ids belong to the first event of the stream; those of a later attempt are the
+            # history.
+            if journal.head is not None or not journal.wants_ids:
+                data = cut_list(data, PROMPT_TOKEN_IDS)
+            journal.head = journal.head or head
+            self._foreign_head = head != journal.head
+        if self._foreign_head:
+            assert journal.head is not None
+            data = journal.head + data[len(head_of(data)) :]
+        if not journal.wants_ids:
+            data = cut_list(data, TOKEN_IDS)
+        return data
+
+
+def _continued(received: ReceivedChoice, piece: Piece) -> Any:
+    """The log probabilities of the ids that count, with their offsets in the whole output."""
+    try:
+        found = received.logprob_lists()
+    except UNREADABLE:
+        found = {}
+    if not found:
+        raise UpstreamError("sent tokens without readable log probabilities")
+    kept = {name: values and values[: len(piece.token_ids)] for name, values in found.items()}
+    return kept | {"text_offset": list(piece.offsets)}
+
+
+def _raise_error_event(error: Any) -> None:
+    match error:
+        case {"message": str(message), "code": int(code)} if is_the_clients_fault(code):
+            # vLLM sends it when it finds the fault after the status.
+            raise RefusedError(code, error_body(message))
+        case _:
+            raise ErrorEventError(error)

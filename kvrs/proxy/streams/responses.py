@@ -1,0 +1,149 @@
+"""Whole responses made of the events of streams, for clients that do not stream."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice, ReceivedDelta, Usage
+from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.protocol.token_ids import encode
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.requests import ParsedRequest
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _Head(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+
+
+_CALL = msgspec.json.Decoder(_Call)
+_HEAD = msgspec.json.Decoder(_Head)
+
+
+class WholeClient:
+    """Gathers one choice; its request is streamed by the engine, so that it can recover too."""
+
+    blocked = False
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._reasoning: dict[str, list[str]] = {"reasoning_content": [], "reasoning": []}
+        self._calls: dict[int, _Call] = {}
+        self._logprobs: dict[str, list[msgspec.Raw]] | None = None
+
+    async def send(self, events: Sequence[bytes]) -> None:
+        for event in events:
+            for choice in CHUNK.decode(event).choices or ():
+                self._take(choice)
+
+    def choice(self, journal: Journal, index: int, echo: str | None) -> dict[str, Any]:
+        """The finished choice, with its keys in the order of the embedded engine."""
+        made: dict[str, Any]
+        if isinstance(journal.parsed.request, ChatRequest):
+            made = {"index": index, "message": self._message()}
+        else:
+            made = {"text": (echo or "") + "".join(self._texts), "index": index}
+        made |= {
+            "logprobs": self._logprobs,
+            "finish_reason": journal.finish_reason,
+            "stop_reason": journal.stop_reason,
+        }
+        if journal.wants_ids:
+            if "text" in made:
+                made["prompt_token_ids"] = journal.prompt_ids
+            made["token_ids"] = journal.output_ids
+        return made
+
+    def _take(self, choice: ReceivedChoice) -> None:
+        self._texts.append(choice.plain_text)
+        if choice.is_parsed:
+            self._take_parsed(choice.delta)
+        for name, values in choice.logprob_lists().items():
+            self._logprobs = self._logprobs or {}
+            self._logprobs.setdefault(name, []).extend(values or ())
+
+    def _take_parsed(self, delta: ReceivedDelta) -> None:
+        for name, texts in self._reasoning.items():
+            if text := getattr(delta, name):
+                texts.append(text)
+        for call in delta.tool_calls or ():
+            self._take_call(_CALL.decode(call))
+
+    def _take_call(self, call: _Call) -> None:
+        """Add a tool call, or a piece of the arguments of one."""
+        if (begun := self._calls.setdefault(call.index, call)) is call:
+            return
+        begun.id, begun.type = begun.id or call.id, begun.type or call.type
+        begun.function.name = begun.function.name or call.function.name
+        begun.function.arguments = (begun.function.arguments or "") + (
+            call.function.arguments or ""
+        )
+
+    def _message(self) -> dict[str, Any]:
+        content = "".join(self._texts)
+        message: dict[str, Any] = {
+            "content": content if content or not self._calls else None,
+            "role": "assistant",
+        }
+        message |= {name: "".join(texts) for name, texts in self._reasoning.items() if texts}
+        if self._calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": call.function.arguments or "",
+                    },
+                    "type": call.type or "function",
+                }
+                for _, call in sorted(self._calls.items())
+            ]
+        return message
+
+
+def answer(
+    parsed: ParsedRequest,
+    journals: Sequence[Journal],
+    clients: Sequence[WholeClient],
+    echo: str | None,
+) -> bytes:
+    """The body of a response whose choices are all complete."""
+    first = journals[0]
+    assert first.head is not None
+    head = _HEAD.decode(first.head + b"}")
+    is_chat = isinstance(parsed.request, ChatRequest)
+    made: dict[str, Any] = {
+        "id": head.id,
+        "created": head.created,
+        "model": head.model,
+        "choices": [
+            client.choice(journal, index, echo)
+            for index, (journal, client) in enumerate(zip(journals, clients, strict=True))
+        ],
+        "object": "chat.completion" if is_chat else "text_completion",
+        "usage": total_usage(journals),
+    }
+    if is_chat and first.wants_ids:
+        made["prompt_token_ids"] = first.prompt_ids
+    return encode(made)
+
+
+def total_usage(journals: Sequence[Journal]) -> Usage:
+    """Of all choices together; their common prompt counts once."""
+    prompt = journals[0].prompt_tokens
+    produced = sum(len(journal.output_ids) for journal in journals)
+    return Usage(prompt, produced, prompt + produced)

@@ -1,0 +1,268 @@
+"""Carries the resume self-tests out: short streams by the calls of a recovery, straight at the
+backends.
+
+They are no streams of the driver, so that no metric, quota or record of failures counts them, and
+none of them can delay a client's stream but by a few tokens' work at an instance.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, assert_never
+
+import msgspec
+
+from kvrs.control.self_tests import (
+    Continues,
+    Generated,
+    SelfTest,
+    TokensTest,
+    TransferTest,
+    names_of,
+)
+from kvrs.errors import UpstreamError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.model.actions import PageRange
+from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate
+from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.proxy.backends.backend import RefusedError
+from kvrs.proxy.backends.bodies import decode_call, prefill_call
+from kvrs.proxy.backends.peer import UNREADABLE
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs.proxy.wire.sse import EventSplitter
+
+log = logging.getLogger(__name__)
+
+NAME = "selftest-"  # Of its streams, before a number as long as that of any stream.
+TOKENS = 12
+CUT = 5
+_SEED = 20_26
+# No special ids of usual vocabularies, and few enough for the smallest.
+_PROMPT_IDS = range(3, 35)
+_PAGES = 2  # Full ones of the prompt, where the model has room for them.
+_TIMEOUT_S = 60.0  # The first request of a vLLM may take half a minute.
+_AT_ONCE = 4
+# Counters of an engine may be published a moment after the answer.
+_COUNTED_WITHIN_S = 3.0
+_COUNT_PAUSE_S = 0.1
+
+
+class SelfTester:
+    def __init__(self, driver: Driver, clock: Callable[[], float]) -> None:
+        self._driver = driver
+        self._control = driver.control
+        self._tests = driver.control.self_tests
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._tests.changed = self._wake.set
+
+    async def run(self) -> None:
+        """Test what comes up, until cancelled."""
+        running: set[asyncio.Task[None]] = set()
+        wakes = asyncio.create_task(self._wake.wait())
+        try:
+            while True:
+                while len(running) < _AT_ONCE and (test := self._tests.next(self._clock())):
+                    running.add(asyncio.create_task(self._carry_out(test)))
+                retry_s = self._tests.next_retry_s()
+                pause_s = None if retry_s is None else max(0.1, retry_s - self._clock())
+                done, _ = await asyncio.wait(
+                    {*running, wakes}, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done & running:
+                    running.discard(task)
+                    task.result()  # A bug ends this task, which is started again.
+                if wakes in done:
+                    self._wake.clear()
+                    wakes = asyncio.create_task(self._wake.wait())
+        finally:
+            for task in (*running, wakes):
+                task.cancel()
+            await asyncio.gather(*running, wakes, return_exceptions=True)
+
+    async def _carry_out(self, test: SelfTest) -> None:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._outcome(test)
+        except (UpstreamError, RefusedError, TimeoutError) as error:
+            cause = str(error) or f"no answer within {_TIMEOUT_S:g} s"
+            if isinstance(error, RefusedError):
+                cause = error.body.decode(errors="replace")[:300]
+            self._tests.failed(test, cause, self._clock())
+            extra = {"instances": names_of(test), "cause": cause}
+            log.warning("self-test failed", extra=extra)
+        except BaseException:
+            self._tests.failed(test, "it was ended", self._clock())
+            raise
+        for news in self._tests.news(names_of(test)):
+            self._control.tell(news, self._clock())
+
+    async def _outcome(self, test: SelfTest) -> None:
+        match test:
+            case TokensTest(instance=instance):
+                found = await self._generate(instance)
+                self._tests.generated(test, found)
+                told = log.info if found.name else log.warning
+                told("self-test", extra={"instance": instance, "continues": found.continues.value})
+                shown = self._tests.describe(instance)
+                if shown is not None and shown["differs_from"]:
+                    extra = {"instance": instance, "others": shown["differs_from"]}
+                    log.warning(
+                        "self-test: computes other tokens than other instances", extra=extra
+                    )
+            case TransferTest(holder=holder, target=target):
+                moved = await self._transfer(holder, target)
+                self._tests.transferred(test, moved=moved)
+                told = log.warning if moved is False else log.info
+                told("self-test", extra={"from": holder, "to": target, "moves_kv": moved})
+            case _:
+                assert_never(test)
+
+    # Tokens.
+
+    async def _generate(self, instance: InstanceId) -> Generated:
+        """Whole streams first: the seeded one warms the sampler's kernels up. Then both are
+        continued at once, in one batch, as after the loss of an instance.
+        """
+        greedy = self._journal(instance, seed=None)
+        seeded = self._journal(instance, seed=_SEED)
+        for journal in (greedy, seeded):
+            await self._stream(instance, journal)
+        whole = [tuple(journal.output_ids) for journal in (greedy, seeded)]
+        try:
+            rests = await asyncio.gather(
+                self._continue(instance, greedy), self._continue(instance, seeded)
+            )
+        except RefusedError:
+            return Generated(whole[0], whole[1], Continues.NONE)
+        is_greedy, is_seeded = (ids == rest for ids, rest in zip(whole, rests, strict=True))
+        continues = Continues.TEXT
+        if is_greedy:
+            continues = Continues.SEEDED if is_seeded else Continues.GREEDY
+        return Generated(whole[0], whole[1], continues)
+
+    async def _continue(self, instance: InstanceId, journal: Journal) -> tuple[int, ...]:
+        del journal.output_ids[CUT:]
+        await self._stream(instance, journal)
+        return tuple(journal.output_ids)
+
+    # KV.
+
+    async def _transfer(self, holder: InstanceId, target: InstanceId) -> bool | None:
+        """Whether KV of a history really came from the one to the other."""
+        before = await self._driver.backends[target].kv_received()
+        if before is None:
+            return None
+        journal = self._journal(target, seed=None, tokens=CUT + 1)
+        try:
+            if Capability.PULL_PAGES in self._info(target).capabilities:
+                await self._migrate(holder, target, journal)
+            else:
+                await self._hand_off(holder, target, journal)
+        finally:
+            await self._release(holder, journal)
+        return await self._has_received(target, before)
+
+    async def _migrate(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
+        """As a target that fetches pages brings back a stream that was prefilled at the holder."""
+        await self._prefill(holder, journal)
+        journal.output_ids += list(_PROMPT_IDS)[:CUT]
+        info = self._info(holder)
+        pages = journal.prompt_tokens // info.geometry.page_size_tokens
+        await self._stream(target, journal, [PageRange(holder, 0, pages, info.epoch)])
+
+    async def _hand_off(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
+        """As an engine that fetches none does: the history goes to prefill once more."""
+        transfer = await self._prefill(holder, journal)
+        await self._stream(target, journal, transfer=transfer)
+        del journal.output_ids[CUT:]
+        transfer = await self._prefill(holder, journal)
+        await self._stream(target, journal, transfer=transfer)
+
+    async def _has_received(self, target: InstanceId, before: float) -> bool:
+        until_s = self._clock() + _COUNTED_WITHIN_S
+        while True:
+            after = await self._driver.backends[target].kv_received()
+            if after is not None and after > before:
+                return True
+            if self._clock() > until_s:
+                return False
+            await asyncio.sleep(_COUNT_PAUSE_S)
+
+    async def _release(self, holder: InstanceId, journal: Journal) -> None:
+        if self._control.instances.retains(holder):
+            update = LeaseUpdate(1.0, release=[journal.stream])
+            await self._driver.backends[holder].leases(update)
+
+    # Calls.
+
+    def _info(self, instance: InstanceId) -> InstanceInfo:
+        info = self._control.instances.known[instance].info
+        if info is None:
+            raise UpstreamError("not up")
+        return info
+
+    def _journal(self, instance: InstanceId, seed: int | None, tokens: int = TOKENS) -> Journal:
+        """A stream of the known prompt. Its salt keeps it out of the caches of others."""
+        info = self._info(instance)
+        length = _PAGES * info.geometry.page_size_tokens + 1
+        if info.max_model_len:
+            length = max(1, min(length, info.max_model_len - tokens))
+        prompt = [_PROMPT_IDS[(index * index) % len(_PROMPT_IDS)] for index in range(length)]
+        fields: dict[str, Any] = {
+            "model": info.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0.0 if seed is None else 1.0,
+            "ignore_eos": True,
+            "cache_salt": secrets.token_hex(8),
+        }
+        if seed is not None:
+            fields["seed"] = seed
+        return Journal(
+            stream=StreamId(NAME + secrets.token_hex(16)),
+            parsed=read(COMPLETIONS, msgspec.json.encode(fields)),
+            arrived_s=self._clock(),
+            seed=seed,
+            prompt_ids=prompt,
+        )
+
+    async def _prefill(self, instance: InstanceId, journal: Journal) -> msgspec.Raw | None:
+        journal.attempt += 1
+        exact = self._control.instances.resumes_exactly(instance)
+        call = prefill_call(journal, journal.attempt, (), exact=exact)
+        return (await self._driver.backends[instance].prefill(call)).transfer
+
+    async def _stream(
+        self,
+        instance: InstanceId,
+        journal: Journal,
+        runs: Sequence[PageRange] = (),
+        transfer: msgspec.Raw | None = None,
+    ) -> None:
+        """Have the rest of a stream computed, whose ids are added to the journal."""
+        journal.attempt += 1
+        exact = self._control.instances.resumes_exactly(instance)
+        call = decode_call(journal, journal.attempt, runs, (), transfer, exact=exact)
+        splitter, is_complete = EventSplitter(), False
+        async with self._driver.backends[instance].decode(call) as chunks:
+            async for chunk in chunks:
+                for payload in splitter.feed(chunk):
+                    is_complete = is_complete or payload == b"[DONE]"
+                    if payload != b"[DONE]":
+                        journal.output_ids += _ids_of(payload)
+        if not is_complete:
+            raise UpstreamError("ended without [DONE]")
+
+
+def _ids_of(payload: bytes) -> list[int]:
+    try:
+        chunk = CHUNK.decode(payload)
+    except UNREADABLE:
+        raise UpstreamError("sent an event that is not a completion chunk") from None
+    if chunk.error is not None:
+        raise UpstreamError("sent an error event")
+    return [token for choice in chunk.choices or () for token in choice.token_ids or ()]

@@ -1,0 +1,47 @@
+"""Tasks that are started again after a bug in one of them."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 0.5
+_MOST_FAILURES = 3
+_WITHIN_S = 60.0
+
+
+class TaskKind(StrEnum):
+    """Kinds of tasks that serve all streams."""
+
+    WATCHER = "watcher"
+    LEASES = "leases"
+    CHECKPOINT_LEASES = "checkpoint_leases"
+    SLOTS = "slots"
+    KEYS = "keys"  # Follows the file of API keys.
+    SELF_TESTS = "self_tests"
+
+
+async def keep_running(
+    kind: TaskKind, work: Callable[[], Awaitable[None]], failed: Callable[[TaskKind], None]
+) -> None:
+    """Run a task until it is cancelled. One bug costs no stream: it is logged and counted, and the
+    task begins anew.
+
+    Raises:
+        Exception: that of the task, at its third failure within a minute.
+    """
+    clock = asyncio.get_running_loop().time
+    failures: deque[float] = deque(maxlen=_MOST_FAILURES)
+    while True:
+        try:
+            return await work()
+        except Exception:
+            log.exception("task ended by a bug", extra={"task": kind})
+            failed(kind)
+            failures.append(clock())
+            if len(failures) == _MOST_FAILURES and failures[-1] - failures[0] < _WITHIN_S:
+                raise
+        await asyncio.sleep(_PAUSE_S)

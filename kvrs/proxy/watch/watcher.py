@@ -1,0 +1,254 @@
+"""Watch processes, each over one long-lived connection, whose end is the first sign of the
+process's death.
+"""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from kvrs.config.proxy import ProxySettings
+from kvrs.control.fleet import Health, KnownAgent, KnownInstance
+from kvrs.control.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, WatchLimits
+from kvrs.errors import UpstreamError
+from kvrs.protocol.instance import AgentInfo, InstanceInfo, LoadReport
+from kvrs.proxy.backends.agent import AgentBackend
+from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.backends.peer import ConnectionLostError, UnusableError
+from kvrs.proxy.fleet.watchdog import SilentError, Watchdog, silence_limit
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.metrics import DeathCause
+from kvrs.proxy.watch.gossip_view import GossipView
+
+log = logging.getLogger(__name__)
+
+# A longer stall of a process's event loop is logged.
+STALL_SHOWN_S = 1.0
+
+
+class Watcher(ABC):
+    """Says when its process is up, what it reports, and when it is lost."""
+
+    def __init__(
+        self,
+        subject: KnownInstance | KnownAgent,
+        peer: Backend | AgentBackend,
+        settings: ProxySettings,
+        gossip_view: GossipView,
+    ) -> None:
+        self.id = subject.id
+        self.node = subject.node
+        self._subject = subject
+        self._peer = peer
+        self._gossip_view = gossip_view
+        self._interval_s = settings.load_interval_s
+        self._limits = WatchLimits.of(settings)
+        self._watchdog: Watchdog | None = None
+        self._reported_s = 0.0
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        subject, pause_s = self._subject, FIRST_PAUSE_S
+        while True:
+            try:
+                await self._watch()
+                fault = UpstreamError("stopped reporting")
+            except UpstreamError as error:
+                fault = error
+            cause = str(fault)
+            if isinstance(fault, UnusableError):
+                self._note_unusable(cause)
+            if subject.health is Health.UP:
+                assert subject.info is not None
+                self._lose(cause, _death_cause(fault))
+                self._gossip_view.lost(self.id, self.node, subject.info.epoch, cause)
+                pause_s = FIRST_PAUSE_S
+            elif subject.health is not Health.REFUSED:
+                self._note_unreached(f"{cause} ({self._peer.url})")
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+
+    def look(self) -> None:
+        """Others say that the process may be gone: if its word is overdue here as well, it is."""
+        if self._watchdog is not None:
+            self._watchdog.look()
+
+    def _silence_s(self) -> float:
+        info = self._subject.info
+        epoch = None if info is None else info.epoch
+        return self._limits.silence_s(
+            is_gossiped_dead=self._gossip_view.is_dead(self.node, self.id, epoch),
+            beats_for_s=self._subject.beat_s - self._reported_s,
+        )
+
+    @asynccontextmanager
+    async def _limit(self) -> AsyncIterator[Callable[[], None]]:
+        """A block that ends when no report was `heard` for too long."""
+        async with silence_limit(self._silence_s) as watchdog:
+
+            def heard() -> None:
+                self._reported_s = time.monotonic()
+                watchdog.heard()
+
+            heard()
+            self._watchdog = watchdog
+            listening = asyncio.create_task(self._listen())
+            try:
+                yield heard
+            finally:
+                self._watchdog = None
+                listening.cancel()  # Not awaited: a loss is to be known at once.
+
+    async def _listen(self) -> None:
+        """Note the heartbeats of the process, if it has any: its death is the end of the watch."""
+        is_stalled = False
+        while True:
+            try:
+                async with self._peer.watch_heartbeats(self._interval_s) as beats:
+                    async for beat in beats:
+                        self._subject.beat_s = time.monotonic()
+                        was_stalled, is_stalled = is_stalled, beat.loop_age_s > STALL_SHOWN_S
+                        if is_stalled and not was_stalled:
+                            log.warning("its event loop stalls", extra={"instance": self.id})
+            except ConnectionLostError:
+                await asyncio.sleep(LONGEST_PAUSE_S)
+            except UpstreamError:
+                return  # It has none.
+
+    @abstractmethod
+    async def _watch(self) -> None:
+        """From the first word of the process to its last, or until UpstreamError."""
+
+    @abstractmethod
+    def _lose(self, cause: str, death: DeathCause) -> None: ...
+
+    def _refuse(self, fault: str | None) -> None:
+        """Raises UpstreamError when there is a fault in who the process says it is."""
+        if fault is not None:
+            raise UnusableError(fault)
+
+    def _note_unreached(self, reason: str) -> None:
+        subject = self._subject
+        if subject.reason != reason:
+            subject.reason = reason
+            log.warning("not reached", extra={"instance": subject.id, "cause": reason})
+
+    def _note_unusable(self, fault: str) -> None:
+        subject = self._subject
+        if subject.reason != fault:
+            log.error("refused", extra={"instance": subject.id, "cause": fault})
+        if subject.health is not Health.UP:
+            subject.health = Health.REFUSED
+            subject.reason = fault
+
+
+class InstanceWatcher(Watcher):
+    def __init__(
+        self, known: KnownInstance, driver: Driver, settings: ProxySettings, gossip_view: GossipView
+    ) -> None:
+        self._backend = driver.backends[known.id]
+        super().__init__(known, self._backend, settings, gossip_view)
+        self._known = known
+        self._driver = driver
+
+    async def _watch(self) -> None:
+        known, info = self._known, await self._meet()
+        async with (
+            self._limit() as heard,
+            self._backend.watch_load(self._interval_s) as reports,
+        ):
+            assert self._watchdog is not None
+            self._driver.end_watch[known.id] = self._watchdog.expire
+            try:
+                async for report in reports:
+                    heard()
+                    info = await self._heard(info, report)
+            finally:
+                del self._driver.end_watch[known.id]
+
+    async def _heard(self, info: InstanceInfo, report: LoadReport) -> InstanceInfo:
+        """Pass a report on; who the instance is now."""
+        known = self._known
+        if report.epoch != info.epoch:
+            # Restarted in between, or fenced by another proxy.
+            info = await self._meet()
+            if report.epoch != info.epoch:
+                raise UpstreamError(f"reports epoch {report.epoch}, but is in {info.epoch}")
+        if known.must_run_dry(info) and report.running > 0:
+            return info
+        if known.health is not Health.UP or known.info is not info:
+            # Again: another instance may have become the measure since this one was met.
+            self._check(info)
+            self._driver.control.instance_up(known, info, self._driver.clock())
+            self._gossip_view.up(known.id)
+        self._driver.control.load_reported(known, report, self._driver.clock())
+        return info
+
+    def _lose(self, cause: str, death: DeathCause) -> None:
+        self._driver.instance_lost(self._known, cause, death)
+
+    async def _meet(self) -> InstanceInfo:
+        """Ask the instance for its identity; fence it if it ran on while it was taken for lost."""
+        info = await self._backend.info()
+        self._check(info)
+        if self._known.must_be_fenced(info):
+            info = await self._backend.fence(self._driver.control.fences.numbers(self._known.id))
+        return info
+
+    def _check(self, info: InstanceInfo) -> None:
+        """Refuse an instance that does not fit the configuration or the others."""
+        control = self._driver.control
+        self._refuse(control.instances.fault(self._known, info, streams_open=bool(control.streams)))
+
+
+class AgentWatcher(Watcher):
+    def __init__(
+        self,
+        known: KnownAgent,
+        driver: Driver,
+        settings: ProxySettings,
+        gossip_view: GossipView,
+    ) -> None:
+        self._backend = driver.agent_backends[known.id]
+        super().__init__(known, self._backend, settings, gossip_view)
+        self._known = known
+        self._checkpoints = driver.control.checkpoints
+        self._clock = driver.clock
+
+    async def _watch(self) -> None:
+        known, info = self._known, await self._meet()
+        async with (
+            self._limit() as heard,
+            self._backend.watch_holdings(self._interval_s) as reports,
+        ):
+            async for report in reports:
+                heard()
+                if report.epoch != info.epoch:
+                    raise UpstreamError(f"reports epoch {report.epoch}, but was in {info.epoch}")
+                if known.health is not Health.UP:
+                    self._checkpoints.up(known, info, self._clock())
+                    self._gossip_view.up(known.id)
+                self._checkpoints.reported(known, report, self._clock())
+
+    def _lose(self, cause: str, death: DeathCause) -> None:
+        self._checkpoints.lost(self._known, cause, self._clock())
+
+    async def _meet(self) -> AgentInfo:
+        info = await self._backend.info()
+        self._refuse(self._checkpoints.agents.fault(self._known, info))
+        return info
+
+
+def _death_cause(fault: UpstreamError) -> DeathCause:
+    """The label under which a loss by this fault is counted."""
+    match fault:
+        case ConnectionLostError():
+            return DeathCause.CONNECTION_LOST
+        case SilentError():
+            return DeathCause.SILENT
+        case UnusableError():
+            return DeathCause.UNUSABLE
+        case _:
+            return DeathCause.FAILED

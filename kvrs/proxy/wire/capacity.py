@@ -1,0 +1,53 @@
+"""How many clients and streams the descriptors of a proxy are enough for."""
+
+import logging
+from dataclasses import dataclass
+
+from kvrs.config.file import Config
+from kvrs.config.proxy import ProxySettings
+from kvrs.connections import ConnectionLimits
+from kvrs.descriptors import descriptors_left
+
+log = logging.getLogger(__name__)
+
+_PER_PROCESS = 3  # The watches of an instance or an agent, reports and heartbeats, and one call.
+_PER_PEER = 8
+_GOSSIP = 18
+_MORE_CLIENTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bounds that leave descriptors to requests that the proxy itself makes."""
+
+    settings: ProxySettings  # With no more streams than fit.
+    clients: ConnectionLimits
+    others: ConnectionLimits  # Of the admin port, and of the port for other proxies.
+
+
+def capacity_of(config: Config) -> Capacity:
+    """Half of the descriptors is for clients. A quarter is for streams, each of which has one
+    request to an instance at a time; the rest is for connections that are kept for the next one.
+    """
+    settings, cluster = config.proxy, config.cluster
+    processes = sum(1 for _ in cluster.instances())
+    if config.agents_run:
+        processes += len(cluster.nodes)
+    left = descriptors_left(
+        _PER_PROCESS * processes
+        + _PER_PEER * len(settings.peers)
+        + (_GOSSIP if config.gossip.enabled else 0)
+    )
+    streams = min(settings.max_streams, left // 4)
+    if streams < settings.max_streams:
+        log.warning(
+            "the limit of descriptors lowers proxy.max_streams", extra={"max_streams": streams}
+        )
+    # More than there can be streams: the others are refused by name.
+    clients = min(2 * settings.max_streams + _MORE_CLIENTS, left // 2)
+    # One address leaves some to the others; a gateway in front may be the only one.
+    return Capacity(
+        settings.model_copy(update={"max_streams": streams}),
+        ConnectionLimits(clients, max(1, clients * 3 // 4)),
+        ConnectionLimits(left // 8, left // 8),
+    )

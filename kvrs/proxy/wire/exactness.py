@@ -1,0 +1,77 @@
+"""Features of requests that a plain P/D engine cannot continue exactly. (An engine with the
+capability EXACT_RESUME continues all of them itself.)
+
+A plain engine takes the history as a new prompt: it counts output, draws random numbers and matches
+stop strings from there. The proxy corrects text, stop strings, token limits and usage itself, for
+which token ids are enough. Fields that are inexact by themselves are marked in
+kvrs/protocol/openai/fields.py.
+"""
+
+from typing import Any, assert_never
+
+import msgspec
+
+from kvrs.control.self_tests import Continues
+from kvrs.protocol.openai.fields import inexact_fields
+from kvrs.protocol.openai.requests import ChatRequest
+from kvrs.proxy.wire.requests import ParsedRequest
+
+
+class _Message(msgspec.Struct):
+    content: Any = None
+
+
+_MESSAGES = msgspec.json.Decoder(list[_Message])
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+
+
+def tokens_at_risk(parsed: ParsedRequest, continues: Continues) -> tuple[str, ...]:
+    """What could make the tokens of a cut stream differ, where instances continue it so."""
+    match continues:
+        case Continues.SEEDED:
+            return ()
+        case Continues.GREEDY:
+            # The engine's generator starts anew, seeded or not: its key lacks the position in the
+            # stream.
+            return ("temperature",) if parsed.request.temperature > 0 else ()
+        case Continues.TEXT | Continues.NONE:
+            return ("tokens", "temperature") if parsed.request.temperature > 0 else ("tokens",)
+        case _:
+            assert_never(continues)
+
+
+def inexact_features(
+    parsed: ParsedRequest, *, has_tokenizer: bool, continues: Continues = Continues.GREEDY
+) -> tuple[str, ...]:
+    """The fields of the request that could make a stream that is cut at a plain engine differ from
+    an uninterrupted one.
+    """
+    request = parsed.request
+    is_chat = isinstance(request, ChatRequest)
+    found = {
+        # Penalties on the engine's own output. (repetition_penalty counts the prompt as well, which
+        # the history is.)
+        "presence_penalty": request.presence_penalty != 0,
+        "frequency_penalty": request.frequency_penalty != 0,
+        # A chat is continued as a completion, whose log probabilities have another form.
+        "logprobs": is_chat and request.wanted_logprobs is not None,
+        # The state of the engine's parser of calls is lost with the engine.
+        "tools": isinstance(request, ChatRequest) and request.may_call_tools,
+        # Engines ignore stop strings within min_tokens; the proxy does not.
+        "min_tokens": request.min_tokens > 0 and bool(request.stop_strings),
+        **dict.fromkeys(inexact_fields(parsed.fields, parsed.endpoint.api), True),
+        # A stream is continued from ids alone, which hold the places of pictures and sounds only.
+        "messages" if is_chat else "prompt": not has_tokenizer
+        or (isinstance(request, ChatRequest) and _has_media(request)),
+    }
+    at_risk = tokens_at_risk(parsed, continues)
+    return (*at_risk, *(name for name, holds in found.items() if holds))
+
+
+def _has_media(request: ChatRequest) -> bool:
+    """Whether a message holds more than text."""
+    contents = (message.content for message in _MESSAGES.decode(request.messages))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(
+        isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS for part in parts
+    )

@@ -1,0 +1,173 @@
+"""The two endpoints of the OpenAI API, and a client's request at one of them."""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from kvrs.errors import RequestError
+from kvrs.protocol.openai.chunks import (
+    ChatChunkChoice,
+    ChatDelta,
+    Choice,
+    FunctionCall,
+    ToolCall,
+    Usage,
+)
+from kvrs.protocol.openai.fields import EMBEDDED, ApiKind
+from kvrs.protocol.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    read_chat,
+    read_completion,
+)
+from kvrs.protocol.openai.structure import MAX_ELEMENTS
+from kvrs.protocol.tenants import TenantSecret
+from kvrs.protocol.token_ids import packed
+from kvrs.proxy.wire.budget import Held
+from kvrs.text.output import TextDelta
+
+# For the estimated length of a text prompt, until prefill has counted its tokens.
+_BYTES_PER_TOKEN = 4
+_BYTES_PER_ID = 4
+
+
+def _chat_delta(delta: TextDelta) -> ChatDelta:
+    calls = [
+        ToolCall(call.id, FunctionCall(call.name, call.arguments), index=call.index)
+        for call in delta.tool_calls
+    ]
+    return ChatDelta(
+        content=delta.text or None, reasoning_content=delta.reasoning or None, tool_calls=calls
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One endpoint: its path, the parser of its requests, and the form of its events."""
+
+    path: str
+    object: bytes  # Value of `object` in every event.
+    api: ApiKind
+    # By a body, a backend, and how many elements the body may have.
+    read: Callable[
+        [bytes, str, int], tuple[CompletionRequest | ChatRequest, dict[str, msgspec.Raw]]
+    ]
+    choice: Callable[[TextDelta], Choice | ChatChunkChoice]
+
+    def event(
+        self, head: bytes, choices: Sequence[Choice | ChatChunkChoice], usage: Usage | None = None
+    ) -> bytes:
+        """An event with a stream's head, with its keys in the order of the embedded engine."""
+        parts = [head, b',"choices":', msgspec.json.encode(choices)]
+        # The head of other engines contains the object.
+        if b',"object":"' not in head:
+            parts.append(b',"object":"' + self.object + b'"')
+        if usage is not None:
+            parts.append(b',"usage":' + msgspec.json.encode(usage))
+        return b"".join((*parts, b"}"))
+
+
+COMPLETIONS = Endpoint(
+    path="/v1/completions",
+    object=b"text_completion",
+    api=ApiKind.COMPLETIONS,
+    read=read_completion,
+    choice=lambda delta: Choice(text=delta.text),
+)
+CHAT = Endpoint(
+    path="/v1/chat/completions",
+    object=b"chat.completion.chunk",
+    api=ApiKind.CHAT,
+    read=read_chat,
+    choice=lambda delta: ChatChunkChoice(delta=_chat_delta(delta)),
+)
+
+
+@dataclass(slots=True, eq=False)
+class ParsedRequest:
+    """A client's request, and undecoded those of its fields that engines get, which lie in the
+    body.
+    """
+
+    endpoint: Endpoint
+    request: CompletionRequest | ChatRequest
+    fields: Mapping[str, msgspec.Raw]
+    size_bytes: int
+    prompt_ids: "array[int] | None" = None  # None until the client or an engine has given them.
+    held: Held | None = None  # Follows what is kept.
+
+    @property
+    def tokens_guess(self) -> int:
+        return self.size_bytes // _BYTES_PER_TOKEN + 1
+
+    def tokenised(self, ids: "array[int]") -> "array[int]":
+        """The ids of the prompt, once for all choices. Of a completion they take the place of the
+        text.
+        """
+        if self.prompt_ids is None:
+            self.prompt_ids = ids
+            if isinstance(self.request, CompletionRequest) and self.request.n == 1:
+                self._drop_prompt()
+            self.count()
+        return self.prompt_ids if self.prompt_ids == ids else ids
+
+    def strip(self) -> None:
+        """Drop what was decoded to be checked, and is in `fields` as well."""
+        request = self.request
+        request.stop_token_ids, request.bad_words = [], []
+        request.allowed_token_ids, request.logit_bias = None, {}
+        if isinstance(request, CompletionRequest):
+            request.prompt = ""
+            if self.prompt_ids is not None:
+                self._drop_prompt()
+        self.count()
+
+    def count(self) -> None:
+        """Have the budget follow what is kept."""
+        if self.held is not None:
+            ids = self.prompt_ids or ()
+            self.held.resize(sum(map(len, self.fields.values())) + _BYTES_PER_ID * len(ids))
+
+    def _drop_prompt(self) -> None:
+        # The others are copied: one that lies in the body keeps all of it.
+        self.fields = {
+            name: value.copy() for name, value in self.fields.items() if name != "prompt"
+        }
+
+    @property
+    def echo(self) -> bool:
+        return isinstance(self.request, CompletionRequest) and self.request.echo
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the client wants a last event with token counts."""
+        options = self.request.stream_options
+        return self.request.stream and options is not None and bool(options.include_usage)
+
+
+def read(
+    endpoint: Endpoint, body: bytes, backend: str = EMBEDDED, max_elements: int = MAX_ELEMENTS
+) -> ParsedRequest:
+    """Parse and check a body.
+
+    Raises:
+        RequestError: it is malformed, or has a field that the backend does not take.
+    """
+    request, fields = endpoint.read(body, backend, max_elements)
+    parsed = ParsedRequest(endpoint, request, fields, len(body))
+    if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
+        try:
+            given = packed(request.prompt)
+        except ValueError:
+            raise RequestError("token ids must be below 2^32", param="prompt") from None
+        # Which ids are left of those that are truncated, the engine reports.
+        parsed.prompt_ids = None if "truncate_prompt_tokens" in fields else given
+    return parsed
+
+
+def salted(parsed: ParsedRequest, secret: TenantSecret) -> ParsedRequest:
+    """The request with its tenant's salt, so that no other tenant finds its pages in a cache."""
+    salt = msgspec.Raw(msgspec.json.encode(secret.salt(parsed.request.cache_salt)))
+    return replace(parsed, fields={**parsed.fields, "cache_salt": salt})

@@ -1,0 +1,108 @@
+"""Server-sent events as bytes: split and trimmed by offset, never re-encoded.
+
+A plain byte search is enough: inside a JSON string every quote is escaped, so the bytes `,"name":[`
+with unescaped quotes can only be a key of an object. This holds for compact JSON, as engines write
+it.
+"""
+
+import re
+from array import array
+
+import msgspec
+
+from kvrs.errors import UpstreamError
+from kvrs.protocol.instance import TokenId
+from kvrs.protocol.token_ids import packed
+
+# The first event of a plain engine holds the ids of the whole prompt, of up to 7 bytes each: two
+# million ids fit.
+MAX_EVENT_BYTES = 16 << 20
+
+TOKEN_IDS = b',"token_ids":['
+PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
+# The first match is the choice's own index: engines write it before a tool call's, and in a text
+# its quotes are escaped.
+_INDEX = re.compile(rb'(?<=[{,]"index":)0')
+_UNFINISHED = b',"finish_reason":null'
+_CHOICES = b',"choices":['
+_IDS = msgspec.json.Decoder(list[TokenId])
+_BOUNDARY = re.compile(rb"\r?\n\r?\n")
+
+
+class EventSplitter:
+    """Splits a byte stream, in chunks of any size, into the payloads of its `data:` events."""
+
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._rest = b""
+        self._max_event_bytes = max_event_bytes
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The payloads that `chunk` completes.
+
+        Raises:
+            UpstreamError: an event exceeds the limit.
+        """
+        if self._rest:
+            chunk = self._rest + chunk
+        parts = chunk.split(b"\n\n") if b"\r" not in chunk else _BOUNDARY.split(chunk)
+        self._rest = parts.pop()
+        if len(self._rest) > self._max_event_bytes:
+            raise UpstreamError(f"sent an event of more than {self._max_event_bytes} bytes")
+        return [part[5:].strip() for part in parts if part.startswith(b"data:")]
+
+
+def next_token_ids(data: bytes) -> list[int] | None:
+    """The ids of a plain token event; None for every rarer kind (no ids, a finish, usage, an
+    error).
+    """
+    at = data.find(TOKEN_IDS)
+    if at < 0 or data.rfind(_UNFINISHED, 0, at) < 0:
+        return None
+    start = at + len(TOKEN_IDS) - 1
+    try:
+        return _IDS.decode(data[start : data.index(b"]", start) + 1])
+    except ValueError:  # msgspec's errors are ValueErrors too.
+        raise UpstreamError("sent token ids that are not a list of integers") from None
+
+
+def cut_list(data: bytes, key: bytes) -> bytes:
+    """`data` without the list of integers under `key` (one of the constants above)."""
+    at = data.find(key)
+    if at < 0:
+        return data
+    end = data.find(b"]", at)
+    if end < 0:
+        raise UpstreamError("sent an event that is not a completion chunk")
+    return data[:at] + data[end + 1 :]
+
+
+def prompt_ids_of(data: bytes) -> "array[int]":
+    """The prompt's ids in a stream's first event."""
+    at = data.find(PROMPT_TOKEN_IDS)
+    if at < 0:
+        raise UpstreamError(
+            "began without prompt_token_ids, without which nothing can be continued"
+        )
+    start = at + len(PROMPT_TOKEN_IDS) - 1
+    try:
+        return packed(_IDS.decode(data[start : data.index(b"]", start) + 1]))
+    except ValueError:
+        raise UpstreamError("sent prompt_token_ids that are not a list of integers") from None
+
+
+def head_of(data: bytes) -> bytes:
+    """The part of an event before its choices: id, time of creation, model."""
+    at = data.find(_CHOICES)
+    if at < 0:
+        raise UpstreamError("sent an event without choices")
+    return data[:at]
+
+
+def number_choice(data: bytes, index: int) -> bytes:
+    """`data`, whose one choice has the index 0, with another index."""
+    if index == 0:
+        return data
+    numbered, count = _INDEX.subn(b"%d" % index, data, count=1)
+    if count == 0:
+        raise UpstreamError("sent a choice without an index")
+    return numbered

@@ -1,0 +1,355 @@
+"""The plots of the report, as inline SVG whose colours are CSS variables, so that they follow the
+reader's colour scheme.
+
+matplotlib knows no CSS, so figures are drawn in stand-in colours which are then replaced in the SVG
+text.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+from kvrs.report.report import Report
+from kvrs.report.table import costs_by_option, fault_label, run_names
+
+# Stand-in colour by CSS variable. They must differ; a PNG drawn with them is still readable.
+_COLORS = {
+    "ink": "#1d2431",
+    "soft": "#667086",
+    "line": "#d9dee8",
+    "base": "#a3acbc",
+    "tokens": "#4a5569",
+    "fault": "#c22b33",
+    "migrate": "#1f6fec",
+    "recompute": "#d97707",
+    "other": "#7c5cd7",
+}
+_LETTER_SHARE = 0.0072  # Of the width of the timeline that a letter of a label takes, at the most.
+_LABEL_SHARE = (
+    0.08  # Of the width of the timeline: less than this between two labels is too little.
+)
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": _COLORS["ink"],
+    "axes.labelcolor": _COLORS["soft"],
+    "axes.edgecolor": _COLORS["line"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _COLORS["line"],
+    "grid.linewidth": 0.6,
+    "xtick.color": _COLORS["soft"],
+    "ytick.color": _COLORS["soft"],
+    "legend.frameon": False,
+    "path.simplify": False,
+}
+
+
+def timeline_svg(report: Report) -> str:
+    return _svg(timeline_figure(report), "timeline", wide=True)
+
+
+def cdf_svg(report: Report, measure: str) -> str:
+    return _svg(cdf_figure(report, measure), measure)
+
+
+def costs_svg(report: Report) -> str:
+    return _svg(costs_figure(report), "costs")
+
+
+def throughput_svg(report: Report) -> str:
+    return _svg(throughput_figure(report), "throughput", wide=True)
+
+
+def impact_svg(report: Report) -> str:
+    return _svg(impact_figure(report), "impact", wide=True)
+
+
+def timeline_figure(report: Report) -> Figure:
+    """Streams by arrival, the first on top; times of the faulted run."""
+    streams = sorted(report["per_stream"], key=lambda stream: (stream["due_s"], stream["index"]))
+    row_of = {stream["index"]: row for row, stream in enumerate(streams)}
+    with mpl.rc_context(_STYLE):
+        figure = Figure(
+            figsize=(10, min(8.0, max(2.4, 1.2 + 0.09 * len(streams)))), layout="constrained"
+        )
+        axes = figure.add_subplot()
+        lives = [
+            ((stream["sent_s"], row), (stream["ended_s"], row))
+            for row, stream in enumerate(streams)
+        ]
+        ticks = [
+            ((t, row - 0.36), (t, row + 0.36))
+            for row, stream in enumerate(streams)
+            for t in stream["token_times_s"]
+        ]
+        _strokes(axes, lives, "base", width=0.8)
+        _strokes(axes, ticks, "tokens", width=0.7, alpha=0.55)
+        _draw_waits(axes, report, row_of)
+        _draw_faults(axes, report)
+        axes.set_xlim(
+            left=0, right=max([stream["ended_s"] for stream in streams], default=1.0) * 1.02
+        )
+        axes.set_ylim(len(streams) + 0.2, -1.2)
+        axes.set_xlabel("seconds since the start of the run")
+        axes.set_ylabel(f"{len(streams)} streams by arrival")
+        axes.set_yticks([])
+        axes.grid(visible=False, axis="y")
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside upper left", ncols=4)
+    return figure
+
+
+def throughput_figure(report: Report) -> Figure:
+    """Tokens per second over time, with and without the fault; the faults are the same lines as in
+    the timeline.
+    """
+    rates = report["throughput"]
+    measured, again = run_names(report)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 2.5), layout="constrained")
+        axes = figure.add_subplot()
+        series = (
+            (rates["clean_tokens_per_s"], again, "base", 1.2),
+            (rates["tokens_per_s"], measured, "migrate", 1.8),
+        )
+        for values, label, color, width in series:
+            if values:
+                edges = np.arange(len(values) + 1) * rates["bin_s"]
+                axes.stairs(
+                    values, edges, baseline=None, color=_COLORS[color], label=label, linewidth=width
+                )
+        axes.set_xlim(
+            0, max([stream["ended_s"] for stream in report["per_stream"]], default=1.0) * 1.02
+        )
+        axes.set_ylim(bottom=0)
+        for fault in report["faults"]:
+            axes.axvline(fault["at_s"], color=_COLORS["fault"], linewidth=1.2, zorder=4)
+        axes.set_xlabel("seconds since the start of the run")
+        axes.set_ylabel("tokens per second")
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside upper left", ncols=4)
+    return figure
+
+
+def impact_figure(report: Report) -> Figure:
+    """Mean TTFT by bucket of requests, with and without the fault; the window is shaded."""
+    buckets = report["impact"]["buckets"]
+    measured, again = run_names(report)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 2.5), layout="constrained")
+        axes = figure.add_subplot()
+        at = np.arange(len(buckets))
+        for key, label, color in (("clean_ttft_s", again, "base"), ("ttft_s", measured, "migrate")):
+            values = [np.nan if bucket[key] is None else bucket[key] for bucket in buckets]
+            axes.plot(
+                at, values, "o-", color=_COLORS[color], label=label, linewidth=1.8, markersize=4
+            )
+        inside = [i for i, bucket in enumerate(buckets) if bucket["in_window"]]
+        if inside:
+            axes.axvspan(
+                inside[0] - 0.5,
+                inside[-1] + 0.5,
+                color=_COLORS["fault"],
+                alpha=0.12,
+                label="window",
+                linewidth=0,
+            )
+        shown = [i for i in range(len(buckets)) if i % -(-len(buckets) // 16) == 0]
+        axes.set_xticks(shown, [f"{buckets[i]['from_s']:.1f}" for i in shown])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("arrival of a bucket's first request, seconds")
+        axes.set_ylabel("mean TTFT, seconds")
+        figure.legend(loc="outside upper left", ncols=4)
+    return figure
+
+
+def cdf_figure(report: Report, measure: str) -> Figure:
+    """Share of streams at or below a time, with and without the fault."""
+    measured, again = run_names(report)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5, 3.1), layout="constrained")
+        axes = figure.add_subplot()
+        everything: list[float] = []
+        for key, label, color in (
+            (f"clean_{measure}", again, "base"),
+            (measure, measured, "migrate"),
+        ):
+            values = sorted(
+                stream[key] for stream in report["per_stream"] if stream[key] is not None
+            )
+            everything += values
+            if values:
+                share = np.arange(1, len(values) + 1) / len(values)
+                axes.step(
+                    [values[0], *values],
+                    [0.0, *share],
+                    where="post",
+                    color=_COLORS[color],
+                    label=label,
+                    linewidth=1.8,
+                )
+        _scale_seconds(axes, everything, "x")
+        axes.set_xlabel("seconds")
+        axes.set_ylim(0, 1.02)
+        if everything:
+            axes.legend(loc="lower right")
+    return figure
+
+
+def costs_figure(report: Report) -> Figure:
+    """Predicted (x) and real (y) cost of every recovery, with the line of a right prediction."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        everything: list[float] = []
+        for option, costs in sorted(costs_by_option(report).items()):
+            predicted, real = zip(*costs, strict=True)
+            everything += [*predicted, *real]
+            axes.plot(
+                predicted,
+                real,
+                "o",
+                color=_color(option),
+                label=option,
+                alpha=0.75,
+                markersize=5,
+                markeredgewidth=0,
+            )
+        lowest, highest = min(everything), max(everything)
+        axes.plot(
+            [lowest, highest],
+            [lowest, highest],
+            color=_COLORS["base"],
+            linewidth=1,
+            linestyle=(0, (4, 3)),
+            zorder=1,
+        )
+        _scale_seconds(axes, everything, "x")
+        _scale_seconds(axes, everything, "y")
+        axes.set_xlabel("predicted, seconds")
+        axes.set_ylabel("real, seconds")
+        figure.legend(loc="outside upper right", ncols=3)
+    return figure
+
+
+def _strokes(
+    axes: Axes,
+    lines: Sequence[tuple[tuple[float, float], tuple[float, float]]],
+    color: str,
+    width: float,
+    alpha: float = 1.0,
+) -> None:
+    """Many straight strokes as one path: a tenth of the bytes of one SVG element each."""
+    if not lines:
+        return
+    points = np.array(lines, dtype=float).reshape(-1, 2)
+    codes = np.tile([Outline.MOVETO, Outline.LINETO], len(lines))
+    axes.add_patch(
+        PathPatch(
+            Outline(points, codes),
+            fill=False,
+            edgecolor=_COLORS[color],
+            linewidth=width,
+            alpha=alpha,
+        )
+    )
+
+
+def _draw_waits(axes: Axes, report: Report, row_of: dict[int, int]) -> None:
+    rows = [
+        row
+        for row in report["recovery_rows"]
+        if row["index"] is not None and row["pause_s"] is not None
+    ]
+    for option in sorted({row["option"] for row in rows}):
+        own = [row for row in rows if row["option"] == option]
+        heights = [row_of[row["index"]] for row in own]
+        starts, ends = [row["pause_from_s"] for row in own], [row["pause_to_s"] for row in own]
+        axes.hlines(
+            heights,
+            starts,
+            ends,
+            colors=_color(option),
+            linewidth=2.6,
+            label=f"wait, {option}",
+            zorder=3,
+        )
+
+
+def _draw_faults(axes: Axes, report: Report) -> None:
+    ends_s = max([stream["ended_s"] for stream in report["per_stream"]], default=1.0)
+    groups: list[tuple[float, list[str]]] = []
+    for fault in sorted(report["faults"], key=lambda fault: float(fault["at_s"])):
+        axes.axvline(fault["at_s"], color=_COLORS["fault"], linewidth=1.2, zorder=4)
+        # Faults at about the same time share one label, which would otherwise overlap.
+        if not groups or fault["at_s"] - groups[-1][0] > _LABEL_SHARE * ends_s:
+            groups.append((fault["at_s"], []))
+        groups[-1][1].append(fault_label(fault))
+    taken = 0.0  # End of the last label, as a share of the width.
+    high = False
+    for at_s, labels in groups:
+        text = ", ".join(labels).replace("$", r"\$")  # A dollar sign would begin a formula.
+        late = at_s > ends_s / 2
+        at, width = at_s / ends_s, _LETTER_SHARE * len(text)
+        # A label that would overlap the one before it goes above that one.
+        high = not high and (at - width if late else at) < taken
+        taken = max(taken, at if late else at + width)
+        axes.annotate(
+            text,
+            (at_s, -0.4),
+            xytext=(-4 if late else 4, 10 if high else 0),
+            textcoords="offset points",
+            color=_COLORS["fault"],
+            fontsize=8,
+            zorder=5,
+            horizontalalignment="right" if late else "left",
+        )
+
+
+def _scale_seconds(axes: Axes, values: Sequence[float], axis: str) -> None:
+    """Logarithmic where the values spread over more than a decade; then a pause does not flatten
+    everything else.
+    """
+    if values and min(values) > 0 and max(values) / min(values) > 10:
+        axes.set(**{f"{axis}scale": "log"})
+        scale = axes.xaxis if axis == "x" else axes.yaxis
+        scale.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        scale.set_major_formatter(FormatStrFormatter("%g"))
+        scale.set_minor_locator(NullLocator())
+
+
+def _color(option: str) -> str:
+    return _COLORS.get(option, _COLORS["other"])
+
+
+def _svg(figure: Figure, name: str, *, wide: bool = False) -> str:
+    """Inline SVG: no prologue, no metadata, colours by variable, ids that stay unique beside other
+    figures.
+    """
+    target = io.StringIO()
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
+    svg = target.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace(
+        "<svg", f'<svg role="img" aria-label="{name}" class="{"wide" if wide else "small"}"', 1
+    )
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", svg)
+    for variable, color in _COLORS.items():
+        svg = svg.replace(color, f"var(--{variable})")
+    return svg

@@ -1,0 +1,51 @@
+"""The style sheet of `report.html`: light and dark by the reader's setting, also for narrow
+screens.
+"""
+
+CSS = """\
+:root { color-scheme: light dark; --ink: #1d2430; --soft: #667085; --line: #d9dee7;
+  --page: #f5f6f9; --card: #ffffff;
+  --good: #117a43; --bad: #c22b32; --base: #a3acbb; --tokens: #4a5568; --fault: #c22b32;
+  --migrate: #1f6feb; --recompute: #d97706;
+  --other: #7c5cd6; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e7eaf0; --soft: #98a2b3; --line: #2c3340;
+  --page: #0e1116; --card: #161b23;
+  --good: #4ade80; --bad: #ff7b7b; --base: #5b6678; --tokens: #aab4c4; --fault: #ff7b7b;
+  --migrate: #5aa2ff; --recompute: #f5a53d;
+  --other: #b39bff; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 20px 14px 48px; display: grid; gap: 16px;
+  grid-template-columns: minmax(0, 1fr); }
+header, section, .cards > div { background: var(--card); border: 1px solid var(--line);
+  border-radius: 12px; padding: 16px 18px; }
+header { border-left: 6px solid var(--good); }
+header.bad { border-left-color: var(--bad); }
+header h1 { margin: 0 0 4px; font-size: clamp(20px, 4.5vw, 30px); line-height: 1.2;
+  color: var(--good); }
+header.bad h1 { color: var(--bad); }
+header p { margin: 0; color: var(--soft); overflow-wrap: anywhere; }
+header ul { margin: 0 0 6px; padding-left: 20px; }
+header .warning { margin-top: 8px; color: var(--fault); }
+.kicker { font-size: 12px; letter-spacing: .08em; text-transform: uppercase; }
+.cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(168px, 1fr)); }
+.cards b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
+.cards span, .words { color: var(--soft); font-size: 13px; }
+.words { margin: 0 0 8px; }
+h2, summary { font-size: 16px; font-weight: 600; margin: 0 0 2px; }
+summary { cursor: pointer; }
+.pair { display: grid; gap: 16px;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr)); }
+.plot, .scroll { overflow-x: auto; }
+.plot svg { display: block; width: 100%; height: auto; }
+.plot svg.wide { min-width: 640px; }
+table { border-collapse: collapse; width: 100%; font-size: 13px;
+  font-variant-numeric: tabular-nums; }
+th { text-align: left; color: var(--soft); font-weight: 500; }
+th, td { padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+.numbers th:not(:first-child), .numbers td:not(:first-child) { text-align: right; }
+td.long { white-space: normal; min-width: 15em; overflow-wrap: anywhere; }
+tbody tr:last-child td { border-bottom: 0; }
+pre { font-size: 12px; overflow-x: auto; margin: 8px 0 0; }
+"""

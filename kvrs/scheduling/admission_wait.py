@@ -1,0 +1,41 @@
+"""Prediction of the wait of a new sequence until it is admitted, from the departures of others.
+
+With w sequences waiting and a mean interval i between departures of a full engine, the wait is
+(w + 1) * i: each departure admits one, in order. i is an exponentially weighted moving average.
+"""
+
+_WEIGHT = 0.2  # Of the latest interval: about the last ten count.
+
+
+class AdmissionWaitEstimator:
+    """Measures the interval between departures while the engine is full: `max_running` is reached,
+    or all pages are in use.
+    """
+
+    def __init__(self) -> None:
+        self._interval_s: float | None = None  # Moving average between two departures.
+        # Time of the last departure, or since when the engine is full; None: it is not full.
+        self._since_s: float | None = None
+        self._departures = 0
+
+    def observe(self, now_s: float, departures: int, full: bool) -> None:
+        """Call after each admission. `departures`: how many admitted sequences have ended, ever;
+        `full`: whether another one could not be admitted.
+        """
+        if (count := departures - self._departures) and self._since_s is not None:
+            interval_s = (now_s - self._since_s) / count
+            before_s = interval_s if self._interval_s is None else self._interval_s
+            self._interval_s = before_s + (1 - (1 - _WEIGHT) ** count) * (interval_s - before_s)
+        self._departures = departures
+        if not full:
+            self._since_s = None
+        elif count or self._since_s is None:
+            self._since_s = now_s
+
+    def expected_s(self, now_s: float, waiting: int) -> float:
+        """Predicted wait of a sequence that arrives now, behind `waiting` others."""
+        if self._since_s is None:
+            return 0.0
+        # The open interval is at least as long as it is already; before the first departure it is
+        # the only estimate.
+        return (waiting + 1) * max(self._interval_s or 0.0, now_s - self._since_s)

@@ -1,0 +1,312 @@
+"""The checkpoint pages that go to each holder next.
+
+Pure: no socket, no clock, no tensor. An engine's checkpointer drives it with what the scheduler
+filled and what holders answered.
+
+Invariants, which `check` and the tests hold it to:
+1. A holder gets an offer before it gets pages of a stream: its answer is how many leading pages it
+   has, and only those behind them are sent. The offer is made again after every failure, and when
+   nothing was taken: a restarted holder may have less.
+2. Of one stream pages are sent in their order, of several the oldest stream's first.
+3. A stream that a holder refuses (it saw a higher attempt, or has no memory for pages that were
+   reserved) is not sent there again. One that finds no room when it is offered is
+   offered again after a while: other streams end, and a restarted holder may have room.
+4. Where a prefill instance handed the history over, it sends the history's pages itself. They are
+   sent from here only when the holder has no more of them than at the offer before.
+5. The lag is the sum, over all deliveries that are neither refused nor without room, of the pages
+   that are full here and not held there.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import CheckpointTarget
+from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
+from kvrs.protocol.tags import Tag
+from kvrs.scheduling.sequences import Sequence
+
+# Time for a prefill instance to bring the holder more of what it handed over.
+LOOK_AGAIN_S = 0.2
+
+# A holder that answered and took nothing gets a new offer after this long: it may have been
+# replaced, and have no reservation.
+STUCK_S = 0.5
+
+# A holder that has no room gets a new offer after this long.
+ROOM_S = 5.0
+
+# An agent that does not answer is tried again after this long, doubling.
+RETRY_S = 0.5
+RETRY_MOST_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class CheckpointDelivery:
+    """One attempt at one stream, on its way to one holder."""
+
+    claim: CheckpointClaim
+    holder: InstanceId
+    reserved_bytes: int
+    order: int  # Of two deliveries the one that was begun first has the lower.
+    sequence: Sequence  # Whose pages these are; its tags grow.
+    handed_over_pages: int  # Leading pages that the prefill instance is probably sending.
+    full_pages: int = 0  # Computed here.
+    held_pages: int = 0  # Leading pages of the holder, by its last answer.
+    looked_pages: int = -1  # `held_pages` at the last offer, while `handed_over_pages` counts.
+    offered: bool = False
+    refused: bool = False
+    no_room: bool = False  # At the last offer.
+    ended: bool = False  # No more will be computed; what is left is sent all the same.
+    missing: bool = False  # The next page is not in the pool; cleared when pages are filled again.
+    not_before_s: float = 0.0
+
+    @property
+    def lag_pages(self) -> int:
+        return 0 if self.refused or self.no_room else max(0, self.full_pages - self.held_pages)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to send, now or later."""
+        return self.full_pages > self.held_pages and not self.refused and not self.missing
+
+    @property
+    def known_tags(self) -> tuple[Tag, ...]:
+        """Tags of all pages that a holder may have: the history's, and those filled since."""
+        return tuple(self.sequence.tags)
+
+    def tags(self, first: int, end: int) -> tuple[Tag, ...]:
+        return tuple(self.sequence.tags[first:end])
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    waiting: dict[CheckpointDelivery, None] = field(default_factory=dict)
+    answers: bool = True
+
+
+class CheckpointBacklog:
+    """All deliveries of one instance. A call costs O(1) per delivery that it touches, but `ranges`
+    and `offers` sort what waits.
+    """
+
+    def __init__(self, page_size_tokens: int) -> None:
+        self.lag_pages = 0
+        self._page_size = page_size_tokens
+        self._deliveries: dict[Sequence, list[CheckpointDelivery]] = {}
+        self._current: dict[tuple[StreamId, InstanceId], CheckpointDelivery] = {}
+        self._holders: defaultdict[InstanceId, _Holder] = defaultdict(_Holder)
+        self._begun = 0
+
+    # What the scheduler does.
+
+    def follow(
+        self, sequence: Sequence, checkpoints: Iterable[CheckpointTarget], *, handed_over: bool
+    ) -> None:
+        """Bring the sequence's pages to these holders from now on, in place of earlier attempts at
+        its stream.
+        """
+        for checkpoint in checkpoints:
+            key = (sequence.stream, checkpoint.agent)
+            older = self._current.get(key)
+            if older is not None and older.sequence.attempt > sequence.attempt:
+                continue
+            self._begun += 1
+            delivery = CheckpointDelivery(
+                claim=CheckpointClaim(sequence.stream, *sequence.attempt),
+                holder=checkpoint.agent,
+                reserved_bytes=checkpoint.reserved_bytes,
+                order=self._begun,
+                sequence=sequence,
+                handed_over_pages=sequence.history_tokens // self._page_size if handed_over else 0,
+            )
+            if older is not None:
+                if older.claim == delivery.claim:
+                    # The prefill instance is this one, so no other sends these pages.
+                    delivery.full_pages, delivery.held_pages, delivery.handed_over_pages = (
+                        older.full_pages,
+                        older.held_pages,
+                        0,
+                    )
+                self.drop(older)
+            self._current[key] = delivery
+            self._deliveries.setdefault(sequence, []).append(delivery)
+            self._settle(delivery, 0)
+
+    def filled(self, sequence: Sequence, now_s: float) -> list[InstanceId]:
+        """The sequence has more full pages than before, or has them again. Returns the holders
+        that wait for them.
+        """
+        if (deliveries := self._deliveries.get(sequence)) is None:
+            return []
+        full_pages = sequence.computed_tokens // self._page_size
+        for delivery in deliveries:
+            lag_pages = delivery.lag_pages
+            if delivery.full_pages == 0 and delivery.handed_over_pages:
+                delivery.not_before_s = now_s + LOOK_AGAIN_S
+            delivery.full_pages = max(full_pages, delivery.full_pages)
+            delivery.missing = False
+            self._settle(delivery, lag_pages)
+        return [delivery.holder for delivery in deliveries if delivery.waits]
+
+    def ended(self, sequence: Sequence, *, send_rest: bool) -> None:
+        """Nothing more is computed. What has not been sent is forgotten, or with `send_rest` goes
+        on being sent.
+        """
+        for delivery in list(self._deliveries.get(sequence, ())):
+            delivery.ended = True
+            if not (send_rest and delivery.waits):
+                self.drop(delivery)
+
+    # What goes to a holder, and its answers.
+
+    def due_in_s(self, holder: InstanceId, now_s: float) -> float | None:
+        """How long until there is something to do for that holder; None: nothing is waiting."""
+        waiting = self._holders[holder].waiting
+        return (
+            max(0.0, min(delivery.not_before_s for delivery in waiting) - now_s)
+            if waiting
+            else None
+        )
+
+    def offers(self, holder: InstanceId, now_s: float) -> list[CheckpointDelivery]:
+        """Deliveries to be offered to the holder, before any `ranges`."""
+        return [delivery for delivery in self._due(holder, now_s) if not delivery.offered]
+
+    def ranges(
+        self, holder: InstanceId, now_s: float, budget_pages: int
+    ) -> Iterator[tuple[CheckpointDelivery, int, int]]:
+        """What to send next: deliveries with the first page and the end of a page range,
+        `budget_pages` in all at most.
+        """
+        for delivery in self._due(holder, now_s):
+            if delivery.offered and budget_pages:
+                first = delivery.held_pages
+                end = min(delivery.full_pages, first + budget_pages)
+                budget_pages -= end - first
+                yield delivery, first, end
+
+    def offered(self, delivery: CheckpointDelivery, held: HeldPages, now_s: float) -> None:
+        """The holder answered an offer."""
+        self._holders[delivery.holder].answers = True
+        if not self._is_current(delivery):
+            return
+        lag_pages = delivery.lag_pages
+        delivery.refused = held.code is StoreCode.FENCED
+        delivery.no_room = held.code is StoreCode.FULL
+        delivery.held_pages = held.pages
+        if delivery.no_room:
+            delivery.not_before_s = now_s + ROOM_S
+        elif held.pages < delivery.handed_over_pages and held.pages > delivery.looked_pages:
+            delivery.looked_pages = held.pages
+            delivery.not_before_s = now_s + LOOK_AGAIN_S
+        else:
+            delivery.offered = True
+            delivery.not_before_s = 0.0
+            delivery.handed_over_pages = 0  # Later gaps have other causes.
+        self._settle(delivery, lag_pages)
+
+    def stored(
+        self, delivery: CheckpointDelivery, first: int, held: HeldPages, now_s: float
+    ) -> None:
+        """The holder answered to a page range that began at page `first`."""
+        self._holders[delivery.holder].answers = True
+        if not self._is_current(delivery):
+            return
+        lag_pages = delivery.lag_pages
+        delivery.refused = held.code is not StoreCode.OK
+        delivery.held_pages = held.pages
+        # Without progress it may be another process, which got no offer.
+        delivery.offered = held.pages > first
+        delivery.not_before_s = 0.0 if delivery.offered else now_s + STUCK_S
+        self._settle(delivery, lag_pages)
+
+    def lost(self, holder: InstanceId) -> None:
+        """The holder does not answer."""
+        self._holders[holder].answers = False
+        for delivery in self._current.values():
+            if delivery.holder == holder:
+                delivery.offered = False
+
+    def missed(self, delivery: CheckpointDelivery) -> None:
+        """The delivery's next page was evicted before it was sent. A preempted sequence will
+        compute it again.
+        """
+        lag_pages = delivery.lag_pages
+        delivery.missing = True
+        self._settle(delivery, lag_pages)
+
+    def drop(self, delivery: CheckpointDelivery) -> None:
+        """Remove a delivery; to drop it twice is harmless."""
+        if self._is_current(delivery):
+            del self._current[delivery.claim.stream, delivery.holder]
+            siblings = self._deliveries[delivery.sequence]
+            siblings.remove(delivery)
+            if not siblings:
+                del self._deliveries[delivery.sequence]
+            self._holders[delivery.holder].waiting.pop(delivery, None)
+            self.lag_pages -= delivery.lag_pages
+
+    def endings(self, holder: InstanceId) -> list[CheckpointDelivery]:
+        """Deliveries that still wait though their sequence has ended."""
+        return [delivery for delivery in self._holders[holder].waiting if delivery.ended]
+
+    @property
+    def busy_holders(self) -> int:
+        """How many holders have deliveries with a lag."""
+        return sum(
+            any(delivery.lag_pages for delivery in holder.waiting)
+            for holder in self._holders.values()
+        )
+
+    @property
+    def unprotected(self) -> int:
+        """How many sequences have no holder: every one refused, is full, or does not answer."""
+        return sum(
+            all(
+                each.refused or each.no_room or not self._holders[each.holder].answers
+                for each in deliveries
+            )
+            for deliveries in self._deliveries.values()
+        )
+
+    def check(self) -> None:
+        """Assert that all indexes and counters agree. O(deliveries)."""
+        all_of_them = [
+            delivery for deliveries in self._deliveries.values() for delivery in deliveries
+        ]
+        assert all(self._deliveries.values()), "a sequence without a delivery"
+        assert len(all_of_them) == len(self._current)
+        assert all(self._is_current(delivery) for delivery in all_of_them)
+        assert self.lag_pages == sum(delivery.lag_pages for delivery in all_of_them), (
+            "the lag does not add up"
+        )
+        assert all(delivery.waits for delivery in all_of_them if delivery.ended), (
+            "an ended delivery that waits for nothing"
+        )
+        for name, holder in self._holders.items():
+            assert set(holder.waiting) == {
+                one for one in all_of_them if one.holder == name and one.waits
+            }
+
+    def _is_current(self, delivery: CheckpointDelivery) -> bool:
+        return self._current.get((delivery.claim.stream, delivery.holder)) is delivery
+
+    def _due(self, holder: InstanceId, now_s: float) -> list[CheckpointDelivery]:
+        due = (
+            delivery for delivery in self._holders[holder].waiting if delivery.not_before_s <= now_s
+        )
+        return sorted(due, key=attrgetter("order"))
+
+    def _settle(self, delivery: CheckpointDelivery, lag_pages: int) -> None:
+        """Update indexes and counters for a delivery that had that lag before."""
+        self.lag_pages += delivery.lag_pages - lag_pages
+        waiting = self._holders[delivery.holder].waiting
+        if delivery.waits:
+            waiting[delivery] = None
+        else:
+            waiting.pop(delivery, None)
+            if delivery.ended:
+                self.drop(delivery)

@@ -1,0 +1,488 @@
+"""Continuous batching with chunked prefill over paged KV.
+
+Batches are composed per iteration (Orca, OSDI 2022) of decode steps and pieces of prefill
+(Sarathi-Serve, OSDI 2024); KV is paged (vLLM, SOSP 2023).
+
+Invariants, which `check` and the tests hold it to:
+1. Every sequence has a rank in the queue, given on arrival, which never changes: three classes
+   share the engine by the invariants of `fair_queue.py`, and while nothing is recovering that is
+   first come, first served. Sequences are admitted, prefilled and kept by rank.
+2. When pages run short the last of the running sequences is preempted, and only for one before it.
+   It keeps its tokens and computes again, mostly from the prefix cache. A sequence with none behind
+   it waits where it is, and no other is admitted meanwhile. So the first of the admitted always
+   proceeds and none passes the head of the queue; and since only a bounded number of later ones
+   get a rank before a given one, none starves. A recovery is ranked before those that wait for
+   their prefill, never before those that had it: a stream that is running is not preempted because
+   another one is being recovered.
+3. A page that may still be written from outside (by the executor: a batch in flight; by a socket:
+   a pull) is not given back, whatever happened to its sequence, before `complete` or `pulled` ends
+   the writing.
+4. A page is registered in the prefix cache only when all its tokens are computed or have arrived.
+5. Every position of a history is written once: by a pull or by computing, never by both. A sequence
+   computes in the order of its positions, each only when the KV of all before it is there: up to
+   the first page that a pull may still be writing, from behind the last of those that have arrived
+   without a gap. So what lies before the pages of a pull is computed while they come (Phase.SPLIT),
+   and what did not come is computed after that.
+6. A sequence into whose pages a pull may still be writing is not preempted: by invariant 3 that
+   would give nothing back at once.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import assert_never
+
+from kvrs.config.batch import BatchSettings
+from kvrs.profiles.tables import PrefillTable
+from kvrs.scheduling.fair_queue import FairQueue, order
+from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.sequences import (
+    Chunk,
+    Pull,
+    Queue,
+    Sequence,
+    SequencePhase,
+    at_least,
+    coverable_pages,
+    expected_ranges,
+    next_chunk,
+    pages_for,
+    pull_of,
+)
+
+
+class BatchScheduler:
+    """The scheduler of one engine.
+
+    One round: `admit`, then `next_batch`; if that is not empty execute it, `complete`, and `finish`
+    the sequences that ended. Between `next_batch` and `complete` everything else may be called.
+    After `add`, `finish`, `pulled`, and after a peer's pins were released, another round may find
+    more to do.
+    """
+
+    def __init__(self, settings: BatchSettings, pages: PageManager) -> None:
+        assert settings.page_size_tokens == pages.page_size_tokens
+        self._max_batch_tokens = settings.max_batch_tokens
+        self._max_running = settings.max_running
+        self._page_size = settings.page_size_tokens
+        self._pages = pages
+        self._queue = FairQueue()
+        self._admitted: list[Sequence] = []  # PULLING, SPLIT and RUNNING.
+        # Of the PULLING and SPLIT, and of those that were aborted as such.
+        self._pulls: dict[Sequence, Pull] = {}
+        self._in_flight: frozenset[Sequence] = frozenset()
+        # Had no page for their decode step in the last batch, and none behind them to preempt.
+        self._stalled: list[Sequence] = []
+        self._queued_tokens = 0
+        self._departures = 0
+        # The head of the queue that did not fit, and the free pages at the last try: it is tried
+        # again when there are more, since a try walks over all the tags of a history.
+        self._blocked: Sequence | None = None
+        self._seen_free_pages = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def queued(self) -> int:
+        """Sequences that wait for admission or for pages of a peer, as an instance reports them."""
+        return self.waiting + self.pulling
+
+    @property
+    def waiting_by_queue(self) -> dict[Queue, int]:
+        return self._queue.lengths()
+
+    @property
+    def pulling(self) -> int:
+        """How many sequences wait for pages of a peer, whether or not they compute meanwhile."""
+        return sum(sequence.phase is not SequencePhase.FINISHED for sequence in self._pulls)
+
+    @property
+    def running(self) -> int:
+        return len(self._admitted) - self.pulling
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens left to compute of all unfinished sequences, if all pulls succeed."""
+        return self._queued_tokens
+
+    def queued_s(self, prefill: PrefillTable) -> float:
+        """Predicted time to compute the queued tokens. O(sequences).
+
+        The sum over sequences of `prefill(new given computed)`, each without the overhead of a
+        step, plus one overhead for each of the steps that they share.
+        """
+        overhead_s = prefill.step_overhead_s
+        steps = -(-self._queued_tokens // self._max_batch_tokens)
+        queued = (
+            (len(one.token_ids) - one.work_tokens, one.work_tokens)
+            for one in (*self._queue, *self._admitted)
+        )
+        return steps * overhead_s + sum(
+            prefill.extra(there, new) - overhead_s for there, new in queued if new
+        )
+
+    @property
+    def full(self) -> bool:
+        """Whether a new sequence could not be admitted at once. Valid right after `admit`."""
+        return (
+            len(self._admitted) >= self._max_running
+            or self._blocked is not None
+            or self._has_stalled
+        )
+
+    @property
+    def departures(self) -> int:
+        """How many admitted sequences have ended, ever."""
+        return self._departures
+
+    def fits(self, history_tokens: int, max_new_tokens: int) -> bool:
+        """Whether such a sequence could finish if it were alone. The last token produced needs no
+        KV.
+        """
+        return (
+            pages_for(history_tokens + max(0, max_new_tokens - 1), self._page_size)
+            <= self._pages.pages
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        assert self.fits(len(sequence.token_ids), 0), (
+            "refuse what `fits` refuses: it would wait for ever"
+        )
+        sequence.extend_tags(self._page_size)
+        sequence.awaited = expected_ranges(sequence, 0, self._page_size)
+        self._queued_tokens += sequence.work_tokens
+        # What a pull is expected to bring costs the others nothing; if it fails, the rank is kept.
+        self._queue.append(sequence, sequence.work_tokens)
+
+    # From the queue to own pages.
+
+    def admit(self) -> list[Pull]:
+        """Give pages to waiting sequences, in order, while there are any. Returns what to fetch
+        for them.
+        """
+        pulls: list[Pull] = []
+        # Pages that come free go to stalled sequences first; a new one that starts to pull could
+        # not be preempted for them.
+        if self._has_stalled:
+            return pulls
+        while (
+            len(self._admitted) < self._max_running and (sequence := self._queue.head()) is not None
+        ):
+            if not self._reserve(sequence):
+                break
+            self._queue.remove(sequence)
+            insort(self._admitted, sequence, key=order)
+            if sequence.awaited:
+                pull = self._pulls[sequence] = pull_of(sequence, self._page_size)
+                pulls.append(pull)
+            self._settle(sequence)
+        return pulls
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Pages for the whole history: from the prefix cache what is there, else new ones."""
+        free_pages, seen = self._pages.free_pages, self._seen_free_pages
+        self._seen_free_pages = free_pages
+        if self._blocked is sequence and free_pages <= seen:
+            return False
+        # Free pages seen for one head do not count for another one.
+        self._blocked = None
+        found = self._pages.match(sequence.tags[: coverable_pages(sequence, self._page_size)])
+        missing = pages_for(len(sequence.token_ids), self._page_size) - len(found)
+        # One page of headroom for each that is producing, so that a new sequence is not preempted
+        # at once, nor preempts.
+        headroom = sum(not admitted.prefill_only for admitted in self._admitted)
+        new = (
+            self._pages.allocate(missing) if missing + headroom <= self._pages.free_pages else None
+        )
+        if new is None:
+            self._pages.release(found)
+            self._blocked = sequence
+            return False
+        sequence.pages = found + new
+        self._change(
+            sequence,
+            len(found) * self._page_size,
+            awaited=expected_ranges(sequence, len(found), self._page_size),
+        )
+        return True
+
+    def pulled(
+        self,
+        sequence: Sequence,
+        arrived: range,
+        *,
+        tail: bool = False,
+        more_from: int | None = None,
+    ) -> None:
+        """A source is done: the full pages `arrived`, and with `tail` the partial one behind them.
+
+        Pages before `more_from`, where the next source begins, are not written any more; None: the
+        pull is over. Those of them that have not arrived will be computed.
+        """
+        pull, size = self._pulls[sequence], self._page_size
+        assert more_from is None or arrived.stop <= more_from
+        assert not tail or (more_from is None and arrived.stop == pull.tail_index), (
+            "a partial page is behind all the others"
+        )
+        if more_from is None:
+            del self._pulls[sequence]
+        if sequence.phase is SequencePhase.FINISHED:
+            self._give_back(sequence)
+            return
+        new = range(arrived.start * size, arrived.stop * size + (pull.tail_tokens if tail else 0))
+        assert not new or any(
+            one.start <= new.start and new.stop <= one.stop for one in sequence.awaited
+        ), "pages arrived that were not asked for"
+        _register(self._pages, sequence, arrived)
+        awaited = at_least(sequence.awaited, more_from * size) if more_from is not None else ()
+        assert more_from is None or awaited, "more of nothing"
+        self._change(
+            sequence,
+            sequence.computed_tokens,
+            (*sequence.arrived, new) if new else sequence.arrived,
+            awaited,
+        )
+        self._settle(sequence)
+
+    # From pages to tokens.
+
+    def next_batch(self) -> list[tuple[Sequence, Chunk]]:
+        """What to compute next: the decode steps, then prefill with what is left of the token
+        budget. May be empty.
+        """
+        assert not self._in_flight, "one batch at a time"
+        self._stalled = []
+        batch: list[tuple[Sequence, Chunk]] = []
+        budget = self._max_batch_tokens
+        first = next(
+            (one for one in self._admitted if one.phase is not SequencePhase.PULLING), None
+        )
+        # Where decode steps alone can fill a batch, the first sequence could wait for ever to
+        # prefill while others come and go.
+        reserved = 1 if first is not None and first.uncomputed_tokens > 1 else 0
+        for sequence in [
+            one
+            for one in self._admitted
+            if one.phase is SequencePhase.RUNNING and one.uncomputed_tokens == 1
+        ]:
+            if budget == reserved:
+                break
+            # One before it may have preempted it in this loop.
+            if sequence.phase is SequencePhase.RUNNING and self._has_page(sequence):
+                batch.append((sequence, next_chunk(sequence, 1, self._page_size)))
+                budget -= 1
+        for sequence in [
+            one
+            for one in self._admitted
+            if one.phase is not SequencePhase.PULLING and one.uncomputed_tokens > 1
+        ]:
+            if budget == 0:
+                break
+            tokens = min(budget, sequence.computable_tokens)
+            batch.append((sequence, next_chunk(sequence, tokens, self._page_size)))
+            budget -= tokens
+        self._in_flight = frozenset(sequence for sequence, _ in batch)
+        return batch
+
+    def _has_page(self, sequence: Sequence) -> bool:
+        """Make sure that there is a page for the decode step, if need be by preempting sequences
+        behind it.
+        """
+        if sequence.computed_tokens < len(sequence.pages) * self._page_size:
+            return True
+        while (page := self._pages.allocate(1)) is None:
+            last = next(
+                one for one in reversed(self._admitted) if one.phase is SequencePhase.RUNNING
+            )
+            if last is sequence:
+                # The other pages belong to sequences before it, to pulls, or to peers to which they
+                # are being sent: they will come free.
+                assert len(sequence.pages) < self._pages.pages, (
+                    "refuse what `fits` refuses: it has outgrown all pages"
+                )
+                self._stalled.append(sequence)
+                return False
+            self._preempt(last)
+        sequence.pages += page
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._admitted.remove(sequence)
+        self._give_back(sequence)
+        self._change(sequence, 0)
+        # What it pulled is in the prefix cache now, and the peer may have released its pages.
+        sequence.pulls, sequence.pull_tail = (), False
+        sequence.phase = SequencePhase.WAITING
+        self._queue.requeue(sequence)
+
+    def complete(
+        self, batch: Iterable[tuple[Sequence, Chunk]], sampled: Mapping[Sequence, int]
+    ) -> list[Sequence]:
+        """Apply a computed batch; `sampled` has the next token of every chunk that wanted logits
+        and whose sequence has not ended.
+
+        Returns the `prefill_only` sequences that are now computed whole; they are to be finished
+        before the next batch.
+        """
+        assert frozenset(sequence for sequence, _ in batch) == self._in_flight, (
+            "not the batch that is in flight"
+        )
+        self._in_flight = frozenset()
+        prefilled: list[Sequence] = []
+        for sequence, chunk in batch:
+            if sequence.phase is SequencePhase.FINISHED:
+                self._give_back(sequence)
+                continue
+            first, end = sequence.computed_tokens, sequence.computed_tokens + len(chunk.token_ids)
+            self._change(sequence, end, sequence.arrived, sequence.awaited)
+            _register(
+                self._pages, sequence, range(first // self._page_size, end // self._page_size)
+            )
+            self._settle(sequence)
+            if end >= sequence.history_tokens:
+                self._queue.advance(sequence)
+            if chunk.wants_logits:
+                sequence.token_ids.append(sampled[sequence])
+                sequence.extend_tags(self._page_size)
+                self._queued_tokens += 1
+            elif sequence.uncomputed_tokens == 0:
+                prefilled.append(sequence)
+        return prefilled
+
+    # The end.
+
+    def finish(self, sequence: Sequence, retain_until_s: float | None = None) -> None:
+        """End a sequence in any phase, and sample nothing more for it; to end it twice is harmless.
+
+        With `retain_until_s` everything that a RUNNING sequence has computed stays under a lease
+        named by its stream.
+        """
+        match sequence.phase:
+            case SequencePhase.FINISHED:
+                return
+            case SequencePhase.WAITING:
+                self._queue.remove(sequence)
+            case SequencePhase.PULLING | SequencePhase.SPLIT | SequencePhase.RUNNING:
+                self._admitted.remove(sequence)
+                self._departures += 1
+                is_running = sequence.phase is SequencePhase.RUNNING
+                if is_running and retain_until_s is not None and sequence.computed_tokens:
+                    pages = sequence.pages[: pages_for(sequence.computed_tokens, self._page_size)]
+                    self._pages.retain(
+                        sequence.stream, pages, sequence.computed_tokens, retain_until_s
+                    )
+            case _:
+                assert_never(sequence.phase)
+        self._queued_tokens -= sequence.work_tokens
+        sequence.phase = SequencePhase.FINISHED
+        self._give_back(sequence)
+
+    # Helpers.
+
+    @property
+    def _has_stalled(self) -> bool:
+        return any(sequence.phase is SequencePhase.RUNNING for sequence in self._stalled)
+
+    def _change(
+        self,
+        sequence: Sequence,
+        computed: int,
+        arrived: tuple[range, ...] = (),
+        awaited: tuple[range, ...] = (),
+    ) -> None:
+        """Set how many leading tokens are computed; what has arrived right behind them counts as
+        computed.
+        """
+        before = sequence.work_tokens
+        while arrived and arrived[0].start == computed:
+            computed, arrived = arrived[0].stop, arrived[1:]
+        sequence.computed_tokens, sequence.arrived, sequence.awaited = computed, arrived, awaited
+        self._queued_tokens += sequence.work_tokens - before
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Update the phase of an admitted sequence."""
+        if sequence not in self._pulls:
+            sequence.phase = SequencePhase.RUNNING
+        else:
+            sequence.phase = (
+                SequencePhase.SPLIT if sequence.computable_tokens else SequencePhase.PULLING
+            )
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Release its pages, unless they may still be written; then `complete` or `pulled` does."""
+        if sequence in self._in_flight or sequence in self._pulls:
+            return
+        self._pages.release(sequence.pages)
+        sequence.pages = []
+        self._blocked = None
+
+    def check(self) -> None:
+        """Assert the invariants, and that all counters agree. O(sequences and their pages)."""
+        leaving = {
+            one
+            for one in self._in_flight | self._pulls.keys()
+            if one.phase is SequencePhase.FINISHED
+        }
+        assert all(
+            one.phase is SequencePhase.WAITING and not one.pages and not one.computed_tokens
+            for one in self._queue
+        )
+        assert all(
+            one.phase in (SequencePhase.PULLING, SequencePhase.SPLIT, SequencePhase.RUNNING)
+            for one in self._admitted
+        )
+        assert {
+            one for one in self._admitted if one.phase is not SequencePhase.RUNNING
+        } == self._pulls.keys() - leaving
+        assert all(
+            one.phase in (SequencePhase.SPLIT, SequencePhase.RUNNING, SequencePhase.FINISHED)
+            for one in self._in_flight
+        )
+        assert all(order(earlier) < order(later) for earlier, later in pairwise(self._admitted))
+        self._queue.check()
+        assert len(self._admitted) <= self._max_running
+        assert self._queued_tokens == sum(
+            one.work_tokens for one in (*self._queue, *self._admitted)
+        )
+        for one in (*self._queue, *self._admitted):
+            assert len(one.tags) == len(one.token_ids) // self._page_size
+            assert (
+                one.phase is SequencePhase.WAITING
+                or one.computed_tokens <= len(one.pages) * self._page_size
+            )
+            assert one.work_tokens > 0 or one.prefill_only, (
+                "the last position is always computed here"
+            )
+        for one in self._admitted:
+            spans = (range(one.computed_tokens), *one.arrived, *one.awaited)
+            assert all(
+                earlier.stop <= later.start < later.stop for earlier, later in pairwise(spans)
+            ), "a position twice"
+            assert bool(one.awaited) == (one.phase is not SequencePhase.RUNNING), (
+                "a sequence waits for nothing"
+            )
+            assert not one.awaited or (one.computable_tokens == 0) == (
+                one.phase is SequencePhase.PULLING
+            )
+        owners = Counter(page for one in (*self._admitted, *leaving) for page in one.pages)
+        assert all(self._pages.references(page) >= count for page, count in owners.items()), (
+            "a page is owned without a pin"
+        )
+
+
+def _register(pages: PageManager, sequence: Sequence, indexes: Iterable[int]) -> None:
+    """Register full pages of a sequence; where an equal page was registered before, the sequence
+    uses that one.
+    """
+    for index in indexes:
+        page = sequence.pages[index]
+        found = pages.register(page, sequence.tags[index])
+        if found != page:
+            # Two copies would waste one, and a lease on ours would protect the copy that cannot be
+            # found.
+            pages.pin(found)
+            pages.release([page])
+            sequence.pages[index] = found

@@ -1,0 +1,230 @@
+"""Sends newly filled pages to agents, as `kvrs/engine/checkpoints.py` does: the real backlog says
+what goes next.
+"""
+
+from functools import partial
+from itertools import islice
+
+from kvrs.ids import InstanceId
+from kvrs.protocol.page_messages import HeldPages, TrafficClass
+from kvrs.protocol.tags import Tag
+from kvrs.scheduling.checkpoint_backlog import RETRY_MOST_S, RETRY_S, CheckpointDelivery
+from kvrs.sim.agent import SimAgent
+from kvrs.sim.links import SimTransfer
+from kvrs.sim.site import LATENCY_S, SimPagePool, Site
+from kvrs.transfer.store.book import IncomingRange
+
+SHORTEST_S = 0.001  # A round in which nothing could be sent is not begun again at the same moment.
+
+_Batch = list[
+    tuple[CheckpointDelivery, int, list[int]]
+]  # A delivery, its first page, and the pages.
+
+
+class CheckpointSender:
+    """One per instance; to each agent one round at a time."""
+
+    def __init__(self, engine: SimPagePool, site: Site) -> None:
+        self._engine = engine
+        self._site = site
+        self._settings = site.config.backup
+        self._staging_pages = min(self._settings.staging_pages, max(1, engine.pages.pages // 4))
+        self._rounds: dict[
+            InstanceId, int
+        ] = {}  # With the number of the round; agents that none is under way to are not in it.
+        self._numbers = 0
+        self._pauses_s: dict[InstanceId, float] = {}
+        self.pinned_pages = 0
+
+    def look(self) -> None:
+        """Begin a round to every agent for which there is something to do."""
+        for name, holder in self._site.holders.items():
+            if isinstance(holder, SimAgent) and name not in self._rounds:
+                due_in_s = self._engine.backlog.due_in_s(name, self._engine.clock.now_s)
+                if due_in_s is not None:
+                    self._numbers += 1
+                    self._rounds[name] = self._numbers
+                    self._engine.later(
+                        due_in_s + max(SHORTEST_S, self._settings.gather_s),
+                        partial(self._round, holder, self._numbers),
+                    )
+
+    def _round(self, agent: SimAgent, number: int) -> None:
+        """Ask about what has not been asked, then send one batch."""
+        engine, backlog, now_s = self._engine, self._engine.backlog, self._engine.clock.now_s
+        for delivery in backlog.endings(agent.id):
+            if not engine.pages.retained_tokens(delivery.claim.stream):
+                backlog.drop(delivery)
+        offers = [(each, each.known_tags) for each in backlog.offers(agent.id, now_s)]
+
+        def ask() -> None:
+            answers = [agent.offer(each.claim, each.reserved_bytes, tags) for each, tags in offers]
+            engine.later(
+                LATENCY_S,
+                lambda: self._answered(number, agent, list(zip(offers, answers, strict=True))),
+            )
+
+        if offers:
+            agent.call(
+                LATENCY_S, ask, lambda: engine.later(LATENCY_S, lambda: self._lost(number, agent))
+            )
+            engine.later(
+                self._site.config.transfer.stall_timeout_s, lambda: self._lost(number, agent)
+            )
+        else:
+            self._send(number, agent)
+
+    def _answered(
+        self,
+        number: int,
+        agent: SimAgent,
+        answers: list[tuple[tuple[CheckpointDelivery, tuple[Tag, ...]], HeldPages]],
+    ) -> None:
+        if self._rounds.get(agent.id) != number:
+            return
+        for (delivery, _), held in answers:
+            self._engine.backlog.offered(delivery, held, self._engine.clock.now_s)
+        self._numbers += 1  # From here on the transfer's own timeout holds.
+        self._rounds[agent.id] = self._numbers
+        self._send(self._numbers, agent)
+
+    def _send(self, number: int, agent: SimAgent) -> None:
+        engine = self._engine
+        parcel = self._pin(agent)
+        if not parcel:
+            self._over(agent, number)
+            return
+        batch = [
+            (each, first, each.tags(first, first + len(pages))) for each, first, pages in parcel
+        ]
+        life = engine.life
+
+        def begin() -> None:
+            if engine.alive and engine.life == life:
+                _Store(
+                    self,
+                    agent,
+                    parcel,
+                    [agent.begin(each.claim, first, tags) for each, first, tags in batch],
+                ).send()
+
+        agent.call(
+            LATENCY_S,
+            begin,
+            lambda: engine.later(LATENCY_S, lambda: self.stored(agent, parcel, None)),
+        )
+
+    def _pin(self, agent: SimAgent) -> _Batch:
+        backlog, now_s = self._engine.backlog, self._engine.clock.now_s
+        share = max(1, self._staging_pages // max(1, backlog.busy_holders))
+        budget = min(share, self._staging_pages - self.pinned_pages)
+        parcel: _Batch = []
+        for delivery, first, end in (
+            list(islice(backlog.ranges(agent.id, now_s, budget), 1024)) if budget else []
+        ):
+            pages = self._engine.pages.match(delivery.tags(first, end))
+            self.pinned_pages += len(pages)
+            if pages:
+                parcel.append((delivery, first, pages))
+            else:
+                backlog.missed(delivery)
+        return parcel
+
+    def stored(self, agent: SimAgent, parcel: _Batch, answers: list[HeldPages] | None) -> None:
+        """The pages are there, or None: they are not, as far as is known."""
+        engine = self._engine
+        for _, _, pages in parcel:
+            engine.pages.release(pages)
+            self.pinned_pages -= len(pages)
+        number = self._rounds[agent.id]
+        if answers is None:
+            self._lost(number, agent)
+        else:
+            self._pauses_s.pop(agent.id, None)
+            for (delivery, first, _), held in zip(parcel, answers, strict=True):
+                engine.backlog.stored(delivery, first, held, engine.clock.now_s)
+            self._over(agent, number)
+        engine.look()
+
+    def _lost(self, number: int, agent: SimAgent) -> None:
+        """It does not answer. A round that is over already is not lost any more."""
+        if self._rounds.get(agent.id) != number:
+            return
+        self._numbers += 1
+        self._rounds[agent.id] = pause = self._numbers
+        self._engine.backlog.lost(agent.id)
+        pause_s = self._pauses_s.get(agent.id, RETRY_S)
+        self._pauses_s[agent.id] = min(2 * pause_s, RETRY_MOST_S)
+        self._engine.later(pause_s, lambda: self._over(agent, pause))
+
+    def _over(self, agent: SimAgent, number: int) -> None:
+        if self._rounds.get(agent.id) == number:
+            del self._rounds[agent.id]
+            self.look()
+
+    # What the transfer of a parcel needs.
+
+    @property
+    def engine(self) -> SimPagePool:
+        return self._engine
+
+    @property
+    def site(self) -> Site:
+        return self._site
+
+
+class _Store:
+    """One parcel on its way."""
+
+    def __init__(
+        self,
+        checkpoint_sender: CheckpointSender,
+        agent: SimAgent,
+        parcel: _Batch,
+        runs: list[IncomingRange],
+    ) -> None:
+        self._checkpoint_sender = checkpoint_sender
+        self._agent = agent
+        self._agent_life = agent.life
+        self._parcel = parcel
+        self._runs = runs
+        self._places = [(run, index) for run in runs for index in range(len(run.tags))]
+        self._contents = checkpoint_sender.engine.contents_of(
+            [page for _, _, pages in parcel for page in pages]
+        )
+        self._arrived_pages = 0
+
+    def send(self) -> None:
+        engine, site = self._checkpoint_sender.engine, self._checkpoint_sender.site
+        site.links.send(
+            SimTransfer(
+                engine,
+                self._agent,
+                len(self._places),
+                site.geometry.page_bytes,
+                TrafficClass.CHECKPOINT,
+                self._arrived,
+                self._ended,
+            )
+        )
+
+    def _arrived(self, pages: int) -> bool:
+        for _ in range(pages):
+            if self._checkpoint_sender.engine.corrupt_pages:
+                self._checkpoint_sender.engine.corrupt_pages -= 1
+                return False
+            run, index = self._places[self._arrived_pages]
+            self._agent.commit(run, index, self._contents[self._arrived_pages])
+            self._arrived_pages += 1
+        return True
+
+    def _ended(self, error: str | None) -> None:
+        answers: list[HeldPages] | None = None
+        if self._agent.alive and self._agent.life == self._agent_life:
+            answers = [self._agent.end(run) for run in self._runs]
+        if error is not None:
+            # Whatever it was, the agent has closed the connection: an offer tells what is there.
+            answers = None
+        self._checkpoint_sender.engine.later(
+            LATENCY_S, lambda: self._checkpoint_sender.stored(self._agent, self._parcel, answers)
+        )

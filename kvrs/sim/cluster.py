@@ -1,0 +1,211 @@
+"""The processes of a simulated cluster: instances, agents, proxies, and the links between them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+import msgspec
+
+from kvrs.config.backup import BackupMode
+from kvrs.config.file import Config
+from kvrs.config.proxy import PeerSettings
+from kvrs.ids import InstanceId
+from kvrs.profiles.catalog import kv_geometry
+from kvrs.protocol.tags import root_tag
+from kvrs.scheduling.pace import Pace
+from kvrs.sim.agent import SimAgent
+from kvrs.sim.engine import SimEngine
+from kvrs.sim.invariants import Grants
+from kvrs.sim.links import SimLinks
+from kvrs.sim.process import Clock
+from kvrs.sim.proxy import SimProxy
+from kvrs.sim.site import SimHolder, Site
+from kvrs.sim.streams import SimStream
+from kvrs.sim.watches import Watch
+
+PACE = "opt-13b-a100-distserve-tp1"  # Where the configuration names none.
+POISONED = "a poisoned request"
+MOVED, CUT = "moved", "cut off with its proxy"  # Ends of streams whose proxy died.
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One fault that was carried out."""
+
+    death: str
+    at_s: float
+    whom: str
+    streams: int  # That counted on the victim.
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one simulated run."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    recoveries: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)  # By kind, of all policies.
+    actions: Counter[str] = field(default_factory=Counter)
+    recovered_streams: int = 0
+    pauses_s: list[float] = field(default_factory=list)
+    hits: list[Hit] = field(default_factory=list)
+    never_due: list[str] = field(default_factory=list)
+    dropped_tokens: int = 0  # Of attempts that were over.
+    slot_denials: int = 0  # By agents, because other proxies had the slots.
+    local_grants: int = 0  # Slots that a proxy granted itself: no agent could be asked.
+    adopted: int = 0  # Streams that went on at another proxy.
+    tokens: int = 0
+    span_s: float = 0.0
+    steps: int = 0
+
+
+class SimCluster:
+    def __init__(
+        self, config: Config, *, seed: int, proxies: int, stay_away: float, keep_log: bool
+    ) -> None:
+        """`stay_away` is the chance that what was killed is not back for 20 s or more."""
+        self.rng = Random(seed)
+        self.clock = Clock()
+        pace = config.cluster.engine.pace or PACE
+        config = _complete(config, pace, proxies)
+        geometry = msgspec.structs.replace(
+            kv_geometry(pace), page_size_tokens=config.cluster.engine.page_size_tokens
+        )
+        backup = config.backup
+        rate = config.transfer.link_bytes_per_s or config.policy.assumed_link_bytes_per_s
+        self.links = SimLinks(
+            self.clock, rate, backup.host_to_device_bytes_per_s, config.transfer.stall_timeout_s
+        )
+        self._site = site = Site(
+            config, self.clock, self.links, Pace(pace), geometry, root_tag("simulated")
+        )
+        self.engines = {
+            instance.id: SimEngine(instance.id, node.id, instance.role, site)
+            for node, instance in config.cluster.instances()
+        }
+        nodes = config.cluster.nodes if backup.mode is not BackupMode.OFF else []
+        for engine in self.engines.values():
+            engine.poisoned = partial(self._poisoned, engine)
+        self.agents = {node.agent_id: SimAgent(node.agent_id, node.id, site) for node in nodes}
+        site.holders.update(self.engines)
+        site.holders.update(self.agents)
+        self._grants = Grants(config.policy.slots_max)
+        self._keep_log = keep_log
+        self.proxies: list[SimProxy] = []  # Those that have died included.
+        self.serving = [self.new_proxy() for _ in range(proxies)]
+        self._stay_away = stay_away
+        self.outcome = Outcome()
+        self.log: list[str] = []  # What happened to which process, for people and for comparison.
+
+    @property
+    def config(self) -> Config:
+        return self._site.config
+
+    @property
+    def holders(self) -> dict[InstanceId, SimHolder]:
+        """Instances and agents."""
+        return self._site.holders
+
+    def new_proxy(self) -> SimProxy:
+        proxy = SimProxy(
+            f"proxy{len(self.proxies)}",
+            self._site,
+            self._grants,
+            self.rng,
+            keep_log=self._keep_log,
+            lost=self._gossip_loss,
+        )
+        self.proxies.append(proxy)
+        return proxy
+
+    def any_engine(self) -> SimEngine | None:
+        running = [engine for engine in self.engines.values() if engine.is_running]
+        return self.rng.choice(running) if running else None
+
+    def running_proxies(self) -> list[SimProxy]:
+        return [proxy for proxy in self.serving if proxy.is_alive]
+
+    def streams_on(self, name: InstanceId) -> int:
+        return sum(
+            name in (live.instance, *holders_of(live))
+            for proxy in self.running_proxies()
+            for live in open_streams(proxy)
+        )
+
+    def kill(self, holder: SimHolder, *, with_node: bool) -> None:
+        """With its node nobody is left who would reset connections, and the node's memory is
+        lost.
+        """
+        if isinstance(holder, SimEngine):
+            holder.kill(silently=with_node)
+        else:
+            holder.kill()
+        if with_node and isinstance(holder, SimAgent):
+            holder.lose_memory()
+        self.links.drop(holder)
+        if not with_node:
+            for proxy in self.serving:
+                if proxy.is_alive:
+                    proxy.watches[holder.id].reset()
+        back_s = (
+            self.rng.uniform(20.0, 60.0)
+            if self.rng.random() < self._stay_away
+            else self.rng.uniform(0.2, 4.0)
+        )
+        self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
+
+    def _bring_back(self, holder: SimHolder, life: int) -> None:
+        if not holder.alive and holder.life == life:
+            holder.start()
+            self.log.append(f"{self.clock.now_s:.6f} {holder.id} is back")
+
+    def wake(self, holder: SimHolder, life: int) -> None:
+        if holder.alive and holder.frozen and holder.life == life:
+            self.log.append(f"{self.clock.now_s:.6f} {holder.id} wakes")
+            holder.wake()
+            self.links.look()
+
+    def end(self, engine: SimEngine, life: int) -> None:
+        if engine.alive and engine.life == life:
+            self.kill(engine, with_node=False)
+
+    def _poisoned(self, engine: SimEngine) -> None:
+        self.note(POISONED, engine.id, self.streams_on(engine.id))
+        self.kill(engine, with_node=False)
+
+    def _gossip_loss(self, watch: Watch, epoch: int) -> None:
+        """What one proxy has lost, the others hear of; what they measured, too."""
+        if self._site.config.gossip.enabled:
+            for proxy in self.running_proxies():
+                other = proxy.watches.get(watch.process.id)
+                if other is not None and other is not watch:
+                    proxy.after(self.rng.uniform(0.02, 1.0), partial(other.gossiped_dead, epoch))
+
+    def note(self, death: str, whom: str, streams: int) -> None:
+        self.outcome.hits.append(Hit(death, self.clock.now_s, whom, streams))
+        self.log.append(f"{self.clock.now_s:.6f} {death}: {whom}, {streams} streams")
+
+
+def _complete(config: Config, pace: str, proxies: int) -> Config:
+    """The configuration with what a simulated proxy needs of it: one prefill table for all
+    instances, and its peers.
+    """
+    table = config.profiles.prefill or pace
+    peers = [PeerSettings(id=f"peer{n}", peer_port=n + 1) for n in range(proxies - 1)]
+    return config.model_copy(
+        update={
+            "profiles": config.profiles.model_copy(update={"prefill": table}),
+            "proxy": config.proxy.model_copy(update={"peers": peers}),
+        }
+    )
+
+
+def holders_of(live: SimStream) -> list[InstanceId]:
+    """Instances and agents that may hold pages of the stream."""
+    return [*live.prefilled_at, *(agent for agent, copy in live.copies.items() if copy.pages)]
+
+
+def open_streams(proxy: SimProxy) -> Iterator[SimStream]:
+    return (live for live in proxy.streams.values() if not live.outcome)

@@ -1,0 +1,226 @@
+"""Faults that no order to a process can cause, and a simulator can: lost reports, error events,
+GPUs that fail, instances that drain, proxies that die or get other settings, gossip that is false.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from kvrs.config.file import Config
+from kvrs.config.policy import Degraded, Dispatch, Failing, PolicyName
+from kvrs.control.reload import reload_settings
+from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.sim import fault_scenarios
+from kvrs.sim.cluster import CUT, MOVED, SimCluster, holders_of, open_streams
+from kvrs.sim.engine import SimEngine
+from kvrs.sim.fault_scenarios import FaultEvent
+from kvrs.sim.process import Clock
+from kvrs.sim.proxy import SimProxy
+from kvrs.sim.streams import SimJournal, SimStream
+from kvrs.transfer.meter import Measurement
+
+
+class Disturbances:
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self.moving = 0  # Streams whose clients are about to resume them.
+        self._loaded: dict[str, Config] = {}  # By proxy; absent: its first settings.
+
+    def strike(self, death: FaultEvent) -> None:
+        """What no order to a process can do, and a simulator can."""
+        match death.name:
+            case fault_scenarios.LOST_REPORTS:
+                self._lose_reports()
+            case fault_scenarios.ERROR_EVENT:
+                if (engine := self._cluster.any_engine()) and (
+                    stream := engine.fail_one()
+                ) is not None:
+                    self._cluster.note(death.name, str(stream), 1)
+            case fault_scenarios.GPU_DEGRADED:
+                self._judge_gpu(death.name, GpuState.DEGRADED)
+            case fault_scenarios.GPU_FAILING:
+                self._judge_gpu(death.name, GpuState.FAILING)
+            case fault_scenarios.DRAINED:
+                self._drain()
+            case fault_scenarios.SICK:
+                self._sicken()
+            case fault_scenarios.PROXY_KILLED:
+                self._kill_proxy()
+            case fault_scenarios.FALSE_GOSSIP:
+                self._gossip_falsely()
+            case fault_scenarios.RELOADED:
+                self._reload()
+            case _:
+                raise AssertionError(death.name)
+
+    def _lose_reports(self) -> None:
+        proxies = self._cluster.running_proxies()
+        if not proxies:
+            return
+        proxy, name = (
+            self._cluster.rng.choice(proxies),
+            self._cluster.rng.choice(list(self._cluster.holders)),
+        )
+        proxy.watches[name].drop += self._cluster.rng.randint(1, 4)
+        hit = sum(name in (live.instance, *holders_of(live)) for live in open_streams(proxy))
+        self._cluster.note(fault_scenarios.LOST_REPORTS, f"{proxy.name} of {name}", hit)
+
+    def _judge_gpu(self, death: str, state: GpuState) -> None:
+        """Gossip brings every proxy the news, each at its own moment; in the end the GPU is healthy
+        again, or its instance dies.
+        """
+        engine = self._cluster.any_engine()
+        if engine is None:
+            return
+        self._cluster.note(death, engine.id, self._cluster.streams_on(engine.id))
+        self._tell_gpu(engine, state)
+        if state is GpuState.FAILING and self._cluster.rng.random() < 0.5:
+            self._cluster.clock.after(
+                self._cluster.rng.uniform(0.3, 3.0), partial(self._cluster.end, engine, engine.life)
+            )
+        self._cluster.clock.after(
+            self._cluster.rng.uniform(1.0, 6.0), partial(self._tell_gpu, engine, GpuState.HEALTHY)
+        )
+
+    def _tell_gpu(self, engine: SimEngine, state: GpuState) -> None:
+        reason = "" if state is GpuState.HEALTHY else "xid 79"
+        gpu = GpuHealth(str(engine.id), 0, state, reason, 0.0)
+        for proxy in self._cluster.running_proxies():
+            seen = partial(proxy.control.gpus_seen, engine.node, [gpu])
+            proxy.after(
+                self._cluster.rng.uniform(0.01, 0.6), partial(_with_time, seen, self._cluster.clock)
+            )
+
+    def _drain(self) -> None:
+        """It reports that it is draining, and ends later with whatever is still there."""
+        engine = self._cluster.any_engine()
+        if engine is not None and not engine.draining:
+            self._cluster.note(
+                fault_scenarios.DRAINED, engine.id, self._cluster.streams_on(engine.id)
+            )
+            engine.draining = True
+            self._cluster.clock.after(
+                self._cluster.rng.uniform(0.3, 5.0), partial(self._cluster.end, engine, engine.life)
+            )
+
+    def _sicken(self) -> None:
+        """It answers every call with an error, at once, and its reports are healthy."""
+        engine = self._cluster.any_engine()
+        if engine is None:
+            return
+        self._cluster.note(fault_scenarios.SICK, engine.id, self._cluster.streams_on(engine.id))
+        engine.answer = self._cluster.rng.choice(["HTTP 404", "HTTP 500", "HTTP 503"])
+        self._cluster.clock.after(
+            fault_scenarios.SICK_FOR_S, partial(setattr, engine, "answer", None)
+        )
+
+    def _kill_proxy(self) -> None:
+        """Its clients resume keyed streams at another proxy, from its mirror's record; another
+        process is started in its place.
+        """
+        running = self._cluster.running_proxies()
+        if not running:
+            return
+        proxy = self._cluster.rng.choice(running)
+        open_ = proxy.die()
+        self._cluster.note(fault_scenarios.PROXY_KILLED, proxy.name, len(open_))
+        others = [other for other in running if other is not proxy]
+        for live in open_:
+            if not live.journal.resumable or not others:
+                live.outcome = CUT
+                continue
+            live.outcome = MOVED
+            journal = self._mirrored(live, proxy)
+            self.moving += 1
+            adopt = partial(self._adopt, self._cluster.rng.choice(others), journal)
+            self._cluster.clock.after(self._cluster.rng.uniform(0.005, 0.5), adopt)
+        place = self._cluster.serving.index(proxy)
+        self._cluster.clock.after(
+            self._cluster.rng.uniform(0.2, 2.0), partial(self._replace_proxy, place)
+        )
+
+    def _mirrored(self, live: SimStream, proxy: SimProxy) -> SimJournal:
+        """What the mirror has of the stream: the last tokens may be missing, and what it says of
+        holders may be old.
+        """
+        journal = live.journal
+        lag = self._cluster.rng.choice([0, 0, 1, 3])
+        kept = proxy.control.policy.kept(live.id)
+        return replace(
+            journal,
+            prompt_ids=journal.prompt_ids and list(journal.prompt_ids),
+            output_ids=journal.output_ids[: max(0, len(journal.output_ids) - lag)],
+            owner_epoch=journal.owner_epoch + 1,
+            attempt=0,
+            kept=tuple(each for each in kept if self._cluster.rng.random() < 0.9),
+        )
+
+    def _adopt(self, proxy: SimProxy, journal: SimJournal) -> None:
+        self.moving -= 1
+        if proxy.is_alive:
+            proxy.adopt(journal)
+            self._cluster.outcome.adopted += 1
+        else:
+            self._cluster.outcome.ended[CUT] += 1
+
+    def _replace_proxy(self, place: int) -> None:
+        self._cluster.serving[place] = proxy = self._cluster.new_proxy()
+        proxy.begin()
+        self._cluster.log.append(
+            f"{self._cluster.clock.now_s:.6f} {proxy.name} takes the place of a dead one"
+        )
+
+    def _gossip_falsely(self) -> None:
+        """A process that runs is gossiped dead: nothing may be lost while it reports."""
+        engine = self._cluster.any_engine()
+        if engine is None:
+            return
+        self._cluster.note(
+            fault_scenarios.FALSE_GOSSIP, engine.id, self._cluster.streams_on(engine.id)
+        )
+        for proxy in self._cluster.running_proxies():
+            watch = proxy.watches[engine.id]
+            proxy.after(
+                self._cluster.rng.uniform(0.0, 0.5), partial(watch.gossiped_dead, engine.epoch)
+            )
+            proxy.after(self._cluster.rng.uniform(1.0, 3.0), watch.gossip_withdrawn)
+            measured = Measurement(
+                10 ** self._cluster.rng.uniform(7.0, 10.0), 0.0, self._cluster.rng.uniform(0, 5)
+            )
+            source = self._cluster.rng.choice(list(self._cluster.holders.values())).node
+            linked = partial(proxy.control.link_measured, source, engine.node, measured)
+            proxy.after(
+                self._cluster.rng.uniform(0.0, 0.5),
+                partial(_with_time, linked, self._cluster.clock),
+            )
+
+    def _reload(self) -> None:
+        """Every proxy gets other settings, each at its own moment."""
+        rng, config = self._cluster.rng, self._cluster.config
+        gpu = {"degraded": rng.choice(list(Degraded)), "failing": rng.choice(list(Failing))}
+        policy = {
+            "name": rng.choice(list(PolicyName)),
+            "dispatch": rng.choice(list(Dispatch)),
+            "gpu": config.policy.gpu.model_copy(update=gpu),
+        }
+        slo = {"abort": rng.random() < 0.25, "recovery_gap_s": rng.choice([1.0, 10.0])}
+        after = config.model_copy(
+            update={
+                "policy": config.policy.model_copy(update=policy),
+                "slo": config.slo.model_copy(update=slo),
+            }
+        )
+        proxies = self._cluster.running_proxies()
+        hit = sum(len(list(open_streams(proxy))) for proxy in proxies)
+        self._cluster.note(fault_scenarios.RELOADED, "proxies", hit)
+        for proxy in proxies:
+            proxy.after(rng.uniform(0.0, 0.5), partial(self._reload_at, proxy, after))
+
+    def _reload_at(self, proxy: SimProxy, after: Config) -> None:
+        before = self._loaded.get(proxy.name, self._cluster.config)
+        self._loaded[proxy.name] = after
+        reload_settings(proxy.control, before, after, self._cluster.clock.now_s)
+
+
+def _with_time(call: Callable[[float], None], clock: Clock) -> None:
+    call(clock.now_s)

@@ -1,0 +1,143 @@
+"""All deaths that a stream may meet, each a short story in the language of faults, in random order
+at random moments.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from kvrs.faults.language import Fault, parse_faults
+
+Row = dict[str, Any]
+FaultScenario = Callable[[Random, Sequence[str]], list[Row]]
+
+# What no order to a process can do, and a simulator can.
+LOST_REPORTS = "lost reports"
+ERROR_EVENT = "error event"
+GPU_DEGRADED = "a GPU degraded"
+GPU_FAILING = "a GPU failing"
+DRAINED = "an instance drained"
+SICK_FOR_S = 15.0
+SICK = "an instance that fails all calls"  # Not drawn among the others: `scenarios.sick`.
+PROXY_KILLED = "a proxy"
+FALSE_GOSSIP = "a false death by gossip"
+RELOADED = "other settings"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultEvent:
+    """What happens from `at_s` on, as soon as its victims are in the state that it is about."""
+
+    name: str
+    at_s: float
+    faults: tuple[Fault, ...] = ()  # Without any it is one of those above.
+
+
+def _kill(whom: Row, **when: Any) -> Row:
+    return {"when": when or {"streams_at_least": 1}, "what": "kill", "whom": whom}
+
+
+def _any(role: str) -> Row:
+    return {"role": role, "pick": "random"}
+
+
+def _all(role: str) -> Row:
+    return {"role": role, "pick": "all"}
+
+
+def _lasting(what: str, whom: Row, for_s: float, **more: Any) -> Row:
+    return {"when": {"at_s": 0.0}, "what": what, "whom": whom, "for_s": for_s} | more
+
+
+def _damage(role: str, pages: int) -> Row:
+    return {"when": {"at_s": 0.0}, "what": "corrupt_page", "whom": _all(role), "pages": pages}
+
+
+def _link(rng: Random, nodes: Sequence[str]) -> Row:
+    return {"link": rng.sample(nodes, 2)}
+
+
+_DECODE = _kill(_any("decode"))
+_RECOVERY = {"phase": "recovery"}
+
+FAULT_SCENARIOS: dict[str, FaultScenario] = {
+    "prefill before the hand-off": lambda r, n: [_kill(_any("prefill"), phase="prefill")],
+    "prefill during a hand-off": lambda r, n: [_kill(_any("prefill"), phase="handoff")],
+    "prefill after the hand-off": lambda r, n: [_kill(_any("prefill"), phase="decode")],
+    "prefill during a recovery": lambda r, n: [_DECODE, _kill(_any("prefill"), **_RECOVERY)],
+    "all prefill instances": lambda r, n: [_kill(_all("prefill"))],
+    "decode": lambda r, n: [_DECODE],
+    "decode near the end": lambda r, n: [_kill(_any("decode"), phase="near_end")],
+    "target during a recovery": lambda r, n: [_DECODE, _kill(_any("decode"), **_RECOVERY)],
+    "two decode instances at once": lambda r, n: [_DECODE, _DECODE],
+    "all decode instances": lambda r, n: [_kill(_all("decode"))],
+    "agent": lambda r, n: [_kill(_any("agent"))],
+    "agent during a recovery": lambda r, n: [_DECODE, _kill(_any("agent"), **_RECOVERY)],
+    "all agents": lambda r, n: [_kill(_all("agent"))],
+    "a node with its agent": lambda r, n: [_kill({"node": r.choice(n)})],
+    "decode frozen": lambda r, n: [_lasting("stop", _any("decode"), r.uniform(0.1, 9.0))],
+    "prefill frozen": lambda r, n: [_lasting("stop", _any("prefill"), r.uniform(0.1, 9.0))],
+    "agent frozen": lambda r, n: [_lasting("stop", _any("agent"), r.uniform(0.1, 9.0))],
+    "a node frozen": lambda r, n: [_lasting("stop", {"node": r.choice(n)}, r.uniform(0.1, 9.0))],
+    "frozen and killed": lambda r, n: [_lasting("stop", _any("decode"), 9.0), _DECODE],
+    "decode ten times slower": lambda r, n: [
+        _lasting("slow", _any("decode"), r.uniform(0.5, 4.0), factor=10.0)
+    ],
+    "prefill ten times slower": lambda r, n: [
+        _lasting("slow", _any("prefill"), r.uniform(0.5, 4.0), factor=10.0)
+    ],
+    "damaged pages of prefill": lambda r, n: [_damage("prefill", r.randint(1, 4)), _DECODE],
+    "damaged pages of agents": lambda r, n: [_damage("agent", r.randint(1, 4)), _DECODE],
+    "damaged checkpoints": lambda r, n: [_damage("decode", r.randint(1, 4)), _DECODE],
+    "a link cut": lambda r, n: [_lasting("link_cut", _link(r, n), r.uniform(0.5, 6.0)), _DECODE],
+    "a slow link": lambda r, n: [
+        _lasting("link_rate", _link(r, n), r.uniform(0.5, 6.0), bytes_per_s=1e8),
+        _DECODE,
+    ],
+    LOST_REPORTS: lambda r, n: [],
+    ERROR_EVENT: lambda r, n: [],
+    GPU_DEGRADED: lambda r, n: [],
+    GPU_FAILING: lambda r, n: [],
+    DRAINED: lambda r, n: [],
+    PROXY_KILLED: lambda r, n: [],
+    FALSE_GOSSIP: lambda r, n: [],
+    RELOADED: lambda r, n: [],
+}
+
+
+def random_deaths(
+    rng: Random,
+    count: int,
+    span_s: float,
+    nodes: Sequence[str],
+    *,
+    has_agents: bool,
+    proxies: int,
+) -> list[FaultEvent]:
+    """So many, at any moment of the span. What needs an agent, a second node or a second proxy is
+    left out where there is none.
+    """
+    names = [
+        name
+        for name in FAULT_SCENARIOS
+        if (has_agents or "agent" not in name)
+        and (len(nodes) > 1 or "link" not in name)
+        and (proxies > 1 or name != PROXY_KILLED)
+    ]
+    deaths: list[FaultEvent] = []
+    for name in rng.sample(names, min(count, len(names))) + rng.choices(
+        names, k=max(0, count - len(names))
+    ):
+        at_s = rng.uniform(0.05, span_s)
+        rows = [
+            row | {"when": row["when"] | {"at_s": at_s}}
+            for row in FAULT_SCENARIOS[name](rng, nodes)
+        ]
+        deaths.append(FaultEvent(name, at_s, tuple(parse_faults(rows)) if rows else ()))
+    return sorted(deaths, key=lambda death: death.at_s)
+
+
+def named_deaths(faults: Sequence[Fault]) -> list[FaultEvent]:
+    """Those of a file, by what they say of themselves."""
+    return [FaultEvent(fault.label, fault.when.at_s or 0.0, (fault,)) for fault in faults]

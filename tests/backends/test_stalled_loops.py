@@ -1,0 +1,135 @@
+"""Real engines and agents whose event loops stall, and one that is stopped whole."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from experiments.processes import Processes
+from kvrs.config.file import parse_config
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+# The process computes in its main thread for 6 s when it is told to: its event loop stalls.
+STALLABLE = """
+import runpy, signal, sys, time
+
+def stall(*_):
+    until_s = time.monotonic() + 6.0
+    while time.monotonic() < until_s:
+        pass
+
+signal.signal(signal.SIGUSR2, stall)
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+STREAM = {"prompt": "ka lo mi", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+
+
+class Stallable(Processes):
+    def _placed(self, name: str, command: list[str]) -> list[str]:
+        python, _, *rest = command
+        return [python, "-c", STALLABLE, *rest] if name != "proxy" else command
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    instances = [
+        {"id": "p0", "role": "prefill"},
+        {"id": "d0", "role": "decode"},
+        {"id": "d1", "role": "decode"},
+    ]
+    config = parse_config(
+        {
+            "proxy": {"port": 0, "admin_port": 0},
+            "cluster": {"nodes": [{"id": "n0", "instances": instances}]},
+            "backup": {"mode": "local", "capacity_bytes": 64 << 20},
+        }
+    )
+    names = ("p0", "d0", "d1", "agent-n0")
+    with Stallable(config) as running:
+        running.start(*names)
+        running.wait_ready(*names)
+        running.start_proxy()
+        yield running
+
+
+class Watched:
+    """A stream, the instance that decodes it, and what the proxy has made of that."""
+
+    def __init__(self, processes: Processes, http: aiohttp.ClientSession) -> None:
+        proxy = processes.config.proxy
+        self._url, self._admin = (
+            f"http://{proxy.host}:{port}" for port in (proxy.port, proxy.admin_port)
+        )
+        self._http = http
+
+    async def state(self) -> Any:
+        async with self._http.get(f"{self._admin}/kvrs/v1/state") as answer:
+            return await answer.json()
+
+    async def text(self) -> str:
+        body = STREAM | {"stream": True}
+        async with self._http.post(f"{self._url}/v1/completions", json=body) as response:
+            *events, done, nothing = (await response.text()).split("\n\n")
+        assert (done, nothing) == ("data: [DONE]", "")
+        return "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
+
+    async def decoding(self) -> str:
+        """The decode instance of the one stream that has tokens."""
+        async with asyncio.timeout(20):
+            while True:
+                rows = (await self.state())["streams"]
+                if rows and rows[0]["output_tokens"] > 20:
+                    return str(rows[0]["decode"])
+                await asyncio.sleep(0.01)
+
+    async def recoveries(self) -> list[str]:
+        return [row["from"] for row in (await self.state())["recoveries"]]
+
+    async def epochs(self) -> dict[str, tuple[str, int]]:
+        state = await self.state()
+        rows = [*state["instances"], *state["agents"]]
+        return {row["id"]: (row["health"], row["epoch"]) for row in rows}
+
+
+async def test_a_stalled_event_loop_is_not_a_death(processes: Processes) -> None:
+    """The instance and the agent are neither lost nor fenced; the stream waits, and is exact."""
+    async with aiohttp.ClientSession() as http:
+        watched = Watched(processes, http)
+        expected = await watched.text()
+        before = await watched.epochs()
+        streaming = asyncio.create_task(watched.text())
+
+        for name in (await watched.decoding(), "agent-n0"):
+            os.kill(processes.pid(name), signal.SIGUSR2)
+
+        assert await streaming == expected
+        assert await watched.recoveries() == []
+        assert await watched.epochs() == before
+
+
+async def test_a_stopped_process_is_a_loss(processes: Processes) -> None:
+    """No heartbeat comes from it: its streams go on elsewhere, and it is fenced when it wakes."""
+    async with aiohttp.ClientSession() as http:
+        watched = Watched(processes, http)
+        expected, before = await watched.text(), await watched.epochs()
+        streaming = asyncio.create_task(watched.text())
+        stopped = await watched.decoding()
+
+        os.kill(processes.pid(stopped), signal.SIGSTOP)
+        try:
+            text = await streaming
+        finally:
+            os.kill(processes.pid(stopped), signal.SIGCONT)
+
+        assert text == expected
+        assert await watched.recoveries() == [stopped]
+        async with asyncio.timeout(20):
+            while (await watched.epochs())[stopped] != ("up", before[stopped][1] + 1):
+                await asyncio.sleep(0.05)

@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrs.cli import app
+from kvrs.config.file import SecuritySettings
+from kvrs.config.tenants import key_hash, read_tenants
+from kvrs.errors import ConfigError
+
+HASH = "ab" * 32
+
+
+def read(path: Path, text: str, mode: int = 0o600) -> object:
+    path.write_text(text)
+    path.chmod(mode)
+    return read_tenants(SecuritySettings(key_file=str(path)), {})
+
+
+def test_without_keys_there_are_no_tenants() -> None:
+    assert read_tenants(SecuritySettings(), {}) is None
+
+
+def test_the_environment_may_hold_them() -> None:
+    tenants = read_tenants(SecuritySettings(), {"KVRS_KEYS": f"a: {{keys: [{HASH}], streams: 2}}"})
+
+    assert tenants is not None
+    assert tenants["a"].streams == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "no tenant"),
+        ("[]", "no tenant"),
+        ("a: {", "not valid YAML"),
+        ("a: 1", "a.the file: got 1"),
+        ("a: {keys: []}", "a.keys"),
+        ("a: {keys: [secret]}", "a.keys.0"),
+        (f"a: {{keys: [{HASH}], streams: 0}}", "a.streams: got 0"),
+        (f"a: {{keys: [{HASH}], stream: 1}}", "a.stream: unknown key; allowed: enabled, keys"),
+        (f"a b: {{keys: [{HASH}]}}", "as a tenant's name"),
+        (f"a: {{keys: [{HASH}]}}\nb: {{keys: [{HASH}]}}", "one key is of a too"),
+    ],
+)
+def test_a_fault_is_named_by_its_path(tmp_path: Path, text: str, fault: str) -> None:
+    with pytest.raises(ConfigError, match=r"security\.key_file") as raised:
+        read(tmp_path / "keys", text)
+
+    assert fault in str(raised.value)
+
+
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="allowed: 0600"):
+        read(tmp_path / "keys", f"a: {{keys: [{HASH}]}}", 0o640)
+
+
+def test_the_command_makes_a_key_and_its_line(tmp_path: Path) -> None:
+    """The line alone is stored, and no key can be told from it."""
+    result = CliRunner().invoke(app, ["key", "alice"])
+    key, line = result.stdout.splitlines()
+
+    tenants = read_tenants(SecuritySettings(), {"KVRS_KEYS": line})
+
+    assert tenants is not None
+    assert tenants["alice"].keys == [key_hash(key.encode()).hex()]
+    assert len(key) > 40
+    assert key not in line

@@ -1,0 +1,268 @@
+"""`kvrs explain` at the command line."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvrs.config.policy import PolicyName
+from kvrs.errors import ConfigError, LogError
+from kvrs.explain.show import ExplainOptions, parse_bandwidth, run_explain
+from kvrs.explain.show_log import explain_log
+from tests.policy.recorded_incident import incident
+
+SEED = ExplainOptions(
+    profile="opt-13b-a100-kvrs-seed",
+    prompt_tokens=1477,
+    bandwidth="25Gbit/s",
+    service_s=0.06,
+    policy=PolicyName.ROM,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("25Gbit/s", 3.125e9),
+        ("3.1GB/s", 3.1e9),
+        ("800 Mbps", 1e8),
+        ("1e3kB/s", 1e6),
+        ("1GiB/s", 2.0**30),
+        ("5B/s", 5.0),
+        ("h100-dgx-inter-node", 34.4e9),
+    ],
+)
+def test_bandwidths_have_units_or_are_links(text: str, bytes_per_s: float) -> None:
+    """Bits and bytes are distinguished; a bare number is refused."""
+    assert parse_bandwidth(text, "--bandwidth") == pytest.approx(bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "25", "25G", "0Gbit/s", "-1GB/s", "fastGB/s", "1e999GB/s", "25Gbit"]
+)
+def test_a_bandwidth_without_a_unit_is_refused(text: str) -> None:
+    """Option, value, what is allowed."""
+    with pytest.raises(ConfigError, match=r"--bandwidth: got .*; allowed: .*25Gbit/s"):
+        parse_bandwidth(text, "--bandwidth")
+
+
+def test_the_table_shows_the_choice_and_where_it_would_change() -> None:
+    """The seed's example, in plain text."""
+    shown = io.StringIO()
+
+    run_explain(SEED, Console(file=shown, width=160))
+
+    text = shown.getvalue()
+    assert "1,477 tokens: 1,210.0 MB / 3.12 GB/s" in text
+    assert "crossover bandwidth: 13.98 GB/s (111.8 Gbit/s)" in text
+    assert "hand-off crossover queue depth: 6.45 requests" in text
+
+
+def test_json_holds_question_and_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """For programs: a version, the profile's labels, the question and the answer."""
+    run_explain(
+        ExplainOptions(
+            profile="llama-3.1-70b-h100-vllm-tp4", prompt_tokens=8000, queue_depth=2, json=True
+        )
+    )
+
+    found = json.loads(capsys.readouterr().out)
+    assert (found["version"], found["profile"]["kind"], found["question"]["prompt_tokens"]) == (
+        1,
+        "estimated",
+        8000,
+    )
+    assert found["question"]["queue_s"] == pytest.approx(2 * found["question"]["service_s"])
+    assert {option["option"] for option in found["answer"]["options"]} == {
+        "migrate",
+        "recompute",
+        "split",
+    }
+
+
+def test_a_profile_that_is_none_is_named_by_its_option() -> None:
+    """And the links and profiles that there are."""
+    with pytest.raises(
+        ConfigError, match=r"^--profile: got 'nope'; allowed: a path to a profile, or llama"
+    ):
+        run_explain(replace(SEED, profile="nope"))
+
+
+def test_a_link_that_carries_nothing_has_no_crossover() -> None:
+    """Infinity is no number of requests."""
+    shown = io.StringIO()
+
+    run_explain(replace(SEED, bandwidth="1e-320bit/s"), Console(file=shown, width=160))
+
+    assert "hand-off crossover queue depth: none" in shown.getvalue()
+
+
+def test_wrong_options_are_named_all_at_once() -> None:
+    """One line each, with what is allowed."""
+    options = ExplainOptions(
+        profile=SEED.profile,
+        prompt_tokens=0,
+        output_tokens=-1,
+        held_tokens=5,
+        bandwidth="quick",
+        queue_depth=1,
+        queue_s=1,
+    )
+
+    with pytest.raises(ConfigError) as refused:
+        run_explain(options)
+
+    assert len(refused.value.faults) == 5
+
+
+def test_checkpoints_reuse_and_corrections_are_options_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every option that the policy weighs can be shown."""
+    options = replace(
+        SEED,
+        policy=PolicyName.AUTO,
+        checkpoint_tokens=1400,
+        reused_tokens=160,
+        corrections=["migrate=1.5", "restore=2"],
+        json=True,
+    )
+
+    run_explain(options)
+
+    answer = json.loads(capsys.readouterr().out)["answer"]
+    found = {each["option"]: each for each in answer["options"]}
+    assert set(found) == {"reuse", "migrate", "restore", "split", "recompute"}
+    assert found["migrate"]["total_s"] == pytest.approx(1.5 * found["migrate"]["raw_s"])
+    assert found["restore"]["total_s"] == pytest.approx(2 * found["restore"]["raw_s"])
+    assert {each["how"] for each in answer["hand_offs"]} == {"rom", "auto"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "migrate",
+        "migrate=",
+        "migrate=0",
+        "migrate=101",
+        "migrate=-1",
+        "abort=2",
+        "fly=1",
+        "migrate=nan",
+    ],
+)
+def test_a_correction_that_is_none_is_refused(text: str) -> None:
+    """Option, value, what is allowed."""
+    with pytest.raises(
+        ConfigError, match=r"^--correct: got .*; allowed: OPTION=FACTOR, of migrate, restore"
+    ):
+        run_explain(replace(SEED, corrections=[text]))
+
+
+def written(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def shown_log(path: Path) -> tuple[bool, str]:
+    shown = io.StringIO()
+    same = explain_log(path, console=Console(file=shown, width=200))
+    return same, shown.getvalue()
+
+
+def test_a_log_is_listed_and_run_again(tmp_path: Path) -> None:
+    """Losses and decisions, with predicted and real cost."""
+    same, text = shown_log(written(tmp_path / "events.jsonl", incident()))
+
+    assert same
+    assert "run again: the policy asks for the same" in text
+    for words in (
+        "d0 lost",
+        "killed",
+        "A#2: ",
+        "B#2: ",
+        "to d1 from agent-n1 [",
+        "reset [by peer]",
+        "agent-n1 lost",
+        "recompute 0.",
+    ):
+        assert words in text
+
+
+def test_the_first_difference_of_a_log_is_named(tmp_path: Path) -> None:
+    """Recorded by another policy, or tampered with."""
+    lines = incident()
+    number = next(n for n, line in enumerate(lines, 1) if '"kind": "Recovered"' in line)
+    lines[0] = lines[0].replace('"name": "auto"', '"name": "always_recompute"')
+
+    same, text = shown_log(written(tmp_path / "events.jsonl", lines))
+
+    assert not same
+    assert f"run again: line {number} differs" in text
+
+
+def test_a_log_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For programs: the same, with every estimate."""
+    assert explain_log(written(tmp_path / "events.jsonl", incident()), as_json=True)
+
+    found = json.loads(capsys.readouterr().out)
+    assert (found["version"], found["same"], found["difference"]) == (1, True, None)
+    assert [loss["instance"] for loss in found["losses"]] == ["d0", "d1", "p1", "agent-n1"]
+    assert found["decisions"][0]["settled"]["real_s"] > 0
+    assert {"raw_s", "total_s", "first_page"} <= set(
+        found["decisions"][0]["action"]["estimates"][0]
+    )
+
+
+def test_a_log_that_goes_on_is_read_with_the_file_before_it(tmp_path: Path) -> None:
+    """And without that one it is listed all the same, but cannot be run again."""
+    lines = incident()
+    second = [lines[0].replace('"part": 1', '"part": 2'), *lines[12:]]
+    path = written(tmp_path / "events.jsonl", second)
+
+    alone = shown_log(path)
+    older = written(tmp_path / "events.jsonl.1", lines[:12])
+    both = shown_log(path)
+
+    assert alone[0]
+    assert "not run again: the log begins in the middle" in alone[1]
+    assert "d0 lost" in alone[1]
+    assert both[0]
+    assert f"begins with {older.name}, 12 lines" in both[1]
+    assert "run again: the policy asks for the same" in both[1]
+
+
+def test_what_a_killed_proxy_left_of_its_last_line_is_left_out(tmp_path: Path) -> None:
+    """It was writing when it died."""
+    path = tmp_path / "events.jsonl"
+    path.write_text("\n".join(incident())[:-30])
+
+    same, text = shown_log(path)
+
+    assert same
+    assert "events.jsonl ends within line 26, which is left out" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        (b"\xff\n", "not text"),
+        (b"", "line 1: no header"),
+        (b"{}\n", "line 1: no header"),
+        (b"{\n", "line 1: not JSON"),
+    ],
+)
+def test_a_file_that_is_no_log_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
+    """With what is wrong, in one line."""
+    path = tmp_path / "events.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(LogError, match=rf"events\.jsonl: .*{said}") as refused:
+        explain_log(path)
+
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,69 @@
+"""Incidents as they are read from an event log."""
+
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.explain.incidents import Loss, RecordedDecision, chosen_of, incidents, others_of, way_of
+from kvrs.policy.event_log import LogEntry, event_line, header_line, read
+from kvrs.policy.model.actions import GiveUp, Reason, Recovered
+from kvrs.policy.model.estimates import Option
+from kvrs.policy.model.events import StreamArrived, TimerFired
+from tests.policy.recorded_incident import BACKUP, A, B, incident
+
+HEADER = header_line(PolicySettings(), SloSettings(), BACKUP)
+
+
+def happened(lines: list[str]) -> list[Loss | RecordedDecision]:
+    return incidents(record for record in read(lines) if isinstance(record, LogEntry))
+
+
+def test_losses_and_decisions_come_in_their_order() -> None:
+    """Instance, attempt and agent; each stream as often as it was decided."""
+    found = happened(incident())
+
+    losses = [(each.instance, each.stream) for each in found if isinstance(each, Loss)]
+    assert losses == [("d0", None), ("d1", A), ("p1", None), ("agent-n1", None)]
+    decided = [
+        (each.action.stream, each.settled is not None)
+        for each in found
+        if isinstance(each, RecordedDecision)
+    ]
+    assert decided == [(A, True), (B, True), (A, False)]
+    assert [each.line for each in found] == sorted(each.line for each in found)
+
+
+def test_a_decision_is_shown_with_its_way_and_the_others() -> None:
+    """Source, pages and target; raw costs, and the other options, the cheapest first."""
+    first = next(each for each in happened(incident()) if isinstance(each, RecordedDecision))
+    assert isinstance(first.action, Recovered)
+
+    chosen, others = chosen_of(first), others_of(first)
+
+    assert chosen is not None
+    assert (chosen.option, chosen.total_s) == (first.action.option, first.action.predicted_s)
+    assert first.action.option not in others
+    assert list(others.values()) == sorted(others.values())
+    assert Option.RECOMPUTE in others
+    assert (
+        way_of(first)
+        == f"{first.action.option.value} to d1 from agent-n1 [{chosen.first_page}, 62)"
+    )
+
+
+def test_a_stream_that_was_given_up_is_a_decision_too() -> None:
+    """With its reason, and nothing to settle."""
+    gone = GiveUp(A, Reason.NO_INSTANCE, "no instance came up within 30 s", 30.0)
+    lines = [
+        HEADER,
+        event_line(0.0, StreamArrived(A, 10), []),
+        event_line(30.0, TimerFired(), [gone]),
+    ]
+
+    (found,) = happened(lines)
+
+    assert isinstance(found, RecordedDecision)
+    assert (found.action, found.line, chosen_of(found), others_of(found), way_of(found)) == (
+        gone,
+        3,
+        None,
+        {},
+        "abort",
+    )

@@ -1,0 +1,444 @@
+"""`kvrs replay` as a whole, against a server that answers what it was asked, or not quite."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from kvrs.cluster.fault_injection import views
+from kvrs.errors import ConfigError, TraceError
+from kvrs.faults.language import Fault
+from kvrs.load.admin import AdminError, AdminPort
+from kvrs.load.command import ReplayOptions, load_requests, parse_window, run_replay
+from kvrs.load.open_loop import Dialect
+from kvrs.load.passes import Injection
+from kvrs.report.compare import compare_reports
+from kvrs.report.measures import ReportError
+from kvrs.report.metrics import Slo
+from kvrs.traces.mooncake import load_mooncake
+from kvrs.traces.records import Api
+
+pytestmark = pytest.mark.network
+
+OPTIONS = ReplayOptions(
+    url="http://127.0.0.1:9", out=Path("unused"), preset="mooncake-conversation", requests=30
+)
+
+
+class Server:
+    """An OpenAI endpoint, and the state of a kvrs proxy, in one: every token is a function of its
+    prompt and place.
+    """
+
+    def __init__(self) -> None:
+        self.says_ids = True
+        self.spoiled: set[int] = set()  # Requests, counted from the first, that get a wrong token.
+        self.seen = 0
+        self.recoveries: list[dict[str, Any]] = []
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt = json.dumps(body.get("prompt") or body.get("messages"))
+        number, self.seen = self.seen, self.seen + 1
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for position in range(body["max_tokens"]):
+            token = (len(prompt) + position) % 97 + (number in self.spoiled and position == 1)
+            last = position + 1 == body["max_tokens"]
+            choice: dict[str, Any] = {
+                "text": f"{token} ",
+                "delta": {"content": f"{token} "},
+                "finish_reason": "length" if last else None,
+            }
+            if self.says_ids and body.get("return_token_ids"):
+                choice["token_ids"] = [token]
+            await response.write(
+                f"data: {json.dumps({'id': f'cmpl-s{number}', 'choices': [choice]})}\n\n".encode()
+            )
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def state(self, request: web.Request) -> web.Response:
+        up = {
+            "id": "d0",
+            "role": "decode",
+            "node": "n0",
+            "url": "http://127.0.0.1:9",
+            "pid": 1,
+            "health": "up",
+        }
+        return web.json_response({"instances": [up], "streams": [], "recoveries": self.recoveries})
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[str]:
+    """In a thread of its own, because the command brings its own event loop."""
+    loop = asyncio.new_event_loop()
+    app = web.Application()
+    app.router.add_post("/v1/completions", server.complete)
+    app.router.add_post("/v1/chat/completions", server.complete)
+    app.router.add_get("/kvrs/v1/state", server.state)
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    loop.run_until_complete(runner.setup())
+    loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def no_faults(injection: Injection) -> None:
+    raise AssertionError("no fault was requested")
+
+
+async def no_check(faults: list[Fault], port: AdminPort) -> None:
+    assert not faults
+
+
+def small(url: str, out: Path, **more: Any) -> ReplayOptions:
+    options = ReplayOptions(
+        url=url,
+        out=out,
+        preset="mooncake-conversation",
+        requests=12,
+        rate=200.0,
+        length_scale=0.02,
+        max_output=6,
+        oracle=True,
+    )
+    return replace(options, **more)
+
+
+def report_of(out: Path) -> Any:
+    return json.loads((out / "report.json").read_text())
+
+
+def test_a_replay_with_oracle_writes_an_exact_report(tmp_path: Path) -> None:
+    """The same requests again, compared token by token; both files are there."""
+    with serving(Server()) as url:
+        assert run_replay(small(url, tmp_path), no_faults, no_check)
+
+    report = report_of(tmp_path)
+    assert (report["exact"], report["compared"], report["streams"], report["completed"]) == (
+        True,
+        "tokens",
+        12,
+        12,
+    )
+    assert report["settings"]["caches_at_the_start"] == "as they were found"
+    assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+def test_one_wrong_token_fails_the_command(tmp_path: Path) -> None:
+    """An oracle that lets one pass is none."""
+    server = Server()
+    server.spoiled = {3}
+    with serving(server) as url:
+        assert not run_replay(small(url, tmp_path), no_faults, no_check)
+
+    assert report_of(tmp_path)["tokens_different"] == 1
+
+
+def test_an_endpoint_without_token_ids_is_compared_by_text_and_reported_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the report and in the terminal; a wrong text still fails."""
+    server = Server()
+    server.says_ids = False
+    with serving(server) as url:
+        assert run_replay(
+            small(url, tmp_path, dialect=Dialect(api=Api.CHAT, plain=True)), no_faults, no_check
+        )
+        server.spoiled = {server.seen + 2}
+        assert not run_replay(small(url, tmp_path / "2"), no_faults, no_check)
+
+    assert report_of(tmp_path)["compared"] == "text"
+    assert report_of(tmp_path / "2")["text_different"] == 1
+    assert "does not return token ids, so only the text was compared" in capsys.readouterr().out
+
+
+def test_without_an_oracle_nothing_is_called_exact(tmp_path: Path) -> None:
+    """The report shows that nothing was compared; complete streams are a success."""
+    with serving(Server()) as url:
+        assert run_replay(small(url, tmp_path, oracle=False), no_faults, no_check)
+
+    report = report_of(tmp_path)
+    assert (report["exact"], report["compared"], report["runs"]["clean"], report["impact"]) == (
+        None,
+        "nothing",
+        None,
+        None,
+    )
+    assert "Nothing was compared" in (tmp_path / "report.html").read_text()
+
+
+def test_repeated_runs_get_intervals_and_can_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One report with means and intervals, one file per run, and a table of two such reports with
+    ratios.
+    """
+    with serving(Server()) as url:
+        for name in ("a", "b"):
+            assert run_replay(
+                small(url, tmp_path / name, repeat=3, oracle=False), no_faults, no_check
+            )
+
+    shown = capsys.readouterr().out
+    assert "over 3 runs" in shown
+    assert re.search(r"TTFT mean +[0-9.]+ ms +[0-9.]+ ms +3", shown)
+    report = report_of(tmp_path / "a")
+    assert (report["streams"], len(report["repeats"])) == (36, 3)
+    assert report["intervals"]["ttft_mean_s"]["n"] == 3
+    assert report["intervals"]["ttft_mean_s"]["half_width"] > 0
+    assert sorted(path.name for path in (tmp_path / "a").glob("run-*")) == [
+        "run-1.json",
+        "run-2.json",
+        "run-3.json",
+    ]
+    out = StringIO()
+    Console(file=out, width=160).print(
+        compare_reports([tmp_path / "a", tmp_path / "b" / "report.json"])
+    )
+    (ttft,) = [line for line in out.getvalue().splitlines() if line.startswith("TTFT mean ")]
+    assert ttft.count("±") == 2
+    assert "[" in ttft
+    assert out.getvalue().splitlines()[0].split() == ["a", "b", "/", "a"]
+
+
+def test_faults_go_to_the_striker_and_those_that_never_came_due_fail(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The injector gets the schedule, what was sent so far, and where to note what it did; what is
+    left is named everywhere.
+    """
+    (tmp_path / "f.yaml").write_text(
+        "- {when: {at_s: 0}, what: kill, whom: {id: d0}}\n- {when: {at_s: 999}, what: "
+        "kill, whom: {id: d0}}\n"
+    )
+    checked: list[int] = []
+
+    async def check(faults: list[Fault], port: AdminPort) -> None:
+        checked.append(len(faults))
+
+    async def inject_faults(injection: Injection) -> None:
+        while injection.requests_sent() < 3:
+            await asyncio.sleep(0.001)
+        (due,) = injection.schedule.due(
+            1.0, injection.requests_sent(), views(await injection.port.state())
+        )
+        injection.carried_out.append(
+            {"at_s": 0.01, "what": "kill", "whom": due.whom, "inflight": 0}
+        )
+
+    server = Server()
+    with serving(server) as url:
+        options = small(url, tmp_path, fault=tmp_path / "f.yaml", admin_url=url)
+        assert not run_replay(options, inject_faults, check)
+
+    assert checked == [2]
+    assert [fault["whom"] for fault in report_of(tmp_path)["faults"]] == ["d0"]
+    assert report_of(tmp_path)["faults_never_due"] == ["kill d0 (at_s 999.0)"]
+    assert "A fault never came due: kill d0 (at_s 999.0)" in capsys.readouterr().out
+    assert "A fault never came due: kill d0 (at_s 999.0)" in (tmp_path / "report.html").read_text()
+
+
+def test_a_striker_that_fails_ends_the_run(tmp_path: Path) -> None:
+    """A fault that cannot be carried out is no experiment: the load is not finished first."""
+    (tmp_path / "f.yaml").write_text("- {when: {at_s: 0}, what: kill, whom: {id: d0}}\n")
+
+    async def inject_faults(injection: Injection) -> None:
+        raise AdminError("cannot")
+
+    async def check(faults: list[Fault], port: AdminPort) -> None:
+        return None
+
+    with serving(Server()) as url, pytest.raises(AdminError, match="cannot"):
+        run_replay(
+            small(url, tmp_path, rate=0.1, fault=tmp_path / "f.yaml", admin_url=url),
+            inject_faults,
+            check,
+        )
+
+
+def test_an_admin_url_that_is_none_is_named(tmp_path: Path) -> None:
+    """Before anything is sent."""
+    server = Server()
+    with (
+        serving(server) as url,
+        pytest.raises(AdminError, match="/nowhere/kvrs/v1/state: not the state of a kvrs proxy"),
+    ):
+        run_replay(small(url, tmp_path, admin_url=f"{url}/nowhere"), no_faults, check_state)
+
+    assert server.seen == 0
+
+
+async def check_state(faults: list[Fault], port: AdminPort) -> None:
+    await port.state()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"preset": None}, "exactly one of --trace and --preset"),
+        ({"preset": "moon"}, "--preset: got 'moon'; allowed: mooncake-conversation, "),
+        ({"rate": 2.0, "time_scale": 3.0}, "--rate and --time-scale"),
+        ({"vocab_size": 5}, "--vocab-size: got 5; allowed: at least 6"),
+        ({"url": "localhost"}, "--url: got 'localhost'"),
+        ({"url": "http://"}, "--url: got 'http://'"),
+        ({"rate": 0.0}, "--rate: got 0.0; allowed: above 0"),
+        ({"rate": float("nan")}, "--rate: got nan; allowed: above 0"),
+        ({"time_scale": -1.0}, "--time-scale: got -1.0; allowed: above 0"),
+        ({"jitter_s": -1.0}, "--jitter: got -1.0; allowed: 0 or more"),
+        ({"timeout_s": 0.0}, "--timeout-s: got 0.0; allowed: above 0"),
+        ({"slo": Slo(ttft_s=float("nan"))}, "--slo-ttft: got nan; allowed: above 0"),
+        ({"length_scale": 2}, "--length-scale: got 2; allowed: above 0, up to 1"),
+    ],
+)
+def test_options_that_contradict_are_refused(change: dict[str, Any], reason: str) -> None:
+    """Before anything is read or sent."""
+    with pytest.raises(ConfigError) as caught:
+        load_requests(replace(OPTIONS, **change))
+
+    assert reason in str(caught.value)
+
+
+def test_faults_need_the_admin_url(tmp_path: Path) -> None:
+    """The endpoint alone does not publish processes."""
+    with pytest.raises(ConfigError, match="--fault: missing --admin-url"):
+        run_replay(replace(OPTIONS, fault=tmp_path / "f.yaml"), no_faults, no_check)
+
+
+@pytest.mark.parametrize("text", ["5", "5:5", "7:3", ":9", "a:b", "-1:4"])
+def test_a_window_has_a_first_and_an_end(text: str) -> None:
+    """As a slice of the requests by number."""
+    with pytest.raises(ConfigError, match="--window"):
+        parse_window(text)
+
+    assert parse_window("0:500") == (0, 500)
+
+
+def test_window_sample_times_and_lengths_apply_in_this_order(tmp_path: Path) -> None:
+    """A window of the trace, some of it, at a rate, shorter; and what is written is the trace
+    before its lengths were scaled.
+    """
+    options = replace(
+        OPTIONS,
+        requests=100,
+        window=(10, 60),
+        sample=20,
+        rate=5.0,
+        length_scale=0.01,
+        max_input=40,
+        max_output=3,
+    )
+    path = tmp_path / "written.jsonl"
+
+    requests = load_requests(replace(options, write_trace=path))
+
+    assert requests == load_requests(options)
+    assert requests[-1].arrival_s == pytest.approx(19 / 5)
+    assert all(len(request.prompt_ids) <= 40 and request.max_tokens <= 3 for request in requests)
+    assert all(4 <= token < 512 for request in requests for token in request.prompt_ids)
+    assert len(load_mooncake(path).requests) == 20
+    assert load_requests(replace(options, temperature=0.7))[3].seed == 3
+
+
+def test_a_sample_larger_than_the_trace_is_refused() -> None:
+    """With what is there."""
+    with pytest.raises(TraceError, match="has 30 requests, 31 were asked for"):
+        load_requests(replace(OPTIONS, sample=31))
+
+
+@pytest.mark.parametrize("place", ["out", "write_trace"])
+def test_a_place_that_cannot_be_written_to_is_named_before_anything_is_sent(
+    tmp_path: Path, place: str
+) -> None:
+    """A run takes minutes; its result must not be lost to a wrong path at the end."""
+    (tmp_path / "file").write_text("")
+    server = Server()
+
+    with serving(server) as url, pytest.raises(ConfigError) as caught:
+        run_replay(
+            small(url, **{"out": tmp_path, place: tmp_path / "file" / "under"}), no_faults, no_check
+        )
+
+    assert str(caught.value).startswith(
+        f"--{place.replace('_', '-')}: {tmp_path / 'file' / 'under'}: Not a directory; allowed: "
+    )
+    assert server.seen == 0
+
+
+def test_skipped_lines_of_a_trace_are_counted_aloud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace that is silently shorter is another trace."""
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [1]}\nnonsense\n'
+    )
+    with serving(Server()) as url:
+        assert run_replay(
+            small(url, tmp_path, preset=None, trace=path, rate=None, skip_bad_lines=True),
+            no_faults,
+            no_check,
+        )
+
+    assert "1 bad lines of" in capsys.readouterr().out
+
+
+def test_errors_are_listed_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts by kind with the first message of each, in the terminal and in the page."""
+    assert not run_replay(small("http://127.0.0.1:9", tmp_path, oracle=False), no_faults, no_check)
+
+    assert "connect: 12 streams, first number 0: Cannot connect to host 127.0.0.1:9" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert "Cannot connect to host 127.0.0.1:9" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[]", "schema_version None"),
+        ('{"schema_version": 1}', "schema_version 1; allowed: 2"),
+        ('{"schema_version": 2}', "missing required field `exact`"),
+        (
+            '{"schema_version": 2, "exact": null, "streams": 1, "completed": 1, '
+            '"recoveries": {}, "settings": {}, "repeats": []}',
+            "length >= 1",
+        ),
+        (
+            '{"schema_version": 2, "exact": null, "streams": 1, "completed": 1, '
+            '"recoveries": {}, "settings": {}, '
+            '"repeats": [{"goodput_per_s": "fast"}]}',
+            "goodput_per_s",
+        ),
+    ],
+)
+def test_what_is_no_report_of_this_version_is_not_compared(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    """Numbers of another version may mean something else."""
+    (tmp_path / "report.json").write_text(text)
+
+    with pytest.raises(ReportError, match=reason):
+        compare_reports([tmp_path, tmp_path])
+    with pytest.raises(ReportError, match="at least two"):
+        compare_reports([tmp_path])

@@ -1,0 +1,124 @@
+"""What the distribution promises: a small base, extras by name, a public API."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import kvrs
+from kvrs import api
+from kvrs.cli import app
+from kvrs.errors import EXTRAS, MissingExtraError, check_extras
+from kvrs.load import command
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OPTIONAL = {*sum(EXTRAS.values(), ())}
+
+
+@pytest.fixture
+def base_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No package of any extra can be found."""
+    monkeypatch.setattr("kvrs.errors.find_spec", lambda module: None)
+
+
+def requirements_of(extra: str) -> set[str]:
+    """The distributions that an extra installs, with those of the extras that it includes."""
+    found = set()
+    for requirement in PROJECT["optional-dependencies"][extra]:
+        if included := re.fullmatch(r"kvrs\[(.*)\]", requirement):
+            found |= set().union(*map(requirements_of, included[1].split(",")))
+        else:
+            found.add(re.split(r"[<>=]", requirement)[0])
+    return found
+
+
+def test_extras_are_those_of_the_distribution() -> None:
+    """A missing package is named with an extra that installs it."""
+    for extra, modules in EXTRAS.items():
+        assert requirements_of(extra) == set(modules), extra
+
+
+def test_the_base_needs_nothing_of_the_extras() -> None:
+    """`pip install kvrs` is a proxy, an agent and a replay client."""
+    base = {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
+
+    assert not base & OPTIONAL
+
+
+@pytest.mark.process
+def test_everything_but_the_engine_and_the_cluster_is_imported_without_the_extras() -> None:
+    """A proxy starts in a fraction of a second, and a simulator needs no tensors."""
+    modules = (
+        "kvrs.agent.__main__, kvrs.api, kvrs.cli, kvrs.cluster.fault_injection, kvrs.explain.show, "
+        "kvrs.load.command, kvrs.proxy.server, kvrs.report.compare, kvrs.sim.command"
+    )
+    script = f"import sys, {modules}; print(sorted(sys.modules.keys() & {OPTIONAL}))"
+
+    assert subprocess.check_output([sys.executable, "-c", script]) == b"[]\n"
+
+
+@pytest.mark.usefixtures("base_install")
+@pytest.mark.parametrize(
+    ("arguments", "extras"),
+    [
+        (["demo"], "cluster,report"),
+        (["up"], "cluster"),
+        (["up", "--backend", "distserve"], "distserve"),
+        (["profile", "--out", "p.json"], "engine"),
+    ],
+)
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(
+    arguments: list[str], extras: str
+) -> None:
+    """Before anything is started, and not as an ImportError."""
+    error = CliRunner().invoke(app, arguments).exception
+
+    assert isinstance(error, MissingExtraError)
+    assert str(error).endswith(f"to install: pip install 'kvrs[{extras}]'")
+
+
+def test_an_extra_that_is_installed_is_not_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is absent is named."""
+    monkeypatch.setattr("kvrs.errors.find_spec", {"matplotlib": None}.get)
+    monkeypatch.setitem(EXTRAS, "engine", ())
+
+    check_extras("engine")
+    with pytest.raises(MissingExtraError, match=r"not installed: matplotlib, numpy; "):
+        check_extras("engine", "report")
+
+
+@pytest.mark.usefixtures("base_install")
+def test_a_replay_without_matplotlib_still_writes_its_numbers(tmp_path: Path) -> None:
+    """The page is missing, with the command that would have made it possible."""
+    report: dict[str, Any] = {"schema_version": 1}
+
+    assert command._write_page(report, tmp_path / "report.html").endswith(
+        "report.html: not installed: matplotlib, numpy; to install: pip install 'kvrs[report]')"
+    )
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_public_names_exist() -> None:
+    """`kvrs.api` lists what a program may rely on."""
+    assert [name for name in api.__all__ if not hasattr(api, name)] == []
+    assert api.__version__ == kvrs.__version__
+
+
+def test_public_functions_read_what_kvrs_writes(tmp_path: Path) -> None:
+    """A policy can be driven, and a configuration, a trace and a table be read, with it alone."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n')
+    config = api.parse_config({"policy": {"name": "rom"}})
+    policy = api.RecoveryPolicy(config.policy, config.slo, config.backup)
+
+    assert policy.handle(api.events.TimerFired(), now_s=0.0) == []
+    assert len(api.load_trace(trace).requests) == 1
+    assert api.prefill_table("opt-13b-a100-kvrs-seed")
+    with pytest.raises(api.ReportError):
+        api.read_report(tmp_path)

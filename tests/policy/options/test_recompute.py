@@ -1,0 +1,42 @@
+"""What it costs to compute a history again."""
+
+import pytest
+
+from kvrs.policy.options.recompute import estimate_recompute
+from tests.policy.policy_harness import instance
+
+
+def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
+    """`queue(prefill) + prefill(L + t) + local hand-off`; there is no hand-off within one
+    instance.
+    """
+    apart = estimate_recompute(
+        instance("p1"),
+        instance("d1"),
+        history_tokens=110,
+        compute_s=0.110,
+        bytes_per_s=204_800.0,
+        queue_s=0.5,
+        handshake_s=0.01,
+    )
+    alone = estimate_recompute(
+        instance("b1"),
+        instance("b1"),
+        history_tokens=110,
+        compute_s=0.110,
+        bytes_per_s=204_800.0,
+        handshake_s=0.01,
+    )
+
+    assert apart.total_s == pytest.approx(0.5 + 0.110 + 0.01 + 110 * 2048 / 204_800)
+    assert alone.total_s == pytest.approx(0.110)
+
+
+def test_an_estimate_from_beyond_the_table_is_marked() -> None:
+    """`Estimate.extrapolated` shows that the table was used outside its measured range."""
+    within, beyond = (
+        estimate_recompute(instance("p1"), instance("d1"), tokens, tokens / 1e3, bytes_per_s=1e9)
+        for tokens in (400, 401)
+    )
+
+    assert (within.extrapolated, beyond.extrapolated) == (False, True)

@@ -1,0 +1,81 @@
+"""The registry of policies, and which estimate each one takes."""
+
+import pytest
+
+from kvrs.config.policy import PolicyName
+from kvrs.ids import InstanceId
+from kvrs.policy import rules
+from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.rules.rom import ROM, rom_migrate, rom_recompute
+from kvrs.profiles import catalog
+from tests.policy.policy_harness import instance
+
+SEED = "opt-13b-a100-kvrs-seed"
+GBIT_S = 1e9 / 8
+OPT_13B = instance("d1", geometry=catalog.kv_geometry(SEED), prefill=catalog.prefill_table(SEED))
+D = InstanceId("d1")
+
+
+def test_every_name_that_the_configuration_allows_is_a_policy() -> None:
+    """`policy.name` is checked against `PolicyName`, which the configuration can name without the
+    policies.
+    """
+    assert [rule.name for rule in rules.ALL] == list(PolicyName)
+    assert all(rules.BY_NAME[name].name is name for name in PolicyName)
+
+
+def test_1_21_gb_take_387_ms_at_25_gbit_s() -> None:
+    """Seed KVRS: the inter-node cost of a 1.21 GB cache (1,477 tokens of OPT-13B) at 25 Gbit/s."""
+    tokens = round(1.21e9 / OPT_13B.geometry.bytes_per_token)
+
+    estimate = rom_migrate(OPT_13B, prompt_tokens=tokens, bytes_per_s=25 * GBIT_S)
+
+    assert tokens == 1477
+    assert estimate.total_s == pytest.approx(0.387, abs=5e-4)
+
+
+@pytest.mark.parametrize("prompt_tokens", [512, 1024, 2048])
+@pytest.mark.parametrize(("gbit_s", "expected"), [(111, Option.RECOMPUTE), (113, Option.MIGRATE)])
+def test_the_seeds_rule_flips_at_112_gbit_s_for_every_listed_length(
+    prompt_tokens: int, gbit_s: float, expected: Option
+) -> None:
+    """The seed's table is a straight line, so bandwidth alone decides: 819,200 bytes per token
+    against 58.6 us per token.
+    """
+    estimates = [
+        rom_migrate(OPT_13B, prompt_tokens=prompt_tokens, bytes_per_s=gbit_s * GBIT_S),
+        rom_recompute(OPT_13B, OPT_13B, prompt_tokens=prompt_tokens),
+    ]
+
+    assert ROM.decide(estimates).option is expected
+
+
+@pytest.mark.parametrize("name", [PolicyName.ROM, PolicyName.AUTO])
+def test_a_tie_goes_to_migrate(name: PolicyName) -> None:
+    """The seed's rule."""
+    estimates = [Estimate(Option.RECOMPUTE, D, 1.0), Estimate(Option.MIGRATE, D, 1.0)]
+
+    assert rules.BY_NAME[name].decide(estimates).option is Option.MIGRATE
+
+
+def test_an_always_policy_takes_its_option_when_it_can_and_the_other_when_it_cannot() -> None:
+    """A fixed policy is no reason to lose a stream."""
+    migrate, recompute = Estimate(Option.MIGRATE, D, 9.0), Estimate(Option.RECOMPUTE, D, 1.0)
+
+    assert rules.BY_NAME[PolicyName.ALWAYS_MIGRATE].decide([migrate, recompute]) == migrate
+    assert rules.BY_NAME[PolicyName.ALWAYS_MIGRATE].decide([recompute]) == recompute
+    assert rules.BY_NAME[PolicyName.ALWAYS_RECOMPUTE].decide([migrate, recompute]) == recompute
+    assert rules.BY_NAME[PolicyName.ALWAYS_RECOMPUTE].decide([migrate]) == migrate
+
+
+def test_no_option_within_the_budget_means_abort() -> None:
+    """Abort only when every option is too slow, not merely the policy's favourite."""
+    estimates = [Estimate(Option.MIGRATE, D, 3.0), Estimate(Option.RECOMPUTE, D, 2.0)]
+
+    assert rules.BY_NAME[PolicyName.AUTO].decide(estimates, budget_s=1.9) == Estimate(
+        Option.ABORT, D, 2.0
+    )
+    assert (
+        rules.BY_NAME[PolicyName.ALWAYS_MIGRATE].decide(estimates, budget_s=2.0).option
+        is Option.MIGRATE
+    )

@@ -1,0 +1,146 @@
+"""Requests that may kill what they run on."""
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.model.actions import GiveUp, Reason, Start
+from kvrs.policy.model.events import (
+    AttemptFailed,
+    InstanceUp,
+    PrefillDone,
+    StreamArrived,
+    StreamResumed,
+    TimerFired,
+)
+from tests.policy.policy_harness import PolicyHarness, instance, of, only
+
+A, B = StreamId("A"), StreamId("B")
+
+
+def kept_for(harness: PolicyHarness) -> dict[str, str]:
+    rows = harness.policy.snapshot()["instances"]
+    return {row["id"]: row["quarantined_for"] for row in rows if row["quarantined_for"]}
+
+
+def test_a_stream_that_was_alone_at_two_deaths_is_refused() -> None:
+    """Neither had sent it a token."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    first = harness.decoding("A", resumed=False).plan.decode
+
+    second = only(harness.lose(first), Start).plan.decode
+    given_up = only(harness.lose(second), GiveUp)
+
+    assert given_up.reason is Reason.POISON
+
+
+def test_a_token_in_between_clears_a_stream() -> None:
+    """Deaths count that follow each other."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    first = harness.decoding("A", resumed=False).plan.decode
+    second = only(harness.lose(first), Start)
+    harness.handle(StreamResumed(A, 2))
+
+    third = only(harness.lose(second.plan.decode, A=1), Start)
+
+    assert third.attempt == 3
+    assert kept_for(harness) == {}
+
+
+def test_streams_that_flowed_are_not_suspected() -> None:
+    """They go on side by side; the one without a token waits until it can run apart."""
+    harness = PolicyHarness("p0", "d0")
+    for name in ("s0", "s1"):
+        harness.decoding(name)
+    harness.decoding("A", resumed=False)
+    for name in ("p1", "d1", "p2", "d2"):
+        harness.handle(InstanceUp(instance(name)))
+
+    starts = of(harness.lose("d0", s0=1, s1=1), Start)
+
+    assert {start.stream for start in starts} == {"s0", "s1"}
+    assert set(kept_for(harness).values()) == {A}
+    for start in starts:
+        harness.handle(StreamResumed(start.stream, start.attempt))
+    apart = only(harness.handle(TimerFired(), at_s=0.05), Start)
+    assert apart.stream == A
+    assert kept_for(harness)[apart.plan.decode] == A
+
+
+def test_nothing_else_goes_where_a_suspected_stream_runs() -> None:
+    """Until it has a token."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1", "p2", "d2")
+    first = harness.decoding("A", resumed=False).plan.decode
+    apart = only(harness.lose(first), Start)
+
+    others = [harness.decoding(f"s{n}").plan.decode for n in range(4)]
+    harness.handle(StreamResumed(A, 2))
+    later = [harness.decoding(f"t{n}").plan.decode for n in range(4)]
+
+    assert apart.plan.decode not in others
+    assert apart.plan.decode in later
+
+
+def test_suspected_streams_run_one_at_a_time_and_the_killer_is_refused() -> None:
+    """Both waited at the first death; each next death has one suspect."""
+    harness = PolicyHarness("p0", "d0", wait_s=30.0)
+    for name in ("A", "B"):
+        harness.decoding(name, resumed=False)
+    for name in ("p1", "d1", "p2", "d2"):
+        harness.handle(InstanceUp(instance(name)))
+
+    started = only(harness.lose("d0"), Start)
+    given_up = only(harness.lose(started.plan.decode, at_s=0.01), GiveUp)
+    other = only(harness.handle(TimerFired(), at_s=0.06), Start)
+
+    assert (given_up.stream, given_up.reason) == (started.stream, Reason.POISON)
+    assert {started.stream, other.stream} == {A, B}
+
+
+def test_a_suspected_stream_waits_a_second_at_most_for_the_first_time() -> None:
+    """Most instances die of other causes: the others do not wait for all before them."""
+    harness = PolicyHarness("p0", "d0")
+    for name in ("A", "B"):
+        harness.decoding(name, resumed=False)
+    harness.handle(InstanceUp(instance("d1")))
+
+    first = only(harness.lose("d0"), Start)
+    starts: list[Start] = []
+    while not starts:
+        starts = of(harness.handle(TimerFired(), harness.now_s + 0.05), Start)
+
+    assert [start.stream for start in starts] == [B if first.stream == A else A]
+    assert 0.95 <= harness.now_s <= 1.1
+
+
+def test_a_connection_that_breaks_before_the_death_is_known_counts() -> None:
+    """The stream has gone on elsewhere by the time the instance is found dead."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    first = harness.decoding("A", resumed=False).plan.decode
+    failed = AttemptFailed(A, 1, first, "reset", 0, abrupt=True)
+    second = only(harness.handle(failed), Start).plan.decode
+    harness.lose(first, at_s=0.1)
+
+    assert only(harness.lose(second, at_s=0.2), GiveUp).reason is Reason.POISON
+
+
+def test_a_prompt_that_kills_prefill_instances_is_refused() -> None:
+    """The stage does not matter."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1", "p2", "d2")
+    first = only(harness.handle(StreamArrived(A, 100)), Start).plan.prefill
+    assert first is not None
+
+    second = only(harness.lose(first), Start).plan.prefill
+    assert second not in (None, first)
+
+    assert only(harness.lose(InstanceId(str(second))), GiveUp).reason is Reason.POISON
+
+
+def test_a_prefill_that_is_done_is_no_suspect() -> None:
+    """It has answered: the death of its instance is not its stream's."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+    start = only(harness.handle(StreamArrived(A, 100)), Start)
+    harness.handle(PrefillDone(A, 1, 100))
+    assert start.plan.prefill is not None
+
+    harness.lose(start.plan.prefill)
+    harness.lose(start.plan.decode)
+
+    assert of(harness.actions, GiveUp) == []

@@ -1,0 +1,173 @@
+"""The openai package, unmodified, as the client: both endpoints, with and without streaming,
+through cuts.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.scenarios import SCENARIOS
+from tests.proxy.scripted import Cut, Fault
+
+pytestmark = pytest.mark.network
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+
+
+@pytest.fixture
+async def system(build: ProxyClusterBuilder) -> ProxyCluster:
+    return await build()
+
+
+@pytest.fixture
+async def client(system: ProxyCluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{system.url}/v1", api_key="none", max_retries=0
+    ) as made:
+        yield made
+
+
+def chat(play: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": f"play {play}."}],
+        "temperature": 0,
+        "max_completion_tokens": 90,
+        "user": "cut",
+    } | fields
+
+
+def cut(system: ProxyCluster, event: int, seed: int | None = None) -> None:
+    system.script.cuts["cut"] = Cut(Fault.RESET, event, seed)
+
+
+async def test_a_chat_streams_through_a_cut(
+    system: ProxyCluster, client: openai.AsyncOpenAI
+) -> None:
+    """One role, one finish, one id, the whole text, and the usage at the end."""
+    cut(system, 6)
+
+    stream = await client.chat.completions.create(
+        **chat("emoji"), stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+
+    assert not system.script.cuts
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == SCENARIOS["emoji"]
+    assert [delta.role for delta in deltas if delta.role] == ["assistant"]
+    assert [
+        chunk.choices[0].finish_reason
+        for chunk in chunks
+        if chunk.choices and chunk.choices[0].finish_reason
+    ] == ["stop"]
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(deltas) - 1
+
+
+async def test_the_helper_for_streams_puts_tool_calls_together(
+    system: ProxyCluster, client: openai.AsyncOpenAI
+) -> None:
+    """The package's own accumulation of deltas, through a cut in the middle of the call."""
+    whole = await client.chat.completions.create(**chat("all/tokens", tools=TOOLS))
+    cut(system, 20)
+
+    async with client.chat.completions.stream(**chat("all/tokens", tools=TOOLS)) as stream:
+        streamed = await stream.get_final_completion()
+
+    assert not system.script.cuts
+    for answer in (whole, streamed):
+        message = answer.choices[0].message
+        assert message.content == "\nAh. "
+        assert message.tool_calls is not None
+        (call,) = message.tool_calls
+        assert call.type == "function"
+        assert (call.function.name, call.function.arguments) == ("f", '{"q": "é"}')
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert getattr(message, "reasoning_content", None) == "é?"
+
+
+async def test_log_probabilities_and_choices_of_a_chat(
+    system: ProxyCluster, client: openai.AsyncOpenAI
+) -> None:
+    """Every choice has its own; a cut of one leaves both whole."""
+    request = chat("latin", logprobs=True, n=2, seed=5)
+    undisturbed = await client.chat.completions.create(**request)
+    cut(system, 5, seed=6)
+
+    answer = await client.chat.completions.create(**request)
+
+    assert not system.script.cuts
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert [choice.message.content for choice in answer.choices] == [SCENARIOS["latin"]] * 2
+    assert [choice.logprobs for choice in answer.choices] == [
+        choice.logprobs for choice in undisturbed.choices
+    ]
+    assert answer.choices[0].logprobs is not None
+    assert len(answer.choices[0].logprobs.content or ()) > 5
+    assert answer.usage == undisturbed.usage
+
+
+async def test_log_probabilities_and_choices_of_a_completion(
+    system: ProxyCluster, client: openai.AsyncOpenAI
+) -> None:
+    """As of a chat, in the older shape."""
+    request: dict[str, Any] = {
+        "model": "scripted",
+        "prompt": "play cjk.",
+        "max_tokens": 30,
+        "temperature": 0,
+        "logprobs": 1,
+        "n": 2,
+        "seed": 5,
+        "user": "cut",
+    }
+    undisturbed = await client.completions.create(**request)
+    cut(system, 5, seed=5)
+
+    answer = await client.completions.create(**request)
+
+    assert not system.script.cuts
+    assert [choice.text for choice in answer.choices] == [SCENARIOS["cjk"]] * 2
+    assert answer.choices == undisturbed.choices
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.text_offset is not None
+    assert answer.choices[0].logprobs.text_offset[0] == 0
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 2 * len(answer.choices[0].logprobs.tokens or ())
+
+
+async def test_several_choices_stream_side_by_side(
+    system: ProxyCluster, client: openai.AsyncOpenAI
+) -> None:
+    """Their index distinguishes them."""
+    cut(system, 7, seed=9)
+
+    stream = await client.chat.completions.create(**chat("thought", n=2, seed=9), stream=True)
+    texts = {0: "", 1: ""}
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+
+    assert not system.script.cuts
+    assert set(texts.values()) == {"\n\nIt is 56."}
+
+
+async def test_a_chat_that_is_wrong_is_a_bad_request(
+    system: ProxyCluster, client: openai.AsyncOpenAI
+) -> None:
+    """With the name of the field."""
+    with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs") as raised:
+        await client.chat.completions.create(**chat("latin", top_logprobs=2))
+
+    assert raised.value.param == "top_logprobs"

@@ -1,0 +1,302 @@
+"""API keys and limits of tenants, over real HTTP and with the openai package."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from kvrs.config.tenants import key_hash
+from kvrs.errors import ConfigError
+from kvrs.proxy.api.tenants import Tenants
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import ProxyCluster
+
+pytestmark = pytest.mark.network
+
+REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
+KEYS = {"a": "key-of-a", "b": "key-of-b", "off": "key-of-off"}
+
+Save = Callable[..., str]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Write the key file: limits by tenant, and keys that are not `KEYS`."""
+
+    def write(keys: dict[str, str] | None = None, **limits: dict[str, Any]) -> str:
+        tenants = {
+            name: {"keys": [key_hash(key.encode()).hex()]} | limits.get(name, {})
+            for name, key in (KEYS if keys is None else keys).items()
+        }
+        path = tmp_path / "keys"
+        path.write_bytes(msgspec.json.encode(tenants))
+        path.chmod(0o600)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+async def system(build: ProxyClusterBuilder, save: Save) -> ProxyCluster:
+    return await build(security={"key_file": save(off={"enabled": False})})
+
+
+def bearer(tenant: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[tenant]}"}
+
+
+def error_of(body: bytes) -> dict[str, Any]:
+    error: dict[str, Any] = msgspec.json.decode(body)["error"]
+    return error
+
+
+def tenants_of(system: ProxyCluster) -> Tenants:
+    assert system.proxy.tenants is not None
+    return system.proxy.tenants
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({}, 401, None),
+        ({"Authorization": "Basic abc"}, 401, None),
+        ({"Authorization": "Bearer "}, 401, None),
+        ({"Authorization": "Bearer wrong"}, 401, "invalid_api_key"),
+        ({"Authorization": f"Bearer {'x' * 4000}"}, 401, None),
+        (bearer("off"), 403, "tenant_disabled"),
+        (bearer("a"), 200, None),
+        ({"Authorization": f"bearer  {KEYS['a']}"}, 200, None),
+    ],
+)
+async def test_only_a_key_of_a_tenant_is_served(
+    system: ProxyCluster, headers: dict[str, str], status: int, code: str | None
+) -> None:
+    answered, body = await system.ask(REQUEST, headers)
+
+    assert answered == status
+    if status != 200:
+        assert error_of(body)["code"] == code
+        assert not any(instance.bodies for instance in system.instances.values())
+
+
+async def test_health_needs_no_key_and_all_else_does(system: ProxyCluster) -> None:
+    statuses = {}
+    for path in ("/healthz", "/readyz", "/v1/models", "/v1/models/scripted", "/generate", "/nope"):
+        async with system.http.get(system.url + path) as response:
+            statuses[path] = response.status
+
+    assert statuses == {
+        "/healthz": 200,
+        "/readyz": 200,
+        "/v1/models": 401,
+        "/v1/models/scripted": 401,
+        "/generate": 401,
+        "/nope": 401,
+    }
+
+
+async def test_requests_per_second_are_limited_and_counted_down(
+    build: ProxyClusterBuilder, save: Save
+) -> None:
+    """One tenant's limit is nothing to another one."""
+    system = await build(security={"key_file": save(a={"requests_per_s": 0.01})})
+
+    async with system.http.post(
+        system.url + "/v1/completions", json=REQUEST, headers=bearer("a")
+    ) as response:
+        first = response.status, response.headers
+    async with system.http.post(
+        system.url + "/v1/completions", json=REQUEST, headers=bearer("a")
+    ) as response:
+        second, error = (response.status, response.headers), error_of(await response.read())
+    other, _ = await system.ask(REQUEST, bearer("b"))
+
+    assert (first[0], second[0], other) == (200, 429, 200)
+    assert first[1]["x-ratelimit-limit-requests"] == "1"
+    assert first[1]["x-ratelimit-remaining-requests"] == "0"
+    assert first[1]["x-ratelimit-reset-requests"].startswith("1m")
+    assert int(second[1]["Retry-After"]) > 90
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+
+
+async def test_streams_are_limited_while_they_are_open(
+    build: ProxyClusterBuilder, save: Save
+) -> None:
+    system = await build(security={"key_file": save(a={"streams": 2})})
+    system.script.gate = asyncio.Event()
+
+    async def ask(tenant: str, **fields: Any) -> int:
+        return (await system.ask(REQUEST | fields, bearer(tenant)))[0]
+
+    opened = [asyncio.create_task(ask("a", n=2)), asyncio.create_task(ask("b"))]
+    await system.until_streams_hold(0, 3)
+    refused = await ask("a")
+    system.script.gate.set()
+
+    assert refused == 429
+    assert [await each for each in opened] == [200, 200]
+    assert await ask("a", n=2) == 200
+    assert await ask("a", n=3) == 429
+
+
+async def test_tokens_per_minute_are_limited(build: ProxyClusterBuilder, save: Save) -> None:
+    system = await build(security={"key_file": save(a={"tokens_per_min": 100})})
+    stream = REQUEST | {"stream": True}
+
+    async with system.http.post(
+        system.url + "/v1/completions", json=stream | {"max_tokens": 60}, headers=bearer("a")
+    ) as response:
+        assert "x-ratelimit-remaining-tokens" in response.headers
+        await response.read()
+    refused, body = await system.ask(stream | {"max_tokens": 60}, bearer("a"))
+    smaller, _ = await system.ask(stream | {"max_tokens": 4}, bearer("a"))
+
+    assert (response.status, refused, smaller) == (200, 429, 200)
+    assert error_of(body)["type"] == "tokens"
+
+
+async def test_open_bytes_are_limited_before_they_are_read(
+    build: ProxyClusterBuilder, save: Save
+) -> None:
+    """Declared or not, and given back when the request has ended."""
+    system = await build(security={"key_file": save(a={"open_bytes": 1024})})
+    large = msgspec.json.encode(REQUEST | {"user": "u" * 1024})
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield large
+
+    for body in (large, chunks()):
+        async with system.http.post(
+            system.url + "/v1/completions", data=body, headers=bearer("a")
+        ) as response:
+            assert (response.status, error_of(await response.read())["type"]) == (429, "bytes")
+    assert [(await system.ask(REQUEST, bearer("a")))[0] for _ in range(20)] == [200] * 20
+    assert (await system.state())["proxies"][0]["tenants"][0] == {
+        "tenant": "a",
+        "enabled": True,
+        "open_streams": 0,
+        "open_bytes": 0,
+        "refused": 2,
+    }
+
+
+async def test_keys_are_replaced_while_streams_run(build: ProxyClusterBuilder, save: Save) -> None:
+    """The file is read again when it changes; the stream of a key that is gone flows on."""
+    system = await build(security={"key_file": save()})
+    system.script.gate = asyncio.Event()
+    opened = asyncio.create_task(system.ask(REQUEST, bearer("a")))
+    await system.until_streams_hold(0)
+
+    save({"a": "a new key"})
+
+    async def is_read() -> bool:
+        return [each["tenant"] for each in tenants_of(system).describe()] == ["a"]
+
+    await system.until(is_read)
+    new, _ = await system.ask(REQUEST | {"max_tokens": 0}, {"Authorization": "Bearer a new key"})
+    assert new == 400  # Accepted, and looked at.
+    assert (await system.ask(REQUEST, bearer("a")))[0] == 401
+    system.script.gate.set()
+    assert (await opened)[0] == 200
+
+
+async def test_a_reload_names_the_keys(system: ProxyCluster, save: Save) -> None:
+    """At once, where it is asked for."""
+    save({"b": "new-key"})
+
+    result = await system.proxy.reloads.reload()
+
+    assert result.applied == ["keys"]
+    assert (await system.ask(REQUEST, {"Authorization": "Bearer new-key"}))[0] == 200
+    assert (await system.ask(REQUEST, bearer("a")))[0] == 401
+    assert (await system.proxy.reloads.reload()).applied == []
+
+
+async def test_a_bad_key_file_changes_nothing(system: ProxyCluster, save: Save) -> None:
+    path = Path(save())
+    path.write_text("a: {keys: [nonsense]}")
+
+    with pytest.raises(ConfigError) as raised:
+        await system.proxy.reloads.reload()
+
+    assert "a.keys.0" in str(raised.value)
+    assert (await system.ask(REQUEST, bearer("a")))[0] == 200
+
+
+async def test_a_flood_of_guesses_is_limited_and_right_keys_are_served(
+    system: ProxyCluster,
+) -> None:
+    """Also from the same address: others may be behind it."""
+    statuses = []
+    for guess in range(40):
+        status, _ = await system.ask(REQUEST, {"Authorization": f"Bearer guess-{guess}"})
+        statuses.append(status)
+
+    assert statuses.count(401) < 20
+    assert statuses[-1] == 429
+    assert (await system.ask(REQUEST, bearer("a")))[0] == 200
+
+
+async def test_the_openai_package_knows_the_errors(build: ProxyClusterBuilder, save: Save) -> None:
+    system = await build(
+        security={"key_file": save(off={"enabled": False}, b={"requests_per_s": 0.01})}
+    )
+
+    def client(key: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key=key, max_retries=0)
+
+    async with client("wrong") as wrong, client(KEYS["off"]) as off:
+        with pytest.raises(openai.AuthenticationError, match="incorrect API key"):
+            await wrong.completions.create(model="scripted", prompt=[1, 2], max_tokens=2)
+        with pytest.raises(openai.PermissionDeniedError):
+            await off.completions.create(model="scripted", prompt=[1, 2], max_tokens=2)
+    async with client(KEYS["b"]) as limited:
+        made = await limited.completions.with_raw_response.create(
+            model="scripted", prompt=[1, 2], max_tokens=2
+        )
+        assert made.headers["x-ratelimit-remaining-requests"] == "0"
+        with pytest.raises(openai.RateLimitError) as raised:
+            await limited.completions.create(model="scripted", prompt=[1, 2], max_tokens=2)
+        assert raised.value.code == "rate_limit_exceeded"
+    async with client(KEYS["a"]) as right:
+        answered = await right.completions.create(model="scripted", prompt=[1, 2], max_tokens=2)
+        assert answered.usage is not None
+        assert answered.usage.completion_tokens == 2
+
+
+async def test_pages_of_two_tenants_have_different_salts(
+    build: ProxyClusterBuilder, save: Save
+) -> None:
+    """What a client sets itself divides its own pages further, and never reaches those of another
+    tenant.
+    """
+    system = await build(pairs=1, security={"key_file": save()})
+    for tenant, given in (("a", {}), ("a", {}), ("b", {}), ("a", {"cache_salt": "x"})):
+        assert (await system.ask(REQUEST | given, bearer(tenant)))[0] == 200
+    (*_, of_b, _) = salts_in(system)
+
+    assert (await system.ask(REQUEST | {"cache_salt": of_b}, bearer("a")))[0] == 200
+
+    salts = salts_in(system)
+    assert salts[0] == salts[1]
+    assert len(set(salts)) == 4
+    assert not {"", "x"} & set(salts)
+
+
+def salts_in(system: ProxyCluster) -> list[str]:
+    return [body.get("cache_salt", "") for body in system.instances["p0"].bodies]
+
+
+async def test_without_keys_nothing_is_asked_for_and_no_salt_is_set(
+    build: ProxyClusterBuilder,
+) -> None:
+    system = await build(pairs=1)
+
+    assert (await system.ask(REQUEST))[0] == 200
+    assert (await system.ask(REQUEST, {"Authorization": "Bearer anything"}))[0] == 200
+
+    assert salts_in(system) == ["", ""]

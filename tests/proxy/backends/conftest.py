@@ -1,0 +1,63 @@
+"""Fixtures of the tests of backends."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvrs.config.file import parse_config
+from kvrs.proxy.server import Proxy
+from tests.proxy.scripted import SECRET, Script
+from tests.proxy.scripted_server import ScriptedServer
+from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
+from tests.proxy.vllm_cluster import ADDRESSES, CONFIG, Builder, Servers, Vllms, document
+
+
+@pytest.fixture
+def vllm_model(model: str, tmp_path: Path) -> str:
+    (tmp_path / "tokenizer.json").write_bytes((Path(model) / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+@pytest.fixture
+async def vllms(vllm_model: str) -> AsyncIterator[Builder]:
+    """`await vllms(prepare=lambda servers: ..., wait=True, policy={...})`."""
+    async with AsyncExitStack() as stack:
+
+        async def make(
+            prepare: Callable[[Servers], None] = lambda _: None,
+            wait: bool = True,
+            others: dict[str, ScriptedServer] | None = None,
+            **sections: Any,
+        ) -> Vllms:
+            shared = VllmScript()
+            servers = {
+                name: ScriptedVllm(
+                    name, node, role="prefill" if name[0] == "p" else "decode", script=shared
+                )
+                for name, node in ADDRESSES.items()
+            }
+            prepare(servers)
+            listening: dict[str, ScriptedServer] = {**servers, **(others or {})}
+            for server in listening.values():
+                await server.start()
+                stack.push_async_callback(server.close)
+            ports = {name: server.port for name, server in listening.items()}
+            proxy = Proxy(parse_config(document(vllm_model, ports, **sections)), SECRET)
+            await proxy.start()
+            stack.push_async_callback(proxy.close)
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            system = Vllms(proxy, Script(), {}, {}, http)
+            system.shared, system.servers = shared, servers
+            if wait:
+                await system.until_health(p0="up", d0="up", d1="up")
+                for server in servers.values():
+                    server.bodies.clear()
+            return system
+
+        yield make

@@ -1,0 +1,402 @@
+"""vLLM behind a proxy: recovery by both options after every kind of death, and faults of the set-up
+named at start-up.
+"""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from kvrs.config.file import parse_config
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.instance import Role
+from kvrs.proxy.backends.bodies import decode_call
+from kvrs.proxy.backends.vllm import Named, VllmBackend
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.requests import CHAT, read
+from tests.proxy.scripted import Fault
+from tests.proxy.scripted_model import expected_ids
+from tests.proxy.scripted_server import ScriptedServer
+from tests.proxy.vllm_cluster import ADDRESSES, LONG, PROMPT, TOKENS, Builder, Servers, document
+
+pytestmark = pytest.mark.network
+
+
+async def test_a_stream_is_vllms_own(vllms: Builder) -> None:
+    """Prefill, hand-off with its own parameters, decode; nothing of kvrs reaches it: no bearer
+    token, no `kvrs` field, no client's parameters.
+    """
+    system = await vllms()
+
+    ids = await system.ids(
+        LONG, kv_transfer_params={"do_remote_prefill": True, "remote_block_ids": []}, kvrs=None
+    )
+
+    prefill, decode = system.servers["p0"].bodies[0], system.servers["d0"].bodies[0]
+    assert ids == expected_ids(LONG, TOKENS)
+    assert prefill["kv_transfer_params"]["remote_block_ids"] is None
+    assert decode["kv_transfer_params"]["remote_block_ids"] == [[1, 2, 3]]
+    assert decode["prompt"] == LONG
+    assert system.shared.violations == []
+    assert system.servers["d0"].pulled == 1
+    for server in system.servers.values():
+        assert all("Authorization" not in headers for headers in server.headers)
+
+
+async def test_several_ids_in_an_event_are_several_tokens(vllms: Builder) -> None:
+    system = await vllms()
+    system.shared.tokens_per_event = 4
+    system.shared.faults = {4: Fault.RESET}
+
+    assert await system.ids() == expected_ids(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("policy", ["auto", "always_migrate", "always_recompute", "rom"])
+@pytest.mark.parametrize("fault", [Fault.RESET, Fault.EOF, Fault.ERROR])
+async def test_every_death_at_every_place_gives_the_same_ids(
+    vllms: Builder, fault: Fault, policy: str
+) -> None:
+    """Reset, the end of the response, and an error event with [DONE] behind it; every hand-off is
+    pulled once.
+    """
+    system = await vllms(policy={"name": policy})
+
+    for position in range(TOKENS):
+        system.shared.faults = {position: fault}
+        assert await system.ids() == expected_ids(PROMPT, TOKENS), position
+        assert not system.shared.faults, "the fault happened"
+
+    assert system.shared.violations == []
+
+
+async def test_200_with_nothing_and_silence_are_deaths_too(vllms: Builder) -> None:
+    system = await vllms(proxy={"token_gap_s": 0.2})
+
+    system.shared.faults = {0: Fault.EMPTY}
+    assert await system.ids() == expected_ids(PROMPT, TOKENS)
+    system.shared.faults = {0: Fault.HANG}
+    assert await system.ids() == expected_ids(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize(("policy", "pulled"), [("always_migrate", 1), ("always_recompute", 0)])
+async def test_the_two_ways_of_recovery(vllms: Builder, policy: str, pulled: int) -> None:
+    """Migrate: the whole history at prefill again, and its hand-off to the other decode. Recompute:
+    that one alone.
+    """
+    system = await vllms(policy={"name": policy})
+    system.shared.prompt_tokens = len(LONG)
+    system.shared.faults = {3: Fault.RESET}
+
+    ids = await system.ids(LONG)
+
+    expected = expected_ids(LONG, TOKENS)
+    again = system.servers["d1"].bodies[0]
+    assert ids == expected
+    assert again["prompt"] == LONG + expected[:3]
+    assert (again["max_tokens"], again["min_tokens"]) == (TOKENS - 3, 0)
+    assert ("kv_transfer_params" in again, system.servers["d1"].pulled) == (bool(pulled), pulled)
+    assert len(system.servers["p0"].bodies) == 1 + pulled
+    assert await system.causes() == [(policy.removeprefix("always_"), "d0", "d1")]
+
+
+async def test_a_hand_off_that_fails_counts_against_prefill(vllms: Builder) -> None:
+    """Decode is used again; the prefill instance whose pages are gone is not."""
+    system = await vllms(policy={"name": "always_migrate"})
+    system.servers["p0"].transfer = {"remote_engine_id": "an engine that died"}
+
+    assert await system.ids() == expected_ids(PROMPT, TOKENS)
+    assert await system.count("kvrs_attempts_failed_total", worker="p0") == 1
+    assert await system.count("kvrs_attempts_failed_total") == 1
+
+
+async def test_a_hand_off_that_has_grown_old_is_not_used(
+    vllms: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill's blocks may be another stream's by then, and vLLM would not notice."""
+    monkeypatch.setattr("kvrs.proxy.backends.vllm._HAND_OFF_S", -1.0)
+    system = await vllms(policy={"name": "always_recompute"})
+
+    assert await system.ids() == expected_ids(PROMPT, TOKENS)
+    assert (system.servers["d0"].pulled, system.servers["d1"].pulled) == (0, 0)
+    assert "too late to be used" in (await system.state())["recoveries"][0]["cause"]
+
+
+async def test_an_engine_that_died_alone_is_lost_for_all_its_streams(vllms: Builder) -> None:
+    """Its server still answers, and `/health` reports it."""
+    system = await vllms()
+    system.shared.gate, system.shared.gate_at = asyncio.Event(), 2
+    task = asyncio.create_task(system.ids())
+    await system.until_streams_hold(2)
+
+    system.servers["d0"].kill_engine()
+    await system.until_health(d0="down")
+    system.shared.gate.set()
+
+    assert await task == expected_ids(PROMPT, TOKENS)
+    assert (await system.causes())[0][1:] == ("d0", "d1")
+
+
+async def test_the_death_of_an_idle_server_is_noticed_at_once(vllms: Builder) -> None:
+    """By the end of the idle connection: the next poll is an hour away."""
+    system = await vllms(wait=False, proxy={"load_interval_s": 60})
+    await system.until_health(p0="up", d0="up", d1="up")
+
+    await system.servers["d1"].kill()
+
+    await system.until_health(d1="down")
+
+
+async def test_another_process_is_another_epoch(vllms: Builder) -> None:
+    """The start time distinguishes them."""
+    system = await vllms()
+    before = {row["id"]: row["epoch"] for row in (await system.state())["instances"]}
+
+    await system.servers["d0"].kill()
+    await system.until_health(d0="down")
+    await system.servers["d0"].restart()
+    await system.until_health(d0="up")
+
+    after = {row["id"]: row["epoch"] for row in (await system.state())["instances"]}
+    assert after["d0"] > before["d0"]
+    assert {name for name in after if after[name] != before[name]} == {"d0"}
+
+
+async def test_the_same_process_is_used_again_when_it_has_run_dry(vllms: Builder) -> None:
+    """It cannot be fenced: what it may still be writing has to end first."""
+    system = await vllms()
+    driver = system.proxy._driver
+    assert driver is not None
+    system.servers["d0"].running = 1
+    system.servers["d0"].kill_engine()
+    await system.until_health(d0="down")
+    system.shared.engines.add(system.servers["d0"].engine)
+
+    await asyncio.sleep(0.2)
+    assert (await system.health())["d0"] == "down"
+
+    system.servers["d0"].running = 0
+    await system.until_health(d0="up")
+
+
+async def test_load_is_read_from_metrics(vllms: Builder) -> None:
+    """Requests ahead, each for as long as a prefill has taken on the average."""
+    system = await vllms(prepare=lambda servers: setattr(servers["p0"], "waiting", 3))
+
+    p0 = (await system.state())["instances"][0]
+
+    assert p0["load"] | {"epoch": 0, "links": []} == p0["load"] | {
+        "epoch": 0,
+        "links": [],
+        "queued": 3,
+        "running": 0,
+        "free_pages": 75,
+        "queue_delay_s": 0.75,
+    }
+
+
+async def test_a_client_s_fault_is_reported_to_the_client(vllms: Builder) -> None:
+    """vLLM finds the fault after it has sent the status, and reports it in an event. There is no
+    second decode instance to ask.
+    """
+    system = await vllms()
+    await system.servers["d1"].kill()
+    await system.until_health(d1="down")
+    system.shared.faults = {0: Fault.GARBAGE}
+
+    status, body = await system.ask({"prompt": PROMPT, "temperature": 0, "stream": True})
+
+    assert status == 400
+    assert msgspec.json.decode(body)["error"]["message"] == "Token id 600 is out of vocabulary"
+    assert (await system.state())["recoveries"] == []
+
+
+async def test_its_own_key_is_sent_where_there_is_one(
+    vllms: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRS_VLLM_API_KEY", "of vllm")
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.api_key = "of vllm"
+
+    system = await vllms(prepare=prepare)
+
+    assert {
+        headers["Authorization"] for server in system.servers.values() for headers in server.headers
+    } == {"Bearer of vllm"}
+
+
+# Bad input, named when it comes up.
+
+
+class _Other(ScriptedServer):
+    """Something else listens there."""
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/", self._hello)
+
+    async def _hello(self, _: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+
+CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no connector": (
+        "d0",
+        {"connector": False},
+        "started without a NixlConnector, which role 'decode' needs",
+    ),
+    "no parameters": ("p0", {"lacks": {"kv_transfer_params"}}, "without kv_transfer_params"),
+    "old prefill": (
+        "p0",
+        {"lacks": {"prompt_token_ids"}},
+        "without prompt_token_ids: its version does not support return_token_ids",
+    ),
+    "old decode": ("d0", {"lacks": {"prompt_token_ids"}}, "a stream came without prompt_token_ids"),
+    "no ids": ("d0", {"lacks": {"token_ids"}}, "a stream came without"),
+    "no start": (
+        "d0",
+        {"lacks": {"process_start_time"}},
+        "its /metrics lack process_start_time_seconds",
+    ),
+    "no load": (
+        "d0",
+        {"lacks": {"num_requests_running"}},
+        "its /metrics lack vllm:num_requests_running",
+    ),
+    "no cache": (
+        "d0",
+        {"lacks": {"cache_config_info"}},
+        "its /metrics lack vllm:cache_config_info",
+    ),
+    "a missing field": (
+        "p0",
+        {"transfer": {"remote_request_id": ...}},
+        "missing required field `remote_request_id`",
+    ),
+    "push": ("p0", {"transfer": {"transfer_mode": "push"}}, "transfer_mode is 'push'"),
+    "no blocks": ("p0", {"transfer": {"remote_block_ids": []}}, "kv_transfer_params"),
+    "a key": (
+        "d0",
+        {"api_key": "secret"},
+        "its --api-key is not what the proxy's environment has in KVRS_VLLM_API_KEY",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+async def test_a_server_that_lacks_something_is_named(vllms: Builder, what: str) -> None:
+    """Refused when it comes up, not at the first failure of a stream."""
+    name, changes, said = CHANGES[what]
+
+    def prepare(servers: Servers) -> None:
+        for field, value in changes.items():
+            setattr(servers[name], field, value)
+
+    system = await vllms(prepare=prepare, wait=False)
+
+    await system.until_health(**{name: "refused"})
+    row = next(row for row in (await system.state())["instances"] if row["id"] == name)
+    assert said in row["reason"]
+
+
+async def test_something_else_that_listens_there_is_named(vllms: Builder) -> None:
+    system = await vllms(wait=False, others={"d0": _Other("d0", "n0")})
+
+    await system.until_health(d0="refused")
+    assert (
+        "another server than vLLM answers there: HTTP 404"
+        in (await system.state())["instances"][1]["reason"]
+    )
+
+
+class _NoHttp(ScriptedServer):
+    """A port of another kind."""
+
+    async def start(self) -> None:
+        self._listener = await asyncio.start_server(self._greet, "127.0.0.1", 0)
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.read(1)
+            writer.write(b"-ERR unknown command\r\n")
+        writer.close()
+
+    async def close(self) -> None:
+        self._listener.close()
+        await self._listener.wait_closed()
+
+
+async def test_what_is_no_http_is_named(vllms: Builder) -> None:
+    system = await vllms(wait=False, others={"d0": _NoHttp("d0", "n0")})
+
+    await system.until_health(d0="refused")
+    assert "its answer is not HTTP" in (await system.state())["instances"][1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model", "large"), ("root", "/models/other"), ("version", "0.31.0")]
+)
+async def test_prefill_and_decode_of_different_models_are_named(
+    vllms: Builder, field: str, value: str
+) -> None:
+    """Whichever of them comes up second."""
+    system = await vllms(prepare=lambda servers: setattr(servers["d0"], field, value), wait=False)
+
+    async def one_is_refused() -> bool:
+        return "refused" in (await system.health()).values()
+
+    await system.until(one_is_refused)
+    reasons = [
+        row["reason"] for row in (await system.state())["instances"] if row["health"] == "refused"
+    ]
+    assert value in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"profiles": {}}, "profiles.prefill: missing with backend 'vllm'"),
+        ({"backup": {"mode": "local"}}, "backup.mode: got 'local' with backend 'vllm'"),
+        (
+            {
+                "cluster": {
+                    "backend": "vllm",
+                    "nodes": document("", dict.fromkeys(ADDRESSES, 1))["cluster"]["nodes"],
+                }
+            },
+            "cluster.model",
+        ),
+    ],
+)
+def test_what_vllm_does_not_report_must_be_configured(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_config(document("/model", {"p0": 1, "d0": 2, "d1": 3}) | change)
+
+
+async def test_a_chat_without_a_limit_has_none_after_a_cut_either(
+    vllms: Builder, vllm_model: str
+) -> None:
+    """The chat is continued as a completion, which vLLM limits to 16 tokens by default, and rejects
+    with a null.
+    """
+    system = await vllms()
+    parsed = read(
+        CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 0, "stream": true}'
+    )
+    journal = Journal(StreamId("A"), parsed, 0.0, prompt_ids=PROMPT, output_ids=[8])
+    server = system.servers["d1"]
+    async with aiohttp.ClientSession() as session:
+        named = Named(InstanceId("d1"), NodeId("n1"), Role.DECODE, vllm_model)
+        backend = VllmBackend(session, f"http://127.0.0.1:{server.port}", named)
+        await backend.info()
+        async with backend.decode(decode_call(journal, 2, (), (), None, exact=False)) as chunks:
+            assert await anext(chunks)
+
+    assert server.bodies[-1]["prompt"] == [*PROMPT, 8]
+    assert server.bodies[-1]["max_tokens"] == 4096 - len(PROMPT) - 1

@@ -1,0 +1,58 @@
+"""How long a hand-off of vLLM may be used."""
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.instance import Role
+from kvrs.protocol.token_ids import packed
+from kvrs.proxy.backends.backend import Prefilled
+from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.pd import OpenAiPeer
+from kvrs.proxy.backends.vllm import _HAND_OFF_S, Named, VllmBackend
+
+TRANSFER: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1]],
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5801,
+    "tp_size": 1,
+}
+
+
+async def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer may have lain in the socket all that time. And it ends before the shortest lease
+    that docs/vllm.md names.
+    """
+
+    async def prefill(_: OpenAiPeer, call: Call) -> Prefilled:
+        await asyncio.sleep(0.7)
+        if call.path == "stopped":
+            time.sleep(1.5)
+            await asyncio.sleep(0.01)
+        return Prefilled(packed([1]), msgspec.Raw(msgspec.json.encode(TRANSFER)))
+
+    monkeypatch.setattr(OpenAiPeer, "prefill", prefill)
+    async with aiohttp.ClientSession() as session:
+        backend = VllmBackend(
+            session, "http://x", Named(InstanceId("p0"), NodeId("n0"), Role.PREFILL, "x")
+        )
+        good, stopped = [
+            (await backend._prefilled(Call(how, {}), 32)).good_until_s
+            for how in ("good", "stopped")
+        ]
+
+    now_s = time.monotonic()
+    assert good is not None
+    assert stopped is not None
+    assert stopped - now_s < _HAND_OFF_S - 1.4
+    assert good - now_s > _HAND_OFF_S - 3.5
+    assert _HAND_OFF_S < 10

@@ -1,0 +1,280 @@
+"""What a self-test finds out about a vLLM, and what follows from it."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.proxy.scripted import Fault
+from tests.proxy.scripted_model import Arithmetic, Sampler
+from tests.proxy.vllm_cluster import LONG, PROMPT, Builder, Servers, Vllms
+
+pytestmark = pytest.mark.network
+
+SAMPLED = {"temperature": 0.8, "max_tokens": 6}
+
+
+def arithmetics(**by_name: Arithmetic) -> Any:
+    def prepare(servers: Servers) -> None:
+        for name, arithmetic in by_name.items():
+            servers[name].arithmetic = arithmetic
+
+    return prepare
+
+
+async def tested(vllms: Builder, **settings: Any) -> Vllms:
+    """A cluster whose self-tests have ended."""
+    proxy = {"self_test": True} | settings.pop("proxy", {})
+    system = await vllms(proxy=proxy, **settings)
+    await until_tested(system)
+    for server in system.servers.values():
+        server.bodies.clear()
+    return system
+
+
+async def until_tested(system: Vllms) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    async def holds() -> bool:
+        found.update({row["id"]: row["self_test"] for row in (await system.state())["instances"]})
+        return all(row is not None and row["done"] for row in found.values())
+
+    await system.until(holds)
+    return found
+
+
+def decode_bodies(system: Vllms) -> list[dict[str, Any]]:
+    return [body for name in ("d0", "d1") for body in system.servers[name].bodies]
+
+
+KEYED, GENERATOR = Arithmetic(), Arithmetic(sampler=Sampler.GENERATOR)
+
+
+async def test_a_sampler_that_is_keyed_by_position_makes_sampled_streams_exact(
+    vllms: Builder,
+) -> None:
+    """A request without a seed gets one, the same in every attempt, and continues exactly."""
+    system = await tested(
+        vllms, prepare=arithmetics(d0=KEYED, d1=KEYED), proxy={"inexact": "refuse"}
+    )
+    found = await until_tested(system)
+    system.shared.faults[3] = Fault.RESET
+
+    ids = await system.ids(PROMPT, **SAMPLED)
+    first, second = decode_bodies(system)
+    alone = await system.ids(PROMPT, **SAMPLED, seed=first["seed"])
+
+    assert {found[name]["continues"] for name in ("d0", "d1")} == {"exact seeded"}
+    assert first["seed"] == second["seed"]
+    assert ids == alone
+
+
+async def test_the_seeds_of_two_requests_differ(vllms: Builder) -> None:
+    """Unseeded randomness stays random; a client's own seed is left as it is."""
+    system = await tested(vllms, prepare=arithmetics(d0=KEYED, d1=KEYED))
+
+    for _ in range(2):
+        await system.ids(PROMPT, **SAMPLED)
+    await system.ids(PROMPT, **SAMPLED, seed=7)
+    seeds = [body["seed"] for body in decode_bodies(system)]
+
+    assert len(set(seeds)) == 3
+    assert 7 in seeds
+
+
+async def test_a_sampler_whose_state_is_lost_gets_no_seed(vllms: Builder) -> None:
+    """With one it would draw the numbers of the first tokens again; the stream is marked."""
+    system = await tested(vllms, prepare=arithmetics(d0=GENERATOR, d1=GENERATOR))
+    found = await until_tested(system)
+
+    request = {"prompt": PROMPT, **SAMPLED}
+    async with system.http.post(system.url + "/v1/completions", json=request) as response:
+        mark = response.headers.get("X-Kvrs-Exact")
+        await response.read()
+    greedy = await system.ask({"prompt": PROMPT, "temperature": 0, "max_tokens": 3})
+
+    assert {found[name]["continues"] for name in ("d0", "d1")} == {"exact greedy"}
+    assert mark == "no"
+    assert greedy[0] == 200
+    assert all("seed" not in body for body in decode_bodies(system))
+
+
+async def test_one_instance_that_loses_the_state_makes_sampled_streams_inexact(
+    vllms: Builder,
+) -> None:
+    """A stream may have to go there."""
+    system = await tested(
+        vllms, prepare=arithmetics(d0=KEYED, d1=GENERATOR), proxy={"inexact": "refuse"}
+    )
+
+    sampled = await system.ask({"prompt": PROMPT, **SAMPLED})
+    greedy = await system.ask({"prompt": PROMPT, "temperature": 0})
+
+    assert sampled[0] == 400
+    assert msgspec.json.decode(sampled[1])["error"]["param"] == "temperature"
+    assert greedy[0] == 200
+
+
+# Fault 65: hand-offs that move nothing.
+
+
+async def test_kv_that_silently_does_not_move_is_not_counted_on(vllms: Builder) -> None:
+    """Decode then computes the history behind prefill, so that to migrate would be to compute it
+    twice.
+    """
+
+    def prepare(servers: Servers) -> None:
+        servers["d1"].moves_kv = False
+
+    system = await tested(vllms, prepare=prepare)
+    found = await until_tested(system)
+    system.shared.prompt_tokens = len(LONG)
+    system.shared.faults[3] = Fault.RESET
+
+    await system.ids(LONG)
+    (recovery,) = (await system.state())["recoveries"]
+
+    assert {name: row["moves_kv"] for name, row in found.items()} == {
+        "p0": True,
+        "d0": True,
+        "d1": False,
+    }
+    assert found["d1"]["cause"] == "no KV moved from p0 to d1"
+    assert "prefix_cache" not in found["d1"]["capabilities"]
+    assert (recovery["option"], recovery["to"]) == ("recompute", "d1")
+    (body,) = system.servers["d1"].bodies
+    assert "kv_transfer_params" not in body
+    assert {estimate["option"] for estimate in recovery["estimates"]} == {"recompute"}
+
+
+# Fault 70: survivors that compute otherwise.
+
+
+async def test_an_instance_that_computes_other_tokens_is_named(vllms: Builder) -> None:
+    """Another TP, runner or kernel: each is exact by itself, and not for streams of the other."""
+    system = await tested(vllms, prepare=arithmetics(d0=KEYED, d1=Arithmetic(1)))
+    found = await until_tested(system)
+    system.shared.faults[3] = Fault.RESET
+
+    gate = system.shared.gate = asyncio.Event()
+    system.shared.gate_at = 5
+    request = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
+    asking = asyncio.create_task(system.ask(request))
+    await system.until_streams_hold(5)
+    (stream,) = (await system.state())["streams"]
+    gate.set()
+    status, body = await asking
+
+    assert [found[name]["continues"] for name in ("d0", "d1")] == ["exact seeded"] * 2
+    assert [found[name]["differs_from"] for name in ("d0", "d1")] == [["d1"], ["d0"]]
+    assert stream["inexact"] == ["tokens"]
+    assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+
+
+async def test_a_stream_that_must_be_exact_ends_where_only_others_are_left(
+    vllms: Builder,
+) -> None:
+    """`proxy.inexact: refuse`: rather an error than another continuation."""
+    system = await tested(
+        vllms, prepare=arithmetics(d0=KEYED, d1=Arithmetic(1)), proxy={"inexact": "refuse"}
+    )
+    system.shared.faults[3] = Fault.RESET
+
+    request = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
+    _, body = await system.ask(request)
+
+    (error,) = (event[6:] for event in body.split(b"\n\n") if b'"error"' in event)
+    assert msgspec.json.decode(error)["error"]["code"] == "inexact"
+
+
+async def test_an_instance_without_any_order_is_not_called_exact(vllms: Builder) -> None:
+    """Then nothing is promised for any stream."""
+    noise = Arithmetic(sampler=Sampler.NOISE)
+    system = await tested(vllms, prepare=arithmetics(d0=noise, d1=noise))
+    found = await until_tested(system)
+
+    request = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    async with system.http.post(system.url + "/v1/completions", json=request) as response:
+        mark = response.headers.get("X-Kvrs-Exact")
+
+    assert {found[name]["continues"] for name in ("d0", "d1")} == {"text-stitched"}
+    assert mark == "no"
+
+
+# Fault 64: healthy by /health.
+
+
+@pytest.mark.parametrize("path", ["/fault_tolerance/status", "/v1/fault_tolerance/status"])
+@pytest.mark.parametrize("status", ["unhealthy", "paused", "dead"])
+async def test_an_engine_that_has_stopped_is_lost_though_health_says_200(
+    vllms: Builder, path: str, status: str
+) -> None:
+    """Its streams go on elsewhere, and it is used again when it is well."""
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.engines, server.ft_path = ["healthy", "healthy"], path
+
+    system = await vllms(prepare=prepare)
+    system.shared.gate, system.shared.gate_at = asyncio.Event(), 3
+    asking = asyncio.create_task(system.ids(PROMPT))
+    await system.until_streams_hold(3)
+    (stream,) = (await system.state())["streams"]
+    here = system.servers[stream["decode"]]
+
+    here.engines = ["healthy", status]
+    await system.until_health(**{stream["decode"]: "down"})
+    system.shared.gate.set()
+    ids = await asking
+    while_down = (await system.state())["instances"]
+    here.engines = ["healthy", "healthy"]
+    await system.until_health(**{stream["decode"]: "up"})
+
+    assert len(ids) == 6
+    reason = next(row["reason"] for row in while_down if row["id"] == stream["decode"])
+    assert f"1 of its 2 engines: {status}" in reason
+
+
+# Fault 66: a hand-off is gone once decode has answered.
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET, Fault.ERROR, Fault.EMPTY])
+async def test_a_hand_off_is_never_used_again_after_decode_has_answered(
+    vllms: Builder, fault: Fault
+) -> None:
+    """Prefill frees its blocks when decode has pulled them, before the first byte: the next attempt
+    has a hand-off of its own, or none.
+    """
+    system = await vllms()
+    system.shared.prompt_tokens = len(LONG)
+    system.shared.faults[0] = fault
+
+    ids = await system.ids(LONG)
+    used = [
+        body["kv_transfer_params"]["remote_request_id"]
+        for body in decode_bodies(system)
+        if "kv_transfer_params" in body
+    ]
+
+    assert len(ids) == 6
+    assert system.shared.violations == []
+    assert len(used) == len(set(used))
+
+
+# Fault 69: kernels that nothing has warmed up.
+
+
+async def test_no_stream_is_the_first_seeded_request(vllms: Builder) -> None:
+    """What compiles kernels is the proxy's own request, before the instance is up."""
+
+    def prepare(servers: Servers) -> None:
+        for name in ("d0", "d1"):
+            servers[name].cold = True
+
+    system = await vllms(prepare=prepare)
+
+    await system.ids(PROMPT, **SAMPLED, seed=3)
+
+    waited = [body for name in ("d0", "d1") for body in system.servers[name].waited]
+    assert [body["prompt"] for body in waited] == [[1], [1]]

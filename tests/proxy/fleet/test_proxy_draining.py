@@ -1,0 +1,171 @@
+"""Instances and proxies that are told to end: what they have goes on elsewhere first."""
+
+import asyncio
+import signal
+
+import pytest
+
+from kvrs.config.file import Config
+from kvrs.control import silence
+from kvrs.proxy import server
+from kvrs.proxy.mirror.headers import ResumeRequest
+from kvrs.proxy.mirror.records import Record
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.multi_proxy_cluster import open_proxy_group
+from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
+
+pytestmark = pytest.mark.network
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that wait at a gate are not to be taken for silent ones."""
+    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 60.0)
+
+
+async def test_streams_leave_an_instance_that_drains(build: ProxyClusterBuilder) -> None:
+    """While it still runs: it is up, and is neither fenced nor blamed."""
+    system = await build()
+    asked = await held_open(system, count=4)
+
+    system.instances["d0"].draining = True
+    await system.until(lambda: _all_on(system, "d1"))
+    release(system)
+
+    assert await all_exact(asked)
+    state = await system.state()
+    assert {row["cause"] for row in state["recoveries"]} == {"moved: its instance is about to end"}
+    assert (await system.health())["d0"] == "up"
+    assert "POST /kvrs/v1/fence" not in system.instances["d0"].calls
+
+
+async def test_the_only_one_of_its_kind_keeps_its_streams_until_another_one_comes(
+    build: ProxyClusterBuilder,
+) -> None:
+    """It says so again and again, for that."""
+    system = await build()
+    await system.instances["d1"].kill()
+    await system.until_health(d1="down")
+    asked = await held_open(system, count=2)
+
+    system.instances["d0"].draining = True
+    await system.until(lambda: _drains(system, "d0"))
+    alone = [row["decode"] for row in (await system.state())["streams"]]
+    await system.instances["d1"].restart()
+    await system.until(lambda: _all_on(system, "d1"))
+    release(system)
+
+    assert alone == ["d0", "d0"]
+    assert await all_exact(asked)
+    assert {row["cause"] for row in (await system.state())["recoveries"]} == {
+        "moved: its instance is about to end"
+    }
+
+
+async def test_a_proxy_without_a_peer_does_not_hand_its_streams_to_nobody() -> None:
+    """A stream with a key that cannot be resumed anywhere may run to its end like any other."""
+    async with open_proxy_group(2, proxy={"drain_s": 30.0}) as group:
+        gate = group.system.script.gate = asyncio.Event()
+        group.system.script.gate_at = 3
+        await group.kill(1)
+        mirror = group.proxy(0)._mirror
+        assert mirror is not None
+        async with asyncio.timeout(10):
+            while mirror.peers.live:
+                await asyncio.sleep(0.005)
+        reader = group.reader()
+        reading = asyncio.create_task(reader.read(0))
+        async with asyncio.timeout(10):
+            while len(reader.events) < 3:
+                await asyncio.sleep(0.005)
+
+        draining = asyncio.create_task(group.proxy(0).drain())
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(reading, draining)
+
+    assert reader.done
+    assert reader.errors == []
+
+
+async def _all_on(system: ProxyCluster, name: str) -> bool:
+    return {row["decode"] for row in (await system.state())["streams"]} == {name}
+
+
+async def _drains(system: ProxyCluster, name: str) -> bool:
+    rows = (await system.state())["instances"]
+    return any(row["id"] == name and row["load"]["draining"] for row in rows)
+
+
+async def test_a_stream_that_ends_as_it_is_moved_is_forgotten_by_everybody(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Its last token and its move come at once, and the policy asks for an attempt of a stream that
+    is over.
+    """
+    system = await build(policy={"recovery": {"gather_s": 0.0}})
+    asked = await held_open(system)
+    driver = system.proxy._driver
+    assert driver is not None
+    (live,) = driver.streams.values()
+    live.journal.finish_reason, live.journal.usage_sent = "length", True
+
+    assert live.instance is not None
+    system.instances[live.instance].draining = True
+    await asyncio.gather(*asked)
+
+    assert sum(driver.control.policy.snapshot()["streams"].values()) == 0
+
+
+async def test_a_resume_that_is_looked_up_while_its_proxy_is_told_to_end_does_not_begin_there() -> (
+    None
+):
+    """All that lived there has been handed over by then, and this one would be cut off."""
+    async with open_proxy_group(2) as group:
+        mirror, api = group.mirror(0), group.proxy(0)._api
+        assert api is not None
+        find = mirror.find
+
+        async def told_meanwhile(resume: ResumeRequest) -> Record | None:
+            api.draining = True
+            return await find(resume)
+
+        mirror.find = told_meanwhile  # type: ignore[method-assign]
+        reader = group.reader()
+
+        assert await reader.read(0) == 503
+        await reader.read_all(1)
+
+    assert reader.errors == ["shutting_down"]
+
+
+async def test_a_bug_while_a_proxy_drains_does_not_end_like_an_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who looks at its exit status has to know."""
+    closed: list[bool] = []
+
+    class Buggy:
+        port = admin_port = 0
+
+        def __init__(self, *_: object) -> None: ...
+
+        async def start(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+        async def run(self) -> None:
+            await asyncio.Event().wait()
+
+        async def drain(self) -> None:
+            raise ZeroDivisionError
+
+        async def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(server, "Proxy", Buggy)
+
+    with pytest.raises(ZeroDivisionError):
+        await server.serve(Config(), b"")
+
+    assert closed == [True]

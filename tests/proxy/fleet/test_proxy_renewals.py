@@ -1,0 +1,59 @@
+"""Leases are renewed in time, whoever is slow."""
+
+import asyncio
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from kvrs.control.leases import Leases
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
+from kvrs.proxy.fleet import leases as module
+from kvrs.proxy.fleet.leases import LeaseSender
+
+SLOW, OTHER = InstanceId("agent-n0"), InstanceId("agent-n1")
+LEASE_S = 30.0
+
+
+@pytest.mark.parametrize("answers_in_s", [0.0, 1.9])
+def test_an_agent_that_answers_late_puts_off_nobodys_renewal(
+    monkeypatch: pytest.MonkeyPatch, answers_in_s: float
+) -> None:
+    """Batches of releases go out several times a second, and each waits for all answers."""
+    now_s, renewed_s = 0.0, [0.0]
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        if now_s > 10 * LEASE_S:
+            raise asyncio.CancelledError
+
+    async def send(agent: InstanceId, update: LeaseUpdate) -> LeaseAnswer:
+        nonlocal now_s
+        if agent == SLOW:
+            now_s += answers_in_s
+            leases.release(SLOW, StreamId("another"))
+        elif update.renew:
+            renewed_s.append(now_s)
+        return LeaseAnswer([])
+
+    async def run() -> None:
+        await LeaseSender(leases, send, lambda *_: None).run()
+
+    loop = SimpleNamespace(time=lambda: now_s)
+    monkeypatch.setattr(
+        module,
+        "asyncio",
+        SimpleNamespace(sleep=sleep, gather=asyncio.gather, get_running_loop=lambda: loop),
+        raising=True,
+    )
+    leases = Leases(LEASE_S, release_s=0.25)
+    leases.hold(OTHER, StreamId("s"))
+    leases.release(SLOW, StreamId("another"))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+
+    gaps_s = [after - before for before, after in pairwise(renewed_s)]
+    assert len(gaps_s) > 20
+    assert max(gaps_s) < LEASE_S / 2

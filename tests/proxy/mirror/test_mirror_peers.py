@@ -1,0 +1,83 @@
+"""Requests of a proxy to another one, over a socket."""
+
+import asyncio
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from kvrs import http
+from kvrs.errors import UpstreamError
+from kvrs.ids import StreamId
+from kvrs.protocol.mirror import (
+    AckStatus,
+    BatchAnswer,
+    Hello,
+    StreamEvent,
+    StreamState,
+    Update,
+    UpdateAck,
+    pack_ids,
+)
+from kvrs.protocol.secrets import Door, door_key
+from kvrs.proxy.backends.peer import new_unproven_session
+from kvrs.proxy.mirror import peers
+from kvrs.proxy.mirror.peers import PATH, ProxyPeer
+from tests.ports import client_of, serving
+from tests.proxy.scripted import SECRET
+
+pytestmark = pytest.mark.network
+
+
+async def test_a_long_record_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the peer would count as dead, and get the whole record again and again."""
+    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.1)
+
+    async def take(request: web.Request) -> web.Response:
+        await request.read()
+        await asyncio.sleep(0.4)
+        return web.Response(
+            body=msgspec.msgpack.encode(BatchAnswer("b-1", [UpdateAck(AckStatus.STORED, 1)]))
+        )
+
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_post(PATH, take)
+    async with serving(app) as url, new_unproven_session(None) as session:
+        peer = ProxyPeer(session, Hello("a", "a-1"), "b", url)
+
+        answer = await peer.mirror([_update(8 << 20)])
+        with pytest.raises(UpstreamError, match="no answer"):
+            await peer.mirror([_update(10)])
+
+    assert answer.acks == [UpdateAck(AckStatus.STORED, 1)]
+
+
+def _update(size_bytes: int) -> Update:
+    return Update(
+        "k",
+        StreamId("ab"),
+        "a-1",
+        0,
+        1,
+        0,
+        [StreamEvent(1, pack_ids([1]), b"x" * size_bytes)],
+        StreamState(),
+    )
+
+
+@pytest.mark.parametrize("watch", ["", "?watch=", "?watch=soon", "?watch=nan"])
+async def test_a_watch_without_an_interval_is_rejected(watch: str) -> None:
+    """The error is the caller's, not an internal one."""
+
+    async def report(request: web.Request) -> web.StreamResponse:
+        return await http.watch(request, lambda: Hello("a", "a-1"))
+
+    app = http.new_app(Door.PROXY)
+    app.router.add_get(PATH, report)
+    key = door_key(SECRET, Door.PROXY, "a")
+    async with (
+        serving(app, [key]) as url,
+        client_of(url, key) as client,
+        client.get(PATH + watch) as response,
+    ):
+        assert response.status == 400

@@ -1,0 +1,501 @@
+"""Deaths of every kind, at every moment: the client gets its tokens, once each, or an explicit
+error.
+"""
+
+import asyncio
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrs.control import silence
+from kvrs.proxy.fleet import watchdog
+from kvrs.proxy.streams.metrics import DeathCause
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.scripted import Fault, Scripted
+from tests.proxy.scripted_model import expected_ids, text_of
+
+pytestmark = pytest.mark.network
+
+PROMPT = list(range(40))
+TOKENS = 8
+REQUEST = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+CHAT = {
+    "messages": [{"role": "user", "content": "play latin."}],
+    "temperature": 0,
+    "max_tokens": 12,
+}
+
+
+def start(
+    system: ProxyCluster, count: int = 1, **fields: Any
+) -> list[asyncio.Task[tuple[int, bytes]]]:
+    return [asyncio.create_task(system.complete(**REQUEST, **fields)) for _ in range(count)]
+
+
+async def held_open(
+    system: ProxyCluster, count: int = 1, at: int = 3
+) -> list[asyncio.Task[tuple[int, bytes]]]:
+    """Streams that wait after some tokens."""
+    system.script.gate, system.script.gate_at = asyncio.Event(), at
+    asked = start(system, count)
+    await system.until_streams_hold(at, count=count)
+    return asked
+
+
+async def all_exact(asked: list[asyncio.Task[tuple[int, bytes]]]) -> bool:
+    wanted = "".join(map(text_of, expected_ids(PROMPT, TOKENS)))
+    answers = await asyncio.gather(*asked)
+    return all(
+        status == 200 and msgspec.json.decode(body)["choices"][0]["text"] == wanted
+        for status, body in answers
+    )
+
+
+def release(system: ProxyCluster) -> None:
+    assert system.script.gate is not None
+    system.script.gate.set()
+
+
+async def recoveries(system: ProxyCluster) -> list[Any]:
+    rows: list[Any] = (await system.state())["recoveries"]
+    return rows
+
+
+# The prefill instance.
+
+
+async def test_a_prefill_instance_that_is_dead_already_is_not_asked(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Before the hand-off: nothing goes there, nothing is recovered."""
+    system = await build()
+    await system.instances["p0"].kill()
+    await system.until_health(p0="down")
+
+    assert await all_exact(start(system, 4))
+
+    assert await recoveries(system) == []
+    assert len(system.instances["p1"].completions) == 4
+
+
+async def test_a_prefill_instance_that_dies_at_work_is_replaced(build: ProxyClusterBuilder) -> None:
+    """During prefill: the client, which has nothing yet, only waits a little longer."""
+    system = await build()
+    system.script.prefill_gate = asyncio.Event()
+    asked = start(system, 4)
+    await system.until(lambda: _truth(len(system.instances["p0"].completions) == 2))
+
+    await system.instances["p0"].kill()
+    await system.until_health(p0="down")
+    system.script.prefill_gate.set()
+
+    assert await all_exact(asked)
+    assert {row["from"] for row in await recoveries(system)} == {"p0"}
+
+
+async def test_a_prefill_instance_that_dies_after_the_hand_off_is_not_missed(
+    build: ProxyClusterBuilder,
+) -> None:
+    """After it: the stream goes on untouched. What it retained is no source any more when decode
+    dies as well.
+    """
+    system = await build(policy={"name": "always_migrate"})
+    asked = await held_open(system)
+    (row,) = (await system.state())["streams"]
+
+    await system.instances[row["prefill"]].kill()
+    await system.until_health(**{row["prefill"]: "down"})
+    untouched = await recoveries(system)
+    await system.instances[row["decode"]].kill()
+    await system.until(lambda: _recovered(system, 1))
+    release(system)
+
+    assert untouched == []
+    assert await all_exact(asked)
+    assert [each["option"] for each in await recoveries(system)] == ["recompute"]
+
+
+# Decode instances.
+
+
+async def test_a_target_that_dies_during_a_recovery_is_replaced(build: ProxyClusterBuilder) -> None:
+    """The recovery is decided again, and one token is not sent twice."""
+    system = await build(pairs=3)
+    asked = await held_open(system)
+    (row,) = (await system.state())["streams"]
+
+    await system.instances[row["decode"]].kill()
+    await system.until(lambda: _recovered(system, 1))
+    (first,) = await recoveries(system)
+    await system.instances[first["to"]].kill()
+    await system.until(lambda: _recovered(system, 2))
+    release(system)
+
+    assert await all_exact(asked)
+    assert [each["outcome"] for each in await recoveries(system)] == ["failed", "resumed"]
+    assert {each["to"] for each in await recoveries(system)} | {row["decode"]} == {"d0", "d1", "d2"}
+
+
+async def test_no_stream_is_lost_when_several_instances_die_at_once(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Half the cluster, prefill and decode, in the same instant."""
+    system = await build(pairs=4)
+    asked = await held_open(system, count=16)
+    on_them = {s["id"] for s in (await system.state())["streams"] if s["decode"] in ("d0", "d1")}
+
+    await asyncio.gather(*(system.instances[name].kill() for name in ("d0", "p0", "d1", "p1")))
+    await system.until_health(d0="down", d1="down", p0="down", p1="down")
+    await system.until(lambda: _recovered(system, len(on_them)))
+    release(system)
+
+    assert await all_exact(asked)
+    rows = await recoveries(system)
+    assert {row["stream"] for row in rows} == on_them
+    assert {row["to"] for row in rows} == {"d2", "d3"}
+
+
+async def test_streams_that_break_before_their_instance_are_its_victims(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Under load their connections are read long before the watch's: still one event, of which none
+    has used up two attempts.
+    """
+    system = await build(pairs=3, policy={"recovery": {"gather_s": 1.0}})
+    asked = await held_open(system, count=9)
+    on_it = {s["id"] for s in (await system.state())["streams"] if s["decode"] == "d0"}
+
+    system.instances["d0"].cut_streams()
+    await system.until(lambda: _fail_alone(system, "d0", len(on_it)))
+    early = await recoveries(system)
+    await system.instances["d0"].kill()
+    await system.until(lambda: _recovered(system, len(on_it)))
+    release(system)
+
+    assert await all_exact(asked)
+    rows = await recoveries(system)
+    assert early == []
+    assert {row["stream"] for row in rows} == on_it
+    assert {(row["attempt"], row["from"]) for row in rows} == {(2, "d0")}
+
+
+async def test_no_stream_is_lost_with_a_node_and_its_agent(build: ProxyClusterBuilder) -> None:
+    """What it held is gone with it."""
+    system = await build(pairs=3, backup={"mode": "both"})
+    asked = await held_open(system, count=6)
+
+    await asyncio.gather(
+        *(
+            process.kill()
+            for process in (
+                system.instances["p0"],
+                system.instances["d0"],
+                system.agents["agent-n0"],
+            )
+        )
+    )
+    await system.until_health(**{"d0": "down", "p0": "down", "agent-n0": "down"})
+    release(system)
+
+    assert await all_exact(asked)
+    assert {row["from"] for row in await recoveries(system)} == {"d0"}
+
+
+async def test_without_any_decode_instance_streams_wait_and_then_fail(
+    build: ProxyClusterBuilder,
+) -> None:
+    """All of them die; after `wait_s` each stream ends with an error event, and never looks
+    complete.
+    """
+    system = await build(policy={"recovery": {"wait_s": 0.3}})
+    system.script.gate, system.script.gate_at = asyncio.Event(), 3
+    asked = start(system, 4, stream=True)
+    await system.until_streams_hold(3, count=4)
+
+    await asyncio.gather(*(system.instances[name].kill() for name in ("d0", "d1")))
+    answers = await asyncio.gather(*asked)
+
+    for status, body in answers:
+        assert status == 200
+        assert b"[DONE]" not in body
+        *_, last, end = body.split(b"\n\n")
+        assert end == b""
+        assert msgspec.json.decode(last[6:])["error"]["code"] == "no_instance"
+    assert (await system.state())["streams"] == []
+
+
+async def test_streams_that_wait_go_on_with_the_first_decode_instance_that_returns(
+    build: ProxyClusterBuilder,
+) -> None:
+    """The wait is worth it."""
+    system = await build()
+    asked = await held_open(system, count=4)
+
+    await asyncio.gather(*(system.instances[name].kill() for name in ("d0", "d1")))
+    await system.until_health(d0="down", d1="down")
+    await system.instances["d1"].restart()
+    release(system)
+
+    assert await all_exact(asked)
+
+
+async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing_behind(
+    build: ProxyClusterBuilder,
+) -> None:
+    """The policy has just counted another attempt: the end of the stream is that of this one."""
+    system = await build(policy={"recovery": {"gather_s": 0.0}})
+    (asked,) = await held_open(system)
+    driver = system.proxy._driver
+    assert driver is not None
+    (live,) = driver.streams.values()
+    assert live.plan is not None
+
+    # What the end of its connection does to the handler; it runs on in the loop's next turn.
+    live.outcome.cancel()
+    known = driver.control.instances.known[live.plan.decode]
+    driver.instance_lost(known, "killed", DeathCause.FAILED)
+    await asyncio.gather(asked, return_exceptions=True)
+
+    await system.until(lambda: _has_no_stream(system))
+    state = (await system.state())["policy"]
+    assert set(state["streams"].values()) == {0}
+    assert [
+        (row["work_s"], row["decode_streams"]) for row in state["instances"] if row["running"]
+    ] == []
+
+
+# Engines that send something other than tokens.
+
+
+@pytest.mark.parametrize("asked", [REQUEST, CHAT], ids=["completion", "chat"])
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.EMPTY, Fault.EOF, Fault.DONE_ONLY])
+@pytest.mark.parametrize("position", [0, 3])
+async def test_an_answer_that_only_looks_complete_is_a_failure(
+    build: ProxyClusterBuilder, fault: Fault, position: int, asked: dict[str, Any]
+) -> None:
+    """An error event and then [DONE]; status 200 without content: both are complete HTTP
+    responses.
+    """
+    system = await build()
+    undisturbed = await system.complete(**asked)
+    system.script.faults = {position: fault}
+
+    disturbed = await system.complete(**asked)
+
+    assert _choices(disturbed[1]) == _choices(undisturbed[1])
+    assert not system.script.faults
+    assert len(await recoveries(system)) == 1
+
+
+async def test_a_prefill_that_answers_nothing_is_done_again(build: ProxyClusterBuilder) -> None:
+    """Status 200 and an empty body is no hand-off."""
+    system = await build()
+    system.script.prefill_faults = [Fault.EMPTY]
+
+    assert await all_exact(start(system))
+
+    assert len(await recoveries(system)) == 1
+
+
+# Silence.
+
+
+async def test_a_hang_is_noticed_by_the_stream_s_own_pace_and_fenced_when_it_wakes(
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process closes nothing: all its streams move together, long before `token_gap_s`;
+    what it ran is dropped.
+    """
+    monkeypatch.setattr(silence.WatchLimits, "silence_s", lambda *_, **__: 3600.0)
+    system = await build(proxy={"token_gap_s": 3600.0})
+    hung = system.instances["d0"]
+    asked = await held_open(system, count=6)
+    # Their last reports have a queue, which does not excuse an instance that reports no more.
+    hung.queued = system.instances["d1"].queued = 1
+    await system.until(partial(_have_a_line, system, 2))
+    on_it = {
+        s["id"]: s["attempt"] + 1 for s in (await system.state())["streams"] if s["decode"] == "d0"
+    }
+
+    hung.freeze()
+    await system.until_health(d0="down")
+    release(system)
+
+    assert await all_exact(asked)
+    rows = await recoveries(system)
+    assert {row["stream"] for row in rows} == set(on_it)
+    assert await system.count("kvrs_attempts_failed_total") == 0, "one event, not one per stream"
+    hung.thaw()
+    await system.until_health(d0="up")
+    assert hung.fences == [on_it]
+
+
+async def test_an_idle_instance_that_hangs_is_noticed_too(build: ProxyClusterBuilder) -> None:
+    """By its reports, which come at a pace of their own: nothing must be sent there to find out."""
+    system = await build(proxy={"token_gap_s": 3600.0})
+
+    system.instances["d1"].freeze()
+    await system.until_health(d1="down")
+    system.instances["d1"].thaw()
+    await system.until_health(d1="up")
+
+    assert system.instances["d1"].fences == [{}]
+
+
+async def test_a_stream_that_hangs_alone_fails_alone(build: ProxyClusterBuilder) -> None:
+    """The instance reports on: it is not taken for dead."""
+    system = await build(proxy={"token_gap_s": 3600.0})
+    system.script.faults = {4: Fault.HANG}
+
+    assert await all_exact(start(system))
+
+    (row,) = await recoveries(system)
+    assert "silent" in row["cause"]
+    assert set((await system.health()).values()) == {"up"}
+
+
+async def test_a_slow_instance_is_not_moved(build: ProxyClusterBuilder) -> None:
+    """Ten times as slow is alive: a stream that crawls is left where it is."""
+    system = await build(proxy={"token_gap_s": 3600.0})
+    system.script.pause_s = 0.01
+    asked = await held_open(system, at=4)
+
+    system.script.pause_s = 0.1
+    release(system)
+
+    assert await all_exact(asked)
+    assert await recoveries(system) == []
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "longest_s", "limit_s"),
+    [(0.001, 10.0, 2.0), (0.2, 10.0, 4.0), (1.0, 10.0, 10.0), (0.001, 0.5, 0.5)],
+)
+def test_silence_is_twenty_of_the_usual_intervals_within_bounds(
+    usual_s: float, longest_s: float, limit_s: float
+) -> None:
+    """At least 2 s, at most what the configuration allows."""
+    assert silence.silent_after_s(usual_s, longest_s) == limit_s
+
+
+async def test_a_proxy_that_was_stopped_itself_suspects_no_instance(
+    build: ProxyClusterBuilder,
+) -> None:
+    """After a stall of the proxy's own event loop the timeout starts again."""
+    heard = asyncio.Event()
+
+    async with watchdog.silence_limit(lambda: 0.2):
+        time.sleep(0.5)  # Nothing runs meanwhile: that is the point.
+        await asyncio.sleep(0.05)
+        heard.set()
+
+    assert heard.is_set()
+
+
+# Hand-offs that go elsewhere.
+
+
+async def redirected(system: ProxyCluster, prefill: str, slow: str) -> None:
+    """While prefill works, the decode instance that was planned with gets a long queue."""
+    gate = system.script.prefill_gate
+    assert gate is not None
+    await system.until(lambda: _truth(bool(system.instances[prefill].completions)))
+    system.instances[slow].queue_delay_s = 100.0
+    await system.until(lambda: _has_queue(system, slow, 100.0))
+    gate.set()
+
+
+async def test_a_redirected_hand_off_goes_by_the_new_plan(build: ProxyClusterBuilder) -> None:
+    """The decode call goes there, that instance's death is the stream's, and a fence of the other
+    one does not name it.
+    """
+    system = await build(policy={"handoff": "auto", "assumed_link_bytes_per_s": 1e9})
+    system.script.prefill_gate = asyncio.Event()
+    system.script.gate, system.script.gate_at = asyncio.Event(), 3
+    asked = start(system)
+
+    await redirected(system, "p0", "d0")
+    await system.until_streams_hold(3)
+    (row,) = (await system.state())["streams"]
+    system.instances["d0"].cut_watch()
+    await system.until(lambda: _truth(system.instances["d0"].epoch == 2))
+    await system.instances["d1"].kill()
+    await system.until(lambda: _recovered(system, 1))
+    release(system)
+
+    assert await all_exact(asked)
+    assert (row["prefill"], row["decode"], row["attempt"]) == ("p0", "d1", 1)
+    assert system.instances["d0"].fences == [{}]
+    assert [len(system.instances[name].completions) for name in ("d0", "d1")] == [1, 1]
+    (recovery,) = await recoveries(system)
+    assert (recovery["from"], recovery["to"]) == ("d1", "d0")
+
+
+async def test_a_redirected_recovery_finds_the_text_that_its_engine_needs(
+    build: ProxyClusterBuilder, model: str
+) -> None:
+    """An exact engine was planned with, and a plain one gets the hand-off: the proxy makes the text
+    from there on.
+    """
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        instances["d2"].capabilities = []
+
+    system = await build(
+        pairs=3,
+        model=model,
+        prepare=prepare,
+        policy={"name": "always_recompute", "handoff": "auto", "dispatch": "holders"},
+    )
+    asked = await held_open(system)
+    (row,) = (await system.state())["streams"]
+    system.script.prefill_gate = asyncio.Event()
+    for instance in system.instances.values():
+        instance.completions.clear()
+    for name in ("d1", "d2"):
+        system.instances[name].queue_delay_s = 10.0  # So that prefill instances compute.
+        await system.until(partial(_has_queue, system, name, 10.0))
+
+    await system.instances[row["decode"]].kill()
+    await system.until(lambda: _recovered(system, 1))
+    (recovery,) = await recoveries(system)
+    planned = recovery["to"]
+    await redirected(system, f"p{planned[1]}", planned)
+    await system.until(lambda: _truth(bool(system.instances["d2"].completions)))
+    release(system)
+
+    assert await all_exact(asked)
+    assert (row["decode"], planned, (await recoveries(system))[0]["to"]) == ("d0", "d1", "d2")
+
+
+async def _has_no_stream(system: ProxyCluster) -> bool:
+    return not (await system.state())["streams"]
+
+
+async def _has_queue(system: ProxyCluster, name: str, seconds: float) -> bool:
+    rows = (await system.state())["policy"]["instances"]
+    return any(row["id"] == name and row["queue_s"] >= seconds for row in rows)
+
+
+def _choices(body: bytes) -> Any:
+    return msgspec.json.decode(body)["choices"]
+
+
+async def _have_a_line(system: ProxyCluster, count: int) -> bool:
+    return sum(bool(row["load"]["queued"]) for row in (await system.state())["instances"]) == count
+
+
+async def _recovered(system: ProxyCluster, count: int) -> bool:
+    return len(await recoveries(system)) >= count
+
+
+async def _fail_alone(system: ProxyCluster, name: str, count: int) -> bool:
+    return await system.count("kvrs_attempts_failed_total", worker=name) == count
+
+
+async def _truth(value: bool) -> bool:
+    return value

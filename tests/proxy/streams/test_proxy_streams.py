@@ -1,0 +1,308 @@
+"""What a client sees of a stream: the same bytes, whatever happens behind the proxy."""
+
+import asyncio
+import re
+
+import msgspec
+import pytest
+
+from kvrs.protocol.openai.requests import CompletionRequest
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.scripted import BREAKS, Fault, Script
+from tests.proxy.scripted_model import expected_ids, text_of
+
+pytestmark = pytest.mark.network
+
+PROMPT = [5, 6, 7]
+TOKENS = 6
+
+
+def normal(body: bytes) -> bytes:
+    """A stream without what differs between any two streams: its id, its time, and which instance
+    was first.
+    """
+    body = re.sub(rb'"id":"cmpl-[0-9a-f]{32}"', b'"id":"cmpl-"', body)
+    return re.sub(rb'"created":\d+', b'"created":0', body)
+
+
+def heads(body: bytes) -> set[bytes]:
+    return set(re.findall(rb'data: (\{"id":"[^"]*","created":\d+,"model":"[^"]*"),"choices"', body))
+
+
+async def stream(system: ProxyCluster, **fields: object) -> bytes:
+    asked = {
+        "prompt": PROMPT,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    status, body = await system.complete(**(asked | fields))
+    assert status == 200, body
+    return body
+
+
+@pytest.mark.parametrize("fault", [*BREAKS, Fault.UNAVAILABLE, Fault.CONFLICT])
+async def test_every_cut_point_gives_the_same_bytes(
+    build: ProxyClusterBuilder, fault: Fault
+) -> None:
+    """The bytes of a stream do not show that there was a recovery."""
+    system = await build()
+    undisturbed = await stream(system)
+
+    for position in range(TOKENS):
+        system.script.faults = {position: fault}
+        disturbed = await stream(system)
+
+        assert normal(disturbed) == normal(undisturbed), position
+        assert len(heads(disturbed)) == 1, "id, time and model stay the same across the seam"
+        assert not system.script.faults, "the fault happened"
+
+
+async def test_undisturbed_bytes_are_the_engine_s_without_ids(build: ProxyClusterBuilder) -> None:
+    """The healthy path passes bytes on."""
+    system = await build(pairs=1)
+
+    body = await stream(system)
+
+    events = body.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    chunks = [msgspec.json.decode(event[6:]) for event in events[:-2]]
+    assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == [
+        text_of(i) for i in expected_ids(PROMPT, TOKENS)
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (
+        TOKENS - 1
+    ) + ["length"]
+    assert all("token_ids" not in chunk["choices"][0] for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": TOKENS,
+        "total_tokens": 3 + TOKENS,
+    }
+
+
+async def test_ids_are_passed_on_to_a_client_that_asks(build: ProxyClusterBuilder) -> None:
+    """`return_token_ids` survives a recovery without a gap or a repetition."""
+    system = await build()
+    system.script.faults = {2: Fault.RESET, 4: Fault.ERROR}
+
+    body = await stream(system, return_token_ids=True, stream_options=None)
+
+    chunks = [msgspec.json.decode(event[6:]) for event in body.split(b"\n\n")[:-2]]
+    assert [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]] == expected_ids(
+        PROMPT, TOKENS
+    )
+
+
+@pytest.mark.parametrize("fault", BREAKS)
+async def test_a_break_after_the_finish_is_completed_by_the_proxy(
+    build: ProxyClusterBuilder, fault: Fault
+) -> None:
+    """All text was delivered: only the formal end is missing, and needs no engine."""
+    system = await build(pairs=1)
+    undisturbed = await stream(system)
+    system.script.finish_faults = [fault]
+
+    assert normal(await stream(system)) == normal(undisturbed)
+    assert len(system.instances["d0"].completions) == 2, "no second attempt"
+
+
+@pytest.mark.parametrize("fault", BREAKS)
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+async def test_a_break_between_the_last_token_and_its_finish_loses_no_text(
+    build: ProxyClusterBuilder, fault: Fault, has_tokenizer: bool, model: str
+) -> None:
+    """What was held back comes from the proxy's own text machine, or else from an attempt that adds
+    nothing but the end.
+    """
+    system = await build(model=model if has_tokenizer else None)
+    system.script.separate_finish = True
+    asked = {"prompt": "play stops.", "stop": ["three STOP fourteen"], "max_tokens": 13}
+    undisturbed = await stream(system, **asked)
+    system.script.finish_faults = [fault]
+
+    assert normal(await stream(system, **asked)) == normal(undisturbed)
+    decodes = sum(len(system.instances[name].completions) for name in ("d0", "d1"))
+    assert decodes == (2 if has_tokenizer else 3)
+
+
+async def test_events_of_several_tokens_are_counted_by_ids(build: ProxyClusterBuilder) -> None:
+    """A chunk is not a token."""
+    system = await build()
+    system.script.tokens_per_event = 4
+    system.script.faults = {4: Fault.RESET}
+
+    body = await stream(system)
+
+    usage = msgspec.json.decode(body.split(b"\n\n")[-3][6:])["usage"]
+    assert usage["completion_tokens"] == TOKENS
+    texts = "".join(text_of(i) for i in expected_ids(PROMPT, TOKENS))
+    assert (
+        "".join(
+            c["choices"][0]["text"]
+            for c in map(msgspec.json.decode, _payloads(body))
+            if c["choices"]
+        )
+        == texts
+    )
+
+
+async def test_an_early_stop_survives_a_recovery(build: ProxyClusterBuilder) -> None:
+    """The finish reason is the engine's own."""
+    system = await build()
+    system.script.stop_after = 4
+    system.script.faults = {3: Fault.CUT}
+
+    body = await stream(system)
+
+    assert body.count(b'"finish_reason":"stop"') == 1
+    assert b'"completion_tokens":4' in body
+
+
+async def test_a_text_prompt_is_tokenised_once_and_continued_by_ids(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Text goes to prefill; every later call carries ids."""
+    system = await build()
+    system.script.faults = {2: Fault.RESET}
+
+    await stream(system, prompt="héllo")
+
+    prompt = list("héllo".encode())
+    decodes = [r for i in ("d0", "d1") for r in system.instances[i].completions]
+    decodes.sort(key=lambda request: request.kvrs.attempt if request.kvrs else 0)
+    prompts = [request.prompt for request in decodes if isinstance(request, CompletionRequest)]
+    assert prompts == [prompt, prompt + expected_ids(prompt, 2)]
+    assert [request.kvrs.prompt_tokens for request in decodes if request.kvrs] == [len(prompt)] * 2
+
+
+async def test_several_breaks_in_one_stream_lose_nothing(build: ProxyClusterBuilder) -> None:
+    """A recovery can itself be recovered from."""
+    system = await build(pairs=3)
+    undisturbed = await stream(system)
+    system.script.faults = dict(
+        enumerate([Fault.RESET, Fault.ERROR, Fault.CUT, Fault.EOF, Fault.DONE_ONLY])
+    )
+
+    assert normal(await stream(system)) == normal(undisturbed)
+    assert not system.script.faults
+
+
+async def test_a_stream_in_a_long_queue_is_not_given_up(build: ProxyClusterBuilder) -> None:
+    """An instance that is full and gets on with its streams is not silent, however long the others
+    have to wait.
+
+    One that has a line and gets on with nothing hangs, and is given up.
+    """
+    system = await build(
+        pairs=1, proxy={"token_gap_s": 0.15}, policy={"recovery": {"max_attempts": 1}}
+    )
+    decode = system.instances["d0"]
+    decode.queued = 1
+    system.script.pause_s = 0.03
+    busy = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=40, temperature=0))
+    await system.until_streams_hold(2)
+    system.script.faults[0] = Fault.HANG
+    waiting = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=TOKENS, temperature=0))
+
+    assert (await busy)[0] == 200
+
+    assert not waiting.done()
+    status, body = await waiting
+    assert status == 502
+    assert b"silent" in body
+
+
+async def test_a_silent_engine_is_given_up(build: ProxyClusterBuilder) -> None:
+    """No token within `proxy.token_gap_s` is a failure, although the connection stands."""
+    system = await build(proxy={"token_gap_s": 0.2})
+    undisturbed = await stream(system)
+    system.script.faults = {3: Fault.HANG}
+
+    assert normal(await stream(system)) == normal(undisturbed)
+    assert system.instances["d0"].aborted + system.instances["d1"].aborted == 1
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET, Fault.UNAVAILABLE, Fault.HANG])
+async def test_a_failed_prefill_is_done_again(build: ProxyClusterBuilder, fault: Fault) -> None:
+    """Before the first token the client only waits a little longer."""
+    system = await build(proxy={"token_gap_s": 0.2})
+    system.script.prefill_faults = [fault]
+
+    body = await stream(system)
+
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert body.count(b'"finish_reason":"length"') == 1
+
+
+async def test_a_whole_answer_recovers_as_a_stream_does(build: ProxyClusterBuilder) -> None:
+    """Requests without `stream` are streamed behind the proxy."""
+    system = await build()
+    system.script.faults = {1: Fault.RESET, 4: Fault.ERROR}
+
+    status, body = await system.complete(
+        prompt=PROMPT, max_tokens=TOKENS, temperature=0, return_token_ids=True
+    )
+
+    assert status == 200
+    answer = msgspec.json.decode(body)
+    ids = expected_ids(PROMPT, TOKENS)
+    assert answer["choices"] == [
+        {
+            "text": "".join(map(text_of, ids)),
+            "index": 0,
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "prompt_token_ids": PROMPT,
+            "token_ids": ids,
+        }
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": TOKENS,
+        "total_tokens": 3 + TOKENS,
+    }
+
+
+async def test_a_sampled_stream_keeps_one_seed(build: ProxyClusterBuilder) -> None:
+    """Without the client's seed the proxy draws one, so that every attempt samples alike."""
+    system = await build()
+    system.script.faults = {2: Fault.RESET}
+
+    await stream(system, temperature=1.0)
+
+    seeds = [r.seed for i in ("d0", "d1") for r in system.instances[i].completions]
+    assert len(seeds) == 2
+    assert seeds[0] is not None
+    assert seeds[0] == seeds[1]
+
+
+async def test_one_instance_that_does_both_serves_alone(build: ProxyClusterBuilder) -> None:
+    """Role `both` needs no pair; the ids of a text prompt still come from a prefill call."""
+    from kvrs.protocol.instance import Role
+
+    system = await build(pairs=1, roles=(("b", Role.BOTH),))
+    system.script.faults = {3: Fault.RESET}
+
+    body = await stream(system, prompt="abc")
+
+    assert b'"completion_tokens":6' in body
+    assert b'"prompt_tokens":3' in body
+
+
+def test_the_script_s_oracle_is_sensitive_to_a_lost_token() -> None:
+    """The tests above can only fail for a reason: a continuation from a wrong history differs at
+    once.
+    """
+    ids = expected_ids(PROMPT, 5)
+
+    assert expected_ids([*PROMPT, *ids[:2], *ids[3:4]], 1) != ids[4:5]
+    assert Script().tokens_per_event == 1
+
+
+def _payloads(body: bytes) -> list[bytes]:
+    return [event[6:] for event in body.split(b"\n\n") if event and event != b"data: [DONE]"]

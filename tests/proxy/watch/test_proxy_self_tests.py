@@ -1,0 +1,201 @@
+"""Self-tests of instances with the instance protocol: what is seen, what it costs, and whom."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from kvrs.protocol.instance import Capability
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.scripted import Fault, Scripted
+from tests.proxy.scripted_model import Arithmetic, Sampler, expected_ids, text_of
+
+pytestmark = pytest.mark.network
+
+PROMPT = list(range(40))
+ON = {"self_test": True}
+
+
+async def self_tests(system: ProxyCluster) -> dict[str, Any]:
+    """What the state says of them, when all have ended."""
+    found: dict[str, Any] = {}
+
+    async def holds() -> bool:
+        found.update({row["id"]: row["self_test"] for row in (await system.state())["instances"]})
+        return all(row is not None and row["done"] for row in found.values())
+
+    await system.until(holds)
+    return found
+
+
+async def test_what_works_is_seen(build: ProxyClusterBuilder) -> None:
+    """The list has what was declared and seen, and how exactly a stream is continued."""
+    system = await build(proxy=ON)
+
+    found = await self_tests(system)
+
+    assert {name: row["moves_kv"] for name, row in found.items()} == dict.fromkeys(found, True)
+    declared = [capability.value for capability in Capability]
+    assert found["d0"]["capabilities"] == [*declared, "exact seeded"]
+    assert found["p0"]["capabilities"] == declared
+    assert [row["differs_from"] for row in found.values()] == [[]] * 4
+
+
+async def test_self_tests_are_no_streams_of_clients(build: ProxyClusterBuilder) -> None:
+    """No metric, state or record of answers counts them; what they kept is given back."""
+    system = await build(proxy=ON)
+    await self_tests(system)
+
+    state = await system.state()
+    released = [
+        stream
+        for instance in system.instances.values()
+        for update in instance.lease_updates
+        for stream in update.release
+    ]
+
+    assert (state["streams"], state["recoveries"]) == ([], [])
+    for series in (
+        "kvrs_streams_active",
+        "kvrs_tokens_relayed_total",
+        "kvrs_attempts_failed_total",
+    ):
+        assert await system.count(series) == 0, series
+    assert all(stream.startswith("selftest-") for stream in released)
+    assert len(released) >= 2
+
+
+async def test_self_tests_cost_a_few_tokens(build: ProxyClusterBuilder) -> None:
+    """Once per process of an instance."""
+    system = await build(proxy=ON)
+    await self_tests(system)
+    calls = {name: len(each.completions) for name, each in system.instances.items()}
+
+    system.instances["d0"].cut_watch()
+    await system.until_health(d0="down")
+    await system.until_health(d0="up")
+    await self_tests(system)
+    cut = len(system.instances["d0"].completions)
+    await system.instances["d0"].kill()
+    await system.until_health(d0="down")
+    await system.instances["d0"].restart()
+    await system.until_health(d0="up")
+    await self_tests(system)
+
+    assert max(calls.values()) <= 8
+    assert cut == calls["d0"]
+    assert len(system.instances["d0"].completions) > cut
+
+
+async def test_an_instance_serves_while_it_is_tested(build: ProxyClusterBuilder) -> None:
+    """A test that hangs delays nobody, and nothing is fetched to or from what it has not seen."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        for instance in instances.values():
+            instance.hangs_on = "selftest-"
+
+    system = await build(proxy=ON, prepare=prepare)
+    system.script.faults[3] = Fault.RESET
+
+    status, body = await system.complete(prompt=PROMPT, max_tokens=6, temperature=0)
+    (recovery,) = (await system.state())["recoveries"]
+
+    assert status == 200
+    assert "".join(map(text_of, expected_ids(PROMPT, 6))).encode()[:3] in body
+    assert recovery["option"] == "recompute"
+
+
+async def test_only_kv_that_moves_is_fetched(build: ProxyClusterBuilder) -> None:
+    """Of two survivors one fetches nothing: it computes, the other one migrates."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        instances["d1"].moves_kv = False
+
+    system = await build(proxy=ON, prepare=prepare)
+    found = await self_tests(system)
+    system.script.gate, system.script.gate_at = asyncio.Event(), 3
+    asking = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=6, temperature=0))
+    await system.until_streams_hold(3)
+    (stream,) = (await system.state())["streams"]
+    await system.instances[stream["decode"]].kill()
+    system.script.gate.set()
+    status, _ = await asking
+    (recovery,) = (await system.state())["recoveries"]
+
+    assert status == 200
+    assert found["d1"]["moves_kv"] is False
+    assert "pull_pages" not in found["d1"]["capabilities"]
+    assert "pull_pages" in found["d0"]["capabilities"]
+    options = {estimate["option"] for estimate in recovery["estimates"]}
+    assert ("migrate" in options) == (stream["decode"] == "d1")
+
+
+async def test_a_restarted_instance_has_what_was_seen_of_it_before(
+    build: ProxyClusterBuilder,
+) -> None:
+    """A stream that waits for it need not wait for its test."""
+    system = await build(pairs=1, proxy=ON, policy={"name": "always_migrate"})
+    await self_tests(system)
+    system.script.gate, system.script.gate_at = asyncio.Event(), 3
+    asking = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=6, temperature=0))
+    await system.until_streams_hold(3)
+    await system.instances["d0"].kill()
+    await system.until_health(d0="down")
+    system.instances["d0"].hangs_on = "selftest-"
+    await system.instances["d0"].restart()
+    system.script.gate.set()
+
+    status, _ = await asking
+    (recovery,) = (await system.state())["recoveries"]
+
+    assert (status, recovery["option"]) == (200, "migrate")
+
+
+async def test_engines_that_do_not_count_are_believed(build: ProxyClusterBuilder) -> None:
+    """Third-party engines with the instance protocol may lack the counter."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        for instance in instances.values():
+            instance.fetched_pages = None
+
+    found = await self_tests(await build(proxy=ON, prepare=prepare))
+
+    assert {row["moves_kv"] for row in found.values()} == {True}
+
+
+async def test_an_engine_that_only_says_that_it_is_exact_is_not(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Sampling that starts anew at a cut is seen, whatever is declared."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        for instance in instances.values():
+            instance.arithmetic = Arithmetic(sampler=Sampler.GENERATOR)
+
+    system = await build(proxy=ON | {"inexact": "refuse"}, prepare=prepare)
+    found = await self_tests(system)
+
+    sampled, _ = await system.complete(prompt=PROMPT, temperature=1)
+    greedy, _ = await system.complete(prompt=PROMPT, temperature=0)
+
+    assert found["d0"]["continues"] == "exact greedy"
+    assert (sampled, greedy) == (400, 200)
+
+
+# Fault 67: an abort by prefix.
+
+
+async def test_no_stream_s_name_begins_with_another_one_s(build: ProxyClusterBuilder) -> None:
+    """Some engines end all requests whose names begin with the one that is to be ended."""
+    system = await build(proxy=ON)
+    await self_tests(system)
+
+    for _ in range(3):
+        await system.complete(prompt=PROMPT, n=4, max_tokens=2, temperature=1)
+    names = {body["kvrs"]["stream"] for each in system.instances.values() for body in each.bodies}
+
+    assert len(names) >= 3 * 4 + 6
+    for one, other in itertools.permutations(names, 2):
+        assert not one.startswith(other)

@@ -1,0 +1,312 @@
+"""Bytes of events: split wherever chunks end, trimmed by offset, relayed once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.errors import UpstreamError
+from kvrs.ids import StreamId
+from kvrs.protocol.openai.chunks import (
+    ChatChunkChoice,
+    ChatDelta,
+    Choice,
+    Completion,
+    FunctionCall,
+    Logprobs,
+    ToolCall,
+    error_body,
+    sse,
+)
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.relay import Relay
+from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs.proxy.wire.sse import (
+    PROMPT_TOKEN_IDS,
+    TOKEN_IDS,
+    EventSplitter,
+    cut_list,
+    head_of,
+    next_token_ids,
+    number_choice,
+)
+
+IDS = st.lists(st.integers(0, 1 << 20), max_size=5)
+# Texts that look like what is searched for, quotes, backslashes and all.
+TEXTS = st.text(max_size=20) | st.lists(
+    st.sampled_from(
+        [
+            ',"token_ids":[1]',
+            ',"finish_reason":null',
+            ',"choices":[',
+            "\\",
+            '"',
+            "]",
+            "}",
+            ":",
+            "é",
+            "x",
+            ",",
+        ]
+    ),
+    max_size=8,
+).map("".join)
+SETTINGS = settings(max_examples=300, deadline=None)
+
+
+def event(
+    text: str,
+    ids: list[int] | None,
+    prompt_ids: list[int] | None = None,
+    finish: str | None = None,
+    **head: str,
+) -> bytes:
+    choice = Choice(text=text, finish_reason=finish, stop_reason=text if finish else None)
+    if prompt_ids is not None:
+        choice.prompt_token_ids = prompt_ids
+    if ids is not None:
+        choice.token_ids = ids
+    return msgspec.json.encode(
+        Completion(head.get("id", "cmpl-1"), 1, head.get("model", "m"), [choice])
+    )
+
+
+@SETTINGS
+@given(text=TEXTS, model=TEXTS, ids=IDS, prompt_ids=IDS, finish=st.sampled_from([None, "stop"]))
+def test_cutting_ids_equals_encoding_without_them(
+    text: str, model: str, ids: list[int], prompt_ids: list[int], finish: str | None
+) -> None:
+    """For any text, the cut removes the field and nothing else."""
+    data = event(text, ids, prompt_ids, finish, model=model)
+
+    assert cut_list(data, TOKEN_IDS) == event(text, None, prompt_ids, finish, model=model)
+    assert cut_list(data, PROMPT_TOKEN_IDS) == event(text, ids, None, finish, model=model)
+    assert cut_list(event(text, None, finish=finish, model=model), TOKEN_IDS) == event(
+        text, None, finish=finish, model=model
+    )
+
+
+@SETTINGS
+@given(text=TEXTS, model=TEXTS, ids=IDS, finish=st.sampled_from([None, "stop"]))
+def test_ids_and_head_are_found_by_offset(
+    text: str, model: str, ids: list[int], finish: str | None
+) -> None:
+    """A plain event gives its ids; one that finishes is left to the full decoder."""
+    data = event(text, ids, finish=finish, model=model)
+
+    assert next_token_ids(data) == (ids if finish is None else None)
+    assert msgspec.json.decode(head_of(data) + b"}") == {
+        "id": "cmpl-1",
+        "created": 1,
+        "model": model,
+    }
+
+
+@SETTINGS
+@given(text=TEXTS, index=st.integers(0, 15), position=st.integers(0, 3))
+def test_a_choice_is_numbered_and_nothing_else(text: str, index: int, position: int) -> None:
+    """Tool calls have an index too; texts may look like one. Both orders of keys that engines use
+    are known.
+    """
+    calls = [ToolCall("c", FunctionCall("f", text), index=position)]
+    delta = ChatDelta(content='{"index":0,"delta":' + text, tool_calls=calls)
+
+    def chat(number: int) -> bytes:
+        return msgspec.json.encode([ChatChunkChoice(index=number, delta=delta, token_ids=[0])])
+
+    def completion(number: int) -> bytes:
+        logprobs = Logprobs([text], [0.0], [{"index": 0.0}], [0])
+        return msgspec.json.encode(
+            [Choice(text=text + ',"index":0,"logprobs":', index=number, logprobs=logprobs)]
+        )
+
+    def foreign(number: int) -> bytes:
+        return b'[{"index":%d,"text":%s,"logprobs":null}]' % (number, msgspec.json.encode(text))
+
+    for encode in (chat, completion, foreign):
+        assert number_choice(encode(0), index) == encode(index)
+
+
+@SETTINGS
+@given(
+    texts=st.lists(TEXTS, max_size=5),
+    cuts=st.lists(st.integers(0, 400), max_size=10),
+    newline=st.sampled_from([b"\n", b"\r\n"]),
+)
+def test_events_are_whole_wherever_chunks_end(
+    texts: list[str], cuts: list[int], newline: bytes
+) -> None:
+    """TCP promises no boundaries."""
+    payloads = [event(text, [1]) for text in texts]
+    stream = b": a comment\n\n" + b"".join(map(sse, payloads))
+    stream = stream.replace(b"\n", newline)
+    edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    splitter = EventSplitter()
+
+    got = [
+        payload for start, end in pairwise(edges) for payload in splitter.feed(stream[start:end])
+    ]
+
+    assert got == payloads
+
+
+def test_the_ids_of_a_long_prompt_fit_into_an_event() -> None:
+    """Engines repeat them in their first event; a stream must not fail at every attempt because its
+    prompt is long.
+    """
+    first = event("a", [1], list(range(100_000, 400_000)))
+    splitter = EventSplitter()
+    sent = sse(first)
+
+    got = [
+        payload
+        for at in range(0, len(sent), 65_536)
+        for payload in splitter.feed(sent[at : at + 65_536])
+    ]
+
+    assert len(first) > 2_000_000
+    assert got == [first]
+
+
+def test_an_endless_event_is_refused() -> None:
+    """An engine cannot fill the proxy's memory with one event."""
+    splitter = EventSplitter(max_event_bytes=100)
+
+    with pytest.raises(UpstreamError, match="more than 100 bytes"):
+        splitter.feed(b"data: " + b"x" * 200)
+
+
+class Collector:
+    blocked = False
+
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
+
+    async def send(self, events: Sequence[bytes]) -> None:
+        self.events += events
+
+
+def journal_of(max_tokens: int = 10) -> Journal:
+    body = msgspec.json.encode({"prompt": [1], "max_tokens": max_tokens, "stream": True})
+    parsed = read(COMPLETIONS, body)
+    return Journal(
+        StreamId("1"), parsed, arrived_s=0.0, wants_usage=True, prompt_ids=[1], attempt=1
+    )
+
+
+async def relay(
+    journal: Journal, *chunks: bytes, attempt: int = 1, client: Collector | None = None
+) -> list[bytes]:
+    client = client or Collector()
+
+    async def source() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    copier = Relay(
+        journal, client, attempt, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None
+    )
+    await copier.copy(source(), lambda: None)
+    return client.events
+
+
+async def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
+    """One writer per stream: the journal's attempt."""
+    journal, client = journal_of(), Collector()
+    gate = asyncio.Event()
+
+    async def source() -> AsyncIterator[bytes]:
+        yield sse(event("a", [1]))
+        await gate.wait()
+        yield sse(event("late", [2]))
+
+    copier = Relay(
+        journal, client, 1, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None
+    )
+    task = asyncio.create_task(copier.copy(source(), lambda: None))
+    while not client.events:
+        await asyncio.sleep(0)
+    journal.attempt = 2
+    gate.set()
+
+    assert await task is False
+    assert journal.output_ids == [1]
+    assert len(client.events) == 1
+
+
+async def test_an_attempt_has_resumed_at_its_first_token_though_the_client_does_not_read() -> None:
+    """Predictions learn the duration of a recovery from it, which no client prolongs."""
+    journal, told = journal_of(), list[str]()
+
+    class Slow(Collector):
+        async def send(self, events: Sequence[bytes]) -> None:
+            told.append("sending")
+            await super().send(events)
+            await asyncio.sleep(0)
+            told.append("read")
+
+    async def source() -> AsyncIterator[bytes]:
+        for chunk in (sse(event("a", [1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")):
+            yield chunk
+
+    copier = Relay(
+        journal,
+        Slow(),
+        1,
+        clock=lambda: 0.0,
+        resumed=lambda: told.append("resumed"),
+        relayed=lambda _: told.append("relayed"),
+    )
+    await copier.copy(source(), lambda: None)
+
+    assert told == ["resumed", *["sending", "read", "relayed"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "fault"),
+    [
+        (sse(b"[DONE]"), "without a finish reason"),
+        (sse(event("x", [1], finish="abort")) + sse(b"[DONE]"), "finished with 'abort'"),
+        (sse(event("x", None)), "without token ids"),
+        (sse(event("x", list(range(11)))), "more than max_tokens"),
+        (sse(event("x", [1], finish="stop")) + sse(event("y", [2])), "went on after its finish"),
+        (
+            sse(error_body("boom", kind="overloaded")) + sse(b"[DONE]"),
+            r"error event \(overloaded\)$",
+        ),
+        (sse(b"[1]"), "not a completion chunk"),
+        (sse(event("x", [1])), "ended without"),
+        (sse(event("x", [1]).replace(b"[1]", b'["a"]')), "not a list of integers"),
+    ],
+)
+async def test_what_an_engine_must_not_do_is_a_failure(chunk: bytes, fault: str) -> None:
+    """`[DONE]` is not success, and an engine is not believed."""
+    with pytest.raises(UpstreamError, match=fault):
+        await relay(journal_of(), chunk)
+
+
+async def test_tokens_before_a_fault_in_the_same_chunk_reach_the_client() -> None:
+    """Journal and client never disagree."""
+    journal, client = journal_of(), Collector()
+
+    with pytest.raises(UpstreamError):
+        await relay(journal, sse(event("a", [1])) + sse(b'{"error":"x"}'), client=client)
+
+    assert journal.output_ids == [1]
+    assert len(client.events) == 1
+
+
+async def test_an_empty_opening_of_a_later_attempt_is_not_passed_on() -> None:
+    """The stream was opened long ago."""
+    journal = journal_of()
+    journal.head, journal.output_ids = head_of(event("a", [1])), [1]
+
+    events = await relay(
+        journal, sse(event("", [], [1, 1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")
+    )
+
+    assert events == [event("b", None, finish="stop")]

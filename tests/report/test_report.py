@@ -1,0 +1,333 @@
+"""The report holds what was measured, and a self-contained page shows it."""
+
+import json
+import platform
+import re
+from datetime import UTC, datetime, timedelta
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import kvrs
+from kvrs.report.html import render_html, write_html
+from kvrs.report.report import Report, build_report, write_report
+from kvrs.report.table import terminal_table
+from kvrs.traces.records import ErrorKind, StreamRecord
+
+KILL = {"at_s": 1.0, "what": "kill", "whom": "d0", "pid": 77, "inflight": 2}
+PROXY = {"id": "proxy-0", "policy": "rom", "version": "0.0.9", "config_digest": "1d553894a17cdcbe"}
+
+
+def stream(index: int, *times_s: float, tokens: list[int] | None = None) -> StreamRecord:
+    token_ids = list(range(len(times_s))) if tokens is None else tokens
+    return StreamRecord(
+        index,
+        0.1 * index,
+        5,
+        9,
+        0.1 * index,
+        times_s[-1],
+        200,
+        f"s{index}",
+        token_ids,
+        list(times_s),
+        "text",
+        "length",
+        4,
+    )
+
+
+def recovery(name: str, option: str, at_s: float = 1.01, **more: Any) -> dict[str, Any]:
+    row = {
+        "at_s": at_s,
+        "stream": name,
+        "attempt": 2,
+        "option": option,
+        "from": "d0",
+        "to": "d1",
+        "cause": "reset",
+    }
+    return {
+        **row,
+        "predicted_s": 0.1,
+        "real_s": 0.2,
+        "estimates": [],
+        "produced_tokens": 2,
+        "gap_s": 0.4,
+        **more,
+    }
+
+
+def exact_report() -> Report:
+    faulted = [
+        stream(0, 0.8, 0.9, 1.3, 1.4),
+        stream(1, 0.85, 0.95, 1.55, 1.6),
+        stream(2, 0.9, 1.0, 1.1, 1.2),
+    ]
+    clean = [
+        stream(0, 0.8, 0.9, 1.0, 1.1),
+        stream(1, 0.85, 0.95, 1.05, 1.15),
+        stream(2, 0.9, 1.0, 1.1, 1.2),
+    ]
+    recoveries = [
+        recovery("s0", "migrate"),
+        recovery("s1", "recompute"),
+        recovery("gone", "abort", real_s=None, to=None),
+    ]
+    return build_report(faulted, clean, recoveries, [KILL], {"policy": "auto"}, proxy=PROXY)
+
+
+def broken_report() -> Report:
+    cut = stream(1, 0.5, 0.6, tokens=[0, 1])
+    cut.finish_reason = None
+    cut.fail(ErrorKind.TRUNCATED, "</script><b>&")
+    faulted = [
+        stream(0, 0.8, 0.9, 1.0, 1.1, 1.2, tokens=[0, 1, 1, 2, 3]),
+        cut,
+        stream(2, 0.1, 0.2, tokens=[0, 9]),
+    ]
+    clean = [stream(i, 0.1, 0.2, 0.3, 0.4) for i in range(2)] + [stream(2, 0.1, 0.2)]
+    return build_report(faulted, clean, [], [], {"<name>": "<script>alert(1)</script>"})
+
+
+def in_terminal(report: Report, width: int = 120) -> str:
+    out = StringIO()
+    Console(file=out, width=width).print(terminal_table(report))
+    return out.getvalue()
+
+
+def test_the_top_of_the_report_is_the_verdict() -> None:
+    """The names that scripts rely on."""
+    report = exact_report()
+
+    assert (report["schema_version"], report["exact"], report["reasons"]) == (2, True, [])
+    assert [report[key] for key in ("streams", "completed", "errors")] == [3, 3, 0]
+    assert [report[key] for key in ("tokens_lost", "tokens_repeated", "tokens_different")] == [
+        0,
+        0,
+        0,
+    ]
+    assert report["recoveries"] == {"migrate": 1, "recompute": 1, "abort": 1}
+
+
+def test_a_run_that_was_not_exact_lists_the_reasons() -> None:
+    """Every kind of damage is a reason of its own."""
+    report = broken_report()
+
+    assert not report["exact"]
+    assert (report["completed"], report["errors"]) == (2, 1)
+    assert (report["tokens_lost"], report["tokens_repeated"], report["tokens_different"]) == (
+        2,
+        1,
+        1,
+    )
+    assert report["reasons"][:4] == [
+        "1 streams did not complete",
+        "2 tokens lost",
+        "1 tokens repeated",
+        "1 tokens different",
+    ]
+    assert report["per_stream"][1]["error"] == "truncated: </script><b>&"
+    assert [row["exact"] for row in report["per_stream"]] == [False, False, False]
+
+
+def test_a_report_names_policy_date_and_versions() -> None:
+    """Numbers can be compared only when their origin is known: in the file, table and page alike.
+    What the cluster does not publish is left out.
+    """
+    known, unknown = exact_report(), build_report([], [], [], [], {})
+
+    date = datetime.fromisoformat(known["date"])
+    assert date.utcoffset() == timedelta(0)
+    assert abs(datetime.now(UTC) - date) < timedelta(minutes=1)
+    assert (known["policy"], known["config_digest"]) == ("rom", "1d553894a17cdcbe")
+    assert (known["kvrs_version"], known["proxy_version"]) == (kvrs.__version__, "0.0.9")
+    assert known["machine"]["python"] == platform.python_version()
+    line = f"policy rom, kvrs {kvrs.__version__}, proxy 0.0.9, Python {platform.python_version()}"
+    for shown in (in_terminal(known), render_html(known)):
+        assert f"{known['date']}: {line}" in " ".join(shown.split())
+        assert "config 1d553894a17cdcbe" in shown
+    assert (unknown["policy"], unknown["config_digest"]) == (None, None)
+    assert "policy" not in in_terminal(unknown)
+
+
+def test_no_streams_are_not_an_exact_run() -> None:
+    """Nothing was shown by running nothing, and nothing divides by zero."""
+    report = build_report([], [], [], [], {})
+
+    assert not report["exact"]
+    assert "no stream was run" in render_html(report)
+
+
+def test_gaps_and_tfs_come_from_the_clients_side() -> None:
+    """The waits of the interrupted streams, and fault to the first token after a recovery's
+    decision.
+    """
+    report = exact_report()
+
+    assert [row["pause_s"] for row in report["recovery_rows"]] == [
+        pytest.approx(0.4),
+        pytest.approx(0.6),
+        None,
+    ]
+    assert report["gap_s"]["p50"] == pytest.approx(0.5)
+    assert report["tfs_s"] == report["faults"][0]["tfs_s"] == pytest.approx(0.3)
+    assert [row["recoveries"] for row in report["per_stream"]] == [["migrate"], ["recompute"], []]
+
+
+def test_a_recovery_that_was_decided_twice_is_one_wait() -> None:
+    """The client sees a pause, not the attempts within it."""
+    faulted = [stream(0, 0.8, 0.9, 1.3), stream(1, 0.85, 0.95, 1.55)]
+    recoveries = [
+        recovery("s0", "migrate"),
+        recovery("s0", "recompute", 1.1),
+        recovery("s1", "migrate"),
+    ]
+
+    report = build_report(faulted, faulted, recoveries, [KILL], {})
+
+    assert report["gap_s"]["p50"] == pytest.approx(0.5)
+
+
+def test_times_of_another_clock_are_a_bug() -> None:
+    """Wall-clock times would put every recovery after the run and its wait nowhere."""
+    with pytest.raises(AssertionError, match="start of the run"):
+        build_report(
+            [stream(0, 1.0)], [stream(0, 1.0)], [recovery("s0", "migrate", 1.7e9)], [KILL], {}
+        )
+
+
+def test_only_recoveries_away_from_the_victim_after_the_fault_belong_to_it() -> None:
+    """Two faults do not share their recoveries."""
+    faulted = [stream(0, 0.5, 1.3, 2.5)]
+    recoveries = [recovery("s0", "migrate", 0.6), recovery("s0", "migrate", 2.1, **{"from": "d1"})]
+
+    faults = [KILL, {**KILL, "at_s": 2.0, "whom": "d1"}]
+    report = build_report(faulted, faulted, recoveries, faults, {})
+
+    assert [fault["recoveries"] for fault in report["faults"]] == [0, 1]
+    assert [fault["tfs_s"] for fault in report["faults"]] == [None, pytest.approx(0.5)]
+
+
+def test_costs_are_listed_where_both_are_known() -> None:
+    """A recovery that never ended has no real cost."""
+    assert [cost["option"] for cost in exact_report()["recovery_costs"]] == ["migrate", "recompute"]
+
+
+@pytest.mark.parametrize("report", [exact_report(), broken_report()], ids=["exact", "broken"])
+def test_the_file_is_json_and_holds_the_report(tmp_path: Path, report: Report) -> None:
+    """What was written is what was built."""
+    write_report(report, tmp_path / "new" / "report.json")
+
+    assert json.loads((tmp_path / "new" / "report.json").read_text()) == report
+
+
+def test_the_terminal_table_shows_verdict_and_both_runs() -> None:
+    """Data are text in it, never markup."""
+    report = exact_report()
+    report["faults"][0]["whom"] = "[red]d0[/]"
+
+    shown = in_terminal(report)
+
+    assert "Exact: 3 of 3 streams" in shown
+    assert "kill [red]d0[/] at 1.00 s" in shown
+    assert re.search(r"TFS.*300\.0 ms", shown)
+
+
+def test_the_terminal_table_fits_into_80_columns() -> None:
+    """Nothing of the numbers is broken over lines, whatever was chosen how often."""
+    report = exact_report()
+    report["recoveries"] = {"migrate": 15, "recompute": 14}
+    for run in report["runs"].values():
+        run |= {"streams": 300, "slo_met": 300, "goodput_per_s": 15.45}
+    for costs in report["recovery_options"].values():
+        costs |= {"predicted_s": 0.9999, "real_s": 0.8888, "absolute_error_share": 0.999}
+
+    lines = [line.rstrip() for line in in_terminal(report, width=80).splitlines()]
+
+    assert max(map(len, lines)) <= 80
+    assert any(
+        line.startswith("recoveries ") and "15 migrate, 14 recompute" in line for line in lines
+    )
+    assert any(
+        line.startswith("migrate: predicted / real cost") and "999.9 / 888.8 ms" in line
+        for line in lines
+    )
+
+
+def test_many_reasons_are_a_list_under_a_short_headline() -> None:
+    """A headline of ten lines is not read; and every reason is there."""
+    report = broken_report()
+
+    page = render_html(report)
+
+    assert "<h1>Not exact.</h1>" in page
+    assert page.count("<li>") == len(report["reasons"]) > 1
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for key, value in attrs:
+            if key == "id":
+                self.ids.append(value or "")
+            if key in ("href", "src", "xlink:href"):
+                self.links.append(value or "")
+
+
+def parsed(page: str) -> _Page:
+    parser = _Page()
+    parser.feed(page)
+    return parser
+
+
+def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    """No script, no image, no font, no link away; every reference is to an id of the page, and ids
+    are unique.
+    """
+    write_html(exact_report(), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    seen = parsed(page)
+
+    assert not {"script", "link", "img", "iframe"} & set(seen.tags)
+    assert "@import" not in page
+    assert all(link.startswith("#") and link[1:] in seen.ids for link in seen.links)
+    assert set(re.findall(r"url\(#([^)]+)\)", page)) <= set(seen.ids)
+    assert "url(http" not in page
+    assert len(seen.ids) == len(set(seen.ids))
+    assert seen.tags.count("svg") == 6
+
+
+def test_text_from_data_is_escaped_in_the_page() -> None:
+    """Error messages, ids and settings come from elsewhere."""
+    report = broken_report()
+    report["faults"] = [{**KILL, "whom": "<b>$d_0$</b>", "recoveries": 0, "tfs_s": None}]
+    report["recovery_rows"] = [{**recovery("<i>s</i>", "migrate"), "index": None, "pause_s": None}]
+
+    page = render_html(report)
+
+    assert "<script" not in page
+    assert "<b>$d" not in page
+    assert "<i>" not in page
+    assert "&lt;b&gt;$d_0$&lt;/b&gt;" in page
+    assert "Not exact" in page
+
+
+def test_both_colour_schemes_reach_the_plots() -> None:
+    """Plots are drawn with the page's variables, not with fixed colours."""
+    page = render_html(exact_report())
+    plots = page[page.index("<svg") :]
+
+    assert "prefers-color-scheme: dark" in page
+    assert "var(--migrate)" in plots
+    assert not re.findall(r"#[0-9a-f]{6}\b(?!\))", plots.replace('href="#', ""))

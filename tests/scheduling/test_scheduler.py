@@ -1,0 +1,466 @@
+"""Claims about the batch scheduler, one by one."""
+
+import pytest
+
+from kvrs.ids import StreamId
+from kvrs.protocol.tags import page_tags
+from kvrs.scheduling.pace import Pace
+from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.scheduler import BatchScheduler
+from kvrs.scheduling.sequences import Sequence, SequencePhase
+from tests.scheduling.batch_steps import ROOT, P, S, scheduler, sequence, shape, step, submit
+
+
+def test_prefill_is_cut_into_chunks_and_only_the_last_wants_logits() -> None:
+    """A chunk fills the token budget; logits are of use only at the end of the history."""
+    batches, _ = scheduler(max_batch_tokens=6)
+    one = sequence(14)
+    submit(batches, one)
+
+    steps = [shape(step(batches)) for _ in range(4)]
+
+    assert steps == [
+        [(one, 0, 6, False)],
+        [(one, 6, 6, False)],
+        [(one, 12, 2, True)],
+        [(one, 14, 1, True)],
+    ]
+    assert one.token_ids[14:] == [7, 7]
+
+
+def test_decode_steps_go_before_prefill() -> None:
+    """Running streams do not wait for a latest's prompt."""
+    batches, _ = scheduler(max_batch_tokens=8)
+    late_prompt, streaming = sequence(20, first=100), sequence(3)
+    submit(batches, streaming)
+    step(batches)
+    submit(batches, late_prompt)
+
+    batch = step(batches)
+
+    assert shape(batch) == [(streaming, 3, 1, True), (late_prompt, 0, 7, False)]
+
+
+def test_prefill_is_first_come_first_served() -> None:
+    """What the older prompt leaves of the budget goes to the next."""
+    batches, _ = scheduler(max_batch_tokens=8)
+    older, younger = sequence(10), sequence(10, first=100)
+    submit(batches, older, younger)
+
+    steps = [shape(step(batches)) for _ in range(2)]
+
+    assert steps == [[(older, 0, 8, False)], [(older, 8, 2, True), (younger, 0, 6, False)]]
+
+
+def test_decode_steps_alone_cannot_keep_the_oldest_from_prefill() -> None:
+    """Where they could fill the batch, one token is the oldest's."""
+    batches, _ = scheduler(max_batch_tokens=2)
+    oldest, other, another = sequence(9), sequence(1, first=100), sequence(1, first=200)
+    submit(batches, oldest, other, another)
+
+    batch = step(batches)
+
+    assert shape(batch) == [(other, 0, 1, True), (oldest, 0, 1, False)]
+
+
+def test_a_chunk_names_all_pages_up_to_its_end() -> None:
+    """The executor needs the pages of the past as well as those that it fills."""
+    batches, _ = scheduler(max_batch_tokens=6)
+    one = sequence(14)
+    submit(batches, one)
+
+    (_, first), (_, second) = step(batches)[0], step(batches)[0]
+
+    assert first.pages == one.pages[:2]
+    assert second.pages == one.pages[:3]
+    assert second.token_ids == [6, 7, 8, 9, 10, 11]
+
+
+def test_a_prefill_only_sequence_is_done_when_all_is_computed() -> None:
+    """It wants no logits and produces nothing; `complete` returns it."""
+    batches, _ = scheduler(max_batch_tokens=6)
+    one = sequence(8, prefill_only=True)
+    submit(batches, one)
+    first = batches.next_batch()
+    early = batches.complete(first, {})
+
+    second = batches.next_batch()
+    done = batches.complete(second, {})
+
+    assert shape(second) == [(one, 6, 2, False)]
+    assert (early, done) == ([], [one])
+    assert one.uncomputed_tokens == 0
+    assert len(one.token_ids) == 8
+
+
+def test_a_common_prefix_is_computed_once() -> None:
+    """The second sequence takes the full pages of the first and computes only what differs."""
+    batches, pages = scheduler()
+    first, second = sequence(10), sequence(10)
+    second.token_ids[9] = 99
+    submit(batches, first)
+    step(batches)
+
+    submit(batches, second)
+
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] != first.pages[2]
+    assert second.computed_tokens == 2 * P
+    assert [pages.references(page) for page in first.pages] == [2, 2, 1]
+
+
+def test_the_last_position_is_computed_even_when_all_is_cached() -> None:
+    """Its logits are needed, and logits are not cached."""
+    batches, _ = scheduler()
+    first, second = sequence(8), sequence(8)
+    submit(batches, first)
+    step(batches)
+
+    submit(batches, second)
+
+    assert second.computed_tokens == P
+    assert (second, P, P, True) in shape(step(batches))
+
+
+def test_equal_pages_computed_side_by_side_become_one() -> None:
+    """Two copies would waste a page, and a lease on the second would protect one that cannot be
+    found.
+    """
+    batches, pages = scheduler()
+    first, second = sequence(8), sequence(8)
+    submit(batches, first, second)
+    free_before = pages.free_pages
+
+    step(batches)
+
+    assert first.pages == second.pages
+    assert pages.free_pages == free_before + 2
+
+
+def test_produced_tokens_fill_findable_pages_too() -> None:
+    """A resumed stream finds the pages of what it has produced, not only those of its prompt."""
+    batches, pages = scheduler()
+    one = sequence(6)
+    submit(batches, one)
+    for _ in range(3):
+        step(batches)  # Eight tokens are computed then: six of the prompt and two produced.
+
+    found = pages.match(page_tags(ROOT, [0, 1, 2, 3, 4, 5, 7, 7], P))
+
+    assert found == one.pages[:2]
+
+
+def test_a_finished_hand_off_is_retained_with_its_partial_page() -> None:
+    """The lease is named by the stream and holds everything that was computed."""
+    batches, pages = scheduler(pages=4)
+    one = sequence(10, prefill_only=True)
+    submit(batches, one)
+    step(batches)
+    run = list(one.pages)
+
+    batches.finish(one, retain_until_s=5.0)
+
+    assert [pages.retained_page(S, index) for index in range(4)] == [*run, None]
+    assert pages.retained_tokens(S) == 10
+    assert pages.free_pages == 4
+    pages.check()
+
+
+def test_a_page_is_findable_only_when_all_of_it_is_computed() -> None:
+    """Its tag is known beforehand, its content is not."""
+    batches, pages = scheduler(max_batch_tokens=6)
+    one = sequence(8)
+    submit(batches, one)
+
+    step(batches)
+
+    assert len(one.tags) == 2
+    assert pages.match(one.tags) == one.pages[:1]
+
+
+def test_admission_is_first_come_first_served() -> None:
+    """A small sequence does not overtake a big one that does not fit yet."""
+    batches, _ = scheduler(pages=4)
+    big, bigger, small = sequence(8), sequence(14, first=100), sequence(1, first=200)
+    submit(batches, big, bigger, small)
+
+    assert (batches.running, batches.waiting) == (1, 2)
+
+    batches.finish(big)
+    batches.admit()
+
+    assert bigger.phase is SequencePhase.RUNNING
+    assert small.phase is SequencePhase.WAITING
+
+
+def test_a_newcomer_leaves_a_page_for_each_that_produces() -> None:
+    """Else it would be preempted, or be in the way, as soon as one of them has filled a page."""
+    batches, _ = scheduler(pages=4)
+    producing, latest = sequence(8), sequence(8, first=100)
+
+    submit(batches, producing, latest)
+
+    assert (batches.running, batches.waiting) == (1, 1)
+    batches.finish(producing)
+    batches.admit()
+    assert latest.phase is SequencePhase.RUNNING
+
+
+def test_the_head_of_the_queue_is_tried_again_when_someone_leaves() -> None:
+    """Also when no page comes free by it, because a peer is still being sent those of the one that
+    left.
+    """
+    batches, pages = scheduler(pages=4)
+    leaving, head = sequence(4), sequence(12, first=100)
+    submit(batches, leaving)
+    step(batches)
+    pages.match(leaving.tags)
+    submit(batches, head)
+    assert batches.waiting == 1
+
+    batches.finish(leaving)
+    batches.admit()
+
+    assert head.phase is SequencePhase.RUNNING
+
+
+def test_no_more_run_than_is_allowed() -> None:
+    """`max_running` bounds the sequences that own pages, pulling ones included."""
+    batches, _ = scheduler(max_running=2)
+
+    submit(batches, sequence(9, pull_pages=2), sequence(9, first=100), sequence(9, first=200))
+
+    assert (batches.pulling, batches.running, batches.waiting) == (1, 1, 1)
+    assert batches.queued_tokens == 1 + 9 + 9  # What a pull is hoped to bring is no work.
+    batches.check()
+
+
+def test_what_can_never_fit_is_refusable() -> None:
+    """The last token produced needs no KV; everything else does."""
+    batches, _ = scheduler(pages=4)
+
+    assert batches.fits(16, 0)
+    assert batches.fits(16, 1)
+    assert not batches.fits(16, 2)
+    assert not batches.fits(17, 0)
+    with pytest.raises(AssertionError, match="refuse"):
+        batches.add(sequence(17))
+
+
+def test_a_lone_sequence_that_just_fits_finishes() -> None:
+    """All pages are given to it, also those that cache and leases hold."""
+    batches, pages = scheduler(pages=4)
+    before, one = sequence(12, first=100, prefill_only=True), sequence(7)
+    submit(batches, before)
+    step(batches)
+    batches.finish(before, retain_until_s=100.0)
+    submit(batches, one)
+
+    for _ in range(10):
+        step(batches)
+
+    assert len(one.token_ids) == 17
+    assert len(one.pages) == pages.pages
+    assert pages.retained_page(S, 0) is None
+
+
+def crowded() -> tuple[BatchScheduler, PageManager, Sequence, Sequence]:
+    """Two streams own all six pages, and the next decode step of the older one needs a seventh."""
+    batches, pages = scheduler(pages=6)
+    older, younger = sequence(7), sequence(7, first=100, stream=StreamId("younger"))
+    submit(batches, older, younger)
+    for _ in range(6):
+        step(batches)
+    assert pages.free_pages == 0
+    assert older.computed_tokens == younger.computed_tokens == 12
+    return batches, pages, older, younger
+
+
+def test_the_youngest_is_preempted_when_pages_run_short() -> None:
+    """It keeps what it has produced and goes to the front of the queue."""
+    batches, _, older, younger = crowded()
+    behind = sequence(1, first=200)
+    batches.add(behind)
+    history = list(younger.token_ids)
+
+    batch = step(batches)
+
+    assert shape(batch) == [(older, 12, 1, True)]
+    assert (younger.phase, younger.pages, younger.computed_tokens) == (SequencePhase.WAITING, [], 0)
+    assert younger.token_ids == history
+    batches.finish(older)
+    batches.admit()
+    assert younger.phase is SequencePhase.RUNNING
+    assert behind.phase is SequencePhase.RUNNING
+
+
+def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
+    """Only what was evicted meanwhile is computed a second time, produced tokens included."""
+    batches, _, older, younger = crowded()
+    step(batches)
+    batches.finish(older)
+
+    batches.admit()
+
+    assert younger.computed_tokens == 8  # Its third page was the one that the older needed.
+    assert shape(step(batches)) == [(younger, 8, 5, True)]
+    assert younger.token_ids == [*range(100, 107), *[7] * 7]
+
+
+def test_a_pull_in_progress_cannot_be_preempted_but_its_turn_comes() -> None:
+    """An older one that finds none to preempt waits where it is, until the younger has what it
+    pulls.
+    """
+    batches, pages = scheduler(pages=5)
+    older, puller = sequence(4), sequence(12, first=100, pull_pages=2)
+    submit(batches, older)
+    submit(batches, puller)
+    for _ in range(5):
+        step(batches)
+    assert pages.free_pages == 0
+
+    stalled = batches.next_batch()
+    batches.pulled(puller, range(2))
+
+    assert stalled == []
+    assert shape(step(batches)) == [(older, 8, 1, True)]
+    assert puller.phase is SequencePhase.WAITING
+
+
+def test_a_preempted_sequence_does_not_pull_again() -> None:
+    """The peer may have let go of its pages since; what is not cached here is computed."""
+    batches, pages = scheduler(pages=5)
+    older, puller = sequence(4), sequence(12, first=100, pull_pages=2)
+    submit(batches, older)
+    submit(batches, puller)
+    for _ in range(5):
+        step(batches)
+    batches.pulled(puller, range(2))
+    step(batches)
+    batches.finish(older)
+    pages.reset_cache()
+
+    pulls = batches.admit()
+
+    assert pulls == []
+    assert shape(step(batches)) == [(puller, 0, 12, True)]
+
+
+def test_age_survives_preemption() -> None:
+    """A preempted sequence that comes back is still older than one that was admitted meanwhile."""
+    batches, _ = scheduler(pages=6)
+    oldest, middle, youngest = (
+        sequence(4),
+        sequence(4, first=100),
+        sequence(8, first=200, pull_pages=1),
+    )
+    submit(batches, oldest, middle)
+    step(batches)
+    submit(batches, youngest)
+    while middle.phase is SequencePhase.RUNNING:
+        step(batches)
+    assert youngest.phase is SequencePhase.PULLING
+    batches.pulled(youngest, range(1))
+
+    batches.finish(oldest)
+    batches.admit()
+
+    assert [one for one, _, _, _ in shape(step(batches))] == [middle, youngest]
+
+
+def test_nobody_new_is_admitted_while_someone_has_no_page_to_go_on() -> None:
+    """Else a latest that pulls could take each page that comes free, and keep it."""
+    batches, pages = scheduler(pages=5)
+    cached, streaming, latest = (
+        sequence(8, first=100, prefill_only=True),
+        sequence(9),
+        sequence(1, first=200),
+    )
+    submit(batches, cached)
+    step(batches)
+    batches.finish(cached)
+    being_sent = pages.match(cached.tags)
+    submit(batches, streaming)
+    for _ in range(4):
+        step(batches)
+    assert pages.free_pages == 0
+    assert batches.next_batch() == []
+
+    pages.release(being_sent)
+    submit(batches, latest)
+
+    assert latest.phase is SequencePhase.WAITING
+    assert batches.full, (
+        "the latest waits, though `max_running` is not reached and it fits into the free pages"
+    )
+    assert shape(step(batches)) == [(streaming, 12, 1, True)]
+
+
+def test_queued_tokens_are_those_not_computed_yet() -> None:
+    """What the cache gave and what a batch computed is not queued; a produced token is, until its
+    own step.
+    """
+    batches, _ = scheduler(max_batch_tokens=6)
+    one = sequence(10)
+    batches.add(one)
+    counts = [batches.queued_tokens]
+    batches.admit()
+
+    for _ in range(3):
+        step(batches)
+        counts.append(batches.queued_tokens)
+
+    assert counts == [10, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens", "max_batch_tokens"),
+    [(1, 512, 256), (4, 512, 256), (64, 512, 2048), (32, 1792, 256)],
+)
+def test_what_is_queued_takes_as_long_as_was_said(
+    prompts: int, tokens: int, max_batch_tokens: int
+) -> None:
+    """Many short prompts are no long one: attention is quadratic in each of them, not in their
+    sum.
+    """
+    pace = Pace("opt-13b-a100-distserve-tp1")
+    batches, _ = scheduler(
+        pages=prompts * tokens // P, max_batch_tokens=max_batch_tokens, max_running=prompts
+    )
+    submit(
+        batches,
+        *(sequence(tokens, first=index * 10_000, prefill_only=True) for index in range(prompts)),
+    )
+
+    said_s, real_s = batches.queued_s(pace.prefill), 0.0
+    while batch := batches.next_batch():
+        real_s += pace.batch_s([chunk for _, chunk in batch])
+        for done in batches.complete(batch, {}):
+            batches.finish(done)
+
+    assert said_s == pytest.approx(real_s)
+    assert batches.queued_s(pace.prefill) == 0.0
+
+
+def test_streams_that_run_hold_nobody_up_for_longer_than_a_step() -> None:
+    """Each of them computes one more token, all in one batch."""
+    pace = Pace("opt-13b-a100-distserve-tp1")
+    batches, _ = scheduler(pages=256, max_running=64)
+    submit(batches, *(sequence(4, first=index * 100) for index in range(32)))
+    while batches.queued_tokens > 32:
+        step(batches)
+
+    assert 0.0 < batches.queued_s(pace.prefill) < 2 * pace.prefill.step_overhead_s
+
+
+def test_a_batch_that_is_not_the_one_in_flight_is_our_bug() -> None:
+    """One batch at a time, and each completed once."""
+    batches, _ = scheduler()
+    submit(batches, sequence(5))
+    batch = batches.next_batch()
+
+    with pytest.raises(AssertionError, match="one batch at a time"):
+        batches.next_batch()
+    batches.complete(batch, {batch[0][0]: 7})
+    with pytest.raises(AssertionError, match="in flight"):
+        batches.complete(batch, {})

@@ -1,0 +1,71 @@
+"""Requests that end what they run on, and a loss just below saturation, in virtual time."""
+
+import pytest
+
+from kvrs.policy.model.health import AnswerHealth
+from kvrs.policy.model.streams import RecoveryState
+from kvrs.sim.cluster import POISONED, Outcome
+from kvrs.sim.scenarios import avalanche, poisoned
+from kvrs.sim.world import World
+
+STREAMS = 560  # Of an avalanche; the last ones come at 41 s.
+
+
+def deaths(outcome: Outcome) -> int:
+    return sum(hit.death == POISONED for hit in outcome.hits)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_three_poisoned_requests_end_two_instances_each_and_no_other_stream(seed: int) -> None:
+    """However late their deaths become known."""
+    outcome = poisoned(seed).run()
+
+    assert outcome.ended == {"complete": 150, "poison": 3}
+    assert deaths(outcome) <= 6
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_survivors_of_a_loss_just_below_saturation_do_not_collapse(seed: int) -> None:
+    """They have no room for all: none is lost, tries are few, the survivors do their work, and what
+    has waited is made up for soon after the instance is back.
+    """
+    world = avalanche(seed)
+    sent: list[int] = []
+    for at_s in (9.0, 14.0, 16.0, 19.0):
+        world.cluster.clock.after(at_s, lambda: sent.append(tokens(world)))
+
+    outcome = world.run()
+
+    before_per_s, after_per_s = (sent[1] - sent[0]) / 5, (sent[3] - sent[2]) / 3
+    assert outcome.ended == {"complete": STREAMS}
+    assert after_per_s > 0.75 * before_per_s
+    assert outcome.actions["Start"] < 1.4 * STREAMS
+    assert outcome.span_s < 47.0
+
+
+def tokens(world: World) -> int:
+    proxies = world.cluster.proxies
+    return sum(len(live.output) for proxy in proxies for live in proxy.streams.values())
+
+
+def test_simulator_notices_a_policy_that_suspects_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bounds above can be broken."""
+    monkeypatch.setattr(RecoveryState, "is_suspect", False)
+    monkeypatch.setattr(RecoveryState, "is_poison", False)
+
+    outcome = poisoned(0).run()
+
+    assert deaths(outcome) > 12
+
+
+def test_simulator_notices_tries_of_instances_that_are_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streams that do not wait for room ask the survivors again and again."""
+    monkeypatch.setattr(AnswerHealth, "is_busy", lambda self, now_s: False)
+
+    outcome = avalanche(0).run()
+
+    assert outcome.actions["Start"] > 1.4 * STREAMS or outcome.ended != {"complete": STREAMS}

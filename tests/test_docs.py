@@ -1,0 +1,183 @@
+"""Markdown and code agree: the folder map, the decisions' index, links, and the width of lines."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_tidy import RANK
+
+ROOT = Path(__file__).parent.parent
+WIDTH = 100
+PAGES = sorted(
+    path
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/**/README.md"))
+    if not {"results", "node_modules"} & set(path.parts)
+    and not any(part.startswith(".venv") for part in path.parts)
+)
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+# Modules that any package may import; the map does not repeat them in every row.
+FOUNDATION = {"ids", "errors", "logs", "config"}
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.startswith("|"):
+            yield number, line
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_markdown_is_wrapped(path: Path) -> None:
+    """Tables excepted, and lines that are one link or one word too long to break."""
+    long = [
+        number for number, line in prose(path) if len(line) > WIDTH and " " in line.strip("-*[ ")
+    ]
+
+    assert not long, f"{path.relative_to(ROOT)}: lines {long} are longer than {WIDTH} columns"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_paths_in_markdown_exist(path: Path) -> None:
+    """A file that was moved is moved in the guide too."""
+    text = path.read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    local = [link for link in links if link and not re.match(r"[a-z]+:", link)]
+    named = re.findall(r"`((?:kvrs|tests|experiments|docs|distserve_patches)/[\w/.]+)`", text)
+    named = [name for name in named if "NAME" not in name]
+    if path.name == "CHANGELOG.md":
+        named = []  # Names in history stay as they were.
+
+    assert [link for link in local if not (path.parent / link).exists()] == []
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_pins_what_make_install_pins() -> None:
+    """A CPU build of another version would be replaced by `make demo`."""
+    pins = re.findall(r"\b([a-z]+==[\d.]+)", (ROOT / "README.md").read_text())
+
+    assert pins
+    assert set(pins) <= set((ROOT / "constraints.txt").read_text().split())
+
+
+def rows_of_the_map() -> list[tuple[list[str], str]]:
+    """Paths and "stands on" of every row."""
+    section = ARCHITECTURE.partition("## Folder map")[2].partition("\n## ")[0]
+    rows = [
+        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")
+    ]
+    return [(re.findall(r"`([^`]+)`", row[0]), (row[2:] or [""])[0].strip("| ")) for row in rows]
+
+
+def name_of(path: str) -> str:
+    return Path(path).stem
+
+
+def imported_by(path: Path) -> set[str]:
+    """The other top-level packages of kvrs that a package or module imports."""
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    names: set[str] = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Import():
+                    names |= {alias.name for alias in node.names}
+                case ast.ImportFrom(module=str(module)):
+                    names.add(module)
+                case _:
+                    pass
+    packages = {parts[1] for name in names if (parts := name.split("."))[0] == "kvrs" and parts[1:]}
+    return packages - FOUNDATION - {path.stem}
+
+
+def test_the_folder_map_names_every_package_and_no_other() -> None:
+    """A new package gets a row, a removed one loses it."""
+    packages = {
+        f"kvrs/{path.name}" + ("/" if path.is_dir() else "")
+        for path in (ROOT / "kvrs").iterdir()
+        if (path.suffix == ".py" or (path / "__init__.py").exists()) and path.name != "__init__.py"
+    }
+    others = {"distserve_patches/", "experiments/", "tests/", "docs/"}
+
+    named = [path for paths, _ in rows_of_the_map() for path in paths]
+
+    assert sorted(named) == sorted(packages | others)
+
+
+def test_the_folder_map_is_true_about_what_a_package_stands_on() -> None:
+    """The column lists what is imported, by name."""
+    rows = [(paths, column) for paths, column in rows_of_the_map() if column]
+
+    shown = {paths[0]: column for paths, column in rows}
+
+    true = {
+        paths[0]: ", ".join(
+            sorted(
+                set().union(*(imported_by(ROOT / path) for path in paths))
+                - {name_of(path) for path in paths}
+            )
+        )
+        or "-"
+        for paths, _ in rows
+    }
+    assert shown == true
+
+
+def test_the_folder_map_is_in_the_order_of_the_layers() -> None:
+    """A row stands below all that it imports; the ranks of tests/test_tidy.py are the order."""
+    names = [name_of(path) for paths, _ in rows_of_the_map() for path in paths]
+    ranks = [RANK[name] for name in names if name in RANK]
+
+    assert ranks == sorted(ranks)
+
+
+def test_every_decision_is_in_the_index_and_has_its_parts() -> None:
+    """Context, decision, consequences; short; numbered without a gap."""
+    assert DECISIONS
+    for number, path in enumerate(DECISIONS, start=1):
+        lines = path.read_text().splitlines()
+
+        assert path.name.startswith(f"{number:04}-"), path.name
+        assert lines[0].startswith(f"# {number:04}: ")
+        title = lines[0].partition(": ")[2]
+        assert f"| [{number:04}](docs/decisions/{path.name}) | {title} |\n" in ARCHITECTURE
+        parts = [line for line in lines if line.startswith("#")]
+        assert parts[1:] == ["## Context", "## Decision", "## Consequences"], path.name
+        assert len(lines) <= 40, path.name
+
+
+def test_the_architecture_is_a_page() -> None:
+    """Reasons are in the decisions."""
+    beside_the_index = [line for line in ARCHITECTURE.splitlines() if not line.startswith("| [0")]
+    assert len(beside_the_index) <= 136
+
+
+def defined_tests() -> set[str]:
+    return {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+
+
+def test_every_test_that_the_threat_model_names_exists() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    rows = re.findall(r"^\| ([0-9]+) \|", text, re.MULTILINE)
+
+    assert rows == [str(number) for number in range(1, 14)]
+    assert set(re.findall(r"`(test_\w+)`", text)) - defined_tests() == set()
+
+
+def test_every_test_that_the_list_of_faults_names_exists() -> None:
+    """And no fault of the list is left out."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "tested-faults.md").read_text().splitlines()
+        if re.match(r"\| [0-9]+ ", line)
+    ]
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 71)]
+    named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row[3])}
+    assert named - defined_tests() == set()
+    assert sum("`test_" in row[3] for row in rows) >= 66

@@ -1,0 +1,46 @@
+"""What the HTTP faces of instances and agents have in common."""
+
+import asyncio
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from kvrs import http
+from kvrs.connections import ConnectionLimits
+from kvrs.protocol.secrets import Door, door_key
+from tests.ports import client_of
+
+SECRET = b"only for the tests"
+
+
+class Report(msgspec.Struct):
+    epoch: int = 1
+
+
+async def watched(request: web.Request) -> web.StreamResponse:
+    return await http.watch(request, Report)
+
+
+@pytest.mark.network
+async def test_a_face_that_shuts_down_waits_for_no_watcher() -> None:
+    """A watch has no end of its own; waiting for it would take as long as a last answer may
+    take.
+    """
+    app = http.new_app(Door.AGENT)
+    app.router.add_get("/watched", watched)
+    key = door_key(SECRET, Door.AGENT, "agent-n0")
+    face = http.HttpPort(
+        app, ConnectionLimits.of_peers(), shutdown_timeout_s=3600, names=None, keys=[key]
+    )
+    port = await face.open("127.0.0.1", 0)
+    async with (
+        client_of(f"http://127.0.0.1:{port}", key) as client,
+        client.get("/watched?watch=3600") as watching,
+    ):
+        first = await watching.content.readline()
+
+        async with asyncio.timeout(20):
+            await face.close()
+
+    assert first == b'{"epoch":1}\n'
