@@ -64,8 +64,11 @@ class InstanceEvents:
         if member is None:
             return
         member.reported_queue_s = event.queue_delay_s
-        for stream in [each for each in self._ledger.idle.values() if each.recovery.broken]:
-            if stream.recovery.note_alive(member.instance, now_s):
+        idle = self._ledger.idle
+        broken = [stream for stream in idle.values() if stream.recovery.broken]
+        freed = [each for each in broken if each.recovery.note_alive(member.instance, now_s)]
+        for stream in freed:
+            if stream.id in idle:  # Else it was gathered, and placed with one before it.
                 self._starter.place_again(stream, now_s)
 
     def lost(self, event: InstanceLost, now_s: float) -> None:

@@ -134,7 +134,7 @@ class Invariants:
                 case Redirect():
                     self._check_redirect(action, event)
                 case Halt():
-                    self._check_halt(action, event)
+                    self._check_halt(action, event, now_s)
                 case Recovered() | Settled():
                     self._require_current(action.stream, action.attempt, "a record")
                 case GiveUp():
@@ -228,7 +228,10 @@ class Invariants:
         for stream, writer in self._writers.items():
             if writer.runs and writer.instance == name:
                 history_tokens = self._streams[stream].true_history_tokens
-                self._known.kept[name, stream] = (history_tokens - 1) // self._page_size
+                pages = (history_tokens - 1) // self._page_size
+                # Prefill computes the last token of a prompt, too.
+                pages = max(pages, self._known.kept.get((name, stream), 0))
+                self._known.kept[name, stream] = pages
 
     def _stop_at(self, name: InstanceId) -> None:
         for writer in self._writers.values():
@@ -256,8 +259,7 @@ class Invariants:
             start.attempt == writer.attempt + 1,
             f"attempt {start.attempt} of {live.id} follows attempt {writer.attempt}",
         )
-        since_s, lease_s = writer.fetching_since_s, self._config.policy.slot_lease_s
-        has_expired = since_s is not None and now_s >= since_s + lease_s - SLACK_S
+        has_expired = self._has_expired(writer, now_s)
         require(not writer.runs or has_expired, f"{live.id} ran, and was moved")
         self._check_plan(live, start.plan)
         writer.attempt, writer.plan, writer.runs = start.attempt, start.plan, True
@@ -277,14 +279,23 @@ class Invariants:
         self._check_plan(self._streams[action.stream], action.plan)
         writer.plan, writer.instance = action.plan, action.plan.decode
 
-    def _check_halt(self, action: Halt, event: Event) -> None:
-        """Only what runs on an instance that is draining, or on a degraded or failing GPU."""
+    def _check_halt(self, action: Halt, event: Event, now_s: float) -> None:
+        """Only what runs on an instance that is draining, or on a degraded or failing GPU, or has
+        held a slot for too long.
+        """
         self._require_current(action.stream, action.attempt, "a halt")
+        writer = self._writers[action.stream]
+        is_moved = isinstance(event, GpuJudged | DrainReported | PrefillDone)
         require(
-            isinstance(event, GpuJudged | DrainReported | PrefillDone),
+            is_moved or self._has_expired(writer, now_s),
             f"{action.stream}: halted by {type(event).__name__}",
         )
-        self._writers[action.stream].stop()
+        writer.stop()
+
+    def _has_expired(self, writer: _Writer, now_s: float) -> bool:
+        """Its attempt has held a slot for as long as one may."""
+        since_s = writer.fetching_since_s
+        return since_s is not None and now_s >= since_s + self._config.policy.slot_lease_s - SLACK_S
 
     def _check_plan(self, live: SimStream, plan: Plan) -> None:
         named = {

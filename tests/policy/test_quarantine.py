@@ -4,7 +4,9 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import GiveUp, Reason, Start
 from kvrs.policy.model.events import (
     AttemptFailed,
+    DrainReported,
     InstanceUp,
+    LoadReported,
     PrefillDone,
     StreamArrived,
     StreamResumed,
@@ -13,6 +15,7 @@ from kvrs.policy.model.events import (
 from tests.policy.policy_harness import PolicyHarness, instance, of, only
 
 A, B = StreamId("A"), StreamId("B")
+D0 = InstanceId("d0")
 
 
 def kept_for(harness: PolicyHarness) -> dict[str, str]:
@@ -144,3 +147,21 @@ def test_a_prefill_that_is_done_is_no_suspect() -> None:
     harness.lose(start.plan.decode)
 
     assert of(harness.actions, GiveUp) == []
+
+
+def test_gathered_streams_whose_instance_lives_are_started_once() -> None:
+    """The first of them has the others placed with it."""
+    harness = PolicyHarness("p0", "d0", gather_s=0.2)
+    for stream in (A, B):
+        harness.decoding(stream, resumed=False)
+        harness.handle(AttemptFailed(stream, 1, D0, "reset", 0, abrupt=True))
+    for name in ("d1", "d2", "d3", "d4"):
+        harness.handle(InstanceUp(instance(name)))
+    while len(seconds := [s for s in of(harness.actions, Start) if s.attempt == 2]) < 2:
+        harness.handle(TimerFired(), harness.now_s + 0.05)
+    for second in seconds:
+        harness.handle(DrainReported(second.plan.decode, 1, {}), at_s=0.5)
+
+    actions = harness.handle(LoadReported(D0, 0.0))
+
+    assert sorted((start.stream, start.attempt) for start in of(actions, Start)) == [(A, 3), (B, 3)]
