@@ -1,4 +1,5 @@
-"""Streams and random deaths for hours: whether memory, descriptors, threads or shared memory grow.
+"""Streams and random deaths for hours: whether memory, descriptors, threads, tasks or shared memory
+grow.
 
 python -m experiments.soak.run --minutes 120
 """
@@ -26,9 +27,9 @@ from kvrs.config.file import Config, parse_config
 from kvrs.report.student import t975
 
 RESULTS = Path(__file__).parent / "results"
-CLIENTS = 6
 SAMPLE_S = 5.0
 BLOCKS = 10
+TASKS = "kvrs_event_loop_tasks"
 ALLOWED_SHARE_PER_H = 0.01
 MEASURED = ("proxy", "p1", "d1", "agent-n1")
 VICTIMS = ("p0", "d0", "agent-n0")
@@ -64,8 +65,10 @@ def measure(pid: int) -> dict[str, float]:
 
 
 class Soak:
-    def __init__(self, processes: Processes, seed: int) -> None:
+    def __init__(self, processes: Processes, seed: int, clients: int, pause_s: float) -> None:
         self._processes = processes
+        self._clients = clients
+        self._pause_s = pause_s
         self._draw = Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
@@ -74,19 +77,30 @@ class Soak:
     async def run(self, duration_s: float) -> None:
         until_s = time.monotonic() + duration_s
         async with aiohttp.ClientSession() as http:
-            clients = [asyncio.create_task(self._client(http, until_s)) for _ in range(CLIENTS)]
+            clients = [
+                asyncio.create_task(self._client(http, until_s)) for _ in range(self._clients)
+            ]
             faults = asyncio.create_task(self._strike(until_s))
             began_s = time.monotonic()
             while time.monotonic() < until_s:
                 found = {name: measure(self._processes.pid(name)) for name in MEASURED}
+                found["proxy"]["tasks"] = await self._tasks(http)
                 self.samples.append((time.monotonic() - began_s, found))
                 await asyncio.sleep(SAMPLE_S)
             await asyncio.gather(faults, *clients)
+
+    async def _tasks(self, http: aiohttp.ClientSession) -> float:
+        """Tasks of the proxy's event loop."""
+        proxy = self._processes.config.proxy
+        async with http.get(f"http://{proxy.host}:{proxy.admin_port}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"{TASKS} "))
 
     async def _client(self, http: aiohttp.ClientSession, until_s: float) -> None:
         proxy = self._processes.config.proxy
         url = f"http://{proxy.host}:{proxy.port}/v1/completions"
         while time.monotonic() < until_s:
+            await asyncio.sleep(self._draw.uniform(0, 2 * self._pause_s))
             body = {
                 "prompt": [self._draw.randrange(1, 200) for _ in range(self._draw.randint(8, 200))],
                 "max_tokens": self._draw.randint(16, 200),
@@ -141,8 +155,9 @@ def slope(points: list[tuple[float, float]]) -> dict[str, float]:
 
 def as_text(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['minutes']} min, seed {result['seed']}, commit {result['commit'][:12]}, "
-        f"{result['machine']}, load {result['busy_share_before']:.2f} before",
+        f"{result['minutes']} min, {result['clients']} clients, seed {result['seed']}, "
+        f"commit {result['commit'][:12]}, {result['machine']}, "
+        f"load {result['busy_share_before']:.2f} before",
         f"streams {result['outcomes']}, faults {result['faults']}",
         f"{'process':10} {'what':13} {'mean':>14} {'change an hour':>16} {'95 % interval':>34}",
     ]
@@ -159,6 +174,8 @@ def as_text(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--pause-s", type=float, default=0.5, help="mean pause of a client")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -168,7 +185,7 @@ def main() -> int:
         processes.start(*names)
         processes.wait_ready(*names)
         processes.start_proxy()
-        soak = Soak(processes, arguments.seed)
+        soak = Soak(processes, arguments.seed, arguments.clients, arguments.pause_s)
         asyncio.run(soak.run(arguments.minutes * 60))
     slopes = {
         name: {
@@ -185,6 +202,8 @@ def main() -> int:
     ]
     result = {
         "minutes": arguments.minutes,
+        "clients": arguments.clients,
+        "pause_s": arguments.pause_s,
         "seed": arguments.seed,
         "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
