@@ -1,5 +1,6 @@
 """The document of `/kvrs/v1/state`: plain data, for people and tests."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,8 +44,9 @@ def describe(
 
 
 def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
-    """Set the gauges that nobody needs to set at every change."""
+    """Set the gauges that need not be set at every change."""
     control = driver.control
+    metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
     metrics.unprotected.set(control.checkpoints.count_unprotected())
     for known in control.instances.known.values():
         if known.load is not None:

@@ -4,7 +4,6 @@ A process of the cluster is named by the label `worker`: Prometheus sets `instan
 address that it scrapes.
 """
 
-import asyncio
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
@@ -61,8 +60,8 @@ class Metrics:
             "kvrs_resumes", "Requests that resume a stream, by outcome.", ["outcome"]
         )
         self.streams = gauge("kvrs_streams_active", "Streams that are open now.")
-        gauge("kvrs_event_loop_tasks", "Tasks of the event loop that are not done.").set_function(
-            lambda: len(asyncio.all_tasks())
+        self.event_loop_tasks = gauge(
+            "kvrs_event_loop_tasks", "Tasks of the event loop that are not done."
         )
         self.unprotected = gauge(
             "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none."
