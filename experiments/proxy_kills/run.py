@@ -62,7 +62,7 @@ async def kill_all(cluster: Cluster, kills: int, mix: bool, rng: random.Random) 
     return {
         "kills": len(hit),
         "instance_kills": instances,
-        "kills_that_hit_nobody": hit.count(0),
+        "kills_without_a_stream": hit.count(0),
         "streams_hit": sum(hit),
     }
 
@@ -106,7 +106,7 @@ def as_text(result: dict[str, Any]) -> str:
         )
         + f"; {result['machine']}",
         f"streams of the killed proxies {result['streams_hit']} (kills without a stream: "
-        f"{result['kills_that_hit_nobody']})",
+        f"{result['kills_without_a_stream']})",
         f"streams {result['streams']} {result['by_way']}, {result['tokens']} tokens; "
         f"{result['streams_that_broke']} broke off, "
         f"{result['breaks']} times in all, one of them {result['most_breaks_of_a_stream']} times",

@@ -184,7 +184,7 @@ def make_run(
             top_p=request.top_p,
             top_k=request.top_k,
             min_p=request.min_p,
-            # Unseeded requests differ from each other, also where nobody keeps their seeds.
+            # Unseeded requests differ from each other, also where their seeds are not kept.
             seed=secrets.randbits(62) if request.seed is None else request.seed,
         ),
         biases=_biases(request, sequence, model),

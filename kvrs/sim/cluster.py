@@ -135,7 +135,7 @@ class SimCluster:
         )
 
     def kill(self, holder: SimHolder, *, with_node: bool) -> None:
-        """With its node nobody is left who would reset connections, and the node's memory is
+        """With its node nothing is left that would reset connections, and the node's memory is
         lost.
         """
         if isinstance(holder, SimEngine):

@@ -142,7 +142,7 @@ def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
     )
     nodes = {node.id for node in config.cluster.nodes}
     wrong = [
-        f"{options.fault}: [{index}].whom: nobody is called {name!r}"
+        f"{options.fault}: [{index}].whom: unknown name {name!r}"
         for index, fault in enumerate(faults)
         for name, known in _named(fault, names, nodes)
         if not known

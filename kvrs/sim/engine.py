@@ -110,7 +110,7 @@ class SimEngine(SimPagePool):
         super().start()
 
     def kill(self, *, silently: bool = False) -> None:
-        """Silently: its node is gone, and nobody is left to reset its connections."""
+        """Silently: its node is gone, and nothing is left to reset its connections."""
         super().kill()
         self.slow_factor = 1.0
         runs, self._runs = self._runs, {}
@@ -374,7 +374,7 @@ class SimEngine(SimPagePool):
         self._contents[page] = content
 
     def check_at_rest(self) -> None:
-        """No stream is left, so nothing runs, and nobody owns, reads or waits for a page."""
+        """No stream is left, so nothing runs, and no page is owned, read or waited for."""
         self.pages.expire(self.clock.now_s)
         self.pages.check()
         self.scheduler.check()

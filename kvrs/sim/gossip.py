@@ -2,7 +2,7 @@
 packet by packet.
 
 Everything random comes from one seed. What the network does to packets, and what becomes of nodes,
-is in the hands of whoever drives it: `loss`, `duplication`, `delay_s` and `cut` may be changed at
+is set by its driver: `loss`, `duplication`, `delay_s` and `cut` may be changed at
 any moment, nodes are killed, stopped, restarted, and have their clocks changed. Every node has a
 clock of its own, which starts anywhere and may run fast or slow.
 """
@@ -183,7 +183,7 @@ class GossipNet:
         if self._on_wire:
             data = encode(packet)
             node.sent_bytes += len(data)
-            # What the transport would have to cut in pieces is a mistake of whoever built it.
+            # What the transport would have to cut in pieces is a mistake of its sender.
             assert len(data) <= (65536 if stream else self.settings.packet_bytes), (
                 len(data),
                 packet,

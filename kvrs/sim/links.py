@@ -70,7 +70,7 @@ class SimLinks:
             transfer.ended(error)
 
     def drop(self, process: SimProcess) -> None:
-        """Nobody is there any more."""
+        """No process is there any more."""
         for route in self._routes.values():
             for transfer in [
                 each for each in route.waiting if process in (each.source, each.target)

@@ -85,8 +85,8 @@ class SimProcess:
         self.clock.after(delay_s, lambda: self._do(life, step, None))
 
     def call(self, delay_s: float, step: Step, refused: Step | None = None) -> None:
-        """Ask whoever lives here when the message arrives; `refused` when nobody does, or it dies
-        before it looks.
+        """Ask the process that lives here when the message arrives; `refused` when there is none,
+        or it dies before it looks.
         """
         self.clock.after(delay_s, lambda: self._do(self.life, step, refused))
 

@@ -141,10 +141,10 @@ async def test_streams_are_moved_off_a_gpu_with_an_xid(
 
         libraries[0].xid(boards[0], 79)
 
-        async def nobody_runs_there() -> bool:
+        async def nothing_runs_there() -> bool:
             return all(row["decode"] == "d1" for row in (await system.state())["streams"])
 
-        await system.until(nobody_runs_there)
+        await system.until(nothing_runs_there)
         gate.set()
         answers = await asyncio.gather(*asking)
         health, moves = await system.health(), (await system.state())["recoveries"]

@@ -159,7 +159,7 @@ async def test_what_is_retained_is_kept_under_its_lease(system: BackendCluster) 
         with pytest.raises(UpstreamError):
             await system.backends[P0].leases(LeaseUpdate(1.0))
         return
-    talk, unknown = system.talk(PROMPT, TOKENS), StreamId("nobody")
+    talk, unknown = system.talk(PROMPT, TOKENS), StreamId("unknown")
     await talk.prefill()
     backend, stream = system.backends[P0], talk.journal.stream
 

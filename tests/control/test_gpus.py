@@ -32,8 +32,8 @@ def health(uuid: str, state: GpuState, reason: str = "") -> GpuHealth:
 
 
 def test_an_instance_is_as_well_as_the_worst_of_its_own_gpus() -> None:
-    """One that runs on a CPU has none; of whom nobody knows on which it runs, any of its node may
-    be it.
+    """One that runs on a CPU has none; where the GPU is unknown, any of its node may be
+    it.
     """
     gpus, _ = gpus_of(both=["a", "b"], other=["c"], cpu=[], unknown=None)
 

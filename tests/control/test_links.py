@@ -21,7 +21,7 @@ def test_the_policy_is_told_what_a_link_carries_at_least() -> None:
     assert event == LinkMeasured(A, B, lower_bound(measured)) == LinkMeasured(A, B, 1e9 - 1e8 - 2e7)
 
 
-def test_the_newest_measurement_counts_whoever_tells_it() -> None:
+def test_the_newest_measurement_counts_from_any_source() -> None:
     """Gossip is older than a direct report, and may be the only word on a link whose target is
     gone.
     """

@@ -315,7 +315,7 @@ class StagesMachine(RuleBasedStateMachine):
         )
 
 
-def test_no_assertion_of_upstreams_trips_whoever_pins_what() -> None:
+def test_no_assertion_of_upstreams_fails_whatever_is_pinned() -> None:
     """And no block is lost, over random histories."""
     run_state_machine_as_test(
         StagesMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -325,7 +325,7 @@ def test_no_assertion_of_upstreams_trips_whoever_pins_what() -> None:
 # Rules of their own.
 
 
-async def test_a_freed_block_that_is_being_sent_is_given_to_nobody() -> None:
+async def test_a_freed_block_that_is_being_sent_is_given_to_no_request() -> None:
     """The peer's pin outlives the request; under its tag the block can be found afterwards."""
     blocks = manager(4, 0, Workers())
     one = request(1, 2 * P)

@@ -140,7 +140,7 @@ async def test_what_arrives_for_a_life_that_is_over_is_not_written_into_the_next
     assert "export_pages" not in stage.calls
 
 
-async def test_whoever_is_cancelled_waits_until_nothing_is_written_any_more() -> None:
+async def test_a_cancelled_transfer_waits_until_nothing_is_written_any_more() -> None:
     """Else slots and pages would get another owner while workers still copy into them."""
     stage, embedded = filled(2), embedded_pool()
     stage.delay_s = 0.05
@@ -276,8 +276,8 @@ def retained(pages: PageManager) -> tuple[list[int], tuple[Tag, ...]]:
 
 
 async def test_a_page_server_sends_full_pages_and_the_partial_one() -> None:
-    """As from an embedded engine's pool; the slots are free afterwards, and the pages are nobody's
-    but the lease's.
+    """As from an embedded engine's pool; the slots are free afterwards, and only the lease
+    holds the pages.
     """
     stage, embedded, pages = filled(2, 2), embedded_pool(), PageManager(BLOCKS, 4)
     released: list[bool] = []
@@ -296,7 +296,7 @@ async def test_a_page_server_sends_full_pages_and_the_partial_one() -> None:
 
 
 @pytest.mark.parametrize("how", ["dead", "full", "cancelled"])
-async def test_pages_that_do_not_get_out_are_nobodys(how: str) -> None:
+async def test_pages_that_do_not_get_out_are_free(how: str) -> None:
     """The caller gets nothing, and pages and room are released for others."""
     stage, pages = filled(2), PageManager(BLOCKS, 4)
     stage.delay_s = 0.02

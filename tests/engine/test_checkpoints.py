@@ -336,7 +336,7 @@ async def test_a_small_pool_is_not_held_up_by_its_staging() -> None:
 
 
 @pytest.mark.parametrize("mood", ["dead", "stalls at offers", "stalls at stores", "full"])
-async def test_an_agent_that_does_not_take_pages_holds_up_nobody(mood: str) -> None:
+async def test_an_agent_that_does_not_take_pages_holds_up_no_stream(mood: str) -> None:
     """Another agent gets everything, and the engine's own calls return at once: they are no
     coroutines.
     """
@@ -551,7 +551,7 @@ async def test_pages_that_were_evicted_are_sent_when_they_are_computed_again() -
         world.assert_held(sequence, 6)
 
 
-async def test_whoever_waits_for_pages_hears_when_they_are_not_pinned_any_more() -> None:
+async def test_a_waiter_for_pages_hears_when_they_are_not_pinned_any_more() -> None:
     async with working(World()) as world:
         world.fill(world.begin("s"), 1)
         await world.settled()

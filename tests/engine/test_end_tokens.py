@@ -11,7 +11,7 @@ from tests.engine.serving import serving
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 
-async def test_an_end_token_beyond_the_vocabulary_harms_nobody(tmp_path: Path) -> None:
+async def test_an_end_token_beyond_the_vocabulary_harms_no_request(tmp_path: Path) -> None:
     """Fine-tuned checkpoints come with end tokens that their weights do not have; no logit stands
     for such a token.
     """

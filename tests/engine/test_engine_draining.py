@@ -139,7 +139,7 @@ async def test_it_says_that_it_is_about_to_end_and_lets_its_streams_come_to_thei
     assert output.endswith(b"data: [DONE]\n\n")
 
 
-async def test_what_was_taken_away_is_kept_for_whoever_fetches_it(tiny_model: Path) -> None:
+async def test_what_was_taken_away_is_kept_until_it_is_fetched(tiny_model: Path) -> None:
     """A moment, and only as long as a proxy watches: else there is none that could have
     taken it.
     """

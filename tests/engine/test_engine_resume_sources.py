@@ -332,7 +332,7 @@ def test_agents_are_peers_where_there_are_any() -> None:
     assert list(peers_of(parse_config({"cluster": {"nodes": [node]}}))) == ["e0"]
 
 
-async def test_a_source_that_nobody_knows_is_refused(tiny_model: Path) -> None:
+async def test_an_unknown_source_is_refused(tiny_model: Path) -> None:
     """With its name and those that are known: a request never brings an address."""
     async with peer_engines([tiny_model]) as [engine]:
         with pytest.raises(RequestError, match="'agent-n0' is not in the registry; allowed: e0"):

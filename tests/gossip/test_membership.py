@@ -68,7 +68,7 @@ async def test_deaths_departures_and_returns_are_distinguished() -> None:
             lambda: statuses(one)[B] is Status.ALIVE and statuses(again).get(A) is Status.ALIVE
         )
 
-        assert (of_the_dead, one.is_dead(C), one.is_dead(NodeId("nobody"))) == ({}, False, False)
+        assert (of_the_dead, one.is_dead(C), one.is_dead(NodeId("unknown"))) == ({}, False, False)
         assert one.members[B].epoch == again.describe()["epoch"]
         system._members.remove(three)
 

@@ -5,7 +5,7 @@ import pytest
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 
 
-def test_while_there_are_places_nobody_waits() -> None:
+def test_while_there_are_places_no_request_waits() -> None:
     """However often some come free."""
     estimator = AdmissionWaitEstimator()
 

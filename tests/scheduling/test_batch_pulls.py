@@ -125,7 +125,7 @@ def test_abort_in_flight_keeps_the_pages_until_the_batch_is_complete() -> None:
 
 
 def test_abort_between_batches_gives_the_pages_back_at_once() -> None:
-    """Nobody is writing; what was computed stays findable."""
+    """Nothing is written; what was computed stays findable."""
     batches, pages = scheduler(pages=4)
     one = sequence(9)
     submit(batches, one)
@@ -139,7 +139,7 @@ def test_abort_between_batches_gives_the_pages_back_at_once() -> None:
     assert (batches.running, batches.queued_tokens) == (0, 0)
 
 
-def test_a_stalled_sequence_that_is_aborted_holds_nobody_up() -> None:
+def test_a_stalled_sequence_that_is_aborted_delays_no_other() -> None:
     """Admission waits for a stalled sequence only while there is one."""
     batches, _ = scheduler(pages=5, max_running=3)
     older, puller, latest = (

@@ -90,7 +90,7 @@ def test_several_sources_are_told_of_one_by_one() -> None:
 
 
 def test_sources_that_overlap_are_one_wish() -> None:
-    """Whoever brings a page, it is wanted once; the second begins where the first one ended."""
+    """A page is wanted once, whatever its source; the second begins where the first one ended."""
     batches, _ = scheduler()
     one = sequence(17, pulls=(range(2), range(4)))
 
@@ -158,7 +158,7 @@ def test_abort_of_a_split_sequence_waits_for_the_batch_and_for_the_pull() -> Non
 
 
 def test_abort_when_the_back_has_come_gives_the_pages_back_at_once() -> None:
-    """Nobody writes any more; what came stays findable."""
+    """Nothing is written any more; what came stays findable."""
     batches, pages = scheduler(pages=5)
     one = sequence(17, pulls=(range(2, 4),))
     submit(batches, one)

@@ -303,7 +303,7 @@ def test_an_answer_to_a_superseded_delivery_changes_nothing() -> None:
 
 class TestHandOff:
     """The prefill instance sends the prompt's pages; decode sends its own, and the prompt's only if
-    nobody else does.
+    prefill does not.
     """
 
     def test_decode_asks_first_after_a_while_and_sends_what_is_left(self) -> None:

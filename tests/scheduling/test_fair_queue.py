@@ -79,7 +79,7 @@ def test_a_sequence_stays_in_its_queue() -> None:
 
 
 def test_reuse_goes_before_recompute_and_recompute_before_new() -> None:
-    """Whoever came first."""
+    """In the order of arrival."""
     waiting = FairQueue()
     new, recompute, reuse = (
         enqueue(waiting, queue, 10) for queue in (Queue.NEW, Queue.RECOMPUTE, Queue.REUSE)

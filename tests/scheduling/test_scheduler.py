@@ -368,7 +368,7 @@ def test_age_survives_preemption() -> None:
     assert [one for one, _, _, _ in shape(step(batches))] == [middle, youngest]
 
 
-def test_nobody_new_is_admitted_while_someone_has_no_page_to_go_on() -> None:
+def test_no_request_is_admitted_while_another_has_no_page_to_go_on() -> None:
     """Else a latest that pulls could take each page that comes free, and keep it."""
     batches, pages = scheduler(pages=5)
     cached, streaming, latest = (
@@ -442,7 +442,7 @@ def test_what_is_queued_takes_as_long_as_was_said(
     assert batches.queued_s(pace.prefill) == 0.0
 
 
-def test_streams_that_run_hold_nobody_up_for_longer_than_a_step() -> None:
+def test_streams_that_run_delay_others_by_at_most_a_step() -> None:
     """Each of them computes one more token, all in one batch."""
     pace = Pace("opt-13b-a100-distserve-tp1")
     batches, _ = scheduler(pages=256, max_running=64)

@@ -233,8 +233,8 @@ class BatchMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pulls)
     @rule(data=st.data())
     def a_peer_is_sending(self, data: st.DataObject) -> None:
-        """Half a page is in one of those that are to be filled: nobody may read it, or have written
-        there.
+        """Half a page is in one of those that are to be filled: it may not be read, nor have been
+        written.
         """
         for page in data.draw(st.sampled_from(self.pulls)).pages.values():
             self.engine.slots[page][: P // 2] = [GARBAGE] * (P // 2)
@@ -389,7 +389,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.engine.scheduler.check()
 
     @invariant()
-    def nobody_writes_into_a_page_that_could_be_given_away(self) -> None:
+    def no_page_is_written_that_could_be_given_away(self) -> None:
         written = [page for one in self.pulls for page in one.pages.values()]
         written += [
             page for _, chunk in self.batch for page in chunk.pages[chunk.first_position // P :]
@@ -426,7 +426,7 @@ class BatchMachine(RuleBasedStateMachine):
             assert self.engine.read(intact, tokens) == kv_of(token_ids)[:tokens]
 
     def teardown(self) -> None:
-        """Nobody starves: when the outside world lets go, everyone finishes, and every batch brings
+        """No sequence starves: when the outside world lets go, all finish, and every batch brings
         the first sequence on.
 
         Also when there is always one more recovery that wants to go first.
@@ -563,7 +563,7 @@ def test_pages_run_short_while_a_back_is_fetched(
                 more_from=None,
             )
         world.books_agree()
-        world.nobody_writes_into_a_page_that_could_be_given_away()
+        world.no_page_is_written_that_could_be_given_away()
         world.every_sequence_holds_its_own_history()
         world.what_is_found_by_a_tag_is_what_the_tag_says()
     world.teardown()

@@ -83,7 +83,7 @@ def test_fault_that_never_comes_due_makes_the_command_fail(
     assert "never due in 1 of 1 runs: kill d0" in capsys.readouterr().err
 
 
-def test_names_that_nobody_bears_are_refused(config: Path, tmp_path: Path) -> None:
+def test_unknown_names_are_refused(config: Path, tmp_path: Path) -> None:
     """All of them at once, before anything runs."""
     file = faults(
         tmp_path,
@@ -95,8 +95,8 @@ def test_names_that_nobody_bears_are_refused(config: Path, tmp_path: Path) -> No
         run_simulation(SimulateOptions(config=config, fault=file))
 
     assert [line.rsplit(": ", 1)[1] for line in caught.value.faults] == [
-        "nobody is called 'd9'",
-        "nobody is called 'n7'",
+        "unknown name 'd9'",
+        "unknown name 'n7'",
     ]
 
 

@@ -199,7 +199,7 @@ def test_a_handoff_is_as_quick_as_on_an_empty_link(
     st.lists(st.tuples(CLASSES, st.floats(0, 0.3), st.integers(1, 200)), min_size=1, max_size=8),
     st.sampled_from([0.0, 1e6, 1e9]),
 )
-def test_nobody_starves_when_there_is_room(
+def test_nothing_starves_when_there_is_room(
     bytes_per_s: float, transfers: list[tuple[TrafficClass, float, int]], clock_s: float
 ) -> None:
     """Everything is through when the link could have carried it all, at any reading of the clock;

@@ -133,7 +133,7 @@ async def test_without_the_secret_nothing_is_offered_and_nothing_adopted() -> No
         assert h.sink.identity == AGENT
 
 
-async def test_whoever_means_another_agent_is_not_adopted() -> None:
+async def test_a_connection_for_another_agent_is_not_adopted() -> None:
     """Its port may have been given to this one."""
     async with agent_store() as h:
         with pytest.raises(TransferError, match="agent-n1"):
@@ -246,7 +246,7 @@ async def test_a_connection_that_died_while_it_was_idle_costs_a_new_one_and_no_p
         assert h.sink.begun == 1
 
 
-async def test_nobody_there_is_told() -> None:
+async def test_no_listener_is_told() -> None:
     """The caller tries again later."""
     async with agent_store() as h:
         await h.server.close()

@@ -519,7 +519,7 @@ async def test_a_connection_that_died_while_it_was_idle_costs_a_new_one_and_no_p
         assert (result.full_pages, result.error, w.relay.connections) == (2, None, 2)
 
 
-async def test_nobody_there_is_an_error_and_not_an_exception() -> None:
+async def test_no_listener_is_an_error_and_not_an_exception() -> None:
     """The caller recomputes; there is nothing to catch."""
     async with world(holding(1)) as w:
         await w.server.close()

@@ -162,7 +162,7 @@ async def test_without_a_limit_a_handoff_to_another_node_does_not_matter() -> No
             assert await h.pusher.store(h.peer, [range_of(A, 0, 3)]) == [HeldPages(StoreCode.OK, 3)]
 
 
-async def test_handoffs_wait_for_nobody() -> None:
+async def test_handoffs_do_not_wait() -> None:
     """Open checkpoints and recoveries do not hold them up."""
     link = SendingLink(SendingFaults(), N1, None, stall_timeout_s=10.0)
     with (

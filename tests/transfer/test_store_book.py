@@ -198,7 +198,7 @@ def test_pages_of_a_later_attempt_fence_the_older_one_even_without_an_offer() ->
 
 
 def test_a_stream_that_ended_is_not_reserved_for_again() -> None:
-    """A short stream is over before its prefill instance has made its offer: nobody would release
+    """A short stream is over before its prefill instance has made its offer: nothing would release
     that reservation.
     """
     book = filled(10, S, tags(1, 2))
@@ -237,7 +237,7 @@ def test_more_than_was_reserved_is_not_taken() -> None:
     book.check()
 
 
-def test_only_pages_that_nobody_reserved_make_room_least_recently_used_first() -> None:
+def test_only_pages_without_a_reservation_make_room_least_recently_used_first() -> None:
     """And of one incoming its tail first: the beginning is worth more."""
     book = filled(5, S, tags(1, 2))
     book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0)
@@ -333,7 +333,7 @@ def test_pages_that_an_attempt_has_yet_to_compute_are_not_those_of_the_one_befor
     book.check()
 
 
-def test_a_lease_that_nobody_renews_ends() -> None:
+def test_a_lease_that_is_not_renewed_ends() -> None:
     """A proxy that died releases nothing."""
     book = filled(4, S, tags(1, 2))
     book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0)

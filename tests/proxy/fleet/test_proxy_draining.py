@@ -63,7 +63,7 @@ async def test_the_only_one_of_its_kind_keeps_its_streams_until_another_one_come
     }
 
 
-async def test_a_proxy_without_a_peer_does_not_hand_its_streams_to_nobody() -> None:
+async def test_a_proxy_without_a_peer_does_not_hand_over_its_streams() -> None:
     """A stream with a key that cannot be resumed anywhere may run to its end like any other."""
     async with open_proxy_group(2, proxy={"drain_s": 30.0}) as group:
         gate = group.system.script.gate = asyncio.Event()

@@ -121,7 +121,7 @@ async def test_an_instance_that_another_proxy_fences_keeps_this_one_s_streams(
     assert [instance.fences for instance in system.instances.values()] == [[]] * 4
 
 
-async def test_nobody_writes_while_a_stream_waits_for_an_instance(
+async def test_nothing_is_written_while_a_stream_waits_for_an_instance(
     build: ProxyClusterBuilder,
 ) -> None:
     """The attempt on a lost instance is over at once, also when there is nowhere to go."""

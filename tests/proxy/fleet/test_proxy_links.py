@@ -1,4 +1,4 @@
-"""Links between a proxy and its instances that are slow, flap, lead nowhere or take nobody."""
+"""Links between a proxy and its instances that are slow, flap, or take no connection."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Leases are renewed in time, whoever is slow."""
+"""Leases are renewed in time, whichever process is slow."""
 
 import asyncio
 from itertools import pairwise
@@ -17,7 +17,7 @@ LEASE_S = 30.0
 
 
 @pytest.mark.parametrize("answers_in_s", [0.0, 1.9])
-def test_an_agent_that_answers_late_puts_off_nobodys_renewal(
+def test_an_agent_that_answers_late_puts_off_no_renewal(
     monkeypatch: pytest.MonkeyPatch, answers_in_s: float
 ) -> None:
     """Batches of releases go out several times a second, and each waits for all answers."""

@@ -136,10 +136,10 @@ async def test_who_is_denied_asks_again_and_loses_nothing(build: ProxyClusterBui
     assert sum(row["outcome"] == "resumed" for row in rows) == 3
 
 
-async def test_an_agent_that_does_not_answer_stops_nobody(
+async def test_an_agent_that_does_not_answer_stops_no_stream(
     build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hangs, and nobody knows yet: the proxy's own book is enough, it is counted, and what may
+    """It hangs, which is not known yet: the proxy's own book is enough, it is counted, and what may
     be held is given back.
     """
     monkeypatch.setattr(sender, "ANSWER_TIMEOUT_S", 0.02)
@@ -157,7 +157,7 @@ async def test_an_agent_that_does_not_answer_stops_nobody(
 
 
 async def test_an_agent_that_is_down_is_not_asked(build: ProxyClusterBuilder) -> None:
-    """Nobody waits for who is known to be gone."""
+    """A process that is known to be gone is not waited for."""
     system, asked = await victims(build)
     agent = system.agents["agent-n1"]
     await agent.kill()
@@ -170,7 +170,7 @@ async def test_an_agent_that_is_down_is_not_asked(build: ProxyClusterBuilder) ->
     assert 'kvrs_slots_total{outcome="local"} 1.0' in await system.metrics()
 
 
-async def test_while_nobody_arbitrates_each_proxy_takes_its_part(
+async def test_without_an_arbiter_each_proxy_takes_its_part(
     build: ProxyClusterBuilder,
 ) -> None:
     """So that all of them together still begin no more transfers than a target has slots."""
@@ -201,7 +201,7 @@ async def test_while_nobody_arbitrates_each_proxy_takes_its_part(
 
 
 async def test_without_agents_nothing_is_asked_or_counted(build: ProxyClusterBuilder) -> None:
-    """One proxy needs nobody who arbitrates."""
+    """One proxy needs no arbiter."""
     system, asked = await victims(build, backup={"mode": "off"})
 
     await system.instances["d0"].kill()

@@ -141,7 +141,7 @@ async def test_what_the_proxy_saw_die_is_told_with_its_epoch_until_it_is_back() 
 
 
 async def test_a_proxy_that_ends_says_goodbye() -> None:
-    """Nobody has to find out."""
+    """Its end need not be detected."""
     async with cluster() as (system, _, n0, _):
         await system.proxy.close()
 

@@ -90,7 +90,7 @@ async def test_self_tests_cost_a_few_tokens(build: ProxyClusterBuilder) -> None:
 
 
 async def test_an_instance_serves_while_it_is_tested(build: ProxyClusterBuilder) -> None:
-    """A test that hangs delays nobody, and nothing is fetched to or from what it has not seen."""
+    """A test that hangs delays no stream; nothing is fetched to or from what it has not seen."""
 
     def prepare(instances: dict[str, Scripted]) -> None:
         for instance in instances.values():
