@@ -3,7 +3,8 @@ at its peak.
 
 Window (LUMEN section 6.1): requests in the order of their arrival form buckets; the window begins
 with the first bucket, from the fault on, whose mean TTFT exceeds that of the same bucket of the run
-without a fault by more than 5 %, and ends where three consecutive buckets are within 5 % again. Its
+without a fault by more than 5 %, and ends where three consecutive buckets are within 5 % again. A
+bucket that the fault fell into, or whose requests still waited then, begins at the fault. Its
 length is the recovery time. TTFT counts from arrival; that of an interrupted request is its replay
 TTFT, since its progress before the fault was lost with the instance.
 
@@ -52,6 +53,7 @@ class Impact:
     buckets: tuple[Bucket, ...]
     first_bucket: int | None  # Of the window; None: there is no window.
     end_bucket: int | None  # The first after it; None: the window was open when the run ended.
+    from_s: float  # Never before the fault.
     recovery_time_s: float
 
 
@@ -89,12 +91,13 @@ def impact_window(
         None,
     )
     if first is None:
-        return Impact(size, buckets, None, None, 0.0)
+        return Impact(size, buckets, None, None, fault_s, 0.0)
+    from_s = max(fault_s, buckets[first].from_s)
     end = next(
         (i for i in range(first + 1, len(buckets)) if _is_calm(buckets[i : i + CALM_BUCKETS])), None
     )
     ends_s = buckets[end].from_s if end is not None else max(record.ended_s for record in ordered)
-    return Impact(size, buckets, first, end, ends_s - buckets[first].from_s)
+    return Impact(size, buckets, first, end, from_s, max(0.0, ends_s - from_s))
 
 
 def _bucket(

@@ -278,10 +278,8 @@ def _impact(
     return {
         "bucket_requests": found.bucket_requests,
         "recovery_time_s": _rounded(found.recovery_time_s),
-        "from_s": None if first is None else _rounded(found.buckets[first].from_s),
-        "to_s": None
-        if first is None
-        else _rounded(found.buckets[first].from_s + found.recovery_time_s),
+        "from_s": None if first is None else _rounded(found.from_s),
+        "to_s": None if first is None else _rounded(found.from_s + found.recovery_time_s),
         "closed": first is None or end is not None,
         "buckets": [
             {

@@ -57,6 +57,15 @@ def test_what_was_slow_before_the_fault_is_no_impact_of_it() -> None:
     assert window_of(faulted, clean, fault_s=2.5) == (None, None, 0.0)
 
 
+def test_the_window_begins_at_the_fault_at_the_earliest() -> None:
+    """The requests of the bucket had arrived before it, and waited for their first tokens."""
+    faulted, clean = runs(1, 1, 2, 2, 1, 1, 1, 1, 1, 1)
+
+    found = impact_window(faulted, clean, {}, 3.5, bucket_requests=2)
+
+    assert (found.first_bucket, found.from_s, found.recovery_time_s) == (1, 3.5, 0.5)
+
+
 def test_an_interrupted_request_counts_with_its_replay_ttft() -> None:
     """Its own first token came early, but had to be made again; a request that never got a token
     makes its bucket worse, too.
@@ -66,7 +75,7 @@ def test_an_interrupted_request_counts_with_its_replay_ttft() -> None:
     found = impact_window(faulted, clean, {0: 7.0}, 3.0, bucket_requests=2)
     nothing = [faulted[0], faulted[1], StreamRecord(2, 2.0, 5, 9), StreamRecord(3, 3.0, 5, 9)]
 
-    assert found.first_bucket == 0
+    assert (found.first_bucket, found.from_s) == (0, 3.0)
     assert found.buckets[0].ttft_s == pytest.approx(4.0)
     assert window_of(nothing, clean)[0] == 1
 
