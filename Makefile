@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: install demo test test-fast package test-vllm check format clean
+.PHONY: install demo test test-fast package test-vllm check format reference clean
 
 install: .venv/.installed
 
@@ -52,6 +52,10 @@ check: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The example and docs/configuration.md, from the settings classes.
+reference: install
+	$(BIN)/python -m kvrs.config.reference
 
 clean:
 	rm -rf .venv .venv-vllm out

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import kvrs
-from kvrs.cli import inspecting, measuring, running
+from kvrs.cli import configuring, inspecting, measuring, running
 from kvrs.cli.common import console
 from kvrs.errors import KvrsError
 
@@ -36,7 +36,14 @@ for command in (
     measuring.profile,
 ):
     app.command()(command)
-config_app.command()(inspecting.check)
+for of_files in (
+    configuring.check,
+    configuring.show,
+    configuring.diff,
+    configuring.init,
+    configuring.schema,
+):
+    config_app.command()(of_files)
 app.add_typer(config_app, name="config")
 
 

@@ -1,18 +1,14 @@
-"""Commands that start nothing: a decision explained, a configuration file checked, an API key."""
+"""Commands that start nothing: a decision explained, an API key."""
 
-import os
 import secrets
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import console, filled
-from kvrs.config.exposure import check_exposure, notes
-from kvrs.config.file import load_config
 from kvrs.config.policy import PolicyName
-from kvrs.config.tenants import key_hash, read_tenants
+from kvrs.config.tenants import key_hash
 from kvrs.errors import ConfigError
 from kvrs.explain.decision import CheckpointAt
 
@@ -38,7 +34,7 @@ def explain(
     budget_s: opt.BudgetS = None,
     policy: Annotated[PolicyName, typer.Option(help="Policy that decides")] = PolicyName.AUTO,
     log: opt.Log = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Show one recovery decision: all options, the terms of each sum, where the answer flips."""
     given = locals()
@@ -57,16 +53,6 @@ def explain(
             [f"{line}; allowed: a value, or --log with an event log instead" for line in missing]
         )
     run_explain(filled(ExplainOptions, given, corrections=correct or (), json=as_json))
-
-
-def check(file: Annotated[Path, typer.Argument(help="YAML file")]) -> None:
-    """Print every fault of a configuration file at once; nothing is started."""
-    config = load_config(file)
-    check_exposure(config, os.environ)
-    read_tenants(config.security, os.environ)
-    for line in notes(config):
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
-    console.print(f"{file} is valid", style="green")
 
 
 def key(tenant: Annotated[str, typer.Argument(help="Name of the tenant")]) -> None:

@@ -9,8 +9,9 @@ from kvrs.explain.decision import CheckpointAt
 from kvrs.traces.records import Api
 
 ConfigFile = Annotated[
-    Path, typer.Option("--config", help="YAML file; docs/kvrs.example.yaml has every key")
+    Path, typer.Option("--config", help="YAML file; `kvrs config init` writes a first one")
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 DemoTrace = Annotated[
     Path | None,
     typer.Option(

@@ -25,13 +25,17 @@ class Placement(StrEnum):
 
 class AgentSettings(Settings):
     host: str = "127.0.0.1"
-    # HTTP. 0: any free port, chosen once by `kvrs up`.
+    """Of its ports, as other processes reach it."""
     port: int = Field(default=0, ge=0, le=65535)
-    page_port: int = Field(default=0, ge=0, le=65535)  # Where checkpoints are stored and fetched.
-    gossip_port: int = Field(default=0, ge=0, le=65535)  # UDP and TCP.
-    # Of the page port and of the gossip port; none: `host`.
+    """HTTP. 0: any free port, chosen once by `kvrs up`."""
+    page_port: int = Field(default=0, ge=0, le=65535)
+    """Where checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs up`."""
+    gossip_port: int = Field(default=0, ge=0, le=65535)
+    """UDP and TCP. 0: any free port, chosen once by `kvrs up`."""
     page_host: str | None = None
+    """Of the page port. null: `host`."""
     gossip_host: str | None = None
+    """Of the gossip port. null: `host`."""
 
     @property
     def pages_at(self) -> str:
@@ -48,18 +52,23 @@ class AgentSettings(Settings):
 
 class BackupSettings(Settings):
     mode: BackupMode = Field(default=BackupMode.OFF, strict=False)
+    """off, local (own node: survives process and GPU), remote (another node: survives the node),
+    both.
+    """
     placement: Placement = Field(default=Placement.LOAD, strict=False)
-    # Weight of restore pressure against queueing delay (LUMEN Eq. 1).
+    """Of remote ones: load (queueing delay and restore pressure), fixed (next node), random."""
     alpha: float = Field(default=1.0, ge=0, le=1000)
-    capacity_bytes: int = Field(default=256 << 20, ge=1 << 16)  # Of one agent.
-    # Until it is measured; LUMEN's figure.
+    """Weight of restore pressure against queueing delay."""
+    capacity_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    """Memory of one agent for checkpoints."""
     host_to_device_bytes_per_s: float = Field(default=26e9, gt=0)
-    # Pages that an instance holds for sending at a time.
+    """Until it is measured."""
     staging_pages: int = Field(default=64, ge=1, le=65536)
-    # Newly filled pages are sent together for this long.
+    """Pages that an instance holds for sending at a time."""
     gather_s: float = Field(default=0.05, ge=0, le=10)
-    # An agent creates a directory of its own in it, without access for others, for its segments.
-    directory: str = "/dev/shm"  # noqa: S108 - see above.
+    """Newly filled pages are sent together for this long."""
+    directory: str = "/dev/shm"  # noqa: S108 - a directory of its own in it, private.
+    """Where an agent's segments lie, in a directory of its own without access for others."""
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -22,19 +22,25 @@ class Backend(StrEnum):
 
 
 class DistServeSettings(Settings):
-    home: str | None = None  # A checkout of DistServe; none: the environment's DISTSERVE_HOME.
-    # DistServe's own, as on its command line; `--model` is `cluster.model`.
+    home: str | None = None
+    """A checkout of DistServe. null: the environment's DISTSERVE_HOME."""
     flags: list[str] = Field(default_factory=list)
+    """DistServe's own, as on its command line; `--model` is `cluster.model`."""
 
 
 class InstanceSettings(Settings):
     id: InstanceId = Field(min_length=1, max_length=64)
+    """Its name, unique in the cluster."""
     role: Role = Field(strict=False)
+    """prefill, decode or both."""
     host: str = "127.0.0.1"
-    # HTTP. 0: any free port, chosen once by `kvrs up`.
+    """Of its ports, as other processes reach it."""
     port: int = Field(default=0, ge=0, le=65535)
-    page_port: int = Field(default=0, ge=0, le=65535)  # Where its pages are pulled from.
-    page_host: str | None = None  # Of the page port; none: `host`.
+    """HTTP. 0: any free port, chosen once by `kvrs up`."""
+    page_port: int = Field(default=0, ge=0, le=65535)
+    """Where its pages are pulled from. 0: any free port, chosen once by `kvrs up`."""
+    page_host: str | None = None
+    """Of the page port. null: `host`."""
 
     @property
     def pages_at(self) -> str:
@@ -47,8 +53,11 @@ class InstanceSettings(Settings):
 
 class NodeSettings(Settings):
     id: NodeId = Field(min_length=1, max_length=64)
+    """Its name, unique in the cluster."""
     instances: list[InstanceSettings] = Field(min_length=1)
-    agent: AgentSettings = AgentSettings()  # Runs where `Config.agents_run`.
+    """The engines on this node."""
+    agent: AgentSettings = AgentSettings()
+    """The node's agent, which runs with backup or gossip."""
 
     @property
     def agent_id(self) -> InstanceId:
@@ -72,15 +81,21 @@ def demo_nodes(count: int) -> list[NodeSettings]:
 
 class ClusterSettings(Settings):
     backend: Backend = Field(default=Backend.EMBEDDED, strict=False)
+    """The engine of the instances: embedded, distserve (docs/distserve.md) or vllm (docs/vllm.md).
+    """
     distserve: DistServeSettings = DistServeSettings()
-    # A Hugging Face directory; none: a tiny random model, generated from `engine.seed`.
+    """Of backend distserve."""
     model: str | None = None
+    """A Hugging Face directory. null: a tiny random Llama, generated from `engine.seed`."""
     engine: EngineSettings = EngineSettings()
-    # Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
+    """The embedded engine; other engines bring their own settings."""
     allow_faults: bool = False
-    # How long a draining instance waits for its streams to be moved.
+    """Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
+    """
     drain_s: float = Field(default=30.0, ge=0, le=3600)
+    """The longest time that a draining instance waits for its streams to be moved."""
     nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2), min_length=1)
+    """The machines, each with its instances and its agent."""
 
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
         return ((node, instance) for node in self.nodes for instance in node.instances)

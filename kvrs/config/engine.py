@@ -12,9 +12,13 @@ from kvrs.config.batch import BatchSettings
 
 class EngineSettings(BatchSettings):
     device: Literal["cpu", "cuda"] = "cpu"
-    # Name of a profile; the engine sleeps so that each step takes the profile's time.
+    """cpu or cuda."""
     pace: str | None = None
-    seed: int = Field(default=0, ge=0, lt=1 << 63)  # Seed of the weights of the generated model.
+    """Name of a profile: the engine sleeps so that each step takes that profile's time. Real tokens
+    and KV, another GPU's clock.
+    """
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    """Seed of the weights of the generated model."""
 
     @field_validator("page_size_tokens")
     @classmethod

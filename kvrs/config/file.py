@@ -19,7 +19,8 @@ from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.proxy import ProxySettings
-from kvrs.config.settings import Settings, faults_of, is_loopback, parse_yaml, read_private
+from kvrs.config.settings import Settings, faults_of, is_loopback, read_private
+from kvrs.config.source import Source, read_source
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
@@ -33,37 +34,56 @@ ADMIN_ENV_NAME = "KVRS_ADMIN_TOKEN"
 
 
 class ProfileSettings(Settings):
-    # A table that comes with kvrs, by name, or a file, by path; none: each instance's own
-    # measurement.
     prefill: str | None = None
+    """A table that comes with kvrs, by name, or a file, by path (docs/profiles.md), for all
+    instances. null: each instance measures its own.
+    """
 
 
 class SecuritySettings(Settings):
-    # Mode 0600, a secret on each line; none: the environment's KVRS_SECRET.
     secret_file: str | None = None
-    # Mode 0600, a token on each line, for the admin port; none: KVRS_ADMIN_TOKEN. Without any the
-    # admin port asks for none.
+    """Mode 0600, a secret on each line: the first is used, all are accepted. null: the
+    environment's KVRS_SECRET.
+    """
     admin_token_file: str | None = None
-    # Names of this cluster's machines, beside addresses: what requests to the ports that are not
-    # for clients may have as their Host.
+    """Mode 0600, a token on each line, for the admin port. null: KVRS_ADMIN_TOKEN; without any the
+    port asks for none.
+    """
     hosts: list[str] = Field(default=[], max_length=256)
-    # Mode 0600, API keys of clients as hashes, with a tenant and its limits (config/tenants.py);
-    # none: the environment's KVRS_KEYS, or clients need no key.
+    """Names of this cluster's machines, beside localhost and addresses: the Host of requests to
+    ports that are not for clients.
+    """
     key_file: str | None = None
-    # Of all HTTP between processes of the cluster: peer ports, instances and agents; none: plain.
+    """Mode 0600, a line for each tenant, with hashes of its API keys and its limits
+    (docs/security.md). null: KVRS_KEYS; where that is not set either, clients need no key.
+    """
     tls: PeerTlsSettings | None = None
+    """Of HTTP between processes of the cluster, where both ends have a certificate of `client_ca`.
+    null: plain.
+    """
 
 
 class Config(Settings):
     proxy: ProxySettings = ProxySettings()
+    """The process that clients talk to."""
     cluster: ClusterSettings = ClusterSettings()
+    """Nodes with their instances and agents, and the engine."""
     policy: PolicySettings = PolicySettings()
+    """Admission, hand-off and recovery (docs/policies.md)."""
     slo: SloSettings = SloSettings()
+    """What clients expect, for the order of recoveries and for giving up."""
     transfer: TransferSettings = TransferSettings()
+    """How KV pages move between nodes."""
     backup: BackupSettings = BackupSettings()
+    """Checkpoints of KV in the host memory of the nodes' agents."""
     gossip: GossipSettings = GossipSettings()
+    """Membership and facts, among agents and proxies (docs/gossip.md); seconds are of a node's own
+    time, without the time it was stopped.
+    """
     profiles: ProfileSettings = ProfileSettings()
+    """Measured tables that predictions rest on."""
     security: SecuritySettings = SecuritySettings()
+    """Secrets, keys and certificates; files only, no secret stands here (docs/security.md)."""
 
     def url_of(self, process: InstanceSettings | AgentSettings) -> str:
         """Of the HTTP of an instance or agent of ours."""
@@ -100,16 +120,19 @@ def load_config(path: Path) -> Config:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds faults.
     """
+    return checked(read_source(path))
+
+
+def checked(source: Source) -> Config:
+    """Check a document whose values have places.
+
+    Raises:
+        ConfigError: with one line per fault.
+    """
     try:
-        document = parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: not valid YAML: {' '.join(str(error).split())}"]) from None
-    try:
-        return parse_config(document)
+        return parse_config(source.document)
     except ConfigError as error:
-        raise ConfigError([f"{path}: {fault}" for fault in error.faults]) from None
+        raise ConfigError([f"{source.name}: {fault}" for fault in error.faults]) from None
 
 
 def dump_config(config: Config) -> str:

@@ -41,36 +41,46 @@ class GossipSettings(Settings):
     stopped.
     """
 
-    # Agents and proxies are members; each node has an agent, whatever `backup.mode` is.
     enabled: bool = False
+    """Agents and proxies are members; each node has an agent, whatever `backup.mode` is."""
     profile: GossipProfile = Field(default=GossipProfile.LAN, strict=False)
-    # One member is probed per interval, by up to three pings a third of it apart; a member that has
-    # not answered at its end is suspected.
+    """Defaults of the keys below: lan (one machine room), wan (round trips up to 0.5 s), local (one
+    machine).
+    """
     probe_interval_s: float = Field(default=0.5, ge=0.05, le=60)
-    # Members asked for an indirect ping (ping-req), with the second and the third ping.
+    """One member is probed per interval, by up to three pings a third of it apart, and suspected if
+    it has not answered at its end.
+    """
     relays: int = Field(default=3, ge=0, le=16)
-    # A suspicion that `confirmations` others confirm lasts suspicion_mult * log10(members)
-    # intervals, and an unconfirmed one suspicion_max_mult times as long (Lifeguard section IV.B).
+    """Members asked for an indirect ping, with the second and the third ping."""
     suspicion_mult: float = Field(default=2.0, ge=0.5, le=20)
+    """Length of a suspicion that `confirmations` others confirm, in intervals, times
+    log10(members).
+    """
     suspicion_max_mult: float = Field(default=6.0, ge=1, le=20)
+    """An unconfirmed suspicion lasts this many times as long."""
     confirmations: int = Field(default=3, ge=0, le=7)
-    # Upper bound of the local health score (Lifeguard): timeouts grow by up to 1 + this factor.
+    """Other members that have to suspect it too."""
     health_max: int = Field(default=8, ge=0, le=32)
-    # Interval of pushed updates.
+    """Upper bound of the local health score (Lifeguard): timeouts grow by up to 1 + this factor."""
     gossip_interval_s: float = Field(default=0.1, ge=0.01, le=60)
-    fanout: int = Field(default=3, ge=1, le=16)  # Members per push.
-    # An update is also piggybacked on this many packets, times log10(members).
+    """Interval of pushed updates."""
+    fanout: int = Field(default=3, ge=1, le=16)
+    """Members per push."""
     retransmit_mult: int = Field(default=4, ge=1, le=16)
-    # Interval of the exchange of records with a random member (anti-entropy),
+    """An update is piggybacked on this many packets, times log10(members)."""
     sync_interval_s: float = Field(default=1.0, ge=0.05, le=600)
-    # and with a dead one.
+    """Interval of the exchange of records with a random member (anti-entropy)."""
     reconnect_interval_s: float = Field(default=5.0, ge=0.1, le=3600)
-    # With addresses and authentication still below 1,400.
+    """The same with a dead member."""
     packet_bytes: int = Field(default=1280, ge=1024, le=32768)
-    # How long a deleted entry is remembered,
+    """Largest packet; 1,280 and addresses and authentication are below 1,400."""
     tombstone_s: float = Field(default=60.0, ge=1, le=86400)
-    forget_s: float = Field(default=3600.0, ge=10, le=604800)  # and a dead member.
+    """How long a deleted entry is remembered."""
+    forget_s: float = Field(default=3600.0, ge=10, le=604800)
+    """How long a dead member is remembered."""
     members_max: int = Field(default=4096, ge=2, le=65536)
+    """Members beyond it are refused."""
 
     @model_validator(mode="before")
     @classmethod

@@ -48,49 +48,69 @@ class Failing(StrEnum):
 
 class GpuSettings(Settings):
     degraded: Degraded = Field(default=Degraded.IGNORE, strict=False)
+    """An instance whose GPU is slower than it should be, or has a repair due: ignore, or drain (no
+    new streams as long as there is another instance).
+    """
     failing: Failing = Field(default=Failing.MOVE, strict=False)
+    """An instance whose GPU is likely to fail: drain, or move (its streams are recovered elsewhere
+    while it still runs).
+    """
 
 
 class RecoverySettings(Settings):
-    # How long a stream waits for an instance to come up, or to have room.
     wait_s: float = Field(default=30.0, ge=0, le=3600)
-    # Losses within this time are one event.
+    """Longest wait of a stream for an instance to come up or to have room; then 503 with
+    Retry-After, or an error event.
+    """
     gather_s: float = Field(default=0.01, ge=0, le=10)
-    # Before the only instance is tried again; doubles each time, to 2 s.
+    """Losses within this time are one event."""
     retry_pause_s: float = Field(default=0.05, ge=0, le=60)
-    # Failures of one stream without a token in between.
+    """Before the only instance left is tried again; doubles with each try, up to 2 s."""
     max_attempts: int = Field(default=8, ge=1, le=100)
+    """Failures of one stream without a token in between. Moves and busy answers do not count."""
 
 
 class AdmissionSettings(Settings):
-    # The longest predicted wait of a new request in the queues of the instances.
     wait_s: float = Field(default=30.0, gt=0, le=3600)
+    """Longest predicted wait of a new request in the queues; beyond it 503 with Retry-After. Where
+    half of it is reached, a client with more than an equal share of the queues gets 429.
+    """
 
 
 class PolicySettings(Settings):
     name: PolicyName = Field(default=PolicyName.AUTO, strict=False)
+    """How victims are recovered: always_migrate, always_recompute, always_restore, rom (by prompt
+    and bandwidth), auto (by predicted cost).
+    """
     handoff: Handoff = Field(default=Handoff.OWN_PAIR, strict=False)
+    """Decode instance of a hand-off: own_pair (as planned), rom (by queues and bytes), auto."""
     dispatch: Dispatch = Field(default=Dispatch.REBALANCE, strict=False)
-    # Predictions are corrected by at most this factor, either way. 1: never.
+    """Targets of the victims of one event: holders, rebalance (holders, evened out), least_loaded.
+    """
     correction_max: float = Field(default=4.0, ge=1, le=100)
-    # Recovery transfers into one target at a time (seed KVRS).
+    """Predictions learn from real costs, by at most this factor either way. 1: never."""
     slots_max: int = Field(default=32, ge=1, le=1024)
-    # A transfer that outlives its slot is given up.
+    """Recovery transfers into one target at a time; of all proxies where its node has an agent."""
     slot_lease_s: float = Field(default=30.0, gt=0, le=3600)
-    # Until a link is measured: 10 Gbit/s.
+    """A transfer that outlives its slot is given up and decided again."""
     assumed_link_bytes_per_s: float = Field(default=1.25e9, gt=0)
-    # Connect, authenticate, ask: before the first page moves.
+    """Until a link is measured. The default is 10 Gbit/s."""
     handshake_s: float = Field(default=0.002, ge=0, le=10)
+    """Connect, authenticate, ask: before the first page moves."""
     admission: AdmissionSettings = AdmissionSettings()
+    """Of new requests."""
     recovery: RecoverySettings = RecoverySettings()
+    """Of interrupted streams."""
     gpu: GpuSettings = GpuSettings()
+    """Instances with an unhealthy GPU, as reported by the node's agent over gossip."""
 
 
 class SloSettings(Settings):
-    # Give up at once on a stream that no option can bring back within its budget.
     abort: bool = False
-    # Clients override each with a header: x-kvrs-ttft-s, x-kvrs-recovery-gap-s, x-kvrs-deadline-s.
-    ttft_s: float | None = Field(default=None, gt=0, le=86400)  # Until the first token.
-    # Longest pause that a client should see.
+    """Give up at once on a stream that no option can bring back within `recovery_gap_s`."""
+    ttft_s: float | None = Field(default=None, gt=0, le=86400)
+    """Until the first token. A client overrides it with the header x-kvrs-ttft-s."""
     recovery_gap_s: float = Field(default=10.0, gt=0, le=3600)
-    deadline_s: float | None = Field(default=None, gt=0, le=86400)  # Until the last token.
+    """The longest pause that a client should see; header x-kvrs-recovery-gap-s."""
+    deadline_s: float | None = Field(default=None, gt=0, le=86400)
+    """Until the last token; header x-kvrs-deadline-s."""

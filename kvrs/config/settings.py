@@ -7,13 +7,16 @@ A setting has its unit in the name, its reason in the comment and its range in t
 import ipaddress
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvrs.errors import ConfigError
+
+Found = TypeVar("Found")
 
 # The key of the host that a port is bound at; where that has no value, it is `host`.
 HOST_OF_PORT = {
@@ -39,7 +42,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class _Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """YAML 1.2 for numbers and keys: `20e6` and `3.0e6` are numbers (text in YAML 1.1), and a
     repeated key is an error.
     """
@@ -55,7 +58,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
+YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
@@ -66,15 +69,21 @@ def parse_yaml(text: str) -> Any:
     """The document as plain data. Raises yaml.YAMLError, also for values that only look like a
     number or a date.
     """
-    loader = _Loader(text)
+    loader = YamlLoader(text)
     try:
-        return loader.get_single_data()
+        return construct(loader.get_single_data)
+    finally:
+        loader.dispose()
+
+
+def construct(read: Callable[[], Found]) -> Found:
+    """What a loader reads; raises yaml.YAMLError in place of all that a document can cause."""
+    try:
+        return read()
     except RecursionError:
         raise yaml.YAMLError("nested too deeply") from None
     except ValueError as error:
         raise yaml.YAMLError(str(error)) from None
-    finally:
-        loader.dispose()
 
 
 def faults_of(error: ValidationError, model: type[Settings]) -> list[str]:
@@ -110,10 +119,21 @@ def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[st
     schema = model.model_json_schema()
     node: dict[str, Any] = schema
     for part in path[:-1]:
-        node = node["items"] if isinstance(part, int) else node["properties"][part]
-        if "$ref" in node:
-            node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+        node = resolved(
+            schema, node["items"] if isinstance(part, int) else node["properties"][part]
+        )
     return sorted(node["properties"])
+
+
+def resolved(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    """A node of a JSON schema without references; of something or null, the something."""
+    for each in node.get("anyOf", ()):
+        if each.get("type") != "null":
+            return resolved(schema, each)
+    if "$ref" in node:
+        found: dict[str, Any] = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+        return found
+    return node
 
 
 def read_private(path: str, source: str) -> bytes:

@@ -8,12 +8,18 @@ from kvrs.config.settings import Settings
 class TlsSettings(Settings):
     """PEM files, loaded again when they change."""
 
-    cert: str = Field(min_length=1)  # The certificate, followed by those of intermediate CAs.
-    key: str = Field(min_length=1)  # Mode 0600.
-    # Those who connect must have a certificate of one of these CAs; none: they need not have any.
+    cert: str = Field(min_length=1)
+    """PEM file: the certificate, followed by those of intermediate CAs. Files are loaded again when
+    they change.
+    """
+    key: str = Field(min_length=1)
+    """PEM file, mode 0600."""
     client_ca: str | None = None
+    """PEM file: what connects must have a certificate of one of these CAs. null: it need not have
+    any.
+    """
 
 
 class PeerTlsSettings(TlsSettings):
-    # Both ends of a connection must have a certificate of one of these CAs.
     client_ca: str = Field(min_length=1)
+    """PEM file: both ends of a connection must have a certificate of one of these CAs."""

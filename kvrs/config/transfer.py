@@ -6,12 +6,14 @@ from kvrs.config.settings import Settings
 
 
 class TransferSettings(Settings):
-    # Limit per link between two nodes; none: as fast as it goes.
     link_bytes_per_s: float | None = Field(default=None, gt=0)
-    # A peer that sends nothing for this long is given up.
+    """Limit per link between two nodes. null: as fast as it goes. Within a node there is no limit.
+    """
     stall_timeout_s: float = Field(default=2.0, gt=0, le=600)
-    # A link without traffic for this long is probed.
+    """A peer that sends nothing for this long is given up."""
     probe_interval_s: float = Field(default=2.0, gt=0, le=3600)
+    """A link without traffic for this long is probed."""
     probe_bytes: int = Field(default=65536, ge=1024, le=1 << 24)
-    # How long prefill retains a hand-off without a renewal.
+    """Size of a probe."""
     lease_s: float = Field(default=30.0, gt=0, le=3600)
+    """How long prefill retains a hand-off without a renewal."""

@@ -1,0 +1,93 @@
+"""`kvrs config`: configuration files checked, shown, compared and written; nothing is started."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+import kvrs.cli.options as opt
+from kvrs.cli.common import console
+from kvrs.config.cluster import Backend
+from kvrs.config.commented import flow
+from kvrs.config.exposure import check_exposure, notes
+from kvrs.config.file import load_config
+from kvrs.config.source import Source, read_source
+from kvrs.config.tenants import read_tenants
+from kvrs.errors import ConfigError
+
+DIFFERENT = 1  # The exit status of `diff`, as that of diff(1).
+
+File = Annotated[Path, typer.Argument(help="YAML file")]
+ShownFile = Annotated[Path | None, typer.Argument(help="YAML file; without it, the defaults")]
+Other = Annotated[Path, typer.Argument(help="YAML file to compare with")]
+NewFile = Annotated[Path, typer.Argument(help="File to be written; one that exists is kept")]
+Situation = Annotated[
+    Backend, typer.Option("--for", help="vllm: a proxy in front of it; others: a try-out")
+]
+
+
+def check(file: File) -> None:
+    """Print every fault of a configuration file at once."""
+    config = load_config(file)
+    check_exposure(config, os.environ)
+    read_tenants(config.security, os.environ)
+    for line in notes(config):
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+    console.print(f"{file} is valid", style="green")
+
+
+def show(file: ShownFile = None, as_json: opt.Json = False) -> None:
+    """Print the configuration in effect as YAML, and where each value comes from."""
+    from kvrs.config.effective import show, show_json
+
+    source = Source("defaults") if file is None else read_source(file)
+    print(json.dumps(show_json(source), indent=2) if as_json else show(source).rstrip())
+
+
+def diff(first: File, second: Other, as_json: opt.Json = False) -> None:
+    """Print what two files configure differently, whatever they look like."""
+    from kvrs.config.effective import differences
+
+    found = list(differences(load_config(first), load_config(second)))
+    if as_json:
+        print(json.dumps(found, indent=2))
+    elif found:
+        Console(highlight=False).print(_difference_table(first, second, found))
+    else:
+        console.print("no difference in effect", style="green")
+    raise typer.Exit(DIFFERENT if found else 0)
+
+
+def init(file: NewFile, backend: Situation = Backend.EMBEDDED) -> None:
+    """Write a first configuration file with comments."""
+    from kvrs.config.first_file import first_file
+
+    try:
+        with file.open("x", encoding="utf-8") as new:
+            new.write(first_file(backend))
+    except FileExistsError:
+        raise ConfigError([f"{file}: exists; allowed: a file that does not"]) from None
+    except OSError as error:
+        raise ConfigError([f"{file}: {error.strerror}"]) from None
+    console.print(f"{file} is written; its first lines say what to do", style="green")
+
+
+def schema() -> None:
+    """Print the JSON schema of configuration files, for editors and other checkers."""
+    from kvrs.config.reference import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+def _difference_table(first: Path, second: Path, found: list[dict[str, Any]]) -> Table:
+    table = Table("key", Column(Text(str(first))), Column(Text(str(second))), box=box.SIMPLE_HEAD)
+    for each in found:
+        values = (flow(each[side]) if side in each else "-" for side in ("first", "second"))
+        table.add_row(Text(each["key"]), *map(Text, values))
+    return table

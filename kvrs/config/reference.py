@@ -1,0 +1,212 @@
+"""The reference of all settings, made of the settings classes: JSON schema, commented example and
+`docs/configuration.md`.
+
+`python -m kvrs.config.reference` writes the last two into `docs/`.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from kvrs.config.commented import WIDTH, KeyPath, comment, commented_yaml, flow
+from kvrs.config.file import Config
+from kvrs.config.settings import Settings, resolved
+
+_HEADER = (
+    "Every key of the configuration with its default. A file needs only what differs. "
+    "`kvrs config check FILE` reports all mistakes at once, `kvrs config init` writes a first file."
+)
+_DOCS_PAGE = re.compile(r"docs/([a-z]+\.md(?:#[a-z]+)?)")
+_DOCS = Path(__file__).parents[2] / "docs"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (2020-12) of the YAML file, with what each key means."""
+    schema = Config.model_json_schema()
+    schema["title"] = "Configuration of kvrs"
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    for model in _models(Config):
+        described = schema if model is Config else schema["$defs"][model.__name__]
+        for key, text in _descriptions(model).items():
+            described["properties"][key]["description"] = text
+    return schema
+
+
+@cache
+def description(path: KeyPath) -> str | None:
+    """What a key means; None: there is no such key."""
+    schema = json_schema()
+    node, text = schema, None
+    for part in path:
+        if isinstance(part, int):
+            node, text = resolved(schema, node.get("items", {})), None
+            continue
+        given = node.get("properties", {}).get(part)
+        if given is None:
+            return None
+        node, text = resolved(schema, given), given["description"]
+    return text
+
+
+def example() -> str:
+    """A YAML file with every key at its default."""
+    header = "\n".join(comment(_HEADER))
+    return f"{header}\n\n{commented_yaml(Config().model_dump(mode='json'), _of_first_items)}"
+
+
+def markdown() -> str:
+    """`docs/configuration.md`: a table for each section."""
+    schema = json_schema()
+    defaults = Config().model_dump(mode="json")
+    parts = [_INTRODUCTION]
+    for section, given in schema["properties"].items():
+        meaning = _DOCS_PAGE.sub(r"[\1](\1)", given["description"])
+        parts += [f"\n## {section}\n", *textwrap.wrap(meaning, WIDTH), ""]
+        parts += ["| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+        parts += _rows(schema, resolved(schema, given), "", defaults[section])
+    return "\n".join(parts) + "\n"
+
+
+def _of_first_items(path: KeyPath) -> str | None:
+    """In the example only the first item of a list has comments."""
+    return None if any(part for part in path if isinstance(part, int)) else description(path)
+
+
+def _models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """The classes of a section and of all sections in it."""
+    yield model
+    for each in _settings_in(field.annotation for field in model.model_fields.values()):
+        yield from _models(each)
+
+
+def _settings_in(annotations: Any) -> Iterator[type[Settings]]:
+    for annotation in annotations:
+        if isinstance(annotation, type) and issubclass(annotation, Settings):
+            yield annotation
+        else:  # A list of sections, or a section or null.
+            yield from _settings_in(getattr(annotation, "__args__", ()))
+
+
+def _descriptions(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring below each field of a class and of its bases, as one line each."""
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if issubclass(base, Settings) and base is not Settings:
+            found |= _docstrings(base)
+    return found
+
+
+@cache
+def _docstrings(model: type[Settings]) -> dict[str, str]:
+    # Read here and not by pydantic's `use_attribute_docstrings`, which parses the source of every
+    # class at each start of each process.
+    (tree,) = ast.parse(inspect.getsource(model)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+            case _:
+                pass
+    return found
+
+
+def _rows(
+    schema: dict[str, Any], section: dict[str, Any], above: str, defaults: dict[str, Any]
+) -> Iterator[str]:
+    """A line of the table for each key."""
+    for key, given in section["properties"].items():
+        node = resolved(schema, given)
+        default = defaults.get(key, given.get("default"))
+        is_section = "properties" in node
+        if not is_section or default is None:
+            shown = "-" if key in section.get("required", ()) else _default(default)
+            meaning = _DOCS_PAGE.sub(r"[\1](\1)", given["description"])
+            allowed = _allowed(schema, given)
+            yield f"| `{above}{key}` | {shown} | {allowed} | {meaning} |"
+        if is_section:
+            yield from _rows(schema, node, f"{above}{key}.", default or {})
+        elif "properties" in (item := resolved(schema, node.get("items", {}))):
+            yield from _rows(schema, item, f"{above}{key}[].", {})
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return "see [the example](kvrs.example.yaml)"
+    return f"`{flow(value)}`"
+
+
+def _allowed(schema: dict[str, Any], given: dict[str, Any]) -> str:
+    alternatives = given.get("anyOf", [given])
+    return " or ".join(_one_allowed(schema, each) for each in alternatives)
+
+
+def _one_allowed(schema: dict[str, Any], given: dict[str, Any]) -> str:
+    node = resolved(schema, given)
+    if "enum" in node:
+        return ", ".join(f"`{flow(value)}`" for value in node["enum"])
+    match node.get("type"):
+        case "object":
+            return "a section"
+        case "array":
+            items = resolved(schema, node["items"])
+            return "a list" + (" of sections" if "properties" in items else " of text")
+        case "string":
+            return "text"
+        case "boolean":
+            return "`true`, `false`"
+        case "integer" | "number" as kind:
+            return f"{'a whole number' if kind == 'integer' else 'a number'}{_range(node)}"
+        case other:
+            return str(other)
+
+
+def _range(node: dict[str, Any]) -> str:
+    words = {
+        "minimum": "from",
+        "exclusiveMinimum": "above",
+        "maximum": "to",
+        "exclusiveMaximum": "below",
+    }
+    return "".join(f" {word} {node[key]:,}" for key, word in words.items() if key in node)
+
+
+_INTRODUCTION = """\
+# Configuration
+
+Every process of kvrs reads one YAML file. A file needs only what differs from the defaults;
+[kvrs.example.yaml](kvrs.example.yaml) holds all of them. This page and the example are made of the
+settings classes in `kvrs/config` by `make reference`.
+
+| command | does |
+| --- | --- |
+| `kvrs config init FILE --for SITUATION` | writes a first file with comments |
+| `kvrs config check FILE` | reports everything that is wrong, and starts nothing |
+| `kvrs config show FILE` | prints the configuration in effect, and where each value comes from |
+| `kvrs config diff A B` | prints what two files configure differently |
+| `kvrs config schema` | prints the JSON schema, for editors and other checkers |
+
+An unknown key, a value of the wrong type or out of its range is an error. Numbers may have an
+exponent (`20e6`). `[]` in a key stands for each item of a list."""
+
+
+def main() -> None:
+    """Write the example and the page into `docs/` of the checkout."""
+    for name, text in (("kvrs.example.yaml", example()), ("configuration.md", markdown())):
+        (_DOCS / name).write_text(text, encoding="utf-8")
+        print(_DOCS / name)
+
+
+if __name__ == "__main__":
+    main()

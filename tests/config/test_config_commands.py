@@ -1,0 +1,121 @@
+"""`kvrs config show`, `diff`, `init` and `schema`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from kvrs.cli import app
+from kvrs.config.file import Config, load_config, parse_config
+from kvrs.config.reference import json_schema
+from kvrs.errors import ConfigError
+
+
+def config(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["config", *map(str, arguments)])
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> Path:
+    path = tmp_path / "tuned.yaml"
+    path.write_text("policy:\n  name: rom\ngossip: {enabled: true, profile: wan}\n")
+    return path
+
+
+def test_show_names_the_origin_of_each_value(tuned: Path) -> None:
+    """Line of the file, profile or default; the text is the whole configuration as YAML."""
+    shown = config("show", tuned).stdout
+
+    assert "  name: rom  # tuned.yaml:2\n" in shown
+    assert "  handoff: own_pair  # default\n" in shown
+    assert "  probe_interval_s: 2.5  # gossip.profile\n" in shown
+    assert "  relays: 3  # default\n" in shown
+    assert yaml.safe_load(shown) == load_config(tuned).model_dump(mode="json")
+
+
+def test_show_as_json_has_the_origins_by_path(tuned: Path) -> None:
+    """Scripts read `config` and `from`."""
+    found = json.loads(config("show", tuned, "--json").stdout)
+
+    assert found["config"] == load_config(tuned).model_dump(mode="json")
+    assert found["from"]["policy.name"] == "tuned.yaml:2"
+    assert found["from"]["cluster.nodes.1.instances.0.role"] == "default"
+
+
+def test_show_without_a_file_shows_the_defaults() -> None:
+    """What an empty file would be."""
+    assert yaml.safe_load(config("show").stdout) == Config().model_dump(mode="json")
+
+
+def test_show_never_prints_a_secret(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no settings: files or variables hold them."""
+    monkeypatch.setenv("KVRS_SECRET", "correct-horse-battery")
+    monkeypatch.setenv("KVRS_ADMIN_TOKEN", "correct-horse-battery")
+
+    assert "correct-horse" not in config("show", tuned).output
+
+
+def test_diff_names_what_differs_in_effect(tuned: Path, tmp_path: Path) -> None:
+    """A default that is written out does not; the exit status is that of diff(1)."""
+    other = tmp_path / "other.yaml"
+    other.write_text("policy: {name: rom, slots_max: 32, handshake_s: 0.5}\ngossip: {profile: wan}")
+
+    found = config("diff", tuned, other, "--json")
+
+    assert found.exit_code == 1
+    assert json.loads(found.stdout) == [
+        {"key": "policy.handshake_s", "first": 0.002, "second": 0.5},
+        {"key": "gossip.enabled", "first": True, "second": False},
+    ]
+    assert "policy.handshake_s" in config("diff", tuned, other).stdout
+    assert config("diff", tuned, tuned).exit_code == 0
+
+
+def test_diff_shows_list_items_that_only_one_file_has(tmp_path: Path) -> None:
+    """A third node differs as its keys."""
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("security: {hosts: [a]}")
+    two.write_text("proxy: {peers: [{id: proxy-1, peer_port: 9}]}")
+
+    found = {each["key"]: each for each in json.loads(config("diff", one, two, "--json").stdout)}
+
+    assert found["proxy.peers.0.peer_port"] == {"key": "proxy.peers.0.peer_port", "second": 9}
+    assert found["proxy.peers"] == {"key": "proxy.peers", "first": []}
+    assert found["security.hosts"] == {"key": "security.hosts", "first": ["a"], "second": []}
+
+
+def test_init_writes_a_file_and_keeps_one_that_exists(tmp_path: Path) -> None:
+    """Nothing is overwritten."""
+    path = tmp_path / "kvrs.yaml"
+
+    assert config("init", path, "--for", "vllm").exit_code == 0
+    written = path.read_text()
+    again = config("init", path)
+
+    assert isinstance(again.exception, ConfigError)
+    assert "exists" in str(again.exception)
+    assert path.read_text() == written
+    assert load_config(path).cluster.backend == "vllm"
+
+
+def test_schema_prints_the_json_schema() -> None:
+    """Editors take it from a file."""
+    assert json.loads(config("schema").stdout) == json_schema()
+
+
+def test_an_unknown_key_in_a_section_that_may_be_null_is_a_fault() -> None:
+    """The allowed keys of `tls` are found behind `TlsSettings or null`."""
+    with pytest.raises(ConfigError, match=r"proxy\.tls\.foo: unknown key; allowed: cert, client"):
+        parse_config({"proxy": {"tls": {"cert": "a", "key": "b", "foo": 1}}})
+
+
+def test_a_document_of_nested_aliases_is_read_at_once(tmp_path: Path) -> None:
+    """Places are looked for once per node, not once per path through aliases."""
+    path = tmp_path / "laughs.yaml"
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    path.write_text("\n".join(["a0: &a0 [x]", *levels]))
+
+    with pytest.raises(ConfigError, match="a11: unknown key"):
+        load_config(path)

@@ -1,0 +1,75 @@
+"""Schema, example and docs/configuration.md: made of the settings classes, and never stale."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+
+from kvrs.config.cluster import Backend
+from kvrs.config.file import Config, load_config
+from kvrs.config.first_file import first_file
+from kvrs.config.reference import description, example, json_schema, markdown
+from kvrs.config.source import leaves
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize(
+    ("name", "made"), [("kvrs.example.yaml", example), ("configuration.md", markdown)]
+)
+def test_the_docs_are_made_of_the_settings_classes(name: str, made: Any) -> None:
+    """`make reference` writes them again."""
+    assert (DOCS / name).read_text() == made()
+
+
+def test_every_key_has_a_description() -> None:
+    """In the schema, for editors, also within sections that are null by default."""
+    schema = json_schema()
+    models = [schema, *schema["$defs"].values()]
+    bare = [
+        f"{model.get('title')}.{key}"
+        for model in models
+        for key, given in model.get("properties", {}).items()
+        if not given.get("description")
+    ]
+
+    assert bare == []
+    assert all(description(path) for path, _ in leaves(Config().model_dump(mode="json")))
+
+
+def test_the_schema_takes_what_the_program_takes() -> None:
+    """The example is valid, and so is every first file."""
+    schema = json_schema()
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+
+    assert list(validator.iter_errors(yaml.safe_load(example()))) == []
+    for backend in Backend:
+        assert list(validator.iter_errors(yaml.safe_load(first_file(backend)))) == []
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"proxy": {"prot": 1}},
+        {"proxy": {"port": 70000}},
+        {"policy": {"name": "fastest"}},
+        {"cluster": {"nodes": [{"id": "n0"}]}},
+    ],
+)
+def test_the_schema_refuses_what_the_program_refuses(document: Any) -> None:
+    """Unknown keys, ranges, names of policies, missing keys."""
+    assert list(Draft202012Validator(json_schema()).iter_errors(document))
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_a_first_file_is_valid_and_has_comments(backend: Backend, tmp_path: Path) -> None:
+    """Of the backend that was asked for; each section says what it is."""
+    path = tmp_path / "kvrs.yaml"
+    path.write_text(first_file(backend))
+
+    assert load_config(path).cluster.backend is backend
+    assert "policy:  # Admission, hand-off and recovery" in path.read_text()
+    assert max(len(line) for line in path.read_text().splitlines()) <= 100
