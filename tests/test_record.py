@@ -116,10 +116,10 @@ def test_a_busy_machine_voids_a_result() -> None:
     """Both before and during, and only above the limit."""
     assert reasons_against(0.1, 0.1) == []
     assert reasons_against(0.5, 0.0) == [
-        "other processes had 50% of the CPU before the run (allowed: 10%)"
+        "other processes had more than 10% of the CPU before the run"
     ]
-    assert reasons_against(0.0, 0.11) == [
-        "other processes had 11% of the CPU during the run (allowed: 10%)"
+    assert reasons_against(0.2, 0.11) == [
+        "other processes had more than 10% of the CPU before and during the run"
     ]
 
 

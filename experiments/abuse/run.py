@@ -8,10 +8,7 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import platform
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +19,8 @@ from typing import Any
 
 import aiohttp
 
-from experiments.processes import Processes, busy_share
+from experiments.processes import Processes
+from experiments.record import Run
 from kvrs.config.file import parse_config
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.test_proxy_process import process
@@ -256,6 +254,16 @@ MEASURES: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
 }
 
 
+def as_text(rows: dict[str, dict[str, Any]]) -> str:
+    """Every figure of every measurement, one of them a line."""
+    return "\n".join(
+        f"{name:12} "
+        + ", ".join(f"{what} {value}" for what, value in row.items() if what != "met")
+        + f": {'met' if row['met'] else 'MISSED'}"
+        for name, row in rows.items()
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
@@ -263,25 +271,12 @@ def main() -> int:
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    run = Run()
     rows = {}
     for name in options.only:
         rows[name] = asyncio.run(_run(MEASURES[name]))
-        print(f"{name:12} {rows[name]}", flush=True)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        kept = {
-            "commit": commit,
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "busy_share": round(busy_share(), 2),
-            "rows": rows,
-        }
-        (options.out / "abuse.json").write_text(json.dumps(kept, indent=1) + "\n")
+        print(as_text({name: rows[name]}), flush=True)
+    run.keep(options.out, "abuse", {"rows": rows}, as_text(rows))
     return int(not all(row["met"] for row in rows.values()))
 
 

@@ -5,17 +5,15 @@ python -m experiments.busy_survivors.run [--busy-s 10] [--streams 60] [--out DIR
 
 import argparse
 import asyncio
-import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from experiments.record import keep
+from experiments.record import Run
+from experiments.scripted import is_whole
 from kvrs.protocol.openai.chunks import error_body
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
-from tests.proxy.scripted_model import expected_ids, text_of
+from tests.proxy.proxy_cluster import open_proxy_cluster
 
 TOKENS = 20
 NEW = 50  # Requests that come while all are busy.
@@ -25,7 +23,9 @@ STATUSES = (429, 503)
 async def measure(status: int, retry_after: str | None, streams: int, busy_s: float) -> Any:
     async with open_proxy_cluster(pairs=3) as system:
         system.script.gate, system.script.gate_at = asyncio.Event(), 3
-        asked = [asyncio.create_task(_is_whole(system, n)) for n in range(streams)]
+        asked = [
+            asyncio.create_task(is_whole(system, [1, 2, 3 + n], TOKENS)) for n in range(streams)
+        ]
         await system.until_streams_hold(3, count=streams)
         rows = (await system.state())["streams"]
         victims = sum(row["decode"] == "d0" for row in rows)
@@ -34,7 +34,7 @@ async def measure(status: int, retry_after: str | None, streams: int, busy_s: fl
             one.refusal, one.retry_after = (status, error_body("no room")), retry_after
         before = sum(len(one.completions) for one in survivors)
         await system.instances["d0"].kill()
-        asked += [asyncio.create_task(_is_whole(system, n)) for n in range(NEW)]
+        asked += [asyncio.create_task(is_whole(system, [1, 2, 3 + n], TOKENS)) for n in range(NEW)]
         await asyncio.sleep(busy_s)
         calls = sum(len(one.completions) for one in survivors) - before
         for one in survivors:
@@ -56,17 +56,20 @@ async def measure(status: int, retry_after: str | None, streams: int, busy_s: fl
         }
 
 
-async def _is_whole(system: ProxyCluster, number: int) -> bool:
-    prompt = [1, 2, 3 + number]
-    status, body = await system.complete(prompt=prompt, max_tokens=TOKENS, temperature=0)
-    text = "".join(map(text_of, expected_ids(prompt, TOKENS)))
-    return status == 200 and json.loads(body)["choices"][0]["text"] == text
-
-
 async def measure_all(streams: int, busy_s: float) -> list[dict[str, Any]]:
     cells = [(status, after) for status in STATUSES for after in (None, "3")]
     measured = [measure(status, after, streams, busy_s) for status, after in cells]
     return list(await asyncio.gather(*measured))
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    return "\n".join(
+        f"{row['status']} Retry-After {row['retry_after'] or '-':2} {row['busy_s']:.0f} s: "
+        f"{row['streams_whole']} of {row['streams']} streams whole ({row['victims']} victims), "
+        f"{row['new_whole']} of {row['new']} new requests, {row['calls_while_busy']} calls "
+        f"while busy, all done {row['all_done_after_s']} s after it"
+        for row in rows
+    )
 
 
 def main() -> int:
@@ -75,16 +78,10 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=60)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
+    run = Run()
     rows = asyncio.run(measure_all(options.streams, options.busy_s))
-    for row in rows:
-        print(
-            f"{row['status']} Retry-After {row['retry_after'] or '-':2} {row['busy_s']:.0f} s: "
-            f"{row['streams_whole']} of {row['streams']} streams whole ({row['victims']} victims), "
-            f"{row['new_whole']} of {row['new']} new requests, {row['calls_while_busy']} calls "
-            f"while busy, all done {row['all_done_after_s']} s after it"
-        )
-    keep(options.out, "busy_survivors", 0, load, rows)
+    print(as_text(rows))
+    run.keep(options.out, "busy_survivors", {"rows": rows}, as_text(rows))
     return int(any(row["streams_whole"] < row["streams"] for row in rows))
 
 

@@ -13,11 +13,13 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
 
 from experiments.processes import Processes
+from experiments.record import Run
 from kvrs.config.file import parse_config
 
 BODY_BYTES = 8 << 20
@@ -175,6 +177,31 @@ async def measure_all(
     return rows
 
 
+def as_text(rows: list[dict[str, Any]]) -> str:
+    """For each body the longest gap: the median over rounds, and the longest of them."""
+    cells: dict[tuple[bool, str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault((row["tokenizer"], row["body"], row["requests"]), []).append(row)
+    lines = [
+        f"{'tokenizer':<10}{'body':<15}{'requests':>8}{'MB':>6}{'gap s, median':>15}{'longest':>9}"
+        f"{'lost':>6}{'failed':>8}"
+    ]
+    for (has_tokenizer, body, requests), found in cells.items():
+        gaps = [row["longest_gap_s"] for row in found]
+        lines.append(
+            f"{'yes' if has_tokenizer else 'no':<10}{body:<15}{requests:>8}"
+            f"{found[0]['bytes'] / 1e6:>6.1f}{median(gaps):>15.3f}{max(gaps):>9.3f}"
+            f"{sum(row['lost'] for row in found):>6.0f}{sum(row['failed'] for row in found):>8}"
+        )
+    for what, some in (
+        ("with a body", [row for row in rows if row["requests"]]),
+        ("without any", [row for row in rows if not row["requests"]]),
+    ):
+        above = sum(row["longest_gap_s"] > MOST_GAP_S for row in some)
+        lines.append(f"single rounds {what}: {above} of {len(some)} above {MOST_GAP_S} s")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -185,6 +212,7 @@ def main() -> int:
     engine = {"max_model_len": 8192}
     cluster = {"nodes": [{"id": "n0", "instances": instances}], "engine": engine}
     config = parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": cluster})
+    run = Run()
     rows: list[dict[str, Any]] = []
     for has_tokenizer in (True, False):
         print(f"a proxy with{'' if has_tokenizer else 'out'} the model's tokenizer")
@@ -195,11 +223,8 @@ def main() -> int:
             known = served if has_tokenizer else served.model_copy(update={"model": None})
             running.start_proxy(running.config.model_copy(update={"cluster": known}))
             rows += asyncio.run(measure_all(running, options.rounds, has_tokenizer=has_tokenizer))
-    if options.out is not None:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, check=True)
-        kept = {"commit": commit.stdout.decode().strip(), "cpus": os.cpu_count(), "rows": rows}
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "large_bodies.json").write_text(json.dumps(kept, indent=1) + "\n")
+    print(as_text(rows))
+    run.keep(options.out, "large_bodies", {"rows": rows}, as_text(rows))
     return int(
         any(row["lost"] or row["failed"] or row["longest_gap_s"] > MOST_GAP_S for row in rows)
     )

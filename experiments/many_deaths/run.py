@@ -5,7 +5,6 @@ python -m experiments.many_deaths.run [--deaths 100] [--streams 8] [--out DIR]
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from experiments.record import keep
+from experiments.record import Run
+from experiments.scripted import expected_text
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
-from tests.proxy.scripted_model import expected_ids, text_of
 
 MORE_TOKENS = 20  # After the last death.
 
@@ -39,7 +38,7 @@ async def measure(deaths: int, streams: int) -> dict[str, Any]:
             await system.until_health(**{busiest: "up"})
         system.script.gate.set()
         texts = await asyncio.gather(*asked)
-        whole = ["".join(map(text_of, expected_ids(prompt, tokens))) for prompt in prompts]
+        whole = [expected_text(prompt, tokens) for prompt in prompts]
         attempts = sum(len(instance.completions) for instance in system.instances.values())
         return {
             "deaths": killed,
@@ -64,22 +63,26 @@ async def _text(system: ProxyCluster, prompt: list[int], tokens: int) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
+def as_text(rows: list[dict[str, Any]]) -> str:
+    return "\n".join(
+        f"{row['deaths']} deaths: {row['exact']} of {row['streams']} streams exact, "
+        f"{row['upstream_calls']} upstream calls, {row['seconds']} s"
+        for row in rows
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deaths", type=int, default=100)
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
+    run = Run()
     rows = [
         asyncio.run(measure(options.deaths, streams)) for streams in sorted({1, options.streams})
     ]
-    for row in rows:
-        print(
-            f"{row['deaths']} deaths: {row['exact']} of {row['streams']} streams exact, "
-            f"{row['upstream_calls']} upstream calls, {row['seconds']} s"
-        )
-    keep(options.out, "many_deaths", 0, load, rows)
+    print(as_text(rows))
+    run.keep(options.out, "many_deaths", {"rows": rows}, as_text(rows))
     return int(any(row["exact"] < row["streams"] for row in rows))
 
 

@@ -5,11 +5,7 @@ python -m experiments.overload.run [--span 15] [--seed 0] [--out DIR]
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,7 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from experiments.processes import busy_share
+from experiments.record import Run
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from tests.proxy.proxy_cluster import open_proxy_cluster
 from tests.proxy.scripted import Scripted
@@ -112,31 +108,31 @@ async def measure_all(span_s: float, seed: int) -> list[dict[str, Any]]:
     ]
 
 
+def as_text(rows: list[dict[str, Any]]) -> str:
+    return "\n".join(
+        [
+            f"{'load':>5} {'admission':<10}{'asked/s':>8}{'in time/s':>10}{'TTFT p50 s':>12}"
+            f"{'p99 s':>8}{'refused':>9}{'broken':>8}",
+            *(
+                f"{row['load']:>4}x {'with' if row['admission'] else 'without':<10}"
+                f"{row['asked_per_s']:>8}{row['goodput_per_s']:>10}{row['ttft_s_p50']:>12.2f}"
+                f"{row['ttft_s_p99']:>8.2f}{row['refused']:>9}{row['broken']:>8}"
+                for row in rows
+            ),
+        ]
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--span", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    run = Run(options.seed)
     rows = asyncio.run(measure_all(options.span, options.seed))
-    for row in rows:
-        print(row)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        kept = {
-            "commit": commit,
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "busy_share": round(busy_share(), 2),
-            "seed": options.seed,
-            "rows": rows,
-        }
-        (options.out / "overload.json").write_text(json.dumps(kept, indent=1) + "\n")
+    print(as_text(rows))
+    run.keep(options.out, "overload", {"rows": rows}, as_text(rows))
     beyond = [row["goodput_per_s"] for row in rows if row["admission"] and row["load"] > 1]
     at = next(row["goodput_per_s"] for row in rows if row["admission"] and row["load"] == 1)
     return int(min(beyond) < 0.8 * at)

@@ -8,8 +8,6 @@ to the other in turn. `--before` is a checkout with a `.venv` of its own.
 
 import argparse
 import asyncio
-import json
-import os
 import random
 import re
 import statistics
@@ -18,12 +16,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import yaml
 
-from experiments.record import keep
+from experiments.record import Run, commit_of, shown
 
 STREAMS = 8
 PACE = "opt-13b-a100-distserve-tp1"
@@ -133,6 +131,14 @@ async def measure(trees: list[Tree], rounds: int, seconds: float, seed: int) -> 
     return taken
 
 
+def as_text(row: dict[str, Any]) -> str:
+    return (
+        f"CPU per token: {row['before_us']:.0f} us before (commit {shown(row['before_commit'])}), "
+        f"{row['after_us']:.0f} us after\nratio {row['ratio']:.2f}, the median of "
+        f"{len(row['ratios'])} rounds, {min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, required=True)
@@ -141,7 +147,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    load = os.getloadavg()[0]
+    run = Run(arguments.seed)
     here = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory(prefix="kvrs-trees-") as directory:
         own = str(arguments.before.absolute() / ".venv/bin/python")
@@ -160,16 +166,10 @@ def main() -> int:
         "after_us": statistics.median(taken[1]),
         "ratio": ratio,
         "ratios": ratios,
-        "before_commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=arguments.before,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip(),
+        "before_commit": commit_of(arguments.before),
     }
-    print(json.dumps(row, indent=1))
-    keep(arguments.out, "cpu", arguments.seed, load, [row])
+    print(as_text(row))
+    run.keep(arguments.out, "cpu", row, as_text(row))
     return 0 if ratio <= MOST_RATIO else 1
 
 

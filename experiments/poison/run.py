@@ -5,16 +5,14 @@ python -m experiments.poison.run [--seed 0] [--out DIR]
 
 import argparse
 import asyncio
-import json
-import os
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.record import keep
+from experiments.record import Run
+from experiments.scripted import is_whole
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
-from tests.proxy.scripted_model import expected_ids, text_of
 
 # Name, pairs, the poisons' output position (-1: they end prefill instances), poisons, seconds until
 # a dead instance is back (None: never), the most deaths that one request may cause.
@@ -70,10 +68,7 @@ async def measure(
 
 
 async def _is_whole(system: ProxyCluster, rng: random.Random) -> bool:
-    prompt = rng.choices(range(1, 100), k=PROMPT_TOKENS)
-    status, body = await system.complete(prompt=prompt, max_tokens=TOKENS, temperature=0)
-    text = "".join(map(text_of, expected_ids(prompt, TOKENS)))
-    return status == 200 and json.loads(body)["choices"][0]["text"] == text
+    return await is_whole(system, rng.choices(range(1, 100), k=PROMPT_TOKENS), TOKENS)
 
 
 async def _restart(system: ProxyCluster, back_s: float | None) -> None:
@@ -96,28 +91,34 @@ async def measure_all(seed: int) -> list[dict[str, Any]]:
     return [await measure(*cell, seed) for cell in CELLS]
 
 
+def is_met(row: dict[str, Any]) -> bool:
+    return (
+        row["deaths_of_one_request"] <= row["allowed"]
+        and not row["beside_lost"]
+        and row["refused"] == row["poisons"]
+    )
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    return "\n".join(
+        f"{row['cell']:50} {row['deaths_of_one_request']} deaths of one request (allowed: "
+        f"{row['allowed']}, instances: {row['instances']}), {row['refused']} of {row['poisons']} "
+        f"refused, {row['beside_lost']} of {row['beside']} beside lost"
+        + ("" if is_met(row) else ": MISSED")
+        for row in rows
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
+    run = Run(options.seed)
     rows = asyncio.run(measure_all(options.seed))
-    for row in rows:
-        print(
-            f"{row['cell']:50} {row['deaths_of_one_request']} deaths of one request (of "
-            f"{row['instances']} instances), {row['refused']} of {row['poisons']} refused, "
-            f"{row['beside_lost']} of {row['beside']} beside lost"
-        )
-    keep(options.out, "poison", options.seed, load, rows)
-    return int(
-        any(
-            row["deaths_of_one_request"] > row["allowed"]
-            or row["beside_lost"]
-            or row["refused"] < row["poisons"]
-            for row in rows
-        )
-    )
+    print(as_text(rows))
+    run.keep(options.out, "poison", {"rows": rows}, as_text(rows))
+    return 0 if all(map(is_met, rows)) else 1
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiments.record import Run
 from kvrs.protocol.openai.chunks import error_body
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 
@@ -69,26 +70,29 @@ async def measure_all(seed: int) -> list[dict[str, Any]]:
     return await asyncio.gather(*(one(leg, answer) for leg, answer in cells))
 
 
+def is_met(row: dict[str, Any]) -> bool:
+    return bool(row["succeeded"] >= LEAST_SUCCEEDED and row["share_after_5_s"] <= MOST_SHARE)
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    return "\n".join(
+        f"{row['leg']:8} {row['answer']!s:5} {row['requests']:4} requests, "
+        f"{row['succeeded']:.2%} succeeded, {row['share_after_5_s']:.2%} there after 5 s"
+        + ("" if is_met(row) else ": MISSED")
+        for row in rows
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    run = Run(options.seed)
     rows = asyncio.run(measure_all(options.seed))
-    for row in rows:
-        print(
-            f"{row['leg']:8} {row['answer']!s:5} {row['requests']:4} requests, "
-            f"{row['succeeded']:.2%} succeeded, {row['share_after_5_s']:.2%} there after 5 s"
-        )
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "sick.json").write_text(json.dumps(rows, indent=1) + "\n")
-    return int(
-        any(
-            row["succeeded"] < LEAST_SUCCEEDED or row["share_after_5_s"] > MOST_SHARE
-            for row in rows
-        )
-    )
+    print(as_text(rows))
+    run.keep(options.out, "sick_instances", {"rows": rows}, as_text(rows))
+    return 0 if all(map(is_met, rows)) else 1
 
 
 if __name__ == "__main__":

@@ -5,13 +5,9 @@ python -m experiments.strangers.run [--seed 0] [--out DIR]
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +19,7 @@ import aiohttp
 import msgspec
 
 from experiments.processes import Processes
+from experiments.record import Run
 from kvrs.config.file import parse_config
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId
@@ -239,7 +236,7 @@ def main() -> int:
         for n in range(2)
     ]
     config = parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": {"nodes": nodes}})
-    load = os.getloadavg()[0]
+    run = Run(options.seed)
     with Processes(config) as processes:
         names = [str(each.id) for _, each in processes.config.cluster.instances()]
         processes.start(*names)
@@ -247,18 +244,7 @@ def main() -> int:
         processes.start_proxy()
         found = asyncio.run(measure(processes, options.seed))
     print(table(found))
-    if options.out is not None:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        run = {
-            "commit": commit,
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-            "load_before": round(load, 2),
-            "seed": options.seed,
-        }
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "strangers.json").write_text(json.dumps(run | found, indent=1) + "\n")
+    run.keep(options.out, "strangers", found, table(found))
     return 0 if is_good(found) else 1
 
 

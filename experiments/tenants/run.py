@@ -9,9 +9,7 @@ import asyncio
 import itertools
 import json
 import os
-import platform
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +23,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from experiments.record import Run
 from kvrs.config.tenants import key_hash
 from kvrs.protocol.instance import InstanceInfo, Role
 from kvrs.protocol.openai.chunks import error_body
@@ -318,26 +317,43 @@ def _resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def show_attacks(found: dict[str, Any]) -> bool:
-    """Print what was measured; whether it holds, as the next one."""
+def _succeeded(found: dict[str, Any]) -> list[tuple[str, str, list[int]]]:
+    """Attempts of every kind: how many succeeded, and of how many."""
     rows = [
         (name, kind, counts)
         for name, kinds in found["attackers"].items()
         for kind, counts in kinds.items()
     ]
-    rows += [("tenant b", kind, found[kind]) for kind in ("ended", "evicted")]
-    for name, kind, (succeeded, tried) in rows:
-        print(f"{name:10} {kind:8} {succeeded:4} of {tried}")
-    return not found["differing"] and not any(succeeded for *_, (succeeded, _) in rows)
+    return rows + [("tenant b", kind, found[kind]) for kind in ("ended", "evicted")]
 
 
-def show_memory(found: dict[str, Any]) -> bool:
-    share = found["grown_bytes"] / found["budget_bytes"]
-    print(
-        f"{found['requests']} finished requests of 8 MB: {found['grown_bytes'] / 2**20:.0f} MiB "
-        f"more, {share:.0%} of the budget; the book says {found['record_bytes'] / 2**20:.0f} MiB"
+def text_of_attacks(found: dict[str, Any]) -> str:
+    lines = [
+        f"{name:10} {kind:8} {succeeded:4} of {tried}"
+        for name, kind, (succeeded, tried) in _succeeded(found)
+    ]
+    return "\n".join(
+        [
+            *lines,
+            f"{found['throw_away_keys']:,} throw-away keys of tenant b; streams that differ: "
+            f"{found['differing']}",
+        ]
     )
-    return bool(share <= MOST_OF_BUDGET)
+
+
+def attacks_failed(found: dict[str, Any]) -> bool:
+    return not found["differing"] and not any(row[2][0] for row in _succeeded(found))
+
+
+def text_of_memory(found: dict[str, Any]) -> str:
+    grown, highest = (
+        found[f"{what}_bytes"] / found["budget_bytes"] for what in ("grown", "highest")
+    )
+    return (
+        f"{found['requests']} finished requests of 8 MB: {found['grown_bytes'] / 2**20:.0f} MiB "
+        f"more,\n{grown:.0%} of the budget ({highest:.0%} at most on the way); the book says "
+        f"{found['record_bytes'] / 2**20:.0f} MiB"
+    )
 
 
 def main() -> int:
@@ -349,26 +365,18 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=LARGE_REQUESTS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    holds = True
+    run, holds = Run(options.seed), True
     if options.part != "memory":
         found = asyncio.run(measure_attacks(options.seed, options.streams, options.keys))
-        holds &= show_attacks(found)
-        keep(options.out, "attacks", options.seed, found)
+        print(text_of_attacks(found))
+        run.keep(options.out, "attacks", found, text_of_attacks(found))
+        holds &= attacks_failed(found)
     if options.part != "attacks":
         found = asyncio.run(measure_memory(options.requests))
-        holds &= show_memory(found)
-        keep(options.out, "memory", options.seed, found)
+        print(text_of_memory(found))
+        run.keep(options.out, "memory", found, text_of_memory(found))
+        holds &= bool(found["grown_bytes"] <= MOST_OF_BUDGET * found["budget_bytes"])
     return int(not holds)
-
-
-def keep(directory: Path | None, name: str, seed: int, found: dict[str, Any]) -> None:
-    if directory is None:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    about = {"commit": commit, "machine": machine, "load": os.getloadavg(), "seed": seed}
-    (directory / f"{name}.json").write_text(json.dumps(about | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

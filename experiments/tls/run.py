@@ -8,12 +8,10 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import random
 import re
 import ssl
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from experiments.processes import busy_share
+from experiments.record import Run
 from tests.certificates import Authority, Pair
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted import SECRET
@@ -208,40 +206,31 @@ async def measure(rounds: int, seed: int) -> dict[str, Any]:
         }
 
 
+def as_text(found: dict[str, Any]) -> str:
+    cpu, silent, renewed = found["cpu_us_per_token"], found["hostile"], found["renewed"]
+    return "\n".join(
+        [
+            f"CPU per token: plain {cpu['plain']:.0f} us, TLS {cpu['tls']:.0f} us, ratio "
+            f"{found['ratio']:.2f} (median of {len(found['ratios'])} rounds)",
+            f"{silent['silent']} silent hand-shakes: {silent['served']} of {silent['honest']} "
+            f"honest clients served, the slowest in {silent['longest_s'] * 1e3:.0f} ms",
+            f"{renewed['renewals']} renewals: {renewed['shown']} shown, {renewed['whole']} of "
+            f"{renewed['streams']} streams whole",
+        ]
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    load = busy_share()
+    run = Run(options.seed)
     found = asyncio.run(measure(options.rounds, options.seed))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    found |= {
-        "commit": commit,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
-        "load_before": round(load, 2),
-        "seed": options.seed,
-    }
-    cpu, silent, renewed = found["cpu_us_per_token"], found["hostile"], found["renewed"]
-    print(
-        f"CPU per token  plain {cpu['plain']:.0f} us  TLS {cpu['tls']:.0f} us  "
-        f"ratio {found['ratio']:.2f}"
-    )
-    print(
-        f"{silent['silent']} silent hand-shakes: {silent['served']} of {silent['honest']} honest "
-        f"clients served, the slowest in {silent['longest_s']} s"
-    )
-    print(
-        f"{renewed['renewals']} renewals: {renewed['shown']} shown, {renewed['whole']} of "
-        f"{renewed['streams']} streams whole"
-    )
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "tls.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(as_text(found))
+    run.keep(options.out, "tls", found, as_text(found))
+    silent, renewed = found["hostile"], found["renewed"]
     return int(
         found["ratio"] > MOST_RATIO
         or silent["served"] < silent["honest"]
