@@ -40,9 +40,8 @@ def figures_not_kept(readme: str) -> list[str]:
         blocks = "\n".join(match[0] for match in _BLOCK.finditer(section))
         if blocks:
             kept = set(_figures(blocks))
-            missing += [
-                figure for figure in _figures(without_blocks(section)) if figure not in kept
-            ]
+            prose = _NO_FIGURES.sub("", without_blocks(section))
+            missing += [figure for figure in _figures(prose) if figure not in kept]
     return missing
 
 
