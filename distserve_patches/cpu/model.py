@@ -11,6 +11,7 @@ from torch import Tensor
 from distserve_patches.cpu.group import Group
 from distserve_patches.cpu.memory import handle_of, open_handle, with_zero_row
 from distserve_patches.cpu.shards import ShardedPool
+from kvrs.engine.allocator import keep_freed_memory
 from kvrs.engine.layers.step import build_step
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.decoder import Decoder
@@ -135,6 +136,7 @@ class Model:
         assert self.group is not None, "the communicator comes first"
         if not self.group.leads:
             return
+        keep_freed_memory()
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
         directory = Path(path)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
+from kvrs.engine.allocator import keep_freed_memory
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.layers.step import build_step, pages_per_block
 from kvrs.engine.layers.tiles import TILE_ROWS, check_batched_products
@@ -41,6 +42,7 @@ class Worker:
         """
         self.settings = settings
         device = _device(settings.device)
+        keep_freed_memory()
         # Four engines share a machine; and a loop split between threads would end in other SIMD
         # remainders.
         torch.set_num_threads(1)

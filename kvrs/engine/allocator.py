@@ -1,0 +1,36 @@
+"""Memory that the C library keeps between steps."""
+
+import ctypes
+import sys
+
+# Parameters of mallopt(3) in glibc's malloc.h.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
+_KEPT_BYTES = 1 << 30
+_TOP_PAD_BYTES = 1 << 20
+# The largest threshold that every glibc takes: half of the largest heap of an arena.
+_MMAP_THRESHOLD_BYTES = 32 << 20
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what a step frees for the next one, up to 1 GB at the end of the heap.
+
+    By default a tensor of more than 128 KB is mapped, and unmapped when it is freed, or the end of
+    the heap is given back: every step then pays for page faults on all of its temporaries. All
+    threads use one heap, since those of further arenas are of 64 MB and are given back whole. The
+    process keeps at most what its largest step used.
+
+    Returns: Whether this C library has these settings (musl and macOS have not).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
+        return False
+    settings = (
+        (_ARENA_MAX, 1),
+        (_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES),
+        (_TRIM_THRESHOLD, _KEPT_BYTES),
+        (_TOP_PAD, _TOP_PAD_BYTES),
+    )
+    taken = [library.mallopt(name, value) == 1 for name, value in settings]
+    return all(taken)
