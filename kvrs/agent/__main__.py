@@ -45,7 +45,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     try:
-        run_agent(load_config(arguments.config), arguments.node)
+        run_agent(load_config(arguments.config, os.environ), arguments.node)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

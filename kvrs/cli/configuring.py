@@ -16,8 +16,7 @@ from kvrs.cli.common import console
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import flow
 from kvrs.config.exposure import check_exposure, notes
-from kvrs.config.file import load_config
-from kvrs.config.source import Source, read_source
+from kvrs.config.file import load_config, load_source
 from kvrs.config.tenants import read_tenants
 from kvrs.errors import ConfigError
 
@@ -34,7 +33,7 @@ Situation = Annotated[
 
 def check(file: File) -> None:
     """Print every fault of a configuration file at once."""
-    config = load_config(file)
+    config = load_config(file, os.environ)
     check_exposure(config, os.environ)
     read_tenants(config.security, os.environ)
     for line in notes(config):
@@ -46,7 +45,7 @@ def show(file: ShownFile = None, as_json: opt.Json = False) -> None:
     """Print the configuration in effect as YAML, and where each value comes from."""
     from kvrs.config.effective import show, show_json
 
-    source = Source("defaults") if file is None else read_source(file)
+    source = load_source(file, os.environ)
     print(json.dumps(show_json(source), indent=2) if as_json else show(source).rstrip())
 
 
@@ -54,7 +53,7 @@ def diff(first: File, second: Other, as_json: opt.Json = False) -> None:
     """Print what two files configure differently, whatever they look like."""
     from kvrs.config.effective import differences
 
-    found = list(differences(load_config(first), load_config(second)))
+    found = list(differences(*(load_config(path, os.environ) for path in (first, second))))
     if as_json:
         print(json.dumps(found, indent=2))
     elif found:

@@ -12,6 +12,9 @@ ConfigFile = Annotated[
     Path, typer.Option("--config", help="YAML file; `kvrs config init` writes a first one")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+NoEnv = Annotated[
+    bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")
+]
 DemoTrace = Annotated[
     Path | None,
     typer.Option(

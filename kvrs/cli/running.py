@@ -97,7 +97,7 @@ def _up_config(
                 f"names its nodes)"
             ]
         )
-    given = Config() if config is None else load_config(config)
+    given = load_config(config, os.environ)
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
@@ -126,14 +126,15 @@ def _up_config(
     return asked
 
 
-def proxy(config: opt.ConfigFile) -> None:
+def proxy(config: opt.ConfigFile, no_env: opt.NoEnv = False) -> None:
     """Run one proxy in front of instances that are already up."""
     import uvloop
 
     from kvrs.logs import log_to_stderr
     from kvrs.proxy.server import serve
 
-    settings = load_config(config)
+    read_config = partial(load_config, config, None if no_env else os.environ)
+    settings = read_config()
     # vLLM's instances name the port of their pages in every hand-off.
     needed = ("port",) if settings.cluster.backend is Backend.VLLM else ("port", "page_port")
     faults = [
@@ -155,7 +156,7 @@ def proxy(config: opt.ConfigFile) -> None:
         raise ConfigError(faults)
     log_to_stderr()
     secret, *older = read_secrets(settings.security, os.environ)
-    uvloop.run(serve(settings, secret, older, partial(load_config, config)))
+    uvloop.run(serve(settings, secret, older, read_config))
 
 
 def agent(
@@ -165,7 +166,7 @@ def agent(
     """Run the agent of one node; it keeps checkpoints of KV in host memory."""
     from kvrs.agent.__main__ import run_agent
 
-    settings = load_config(config)
+    settings = load_config(config, os.environ)
     known = {each.id: each.agent for each in settings.cluster.nodes}
     if (given := known.get(NodeId(node))) is not None and not (given.port and given.page_port):
         raise ConfigError(

@@ -315,7 +315,9 @@ class Cluster:
 
     def _start_proxies(self) -> None:
         for settings in self._proxy_settings:
-            command = ("-m", "kvrs", "proxy", "--config", str(self._config_path_of(settings)))
+            # The environment's settings are in the file already, each proxy's own beside them.
+            config_path = str(self._config_path_of(settings))
+            command = ("-m", "kvrs", "proxy", "--no-env", "--config", config_path)
             spawn = partial(self._run.spawn, settings.id, *command)
             self.proxies.append(
                 ProxyProcess(settings, spawn, partial(self._run.log_tail, settings.id))

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.gossip import GossipSettings
+from kvrs.config.overrides import override
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.settings import Settings, faults_of, is_loopback, read_private
@@ -114,13 +115,28 @@ def parse_config(document: Any) -> Config:
     return config
 
 
-def load_config(path: Path) -> Config:
-    """Read and check a YAML file.
+def load_config(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
+    """Read and check a YAML file; without one, the defaults.
+
+    With an environment, its variables replace `${NAME}` and override settings
+    (docs/configuration.md). Files that kvrs has written are read without.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds faults.
     """
-    return checked(read_source(path))
+    return checked(load_source(path, environ))
+
+
+def load_source(path: Path | None, environ: Mapping[str, str] | None = None) -> Source:
+    """The same before it is checked, with the place of each value.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or variables name no setting.
+    """
+    source = Source("defaults") if path is None else read_source(path, environ)
+    if environ is not None:
+        override(source, environ, Config, Config().model_dump(mode="json"))
+    return source
 
 
 def checked(source: Source) -> Config:
@@ -132,7 +148,7 @@ def checked(source: Source) -> Config:
     try:
         return parse_config(source.document)
     except ConfigError as error:
-        raise ConfigError([f"{source.name}: {fault}" for fault in error.faults]) from None
+        raise ConfigError([source.located(fault) for fault in error.faults]) from None
 
 
 def dump_config(config: Config) -> str:

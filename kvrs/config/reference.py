@@ -198,7 +198,42 @@ settings classes in `kvrs/config` by `make reference`.
 | `kvrs config schema` | prints the JSON schema, for editors and other checkers |
 
 An unknown key, a value of the wrong type or out of its range is an error. Numbers may have an
-exponent (`20e6`). `[]` in a key stands for each item of a list."""
+exponent (`20e6`). `[]` in a key stands for each item of a list.
+
+## The environment
+
+A variable overrides a setting of the file; an option of the command line overrides both.
+`kvrs config show` names the variable beside the value.
+
+| variable | sets |
+| --- | --- |
+| `KVRS_PROXY__PORT=80` | `proxy.port`: the path in capitals, two underscores between its parts |
+| `KVRS_SECURITY__HOSTS='[gpu-1, gpu-2]'` | a list or a section as a whole, as YAML or JSON |
+| `KVRS_CLUSTER__NODES__0__AGENT__PORT=9000` | a key of an item of a list, by index |
+
+The index after the last one adds an item to a list. A value is YAML, as in the file: text that
+looks like a number is quoted once more (`KVRS_PROXY__ID='"7"'`). A variable with two underscores
+that names no setting is an error, which names the nearest one. A variable with one is no setting:
+Kubernetes sets `KVRS_PORT` for a service called `kvrs`.
+
+`${NAME}` in a value of the file is replaced by the variable NAME, which must be set, and
+`${NAME:-default}` by the default if it is not set or empty; `$${` is a literal `${`. Without quotes
+the result is read as YAML, so that `port: ${PORT}` is a number; in quotes it is text.
+
+```yaml
+cluster:
+  nodes:
+  - id: ${NODE_NAME}
+    instances:
+    - id: ${HOSTNAME}
+      role: decode
+      host: ${POD_IP}
+      port: ${PORT:-9000}
+```
+
+`kvrs up`, `proxy`, `agent`, `simulate` and `config` read the environment; processes that `kvrs up`
+starts do not read it again. Secrets are no settings: `KVRS_SECRET`, `KVRS_ADMIN_TOKEN`, `KVRS_KEYS`
+and `KVRS_VLLM_API_KEY` are read where they are used, never shown, and refused in `${}`."""
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """A YAML document with the place at which each of its values stands."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,19 +8,27 @@ from typing import Any
 
 import yaml
 
-from kvrs.config.commented import KeyPath
+from kvrs.config.commented import KeyPath, shown_path
 from kvrs.config.settings import YamlLoader, construct
 from kvrs.errors import ConfigError
+
+# Variables whose values are never shown, so that they are no part of a configuration.
+SECRETS = frozenset(("KVRS_SECRET", "KVRS_ADMIN_TOKEN", "KVRS_KEYS", "KVRS_VLLM_API_KEY"))
+_VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_FLOW_HINT = " (within { } a value with ${NAME} must stand in quotes, or on a line of its own)"
 
 
 @dataclass(slots=True)
 class Source:
     """A configuration before it is checked."""
 
-    name: str  # Of the file.
+    name: str  # Of the file, or what stands in its place.
     document: Any = None
     # Of values and of sections: `kvrs.yaml:3`.
     places: dict[KeyPath, str] = field(default_factory=dict)
+    # Paths that environment variables override, with their names.
+    variables: dict[KeyPath, str] = field(default_factory=dict)
 
     def place_of(self, path: KeyPath) -> str | None:
         """Where a value, or the section or list that holds it, stands; None: nowhere."""
@@ -28,19 +37,29 @@ class Source:
         whole = (path[:length] for length in range(len(path), 0, -1))
         return next((self.places[each] for each in whole if each in self.places), self.name)
 
+    def located(self, fault: str) -> str:
+        """A fault, which starts with its path, with the variable or the file that it is in."""
+        for path, variable in self.variables.items():
+            if fault.startswith((f"{shown_path(path)}:", f"{shown_path(path)}.")):
+                return f"environment variable {variable}: {fault}"
+        return f"{self.name}: {fault}"
 
-def read_source(path: Path) -> Source:
-    """Read a YAML file.
+
+def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
+    """Read a YAML file; with an environment, `${NAME}` and `${NAME:-default}` in its values are
+    replaced.
 
     Raises:
-        ConfigError: it cannot be read, or is not YAML.
+        ConfigError: it cannot be read, is not YAML, or names a variable that is not set.
     """
     try:
-        return _parse(path.read_text(encoding="utf-8"), path)
+        return _parse(path.read_text(encoding="utf-8"), path, environ)
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}"]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: not valid YAML: {' '.join(str(error).split())}"]) from None
+        reason = " ".join(str(error).split())
+        hint = _FLOW_HINT if "${" in reason else ""
+        raise ConfigError([f"{path}: not valid YAML: {reason}{hint}"]) from None
 
 
 def leaves(document: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -55,36 +74,84 @@ def leaves(document: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield above, document
 
 
-def _parse(text: str, path: Path) -> Source:
+def _parse(text: str, path: Path, environ: Mapping[str, str] | None) -> Source:
     loader = YamlLoader(text)
     try:
         root = construct(loader.get_single_node)
         source = Source(str(path))
         if root is not None:
-            source.places |= _places(root, path.name, (), set())
+            walk = _Walk(loader, path.name, environ)
+            walk.visit(root, ())
+            if walk.faults:
+                raise ConfigError([f"{path}: {fault}" for fault in walk.faults])
+            source.places = walk.places
             source.document = construct(lambda: loader.construct_document(root))
         return source
     finally:
         loader.dispose()
 
 
-def _places(
-    node: yaml.Node, name: str, path: KeyPath, seen: set[int]
-) -> Iterator[tuple[KeyPath, str]]:
-    if id(node) in seen:  # An alias: a document of aliases of aliases is small, its paths are not.
-        return
-    seen.add(id(node))
-    yield path, f"{name}:{node.start_mark.line + 1}"
-    match node:
-        case yaml.MappingNode():
-            for key, value in node.value:
-                if isinstance(key, yaml.ScalarNode):
-                    yield from _places(value, name, (*path, key.value), seen)
-        case yaml.SequenceNode():
-            for index, item in enumerate(node.value):
-                yield from _places(item, name, (*path, index), seen)
-        case _:
-            pass
+class _Walk:
+    """Finds the place of each node of a document, and replaces variables in its values."""
+
+    def __init__(self, loader: YamlLoader, name: str, environ: Mapping[str, str] | None) -> None:
+        self.places: dict[KeyPath, str] = {}
+        self.faults: list[str] = []
+        self._loader = loader
+        self._name = name
+        self._environ = environ
+        self._seen: set[int] = set()
+
+    def visit(self, node: yaml.Node, path: KeyPath) -> None:
+        # An alias: a document of aliases of aliases is small, the number of its paths is not.
+        if id(node) in self._seen:
+            return
+        self._seen.add(id(node))
+        self.places[path] = f"{self._name}:{node.start_mark.line + 1}"
+        match node:
+            case yaml.MappingNode():
+                for key, value in node.value:
+                    if isinstance(key, yaml.ScalarNode):
+                        self.visit(value, (*path, key.value))
+            case yaml.SequenceNode():
+                for index, item in enumerate(node.value):
+                    self.visit(item, (*path, index))
+            case yaml.ScalarNode() if self._environ is not None and "${" in node.value:
+                self._replace(node, path, self._environ)
+            case _:
+                pass
+
+    def _replace(self, node: yaml.ScalarNode, path: KeyPath, environ: Mapping[str, str]) -> None:
+        names: list[str] = []
+        try:
+            node.value = _VARIABLE.sub(lambda found: _value(found, environ, names), node.value)
+        except ConfigError as error:
+            self.faults += [f"{shown_path(path)}: {fault}" for fault in error.faults]
+            return
+        if names:
+            self.places[path] += f", {', '.join(names)}"
+        if node.style is None:  # Not quoted: `port: ${PORT}` is a number.
+            implicit = (True, False)
+            node.tag = self._loader.resolve(yaml.ScalarNode, node.value, implicit)  # type: ignore[no-untyped-call]
+
+
+def _value(found: re.Match[str], environ: Mapping[str, str], names: list[str]) -> str:
+    """What stands for one `${...}`; its name is added to `names`."""
+    if found[0].startswith("$$"):
+        return found[0][1:]
+    name, given, default = found[1].partition(":-")
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError([f"got {found[0]!r}; allowed: ${{NAME}}, ${{NAME:-default}}, or $${{"])
+    if name in SECRETS:
+        raise ConfigError([f"got {found[0]!r}, which is a secret; allowed: no secret in settings"])
+    names.append(name)
+    if not (value := environ.get(name, "")) and given:
+        return default
+    if name not in environ:
+        raise ConfigError(
+            [f"environment variable {name} is not set; allowed: a value, or ${{{name}:-default}}"]
+        )
+    return value
 
 
 def _holds(document: Any, path: KeyPath) -> bool:

@@ -21,7 +21,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     check_extras("engine")
     from kvrs.engine.server import serve
 
-    config = load_config(arguments.config)
+    config = load_config(arguments.config, os.environ)
     stop, at_once = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(
