@@ -1,0 +1,867 @@
+/* Mock engines: all instances of a cluster in one process and one epoll loop.
+ *
+ *     engine INSTANCES
+ *
+ * INSTANCES is a file with three lines per instance:
+ *
+ *     instance ID PORT KEY KEY_ID     the key of its door in hexadecimal, "-" without one;
+ *                                     port 0 is any free one, and "later" waits for "listen ID"
+ *     info JSON                       answer of GET /kvrs/v1/instance
+ *     load JSON                       answer of GET /kvrs/v1/load
+ *
+ * Each instance serves completions as prefill instance, decode instance and plain engine: a request
+ * with "stream":true gets events, any other a whole answer with prompt ids and kv_transfer_params.
+ * The field "user" of a request sets its pace: "RATE,BURST,PREFILL", tokens per 1,000 s, tokens sent
+ * at once at the start (100 to an event), microseconds until an answer begins. A token's text is
+ * kSEQ+COUNT.NS; : its number in the stream, how many tokens the event has, when it was sent on the
+ * monotonic clock in ns.
+ *
+ * Commands on stdin, each answered by one line on stdout:
+ *
+ *     listen ID     take connections at its port
+ *     kill ID       reset all its connections and take no more, as by SIGKILL
+ *     calls         the calls of recoveries since the last kill
+ *     end           end the process; so does the end of stdin
+ */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/random.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "sha256.h"
+
+#define MAX_INSTANCES 16
+#define MAX_REQUEST_BYTES (64u << 20)
+#define IDS_PER_EVENT 100
+#define PREFIX "KVRS-PROOF/1 "
+#define JSON_HEAD "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n"
+
+static void fail(const char *what)
+{
+    perror(what);
+    exit(1);
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void to_hex(const uint8_t *b, size_t n, char *out)
+{
+    for (size_t i = 0; i < n; i++)
+        sprintf(out + 2 * i, "%02x", b[i]);
+}
+
+static bool from_hex(const char *s, uint8_t *b, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (!isxdigit((unsigned char)s[2 * i]) || sscanf(s + 2 * i, "%2hhx", b + i) != 1)
+            return false;
+    return true;
+}
+
+/* Buffers. */
+
+struct buffer {
+    char *at;
+    size_t size, room;
+};
+
+static char *reserve(struct buffer *b, size_t more)
+{
+    if (b->size + more > b->room) {
+        b->room = (b->size + more) * 3 / 2 + 512;
+        if (!(b->at = realloc(b->at, b->room)))
+            fail("realloc");
+    }
+    return b->at + b->size;
+}
+
+static void put(struct buffer *b, const char *s, size_t n)
+{
+    memcpy(reserve(b, n), s, n);
+    b->size += n;
+}
+
+static void drop(struct buffer *b)
+{
+    free(b->at);
+    *b = (struct buffer){0};
+}
+
+/* Instances and connections. */
+
+struct instance {
+    char id[65];
+    int port, listener;
+    bool has_key;
+    uint8_t key[32];
+    char key_id[17];
+    char *info, *load;
+};
+
+enum kind { NOTHING, STREAM, WHOLE, LOAD_WATCH, BEAT_WATCH };
+enum proof { UNPROVEN, CLAIMED, OPEN };
+
+struct connection {
+    int fd;
+    struct instance *instance;
+    enum proof proof;
+    uint8_t expected_mac[32];
+    struct buffer in, out;
+    bool wants_out;
+    enum kind kind; /* What it writes next, at `due_ns`. */
+    int64_t due_ns, interval_ns;
+    int heap_index; /* -1: not in the heap. */
+    int sequence, tokens, burst, cmpl;
+    bool begun, gives_ids;
+    char name[72];
+    struct buffer answer;
+    struct connection *previous, *next;
+};
+
+static struct instance instances[MAX_INSTANCES];
+static int instance_count, epoll_fd;
+static struct connection *connections; /* All open ones. */
+static struct connection *closed;      /* Freed after the events of one wait. */
+static struct connection **heap;       /* By `due_ns`. */
+static int heap_size, heap_room;
+static int completions;
+static time_t created;
+
+/* Calls with an attempt above 1, since the last kill. */
+static uint64_t *recovered;
+static int64_t *recovered_ns;
+static int recovered_count, recovered_room;
+
+static void heap_set(int i, struct connection *c)
+{
+    heap[i] = c;
+    c->heap_index = i;
+}
+
+static void heap_sift(int i)
+{
+    struct connection *c = heap[i];
+    for (; i > 0 && heap[(i - 1) / 2]->due_ns > c->due_ns; i = (i - 1) / 2)
+        heap_set(i, heap[(i - 1) / 2]);
+    for (int child; (child = 2 * i + 1) < heap_size; i = child) {
+        if (child + 1 < heap_size && heap[child + 1]->due_ns < heap[child]->due_ns)
+            child++;
+        if (heap[child]->due_ns >= c->due_ns)
+            break;
+        heap_set(i, heap[child]);
+    }
+    heap_set(i, c);
+}
+
+static void unschedule(struct connection *c)
+{
+    int i = c->heap_index;
+    if (i < 0)
+        return;
+    c->heap_index = -1;
+    struct connection *last = heap[--heap_size];
+    if (last != c) {
+        heap_set(i, last);
+        heap_sift(i);
+    }
+}
+
+static void schedule(struct connection *c, int64_t due_ns)
+{
+    c->due_ns = due_ns;
+    if (c->heap_index < 0) {
+        if (heap_size == heap_room) {
+            heap_room = heap_room * 2 + 64;
+            if (!(heap = realloc(heap, heap_room * sizeof *heap)))
+                fail("realloc");
+        }
+        heap_set(heap_size++, c);
+    }
+    heap_sift(c->heap_index);
+}
+
+static void end_connection(struct connection *c, bool reset)
+{
+    if (c->fd < 0)
+        return;
+    if (reset) {
+        struct linger hard = {1, 0};
+        setsockopt(c->fd, SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
+    }
+    close(c->fd);
+    c->fd = -1;
+    unschedule(c);
+    drop(&c->in);
+    drop(&c->out);
+    drop(&c->answer);
+    if (c->previous)
+        c->previous->next = c->next;
+    else
+        connections = c->next;
+    if (c->next)
+        c->next->previous = c->previous;
+    c->next = closed;
+    closed = c;
+}
+
+static void want(struct connection *c, bool out)
+{
+    if (c->wants_out == out)
+        return;
+    c->wants_out = out;
+    struct epoll_event e = {EPOLLIN | (out ? EPOLLOUT : 0), {.ptr = c}};
+    epoll_ctl(epoll_fd, EPOLL_CTL_MOD, c->fd, &e);
+}
+
+/* False: the connection has ended. */
+static bool flush(struct connection *c)
+{
+    size_t sent = 0;
+    while (sent < c->out.size) {
+        ssize_t n = send(c->fd, c->out.at + sent, c->out.size - sent, MSG_NOSIGNAL);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0 && errno == EAGAIN)
+            break;
+        if (n < 0) {
+            end_connection(c, true);
+            return false;
+        }
+        sent += n;
+    }
+    c->out.size -= sent;
+    memmove(c->out.at, c->out.at + sent, c->out.size);
+    want(c, c->out.size > 0);
+    return true;
+}
+
+static bool answer_json(struct connection *c, const char *body, size_t size)
+{
+    char head[160];
+    int n = sprintf(head, JSON_HEAD "Content-Length: %zu\r\n\r\n", size);
+    put(&c->out, head, n);
+    put(&c->out, body, size);
+    return flush(c);
+}
+
+static bool answer_status(struct connection *c, const char *status)
+{
+    char head[160];
+    int n = sprintf(head, "HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n", status);
+    put(&c->out, head, n);
+    return flush(c);
+}
+
+static void put_chunk(struct connection *c, const char *data, size_t size)
+{
+    char line[24];
+    put(&c->out, line, sprintf(line, "%zx\r\n", size));
+    put(&c->out, data, size);
+    put(&c->out, "\r\n", 2);
+}
+
+/* Events. */
+
+static int token_id(int sequence)
+{
+    return (int)((uint32_t)sequence * 2654435761u >> 8) % 50000 + 3;
+}
+
+static bool write_tokens(struct connection *c)
+{
+    static char event[512 + 8 * IDS_PER_EVENT];
+    int count = c->sequence == 0 && c->burst > 1 ? c->burst : 1;
+    if (!c->begun) {
+        static const char head[] = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+                                   "Cache-Control: no-store\r\nTransfer-Encoding: chunked\r\n\r\n";
+        put(&c->out, head, sizeof head - 1);
+        c->begun = true;
+    }
+    while (count > 0 && c->sequence < c->tokens) {
+        int some = count < IDS_PER_EVENT ? count : IDS_PER_EVENT;
+        if (some > c->tokens - c->sequence)
+            some = c->tokens - c->sequence;
+        bool last = c->sequence + some == c->tokens;
+        int n = sprintf(event,
+                        "data: {\"id\":\"%s\",\"created\":%lld,\"model\":\"bench\",\"choices\":"
+                        "[{\"text\":\"k%d+%d.%lld;\",\"index\":0,\"logprobs\":null,"
+                        "\"finish_reason\":%s,\"stop_reason\":null",
+                        c->name, (long long)created, c->sequence, some, (long long)now_ns(),
+                        last ? "\"length\"" : "null");
+        if (c->gives_ids) {
+            n += sprintf(event + n, ",\"token_ids\":[");
+            for (int i = 0; i < some; i++)
+                n += sprintf(event + n, i ? ",%d" : "%d", token_id(c->sequence + i));
+            event[n++] = ']';
+        }
+        n += sprintf(event + n, "}],\"object\":\"text_completion\"}\n\n");
+        if (last)
+            n += sprintf(event + n, "data: [DONE]\n\n");
+        put_chunk(c, event, n);
+        c->sequence += some;
+        count -= some;
+    }
+    if (c->sequence >= c->tokens) {
+        put(&c->out, "0\r\n\r\n", 5);
+        c->kind = NOTHING;
+        unschedule(c);
+    } else {
+        schedule(c, c->due_ns + c->interval_ns);
+    }
+    return flush(c);
+}
+
+static bool write_report(struct connection *c)
+{
+    if (!c->begun) {
+        static const char head[] = "HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\n"
+                                   "Transfer-Encoding: chunked\r\n\r\n";
+        put(&c->out, head, sizeof head - 1);
+        c->begun = true;
+    }
+    put_chunk(c, c->answer.at, c->answer.size);
+    schedule(c, now_ns() + c->interval_ns);
+    return flush(c);
+}
+
+/* What is due; false: the connection has ended. */
+static bool write_due(struct connection *c)
+{
+    if (c->kind == STREAM)
+        return write_tokens(c);
+    if (c->kind != WHOLE)
+        return write_report(c);
+    c->kind = NOTHING;
+    unschedule(c);
+    bool is_open = answer_json(c, c->answer.at, c->answer.size);
+    drop(&c->answer);
+    return is_open;
+}
+
+/* Requests. */
+
+static const char *value_of(const char *json, const char *key)
+{
+    const char *at = strstr(json, key);
+    if (!at)
+        return NULL;
+    at += strlen(key);
+    while (*at == ' ' || *at == ':')
+        at++;
+    return at;
+}
+
+/* Anywhere: an object within may have the key as well, with another kind of value. */
+static bool is_true(const char *json, const char *key)
+{
+    const char *value = json;
+    while ((value = value_of(value, key)))
+        if (!strncmp(value, "true", 4))
+            return true;
+    return false;
+}
+
+static long number_of(const char *json, const char *key, long otherwise)
+{
+    const char *value = value_of(json, key);
+    return value && isdigit((unsigned char)*value) ? strtol(value, NULL, 10) : otherwise;
+}
+
+/* The prompt's ids as a JSON list, and how many: a text has one per four bytes. */
+static int put_prompt_ids(struct buffer *b, const char *body)
+{
+    const char *prompt = value_of(body, "\"prompt\"");
+    int count = 0;
+    put(b, "[", 1);
+    if (prompt && *prompt == '[') {
+        const char *end = strchr(prompt, ']');
+        size_t size = end ? (size_t)(end - prompt - 1) : 0;
+        put(b, prompt + 1, size);
+        count = size > 0;
+        for (size_t i = 0; i < size; i++)
+            count += prompt[1 + i] == ',';
+    } else if (prompt && *prompt == '"') {
+        for (prompt++; *prompt && *prompt != '"'; count++) {
+            uint32_t id = 0;
+            for (int i = 0; i < 4 && *prompt && *prompt != '"'; i++)
+                id = id * 31 + (unsigned char)*prompt++;
+            char text[16];
+            put(b, text, sprintf(text, count ? ",%u" : "%u", id % 50000 + 3));
+        }
+    }
+    put(b, "]", 1);
+    return count;
+}
+
+static void name_stream(struct connection *c, const char *body)
+{
+    const char *kvrs = value_of(body, "\"kvrs\"");
+    const char *name = kvrs ? value_of(kvrs, "\"stream\"") : NULL;
+    int n = 0;
+    if (name && *name == '"')
+        for (name++; name[n] && name[n] != '"' && n < 60; n++)
+            ;
+    c->cmpl = ++completions;
+    if (n)
+        sprintf(c->name, "cmpl-%.*s", n, name);
+    else
+        sprintf(c->name, "cmpl-%d", c->cmpl);
+}
+
+static void note_recovery(struct connection *c, const char *body)
+{
+    const char *kvrs = value_of(body, "\"kvrs\"");
+    if (!kvrs || number_of(kvrs, "\"attempt\"", 1) < 2)
+        return;
+    uint64_t hash = 14695981039346656037u;
+    for (const char *p = c->name; *p; p++)
+        hash = (hash ^ (unsigned char)*p) * 1099511628211u;
+    if (recovered_count == recovered_room) {
+        recovered_room = recovered_room * 2 + 64;
+        recovered = realloc(recovered, recovered_room * sizeof *recovered);
+        recovered_ns = realloc(recovered_ns, recovered_room * sizeof *recovered_ns);
+        if (!recovered || !recovered_ns)
+            fail("realloc");
+    }
+    recovered[recovered_count] = hash;
+    recovered_ns[recovered_count++] = now_ns();
+}
+
+static bool complete(struct connection *c, const char *body)
+{
+    const char *user = value_of(body, "\"user\"");
+    long rate = 20000, burst = 1, prefill_us = 0;
+    if (user && *user == '"')
+        sscanf(user + 1, "%ld,%ld,%ld", &rate, &burst, &prefill_us);
+    name_stream(c, body);
+    note_recovery(c, body);
+    c->begun = false;
+    struct buffer ids = {0};
+    int history = put_prompt_ids(&ids, body);
+    const char *kvrs = value_of(body, "\"kvrs\"");
+    if (is_true(body, "\"stream\"")) {
+        long prompt = kvrs ? number_of(kvrs, "\"prompt_tokens\"", 0) : 0;
+        c->kind = STREAM;
+        c->sequence = prompt > 0 && history > prompt ? history - (int)prompt : 0;
+        c->tokens = (int)number_of(body, "\"max_tokens\"", 16);
+        c->burst = (int)burst;
+        c->gives_ids = is_true(body, "\"return_token_ids\"");
+        c->interval_ns = rate > 0 ? 1000000000000 / rate : 0;
+    } else {
+        struct buffer *b = &c->answer;
+        b->size = 0;
+        c->kind = WHOLE;
+        char *at = reserve(b, 2048);
+        b->size += sprintf(at,
+                           "{\"id\":\"%s\",\"created\":%lld,\"model\":\"bench\",\"choices\":"
+                           "[{\"text\":\" k\",\"index\":0,\"logprobs\":null,"
+                           "\"finish_reason\":\"length\",\"stop_reason\":null,"
+                           "\"prompt_token_ids\":",
+                           c->name, (long long)created);
+        put(b, ids.at, ids.size);
+        at = reserve(b, 2048);
+        b->size += sprintf(at,
+                           ",\"token_ids\":[%d]}],\"object\":\"text_completion\",\"usage\":{"
+                           "\"prompt_tokens\":%d,\"completion_tokens\":1,\"total_tokens\":%d},"
+                           "\"kv_transfer_params\":{\"do_remote_decode\":false,"
+                           "\"do_remote_prefill\":true,\"remote_engine_id\":\"%s\","
+                           "\"remote_block_ids\":[",
+                           token_id(0), history, history + 1, c->instance->id);
+        for (int i = 0; i < history / 16; i++) { /* Tags of full pages, 16 bytes each. */
+            at = reserve(b, 64);
+            b->size += sprintf(at, "%s\"%016llx%016llx\"", i ? "," : "",
+                               (unsigned long long)c->cmpl, (unsigned long long)i);
+        }
+        at = reserve(b, 256);
+        b->size += sprintf(at,
+                           "],\"remote_host\":\"127.0.0.1\",\"remote_port\":1,"
+                           "\"remote_request_id\":\"%s\"}}",
+                           c->name + 5);
+    }
+    drop(&ids);
+    schedule(c, now_ns() + prefill_us * 1000);
+    return prefill_us > 0 || write_due(c);
+}
+
+static bool watch(struct connection *c, enum kind kind, const char *query, const char *line)
+{
+    c->kind = kind;
+    c->begun = false;
+    c->interval_ns = (int64_t)(atof(query) * 1e9);
+    c->answer.size = 0;
+    put(&c->answer, line, strlen(line));
+    put(&c->answer, "\n", 1);
+    return write_report(c);
+}
+
+static bool serve(struct connection *c, const char *method, const char *path, const char *body)
+{
+    static const char models[] = "{\"object\":\"list\",\"data\":[{\"id\":\"bench\",\"object\":"
+                                 "\"model\",\"owned_by\":\"bench\",\"max_model_len\":131072}]}";
+    struct instance *i = c->instance;
+    const char *query;
+    if (!strcmp(method, "POST") && !strncmp(path, "/v1/completions", 15))
+        return complete(c, body);
+    if (!strncmp(path, "/kvrs/v1/load", 13))
+        return (query = strstr(path, "watch=")) ? watch(c, LOAD_WATCH, query + 6, i->load)
+                                                : answer_json(c, i->load, strlen(i->load));
+    if ((query = strstr(path, "/kvrs/v1/heartbeat?watch=")))
+        return watch(c, BEAT_WATCH, query + 25, "{\"loop_age_s\":0.0}");
+    if (!strncmp(path, "/kvrs/v1/instance", 17) || !strncmp(path, "/kvrs/v1/fence", 14))
+        return answer_json(c, i->info, strlen(i->info));
+    if (!strncmp(path, "/kvrs/v1/leases", 15))
+        return answer_json(c, "{\"unknown\":[]}", 14);
+    if (!strncmp(path, "/v1/models", 10))
+        return answer_json(c, models, sizeof models - 1);
+    if (!strncmp(path, "/health", 7) || !strncmp(path, "/metrics", 8))
+        return answer_status(c, "200 OK");
+    return answer_status(c, "404 Not Found");
+}
+
+/* The head at the start of the input, and its body; false: not all of it has come, or the
+ * connection has ended. */
+static bool read_one(struct connection *c)
+{
+    char *end = memmem(c->in.at, c->in.size, "\r\n\r\n", 4);
+    if (!end)
+        return false;
+    size_t head = end + 4 - c->in.at, size = 0;
+    char method[8] = "", path[256] = "";
+    *end = 0;
+    const char *length = strcasestr(c->in.at, "\r\ncontent-length:");
+    bool is_chunked = strcasestr(c->in.at, "\r\ntransfer-encoding:") != NULL;
+    bool expects = strcasestr(c->in.at, "\r\nexpect:") != NULL;
+    if (length)
+        size = strtoul(length + 17, NULL, 10);
+    sscanf(c->in.at, "%7s %255s", method, path);
+    *end = '\r';
+    if (is_chunked || expects || size > MAX_REQUEST_BYTES) {
+        answer_status(c, "501 Not Implemented");
+        if (c->fd >= 0)
+            end_connection(c, false);
+        return false;
+    }
+    if (c->in.size < head + size)
+        return false;
+    *reserve(&c->in, 1) = 0;
+    char *body = c->in.at + head, after = body[size];
+    body[size] = 0;
+    if (!serve(c, method, path, body))
+        return false;
+    body[size] = after;
+    c->in.size -= head + size;
+    memmove(c->in.at, c->in.at + head + size, c->in.size);
+    return true;
+}
+
+/* A message of the proof at the start of the input; false: as `read_one`. */
+static bool read_proof(struct connection *c)
+{
+    char *end = memmem(c->in.at, c->in.size, "\r\n\r\n", 4);
+    size_t prefix = sizeof PREFIX - 1;
+    struct instance *i = c->instance;
+    if (c->proof == UNPROVEN && c->in.size && c->in.at[0] != PREFIX[0]) {
+        c->proof = OPEN; /* A stranger, whose requests are served all the same. */
+        return true;
+    }
+    if (!end)
+        return false;
+    *end = 0;
+    if (c->proof == UNPROVEN) {
+        uint8_t message[70], mac[32], *nonces = message + 6;
+        char reply[160], *hello = c->in.at + prefix;
+        bool is_known = i->has_key && !strncmp(hello, i->key_id, 16) && hello[16] == ' ' &&
+                        from_hex(hello + 17, nonces, 32) &&
+                        getrandom(nonces + 32, 32, 0) == 32;
+        if (!is_known) {
+            put(&c->out, PREFIX "refused\r\n\r\n", prefix + 11);
+            if (flush(c))
+                end_connection(c, false);
+            return false;
+        }
+        memcpy(message, "client", 6);
+        hmac(i->key, message, 70, c->expected_mac);
+        memcpy(message, "server", 6);
+        hmac(i->key, message, 70, mac);
+        memcpy(reply, PREFIX, prefix);
+        to_hex(nonces + 32, 32, reply + prefix);
+        reply[prefix + 64] = ' ';
+        to_hex(mac, 32, reply + prefix + 65);
+        memcpy(reply + prefix + 129, "\r\n\r\n", 4);
+        put(&c->out, reply, prefix + 133);
+        c->proof = CLAIMED;
+    } else {
+        uint8_t mac[32];
+        if (strncmp(c->in.at, PREFIX, prefix) || !from_hex(c->in.at + prefix, mac, 32) ||
+            memcmp(mac, c->expected_mac, 32)) {
+            end_connection(c, false);
+            return false;
+        }
+        c->proof = OPEN;
+    }
+    size_t used = end + 4 - c->in.at;
+    c->in.size -= used;
+    memmove(c->in.at, c->in.at + used, c->in.size);
+    return flush(c);
+}
+
+static bool read_requests(struct connection *c)
+{
+    while (c->fd >= 0 && c->in.size && c->kind == NOTHING)
+        if (!(c->proof == OPEN ? read_one(c) : read_proof(c)))
+            break;
+    if (c->fd >= 0 && !c->in.size && c->kind != NOTHING)
+        drop(&c->in); /* Ten thousand idle ones would hold it. */
+    return c->fd >= 0;
+}
+
+static void receive(struct connection *c)
+{
+    static char chunk[1 << 18];
+    ssize_t n = recv(c->fd, chunk, sizeof chunk, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR))
+        return;
+    if (n <= 0) {
+        end_connection(c, false);
+        return;
+    }
+    put(&c->in, chunk, n);
+    read_requests(c);
+}
+
+static void listen_at(struct instance *i)
+{
+    struct sockaddr_in address = {
+        .sin_family = AF_INET, .sin_port = htons(i->port), .sin_addr.s_addr = htonl(0x7f000001)};
+    socklen_t size = sizeof address;
+    int on = 1;
+    if (i->listener < 0) {
+        if ((i->listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)) < 0)
+            fail("socket");
+        setsockopt(i->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+        if (bind(i->listener, (struct sockaddr *)&address, size))
+            fail("bind");
+        getsockname(i->listener, (struct sockaddr *)&address, &size);
+        i->port = ntohs(address.sin_port);
+    }
+}
+
+static void take_connections(struct instance *i)
+{
+    struct epoll_event e = {EPOLLIN, {.ptr = i}};
+    if (listen(i->listener, 4096))
+        fail("listen");
+    epoll_ctl(epoll_fd, EPOLL_CTL_ADD, i->listener, &e);
+}
+
+static void accept_all(struct instance *i)
+{
+    int fd, on = 1;
+    while ((fd = accept4(i->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) >= 0) {
+        struct connection *c = calloc(1, sizeof *c);
+        if (!c)
+            fail("calloc");
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+        c->fd = fd;
+        c->instance = i;
+        c->proof = i->has_key ? UNPROVEN : OPEN;
+        c->heap_index = -1;
+        if ((c->next = connections))
+            connections->previous = c;
+        connections = c;
+        struct epoll_event e = {EPOLLIN, {.ptr = c}};
+        epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &e);
+    }
+    if (errno == EMFILE || errno == ENFILE)
+        fail("accept");
+}
+
+/* Commands. */
+
+static void kill_instance(struct instance *i)
+{
+    int64_t begun_ns = now_ns();
+    int streams = 0;
+    close(i->listener);
+    i->listener = -1;
+    for (struct connection *c = connections, *next; c; c = next) {
+        next = c->next;
+        if (c->instance != i)
+            continue;
+        streams += c->kind == STREAM;
+        end_connection(c, true);
+    }
+    recovered_count = 0;
+    printf("{\"begun_ns\":%lld,\"ended_ns\":%lld,\"streams\":%d}\n", (long long)begun_ns,
+           (long long)now_ns(), streams);
+}
+
+static void tell_calls(void)
+{
+    /* The first call of each stream counts; a hand-off has a second one. */
+    int streams = 0;
+    int64_t first_ns = 0, last_first_ns = 0, last_ns = 0;
+    for (int i = 0; i < recovered_count; i++) {
+        bool is_first = true;
+        for (int j = 0; j < i && is_first; j++)
+            is_first = recovered[j] != recovered[i];
+        if (is_first) {
+            streams++;
+            last_first_ns = recovered_ns[i];
+        }
+        first_ns = first_ns ? first_ns : recovered_ns[i];
+        last_ns = recovered_ns[i];
+    }
+    printf("{\"calls\":%d,\"streams\":%d,\"first_ns\":%lld,\"last_first_ns\":%lld,"
+           "\"last_ns\":%lld}\n",
+           recovered_count, streams, (long long)first_ns, (long long)last_first_ns,
+           (long long)last_ns);
+}
+
+static void obey(char *line)
+{
+    char word[16] = "", name[65] = "";
+    sscanf(line, "%15s %64s", word, name);
+    struct instance *i = NULL;
+    for (int n = 0; n < instance_count; n++)
+        if (!strcmp(instances[n].id, name))
+            i = &instances[n];
+    if (!strcmp(word, "calls")) {
+        tell_calls();
+    } else if (!strcmp(word, "end")) {
+        exit(0);
+    } else if (i && !strcmp(word, "listen")) {
+        listen_at(i);
+        take_connections(i);
+        printf("{}\n");
+    } else if (i && !strcmp(word, "kill")) {
+        kill_instance(i);
+    } else {
+        printf("{\"error\":\"unknown command\"}\n");
+    }
+    fflush(stdout);
+}
+
+static void read_commands(void)
+{
+    static char line[256];
+    static size_t size;
+    ssize_t n = read(0, line + size, sizeof line - 1 - size);
+    if (n <= 0)
+        exit(0);
+    line[size += n] = 0;
+    for (char *end; (end = strchr(line, '\n'));) {
+        *end = 0;
+        obey(line);
+        size -= end + 1 - line;
+        memmove(line, end + 1, size + 1);
+    }
+}
+
+static void read_instances(const char *path)
+{
+    FILE *file = fopen(path, "r");
+    char *line = NULL, key[80], key_id[80], port[16];
+    size_t room = 0;
+    struct instance *i = NULL;
+    if (!file)
+        fail(path);
+    while (getline(&line, &room, file) > 0) {
+        line[strcspn(line, "\n")] = 0;
+        if (!strncmp(line, "instance ", 9) && instance_count < MAX_INSTANCES) {
+            i = &instances[instance_count++];
+            i->listener = -1;
+            if (sscanf(line, "instance %64s %15s %79s %79s", i->id, port, key, key_id) != 4)
+                break;
+            i->has_key = from_hex(key, i->key, 32);
+            snprintf(i->key_id, sizeof i->key_id, "%.16s", key_id);
+            i->port = atoi(port);
+            listen_at(i);
+            if (strcmp(port, "later"))
+                take_connections(i);
+        } else if (i && !strncmp(line, "info ", 5)) {
+            i->info = strdup(line + 5);
+        } else if (i && !strncmp(line, "load ", 5)) {
+            i->load = strdup(line + 5);
+        } else {
+            i = NULL;
+            break;
+        }
+    }
+    if (!i || !feof(file)) {
+        fprintf(stderr, "%s: not a list of instances: %s\n", path, line);
+        exit(1);
+    }
+    fclose(file);
+    free(line);
+}
+
+int main(int argc, char **argv)
+{
+    struct epoll_event events[256], e = {EPOLLIN, {.ptr = NULL}};
+    struct rlimit limit;
+    if (argc != 2) {
+        fprintf(stderr, "usage: engine INSTANCES\n");
+        return 2;
+    }
+    getrlimit(RLIMIT_NOFILE, &limit);
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+    created = time(NULL);
+    epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    read_instances(argv[1]);
+    epoll_ctl(epoll_fd, EPOLL_CTL_ADD, 0, &e);
+    for (int n = 0; n < instance_count; n++)
+        printf("%s %d\n", instances[n].id, instances[n].port);
+    printf("ready\n");
+    fflush(stdout);
+    for (;;) {
+        int64_t left_ns = heap_size ? heap[0]->due_ns - now_ns() : 0;
+        left_ns = left_ns > 0 ? left_ns : 0;
+        struct timespec left = {left_ns / 1000000000, left_ns % 1000000000};
+        int count = epoll_pwait2(epoll_fd, events, 256, heap_size ? &left : NULL, NULL);
+        for (int n = 0; n < count; n++) {
+            void *subject = events[n].data.ptr;
+            struct connection *c = subject;
+            if (!subject)
+                read_commands();
+            else if ((char *)subject >= (char *)instances &&
+                     (char *)subject < (char *)(instances + MAX_INSTANCES))
+                accept_all(subject);
+            else if (c->fd >= 0) {
+                if (events[n].events & EPOLLOUT && !flush(c))
+                    continue;
+                if (events[n].events & (EPOLLIN | EPOLLHUP | EPOLLERR))
+                    receive(c);
+            }
+        }
+        for (int64_t now = now_ns(); heap_size && heap[0]->due_ns <= now;) {
+            struct connection *c = heap[0];
+            if (write_due(c))
+                read_requests(c);
+        }
+        for (struct connection *next; closed; closed = next) {
+            next = closed->next;
+            free(closed);
+        }
+    }
+}

@@ -1,0 +1,285 @@
+"""The proxies that are compared: kvrs of one tree or another, its peers, and none.
+
+Each is a context manager that starts its process on the proxy's core and yields where it listens.
+A peer that does not install here raises `MissingError` with the reason.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.bench_proxy.engines import SECRET, BenchError, Engines, pinned
+from kvrs.config.file import ENV_NAME
+
+HERE = Path(__file__).parents[2]
+START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 10.0
+_NGINX = """
+daemon off;
+worker_processes 1;
+error_log {directory}/nginx-error.log;
+pid {directory}/nginx.pid;
+events {{ worker_connections 16384; }}
+http {{
+    access_log off;
+    client_body_temp_path {directory}/nginx-body;
+    proxy_temp_path {directory}/nginx-proxy;
+    fastcgi_temp_path {directory}/nginx-fastcgi;
+    uwsgi_temp_path {directory}/nginx-uwsgi;
+    scgi_temp_path {directory}/nginx-scgi;
+    keepalive_requests 1000000;
+    upstream engine {{
+        server 127.0.0.1:{engine};
+        keepalive 1024;
+        keepalive_requests 1000000;
+    }}
+    server {{
+        listen 127.0.0.1:{port} backlog=4096;
+        location / {{
+            proxy_pass http://engine;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_buffering off;
+            proxy_read_timeout 600s;
+        }}
+    }}
+}}
+"""
+
+
+class MissingError(BenchError):
+    """A peer is not here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all of them need."""
+
+    engines: Engines
+    directory: Path  # For their configurations and logs.
+    peers: Path  # Where peers were installed that are no part of the project.
+    core: int | None  # Of the proxies.
+
+
+@dataclass(slots=True)
+class Running:
+    port: int
+    process: subprocess.Popen[bytes] | None = None  # None: there is no proxy.
+    admin_port: int = 0
+    others: list["Running"] = field(default_factory=list)  # Its mirror.
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the process and all that it started."""
+        return [] if self.process is None else descendants(self.process.pid)
+
+
+Start = Callable[[Bench], AbstractContextManager[Running]]
+
+
+def descendants(ancestor: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.parent.name))
+    found = [ancestor]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@contextmanager
+def _started(
+    bench: Bench,
+    name: str,
+    command: Sequence[str],
+    port: int,
+    ready_path: str,
+    *,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Running]:
+    """The process, once it answers 200; ended at the end."""
+    log = bench.directory / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            pinned(bench.core, command),
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
+            env=os.environ | (environment or {}),
+        )
+    try:
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while not _answers(f"http://127.0.0.1:{port}{ready_path}"):
+            if process.poll() is not None or time.monotonic() > give_up_s:
+                last = log.read_text(errors="replace")[-2000:]
+                raise BenchError(f"{name} was not ready: {last}")
+            time.sleep(0.05)
+        yield Running(port, process)
+    finally:
+        below = descendants(process.pid)[1:]
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)
+        process.terminate()  # The second ends streams that kvrs would wait for.
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1):  # noqa: S310 - our own URL
+            return True
+    except OSError:  # Refused, silent, or not ready yet by its status.
+        return False
+
+
+@contextmanager
+def none(bench: Bench) -> Iterator[Running]:
+    """The load goes to the decode instance."""
+    yield Running(bench.engines.ports["d0"])
+
+
+@contextmanager
+def nginx(bench: Bench) -> Iterator[Running]:
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        raise MissingError("nginx is not installed (Debian: apt-get install nginx-light)")
+    (port,) = free_ports(1)
+    config = bench.directory / "nginx.conf"
+    engine = bench.engines.ports["d0"]
+    config.write_text(_NGINX.format(directory=bench.directory, engine=engine, port=port))
+    command = [program, "-p", str(bench.directory), "-c", str(config)]
+    with _started(bench, "nginx", command, port, "/health") as running:
+        yield running
+
+
+@contextmanager
+def relay(bench: Bench) -> Iterator[Running]:
+    (port,) = free_ports(1)
+    engine = f"http://127.0.0.1:{bench.engines.ports['d0']}"
+    command = [sys.executable, "-m", "experiments.bench_proxy.relay"]
+    command += ["--port", str(port), "--engine", engine]
+    with _started(bench, "relay", command, port, "/health", cwd=HERE) as running:
+        yield running
+
+
+def router(*, disaggregated: bool) -> Start:
+    @contextmanager
+    def start(bench: Bench) -> Iterator[Running]:
+        program = bench.peers / "vllm-router/bin/vllm-router"
+        if not program.exists():
+            venv = program.parents[1]
+            raise MissingError(
+                f"vllm-router is not installed (python -m venv {venv}; "
+                f"{venv}/bin/pip install vllm-router)"
+            )
+        port, metrics = free_ports(2)
+        urls = {name: f"http://127.0.0.1:{port}" for name, port in bench.engines.ports.items()}
+        command = [str(program), "--port", str(port), "--prometheus-port", str(metrics)]
+        command += ["--policy", "round_robin", "--log-level", "error"]
+        command += ["--max-concurrent-requests", "16384"]
+        if disaggregated:
+            command += ["--vllm-pd-disaggregation"]
+            command += ["--prefill", urls["p0"], "--decode", urls["d0"]]
+        else:
+            command += ["--worker-urls", urls["d0"]]
+        with _started(bench, "vllm-router", command, port, "/health") as running:
+            yield running
+
+    return start
+
+
+def kvrs(tree: Path = HERE, *, mirrored: bool = False, **settings: Any) -> Start:
+    """`kvrs proxy` of one tree; `settings` are of section `proxy`. With `mirrored` a second one
+    runs, which keeps copies of the streams with a key.
+    """
+
+    @contextmanager
+    def start(bench: Bench) -> Iterator[Running]:
+        python = tree / ".venv/bin/python"
+        command = [str(python if python.exists() else sys.executable), "-m", "kvrs", "proxy"]
+        count = 2 if mirrored else 1
+        ports = free_ports(3 * count)
+        ids = [f"proxy-{n}" for n in range(count)]
+        with contextlib.ExitStack() as stack:
+            started = []
+            for n in range(count):
+                port, admin_port, peer_port = ports[3 * n : 3 * n + 3]
+                proxy = {"id": ids[n], "port": port, "admin_port": admin_port} | settings
+                proxy |= {"self_test": False}
+                if mirrored:
+                    proxy["peer_port"] = peer_port
+                    proxy["peers"] = [
+                        {"id": ids[m], "peer_port": ports[3 * m + 2]}
+                        for m in range(count)
+                        if m != n
+                    ]
+                config = bench.directory / f"{tree.name}-{ids[n]}.yaml"
+                config.write_text(json.dumps({"proxy": proxy, "cluster": _cluster(bench.engines)}))
+                running = stack.enter_context(
+                    _started(
+                        bench,
+                        f"kvrs-{tree.name}-{ids[n]}",
+                        [*command, "--config", str(config)],
+                        port,
+                        "/readyz",
+                        cwd=tree,
+                        environment={ENV_NAME: SECRET.decode()},
+                    )
+                )
+                running.admin_port = admin_port
+                started.append(running)
+            started[0].others = started[1:]
+            yield started[0]
+
+    return start
+
+
+def _cluster(engines: Engines) -> dict[str, Any]:
+    nodes: dict[str, list[dict[str, Any]]] = {}
+    for page_port, instance in enumerate(engines.instances, 1):
+        row = {
+            "id": instance.id,
+            "role": instance.role.value,
+            "port": engines.ports[instance.id],
+            "page_port": page_port,
+        }
+        nodes.setdefault(instance.node, []).append(row)
+    return {"nodes": [{"id": node, "instances": rows} for node, rows in nodes.items()]}
+
+
+def state(running: Running) -> Any:
+    """Of a kvrs proxy, from its admin port."""
+    url = f"http://127.0.0.1:{running.admin_port}/kvrs/v1/state"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.loads(answer.read())

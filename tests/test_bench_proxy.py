@@ -1,0 +1,124 @@
+"""The mock engines and the load client of experiments/bench_proxy: what they count as whole."""
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from experiments.bench_proxy.engines import Engines, Load, Programs, compile_programs, run_load
+
+pytestmark = [pytest.mark.process, pytest.mark.network]
+
+FIRST = '{"choices":[{"text":"k0+1.5;","finish_reason":null}]}'
+LAST = '{"choices":[{"text":"k1+1.6;","finish_reason":"length"}]}'
+HEAD = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler (cc)")
+    return compile_programs(tmp_path_factory.mktemp("bench"))
+
+
+def chunked(*events: str) -> str:
+    parts = [f"data: {event}\n\n" for event in events]
+    return HEAD + "".join(f"{len(part):x}\r\n{part}\r\n" for part in parts) + "0\r\n\r\n"
+
+
+@contextmanager
+def answering(answer: str) -> Iterator[int]:
+    """A server that gives one connection this answer, and closes it; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer.encode())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join()
+
+
+def one_stream(programs: Programs, port: int) -> dict[str, object]:
+    options = {"tokens": 2, "restart": 0, "warm_ms": 0, "window_ms": 50, "limit_ms": 5000}
+    return run_load(programs, port, options)
+
+
+def test_streams_of_the_engine_are_whole_and_all_counted(programs: Programs) -> None:
+    """Every stream that was begun is whole, and tokens come at the rate that was ordered."""
+    with Engines(programs) as engines:
+        options = {"streams": 8, "tokens": 20, "rate": 100_000, "warm_ms": 300, "window_ms": 1000}
+        result = run_load(programs, engines.ports["d0"], options)
+
+    assert result["broken"] == 0, result["fault"]
+    assert result["whole"] == result["started"] > 8
+    assert 0 < result["window_tokens"] <= 8 * 110
+    assert result["transit_us"]["count"] == result["window_tokens"]
+
+
+def test_a_burst_is_counted_token_by_token(programs: Programs) -> None:
+    """Events with several ids count as many tokens as they have."""
+    with Engines(programs) as engines:
+        options = {"streams": 3, "tokens": 255, "burst": 250, "rate": 100_000, "restart": 0}
+        result = run_load(programs, engines.ports["d0"], options | {"warm_ms": 0, "window_ms": 500})
+
+    assert (result["whole"], result["broken"]) == (3, 0), result["fault"]
+    assert result["window_tokens"] == 3 * 255
+
+
+def test_a_killed_instance_breaks_its_streams(programs: Programs) -> None:
+    """A kill resets the connections of that instance, and of no other."""
+    with Engines(programs) as engines:
+        options = {"streams": 4, "tokens": 1000, "restart": 0, "window_ms": 100, "limit_ms": 9000}
+        with Load(programs, engines.ports["d0"], options) as load:
+            assert load.wait_open()
+            killed = engines.order("kill d0")
+            result = load.result()
+        other = one_stream(programs, engines.ports["p0"])
+
+    assert killed["streams"] == 4
+    assert (result["whole"], result["broken"]) == (0, 4)
+    assert other["whole"] == 1, other["fault"]
+
+
+def test_a_whole_answer_is_whole(programs: Programs) -> None:
+    """The counterpart of the broken ones below."""
+    with answering(chunked(FIRST, LAST, "[DONE]")) as port:
+        result = one_stream(programs, port)
+
+    assert (result["whole"], result["broken"]) == (1, 0), result["fault"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        chunked(FIRST, "[DONE]"),
+        chunked(LAST, "[DONE]"),
+        chunked(FIRST, FIRST, LAST, "[DONE]"),
+        chunked(FIRST, LAST.replace('"length"', "null"), "[DONE]"),
+        chunked(FIRST, LAST),
+        chunked(FIRST, '{"error":{"message":"no"}}', LAST, "[DONE]"),
+        chunked(FIRST, LAST, "[DONE]", LAST),
+        chunked(FIRST, LAST, "[DONE]")[:-5],
+        chunked(FIRST, LAST, "[DONE]").replace("200 OK", "503 Busy"),
+        "",
+    ],
+    ids=[
+        *("lost-end", "lost-first", "repeated", "no-finish", "no-done", "error"),
+        *("after-done", "no-end-of-body", "status", "closed"),
+    ],
+)
+def test_a_broken_answer_is_not_whole(programs: Programs, answer: str) -> None:
+    """Whatever is missing or too much in it."""
+    with answering(answer) as port:
+        result = one_stream(programs, port)
+
+    assert (result["whole"], result["broken"]) == (0, 1)
+    assert result["fault"]
