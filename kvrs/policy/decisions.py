@@ -41,6 +41,8 @@ class Decisions:
 
     def begin(self, now_s: float) -> None:
         """Update the factors of predictions to what has been learned until now."""
+        if not self.corrections.learned:
+            return
         self._factors.clear()
         for option in self.corrections.snapshot():
             self._factors[Option(option)] = self.corrections.factor(Option(option), now_s)
@@ -55,22 +57,22 @@ class Decisions:
         prefill, decode = pair
         # The length of a text is a guess, and more than the model takes is refused at once.
         tokens = min(stream.prompt_tokens, prefill.instance.max_model_len or stream.prompt_tokens)
-        compute_s, transfer_s = prefill.instance.prefill.seconds_for(tokens), 0.0
+        table, queue_s, transfer_s = prefill.instance.prefill, prefill.queue_s, 0.0
+        compute_s = table.seconds_for(tokens)
         if prefill is not decode:
-            size_bytes = tokens * prefill.instance.geometry.bytes_per_token
+            size_bytes = tokens * prefill.bytes_per_token
             bytes_per_s = self._view.bytes_per_s(prefill.instance.node, decode.instance.node)
             transfer_s = self._settings.handshake_s + size_bytes / bytes_per_s
-        total_s = prefill.queue_s + compute_s + transfer_s
-        extrapolated = not prefill.instance.prefill.covers(tokens)
+        total_s = queue_s + compute_s + transfer_s
         source = None if prefill is decode else prefill.instance.id
         estimate = Estimate(
             Option.START,
             decode.instance.id,
             total_s,
-            prefill.queue_s,
+            queue_s,
             transfer_s,
             compute_s,
-            extrapolated,
+            not table.covers(tokens),
             raw_s=total_s,
             source=source,
         )

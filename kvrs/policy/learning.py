@@ -34,7 +34,7 @@ class Corrections:
 
     def __init__(self, most: float) -> None:
         self.reload(most)
-        self._learned: dict[Option, _Learned] = {}
+        self.learned: dict[Option, _Learned] = {}
         self._latest_s = 0.0
 
     def reload(self, most: float) -> None:
@@ -45,7 +45,7 @@ class Corrections:
 
     def factor(self, option: Option, now_s: float) -> float:
         """The factor for predictions of this option."""
-        learned = self._learned.get(option)
+        learned = self.learned.get(option)
         if learned is None:  # Nearly always: no recovery in a while.
             return 1.0
         self._latest_s = max(self._latest_s, now_s)
@@ -60,15 +60,15 @@ class Corrections:
         # many observations.
         ratio = min(max(ratio, -self._bound), self._bound)
         self._latest_s = max(self._latest_s, now_s)
-        learned = self._learned.get(option)
+        learned = self.learned.get(option)
         known = learned.log_factor_at(now_s) if learned is not None else 0.0
-        self._learned[option] = _Learned(known + WEIGHT * (ratio - known), now_s)
+        self.learned[option] = _Learned(known + WEIGHT * (ratio - known), now_s)
 
     def snapshot(self) -> dict[str, float]:
         """The factor of every option that was observed, at the latest time of any call."""
         return {
             option.value: self._factor(learned, self._latest_s)
-            for option, learned in self._learned.items()
+            for option, learned in self.learned.items()
         }
 
     def _factor(self, learned: _Learned, now_s: float) -> float:

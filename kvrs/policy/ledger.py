@@ -43,7 +43,8 @@ class Ledger:
         """The stream's next attempt. Its prefill or decode computes for `decision.chosen.compute_s`
         before anything comes of it.
         """
-        self.slots.leave(stream.id)
+        if stream.stage is Stage.QUEUED:
+            self.slots.leave(stream.id)
         self.timers.clear(stream.id)
         decode = self.view.members[plan.decode]
         runs_on = decode if plan.prefill is None else self.view.members[plan.prefill]
@@ -90,8 +91,10 @@ class Ledger:
         self.settle_bookings(stream)
         self.slots.release(stream.id)
         self.timers.clear(stream.id)
-        quarantine.end(self.view, stream)
-        self.checkpoints.drop_former(stream)
+        if stream.reserved:
+            quarantine.end(stream)
+        if stream.checkpoints:
+            self.checkpoints.drop_former(stream)
         stream.attempt.resumed, stream.attempt.decision = True, None
 
     def wait(self, stream: Stream, now_s: float) -> None:
@@ -114,7 +117,8 @@ class Ledger:
     def forget(self, stream: Stream) -> None:
         assert (stream.stage, None) in MOVES, stream.stage
         self._leave(stream)
-        self.checkpoints.forget(stream)
+        if stream.checkpoints:
+            self.checkpoints.forget(stream)
         for instance in list(stream.holders):
             self.kv_locations.forget(stream.id, instance)
         self.idle.pop(stream.id, None)
@@ -132,7 +136,8 @@ class Ledger:
     def _run(self, stream: Stream, stage: Stage, member: Member, decode: Member) -> None:
         """The attempt is at this member now, and decodes there or will at `decode`."""
         attempt = stream.attempt
-        _leave_members(stream)
+        if attempt.runs_on is not None:
+            _leave_members(stream)
         if attempt.decodes_on is not decode:
             if attempt.decodes_on is not None:
                 self.view.count_stream(attempt.decodes_on, -1)
@@ -160,7 +165,8 @@ class Ledger:
         attempt = stream.attempt
         self.settle_bookings(stream)
         self.timers.clear(stream.id)
-        quarantine.end(self.view, stream)
+        if stream.reserved:
+            quarantine.end(stream)
         self.outliers.left(stream)
         _leave_members(stream)
         attempt.runs_on = attempt.decision = None

@@ -49,7 +49,8 @@ class Outliers:
                 continue
             if health.until_s is not None and health.probe is None:
                 health.probe = stream.id
-            health.try_busy(stream.id, self._view.now_s)
+            if health.busy_until_s is not None:
+                health.try_busy(stream.id, self._view.now_s)
 
     def awaits(self, stream: Stream) -> None:
         """The attempt is at an instance now, and waits for its answer."""
@@ -71,7 +72,8 @@ class Outliers:
                 self._actions.append(Readmitted(member.instance.id, member.instance.epoch))
             health.consecutive = 0
             health.open()
-        self._contradict(stream, member)
+        if stream.refusals:
+            self._contradict(stream, member)
 
     def _contradict(self, stream: Stream, accepting: Member) -> None:
         """An instance has accepted what others refused: the fault was theirs."""

@@ -35,7 +35,10 @@ class LoadShedding:
 
     def judge(self, stream: Stream, decision: Decision, now_s: float) -> Shed | None:
         """Why a stream that has had no attempt is not to start; None: it may."""
-        wait_s, chosen = self._wait_s(decision), decision.chosen
+        chosen = decision.chosen
+        wait_s = chosen.queue_s
+        if chosen.source is not None:  # Else one instance does both.
+            wait_s += self._view.members[chosen.target].queue_s
         if wait_s <= 0:
             return None
         bound_s = self._settings.wait_s
@@ -55,7 +58,7 @@ class LoadShedding:
         if wait_s <= bound_s / 2 or not stream.client:
             return None
         work = self._view.work
-        prefillers = sum(1 for _ in self._view.prefillers())
+        prefillers = len(self._view.prefillers())
         share_s = bound_s * prefillers / work.clients_with(stream.client)
         if work.of(stream.client) + chosen.compute_s <= share_s:
             return None
@@ -64,9 +67,3 @@ class LoadShedding:
             "the queues are long, and this client has its share of them",
             wait_s - bound_s / 2,
         )
-
-    def _wait_s(self, decision: Decision) -> float:
-        chosen = decision.chosen
-        if chosen.source is None:  # One instance does both.
-            return chosen.queue_s
-        return chosen.queue_s + self._view.members[chosen.target].queue_s

@@ -68,16 +68,18 @@ def begin(stream: Stream, members: Iterable[Member]) -> None:
     """Keep other streams from these instances until `end`, as long as there are others."""
     for member in members:
         member.quarantined_for = stream.id
+        stream.reserved = (*stream.reserved, member)
 
 
-def end(view: ClusterView, stream: Stream) -> None:
-    for member in view.members.values():
+def end(stream: Stream) -> None:
+    for member in stream.reserved:
         if member.quarantined_for == stream.id:
             member.quarantined_for = None
+    stream.reserved = ()
 
 
 def _roles(view: ClusterView) -> tuple[list[Member], list[Member]]:
-    return list(view.prefillers()), list(view.decoders())
+    return view.prefillers(), view.decoders()
 
 
 def _can_spare(role: list[Member]) -> bool:

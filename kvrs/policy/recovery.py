@@ -84,11 +84,13 @@ class RecoveryPolicy:
         """
         self._view.now_s = now_s
         self._apply(event, now_s)
-        while (due := self._timers.next_due(now_s)) is not None:
-            self._steps.apply(due, AlarmDue(), now_s)
-        while (served := self._slots.next_served(now_s)) is not None:
-            self._steps.apply(served, SlotFree(), now_s)
-        if (wake := self._timers.next_wake(now_s)) is not None:
+        if self._timers.any_set:
+            while (due := self._timers.next_due(now_s)) is not None:
+                self._steps.apply(due, AlarmDue(), now_s)
+        if self._slots.any_waiting:
+            while (served := self._slots.next_served(now_s)) is not None:
+                self._steps.apply(served, SlotFree(), now_s)
+        if self._timers.any_set and (wake := self._timers.next_wake(now_s)) is not None:
             self._actions.append(wake)
         actions = self._actions.copy()
         self._actions.clear()
@@ -144,12 +146,12 @@ class RecoveryPolicy:
         match event:
             case (
                 StreamArrived()
-                | StreamAdopted()
                 | PrefillDone()
                 | StreamResumed()
+                | StreamEnded()
+                | StreamAdopted()
                 | AttemptFailed()
                 | SlotDenied()
-                | StreamEnded()
             ):
                 self._steps.apply(event.stream, event, now_s)
             case InstanceUp():

@@ -22,6 +22,9 @@ class RetryBudget:
 
     def started(self, open_streams: int, now_s: float) -> None:
         """A new stream has its first attempt."""
+        if not self._used:
+            self._refilled_s = now_s
+            return
         self._refill(open_streams, now_s)
         self._used = max(0.0, self._used - SHARE)
 

@@ -61,34 +61,46 @@ def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member
     decodes least. One that fails at once is idle for that reason: it comes after all others.
     """
 
-    def burden(member: Member) -> tuple[bool, float, int, InstanceId]:
+    def streams_of(member: Member) -> tuple[int, InstanceId]:
         decode = own_decode(view, member, stream, barred_too=True, closed_too=True)
-        streams = decode.streams if decode else 0
-        return not _takes(view, member, stream), member.queue_s, streams, member.instance.id
+        return decode.streams if decode else 0, member.instance.id
 
-    allowed = (
-        member
-        for member in view.prefillers()
-        if _may_have(view, member, stream, barred_too=barred_too)
-    )
-    return min(allowed, key=burden, default=None)
+    best: Member | None = None
+    best_work, best_streams = (False, 0.0), None
+    is_free = _is_free(stream, barred_too=barred_too)
+    for member in view.prefillers():
+        if is_free and member.is_clear(view.now_s):
+            work = False, member.queue_s
+        elif _may_have(view, member, stream, barred_too=barred_too):
+            work = not _takes(view, member, stream), member.queue_s
+        else:
+            continue
+        if best is None or work < best_work:
+            best, best_work, best_streams = member, work, None
+        elif work == best_work:
+            streams = streams_of(member)
+            if best_streams is None:
+                best_streams = streams_of(best)
+            if streams < best_streams:
+                best, best_streams = member, streams
+    return best
 
 
 def own_decode(
     view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool, closed_too: bool
 ) -> Member | None:
     """The least loaded decode instance on the node of `prefill` that can have its hand-off."""
-    on_node = view.on_node(prefill.instance.node)
-    allowed = (
-        member
-        for member in on_node
-        if member.decodes
-        and not member.is_drained
-        and member.takes_from(prefill)
-        and _may_have(view, member, stream, barred_too=barred_too)
-        and (closed_too or _takes(view, member, stream))
-    )
-    return min(allowed, key=lambda member: member.rank, default=None)
+    best: Member | None = None
+    is_free = _is_free(stream, barred_too=barred_too)
+    for member in prefill.own_decoders:
+        if best is not None and best.rank < member.rank:
+            continue
+        if (is_free and member.is_clear(view.now_s)) or (
+            _may_have(view, member, stream, barred_too=barred_too)
+            and (closed_too or _takes(view, member, stream))
+        ):
+            best = member
+    return best
 
 
 def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
@@ -170,6 +182,8 @@ def hand_off_to(
     """The decode instance that gets the hand-off of a prefill that is done."""
     if planned.own_prefill == prefill.instance.id:
         return planned  # One call for both stages: it decodes already.
+    if settings.handoff is Handoff.OWN_PAIR and planned.is_clear(view.now_s):
+        return planned
     geometry = prefill.instance.geometry
     others = (
         member
@@ -232,6 +246,11 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
     return target if best is None or not view.takes_recovery(best) else best
 
 
+def _is_free(stream: Stream, *, barred_too: bool) -> bool:
+    """Whether any instance that is clear may get the stream."""
+    return not stream.shunned and (barred_too or not stream.excluded_epochs)
+
+
 def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
     """Whether an instance may get this stream at all, however well or ill it does: it has asked for
     no pause, has not failed the stream, and a suspected stream would run apart there.
@@ -245,8 +264,9 @@ def _takes(view: ClusterView, member: Member, stream: Stream) -> bool:
     """Whether the answers of an instance allow this stream. Only one that has had no attempt yet
     probes an instance that failed others.
     """
-    is_new = stream.attempt.number == 0
-    return view.takes_start(member) if is_new else view.takes_recovery(member)
+    if stream.attempt.number:
+        return view.takes_recovery(member)
+    return view.takes_start(member)
 
 
 def _own_prefill(view: ClusterView, decode: Member) -> Member | None:

@@ -145,12 +145,15 @@ class SlotBook:
         if target is not None:
             del self._targets[target].waiting[stream]
 
+    @property
+    def any_waiting(self) -> bool:
+        return bool(self._target_awaited)
+
     def next_served(self, now_s: float) -> StreamId | None:
         """A stream that waits while a slot is free for it."""
-        if self._target_awaited:
-            for book in self._targets.values():
-                if book.waiting and len(book.held) < book.room(self._slots_max, now_s):
-                    return next(iter(book.waiting))
+        for book in self._targets.values():
+            if book.waiting and len(book.held) < book.room(self._slots_max, now_s):
+                return next(iter(book.waiting))
         return None
 
     def held_at(self, stream: StreamId) -> InstanceId | None:

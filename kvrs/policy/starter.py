@@ -1,7 +1,8 @@
 """Placing streams that have no attempt: started, queued for a slot, kept waiting or given up on."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+import msgspec
 
 from kvrs.config.policy import PolicySettings
 from kvrs.ids import InstanceId, StreamId
@@ -93,6 +94,11 @@ class Starter:
         if waiting:
             self.place_all(by_urgency(waiting)[:1], now_s)
 
+    def place_new(self, stream: Stream, now_s: float) -> None:
+        """One that has just arrived: no other is placed with it, and nothing has failed it."""
+        self._decisions.begin(now_s)
+        self._carry_out(stream, self._decisions.start(stream, now_s), now_s)
+
     def place_all(self, streams: Iterable[Stream], now_s: float) -> None:
         """Decide the streams of one event together, the most urgent first (DESIGN section 5)."""
         self._decisions.begin(now_s)
@@ -121,7 +127,7 @@ class Starter:
     def _place_apart(self, stream: Stream, now_s: float) -> None:
         """A suspected stream is placed by itself (`quarantine.py`)."""
         recovery = stream.recovery
-        quarantine.end(self._view, stream)
+        quarantine.end(stream)
         if recovery.awaits_fate and not is_past(recovery.fate_until_s, now_s):
             self._ledger.wait(stream, now_s)
             self._timers.set(stream.id, recovery.fate_until_s)
@@ -178,15 +184,16 @@ class Starter:
         Targets other than the assigned one are looked at only as long as they have fewer than
         `limit` streams.
         """
-        failed = stream.recovery.attempts
+        recovery = stream.recovery
+        failed = recovery.attempts
         if failed >= self._settings.recovery.max_attempts:
             message = (
                 f"the stream failed {failed} times without a token in between, at last: "
-                f"{stream.recovery.cause}"
+                f"{recovery.cause}"
             )
             self.give_up(stream, Reason.RETRIES, message)
             return
-        if stream.recovery.is_poison:
+        if recovery.is_poison:
             message = "the request ended every instance that it ran on; it is not tried again"
             self.give_up(stream, Reason.POISON, message)
             return
@@ -195,15 +202,20 @@ class Starter:
             decision = self._decisions.start(stream, now_s)
         elif assigned is not None:
             decision = self._decisions.recover(stream, self._view.members[assigned], limit, now_s)
+        self._carry_out(stream, decision, now_s)
+
+    def _carry_out(self, stream: Stream, decision: Decision | None, now_s: float) -> None:
+        """Start the attempt, or leave the stream waiting or give it up; None: it cannot start."""
+        is_first = not stream.attempt.number
         if decision is None:
             self._keep_waiting(stream, now_s)
-        elif decision.plan is not None and not self._has_token(stream, now_s):
-            self._pace(stream, now_s)
         elif decision.plan is None:
             message = f"no option brings the stream on in time: {tightest(stream)}"
             self.give_up(stream, Reason.SLO, message)
+        elif not is_first and not self._has_token(stream, now_s):
+            self._pace(stream, now_s)
         elif (
-            not stream.attempt.number
+            is_first
             and stream.is_fresh
             and (shed := self._shedding.judge(stream, decision, now_s)) is not None
         ):
@@ -217,9 +229,10 @@ class Starter:
             self._queue(stream, decision.chosen, now_s)
 
     def _has_token(self, stream: Stream, now_s: float) -> bool:
-        """Whether an attempt that follows a failed one may begin now, by the retry budget."""
-        recovery, open_streams = stream.recovery, len(self._ledger.streams)
+        """Whether an attempt that is not the first may begin now, by the retry budget."""
+        recovery = stream.recovery
         if recovery.owes_token:
+            open_streams = len(self._ledger.streams)
             if stream.first_token_sent:
                 recovery.pay_token(now_s + self.retries.take(open_streams, now_s))
             elif self.retries.take_spare(open_streams, now_s):
@@ -244,9 +257,11 @@ class Starter:
     def _start(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
         prefill = None if plan.prefill is None else self._view.members[plan.prefill]
         decode = self._view.members[plan.decode]
-        plan = replace(plan, places=self._ledger.checkpoints.place(stream, decode, prefill))
+        if places := self._ledger.checkpoints.place(stream, decode, prefill):
+            plan = msgspec.structs.replace(plan, places=places)
         self._ledger.begin(stream, plan, decision, now_s)
-        stream.recovery.note_start()
+        if stream.recovery.slot_expired:
+            stream.recovery.note_start()
         number, chosen = stream.attempt.number, decision.chosen
         self._actions.append(Start(stream.id, number, plan))
         if number == 1:

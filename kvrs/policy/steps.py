@@ -1,8 +1,9 @@
 """The steps of the lifecycle table (`model/lifecycle.py`): what an event does to one stream."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.ids import InstanceId, StreamId
@@ -12,6 +13,7 @@ from kvrs.policy.ledger import Ledger
 from kvrs.policy.model.actions import Action, Halt, Plan, Reason, Redirect
 from kvrs.policy.model.cluster_view import Member
 from kvrs.policy.model.events import (
+    NO_DEADLINES,
     AttemptFailed,
     Deadlines,
     FailureKind,
@@ -25,9 +27,11 @@ from kvrs.policy.model.events import (
 from kvrs.policy.model.lifecycle import (
     TABLE,
     AlarmDue,
+    Cell,
     Ignored,
     InstanceLeft,
     SlotFree,
+    Stage,
     Step,
     StreamEvent,
 )
@@ -36,7 +40,10 @@ from kvrs.policy.quarantine import first_wait_s
 from kvrs.policy.routing import hand_off_to
 from kvrs.policy.starter import Starter
 
-_OF_ATTEMPT = (PrefillDone, StreamResumed, AttemptFailed, SlotDenied, StreamEnded)
+_OF_ATTEMPT = (PrefillDone, StreamResumed, StreamEnded, AttemptFailed, SlotDenied)
+
+# Takes the stream (of ADMIT and ADOPT: none), the event and the time.
+_Method = Callable[[Any, Any, float], None]
 
 
 class Steps:
@@ -52,12 +59,9 @@ class Steps:
         self._ledger = ledger
         self._starter = starter
         self._decisions = decisions
-        self._settings = settings
-        self._slo = slo
         self._actions = actions
         self._arrivals = 0
-        # Each takes the stream (of ADMIT and ADOPT: none), the event and the time.
-        self._steps: Mapping[Step, Callable[[Any, Any, float], None]] = {
+        self._steps: Mapping[Step, _Method] = {
             Step.ADMIT: self._admit,
             Step.ADOPT: self._adopt,
             Step.PLACE: self._place,
@@ -72,37 +76,61 @@ class Steps:
             Step.EXPIRE: self._expire,
             Step.END: self._end,
         }
+        self._table: Mapping[type[StreamEvent], Mapping[Stage | None, _Method | None]] = {
+            event: {stage: self._method(cell) for stage, cell in row.items()}
+            for event, row in TABLE.items()
+        }
+        self.reload(settings, slo)
 
     def reload(self, settings: PolicySettings, slo: SloSettings) -> None:
         self._settings = settings
         self._slo = slo
+        self._deadlines = deadlines_of(NO_DEADLINES, slo)  # Of most streams.
 
     def apply(self, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
         """Take the step that the table names."""
         stream = self._ledger.streams.get(stream_id)
-        step = TABLE[type(event)][None if stream is None else stream.stage]
-        assert step is not None, (event, stream)
-        if isinstance(step, Ignored) or self._is_late(stream, event):
+        if stream is None:
+            method = self._table[type(event)][None]
+        elif self._is_late(stream, event):
             return
-        self._steps[step](stream, event, now_s)
+        else:
+            method = self._table[type(event)][stream.stage]
+        if method is not None:
+            method(stream, event, now_s)
 
     @staticmethod
-    def _is_late(stream: Stream | None, event: StreamEvent) -> bool:
+    def _is_late(stream: Stream, event: StreamEvent) -> bool:
         """`Ignored.LATE`, in any stage: an attempt that has a successor."""
-        return (
-            stream is not None
-            and isinstance(event, _OF_ATTEMPT)
-            and event.attempt != stream.attempt.number
-        )
+        return isinstance(event, _OF_ATTEMPT) and event.attempt != stream.attempt.number
+
+    def _method(self, cell: Cell) -> _Method | None:
+        """What carries out a cell of the table; None: the event is ignored."""
+        if cell is None:
+            return self._never
+        return None if isinstance(cell, Ignored) else self._steps[cell]
+
+    def _never(self, stream: Stream | None, event: StreamEvent, now_s: float) -> None:
+        raise AssertionError((event, stream))
 
     # A stream begins.
 
     def _admit(self, _: None, event: StreamArrived, now_s: float) -> None:
-        tokens = max(1, event.prompt_tokens)
-        stream = Stream(event.stream, self._arrivals, tokens, now_s, event.most_tokens)
-        stream.arrived_s, stream.deadlines = now_s, deadlines_of(event.deadlines, self._slo)
-        stream.client = event.client
-        self._take_in(stream, event.tenant, now_s)
+        stream = Stream(
+            event.stream,
+            self._arrivals,
+            max(1, event.prompt_tokens),
+            now_s,
+            event.most_tokens,
+            self._deadlines_of(event.deadlines),
+            self._deadlines,
+            event.tenant,
+            now_s,
+            event.client,
+        )
+        self._arrivals += 1
+        self._ledger.admit(stream)
+        self._starter.place_new(stream, now_s)
 
     def _adopt(self, _: None, event: StreamAdopted, now_s: float) -> None:
         """Recover it as a victim of the loss of its proxy."""
@@ -112,7 +140,9 @@ class Steps:
             event.prompt_tokens,
             now_s,
             event.most_tokens,
-            deadlines_of(event.deadlines, self._slo),
+            self._deadlines_of(event.deadlines),
+            self._deadlines,
+            event.tenant,
             arrived_s=now_s - event.age_s,
             produced_tokens=event.produced_tokens,
             prefilled=True,
@@ -121,13 +151,12 @@ class Steps:
         )
         stream.recovery.note_failure("it came from another proxy", None, now_s)
         self._ledger.kv_locations.inherit(stream, event.kept)
-        self._take_in(stream, event.tenant, now_s)
-
-    def _take_in(self, stream: Stream, tenant: str, now_s: float) -> None:
-        stream.tenant, stream.common_deadlines = tenant, deadlines_of(Deadlines(), self._slo)
         self._arrivals += 1
         self._ledger.admit(stream)
         self._starter.place_all([stream], now_s)
+
+    def _deadlines_of(self, requested: Deadlines) -> Deadlines:
+        return self._deadlines if requested is NO_DEADLINES else deadlines_of(requested, self._slo)
 
     # Its attempt progresses.
 
@@ -169,9 +198,10 @@ class Steps:
 
     def _redirect(self, stream: Stream, plan: Plan, prefill: Member, decode: Member) -> Plan:
         places = self._ledger.checkpoints.place(stream, decode, prefill)
-        changed = replace(plan, decode=decode.instance.id, places=places)
-        if changed != plan:
-            self._actions.append(Redirect(stream.id, stream.attempt.number, changed))
+        if decode.instance.id == plan.decode and places == plan.places:
+            return plan
+        changed = msgspec.structs.replace(plan, decode=decode.instance.id, places=places)
+        self._actions.append(Redirect(stream.id, stream.attempt.number, changed))
         return changed
 
     def _resume(self, stream: Stream, event: StreamResumed, now_s: float) -> None:

@@ -22,6 +22,11 @@ class Timers:
         self._count = 0  # Equal times are due in the order in which they were set.
         self._requested_s: float | None = None
 
+    @property
+    def any_set(self) -> bool:
+        """Whether there may be an alarm."""
+        return bool(self._heap)
+
     def set(self, stream: StreamId, at_s: float) -> None:
         self._alarm_s[stream] = at_s
         self._count += 1

@@ -1,14 +1,18 @@
-"""The policy's output. Actions are imperative; a driver carries them out in their order."""
+"""The policy's output. Actions are imperative; a driver carries them out in their order.
+
+Those of every stream are structs, as in `events.py`.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.estimates import Estimate, Option
 
 
-@dataclass(frozen=True, slots=True)
-class PageRange:
+class PageRange(msgspec.Struct, frozen=True, gc=False):
     """Pages `[first_page, first_page + pages)` of the history, to be fetched from `holder` (an
     instance or an agent).
     """
@@ -19,16 +23,14 @@ class PageRange:
     generation: int  # The holder's epoch.
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """An agent that stores a checkpoint of the stream, with room for all of it."""
 
     holder: InstanceId
     reserved_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, gc=False):
     """How one attempt produces a stream's next tokens.
 
     With `prefill`, the whole history goes to that instance first and `decode` gets its hand-off.
@@ -43,8 +45,7 @@ class Plan:
     places: tuple[Place, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True, gc=False):
     """Begin attempt `attempt` of the stream; every lower attempt is over and its connections are
     closed.
     """
@@ -54,8 +55,7 @@ class Start:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovered(msgspec.Struct, frozen=True, gc=False):
     """A record beside the `Start` it explains: why this option, and what every option was predicted
     to cost.
     """
@@ -90,8 +90,7 @@ class Halt:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True, gc=False):
     """A record of a recovery that has brought a token to the client: predicted and real cost."""
 
     stream: StreamId
@@ -148,8 +147,7 @@ class Readmitted:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class WakeAt:
+class WakeAt(msgspec.Struct, frozen=True, gc=False):
     """Send `TimerFired` at this time."""
 
     at_s: float

@@ -6,13 +6,13 @@ agent, are the larger of the two, because each misses part of what the other cou
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, assert_never
 
 from kvrs.config.policy import Degraded, Failing, GpuSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.model.health import AnswerHealth
+from kvrs.policy.model.health import UNANSWERED_S, AnswerHealth
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.gpus import GpuState
@@ -70,6 +70,12 @@ class Member:
     own_prefill: InstanceId | None = field(init=False)
     page_bytes: int = field(init=False)
     page_size_tokens: int = field(init=False)
+    bytes_per_token: int = field(init=False)
+    # The order of decode instances: by streams, then by id.
+    rank: tuple[int, InstanceId] = field(init=False)
+    # Decode instances of its node that are not drained and can have its hand-offs.
+    own_decoders: list["Member"] = field(default_factory=list)
+    is_ranked: bool = False  # Among the decode instances that are not drained.
 
     def __post_init__(self) -> None:
         self.prefills = self.instance.role is not Role.DECODE
@@ -83,14 +89,29 @@ class Member:
         self.own_prefill = self.instance.own_prefill
         self.page_bytes = self.instance.geometry.page_bytes
         self.page_size_tokens = self.instance.geometry.page_size_tokens
+        self.bytes_per_token = self.instance.geometry.bytes_per_token
+        self.rank = self.streams, self.instance.id
 
     @property
     def queue_s(self) -> float:
         return self.work_s if self.work_s > self.reported_queue_s else self.reported_queue_s
 
-    @property
-    def rank(self) -> tuple[int, InstanceId]:
-        return self.streams, self.instance.id
+    def count(self, change: int) -> None:
+        self.streams += change
+        self.rank = self.streams, self.instance.id
+
+    def is_clear(self, now_s: float) -> bool:
+        """Whether nothing speaks against it: it is open for new requests and for recoveries, and
+        not busy. The first question about an instance, since it is so nearly always.
+        """
+        health = self.health
+        return (
+            health.until_s is None
+            and health.busy_until_s is None
+            and self.quarantined_for is None
+            and not health.is_ejected
+            and (not health.awaited or now_s - health.answered_s <= UNANSWERED_S)
+        )
 
     def takes_from(self, prefill: "Member") -> bool:
         """Whether a prefill there can be handed off to this one. A server that pulls no pages takes
@@ -187,6 +208,7 @@ class ClusterView:
         self.tokens_differ = False
         # Sorted by rank, so that the least loaded are found without a search.
         self._decoders: list[Member] = []
+        self._prefillers: list[Member] = []
         self._by_node: dict[NodeId, list[Member]] = {}
 
     def add(self, instance: Instance) -> Member:
@@ -195,7 +217,7 @@ class ClusterView:
         self.members[instance.id] = member
         self._by_node.setdefault(instance.node, []).append(member)
         if member.decodes:
-            insort(self._decoders, member, key=_rank)
+            self._set_ranked(member, True)
         self._update()
         return member
 
@@ -206,8 +228,8 @@ class ClusterView:
     def remove(self, member: Member) -> None:
         del self.members[member.instance.id]
         self._by_node[member.instance.node].remove(member)
-        if member.decodes and not member.is_drained:
-            del self._decoders[self._position(member)]
+        if member.is_ranked:
+            self._set_ranked(member, False)
         self._update()
 
     def set_gpu_degraded(self, member: Member, gpu_degraded: bool) -> None:
@@ -225,6 +247,17 @@ class ClusterView:
         members = self.members.values()
         kinds = {member.tokens for member in members if member.decodes and member.tokens}
         self.tokens_differ = len(kinds) > 1
+        self._update_drained()
+        self._prefillers = [each for each in members if each.prefills and not each.is_drained]
+        for prefill in members:
+            prefill.own_decoders = [
+                member
+                for member in self._by_node[prefill.instance.node]
+                if member.decodes and not member.is_drained and member.takes_from(prefill)
+            ]
+
+    def _update_drained(self) -> None:
+        members = self.members.values()
         candidates = [
             each for each in members if each.gpu_degraded or each.draining or each.is_drained
         ]
@@ -240,23 +273,22 @@ class ClusterView:
                 and (decode or not member.decodes)
             )
             if is_drained != member.is_drained and member.decodes:
-                if is_drained:
-                    del self._decoders[self._position(member)]
-                else:
-                    insort(self._decoders, member, key=_rank)
+                self._set_ranked(member, not is_drained)
             member.is_drained = is_drained
-
-    def is_up(self, member: Member) -> bool:
-        return self.members.get(member.instance.id) is member
 
     def count_stream(self, member: Member, change: int) -> None:
         """Keep the order of the decode instances while one gains or loses a stream."""
-        if not member.decodes or member.is_drained or not self.is_up(member):
-            member.streams += change
+        if not member.is_ranked:
+            member.count(change)
             return
-        del self._decoders[self._position(member)]
-        member.streams += change
-        insort(self._decoders, member, key=_rank)
+        decoders = self._decoders
+        at = bisect_left(decoders, member.rank, key=_rank)
+        assert decoders[at] is member, member
+        member.count(change)
+        beside = at + 1 if change > 0 else at - 1
+        if 0 <= beside < len(decoders) and (decoders[beside].rank < member.rank) is (change > 0):
+            del decoders[at]
+            insort(decoders, member, key=_rank)
 
     def decoders(self) -> list[Member]:
         """The decode instances that are not drained, least loaded first. The list is live."""
@@ -299,10 +331,9 @@ class ClusterView:
         ]
         return [member for member in possible if self.is_healthy(member)] or possible
 
-    def prefillers(self) -> Iterator[Member]:
-        return (
-            member for member in self.members.values() if member.prefills and not member.is_drained
-        )
+    def prefillers(self) -> list[Member]:
+        """The prefill instances that are not drained. The list is live."""
+        return self._prefillers
 
     def on_node(self, node: NodeId) -> list[Member]:
         return self._by_node.get(node, [])
@@ -377,14 +408,15 @@ class ClusterView:
             ],
         }
 
-    def _position(self, member: Member) -> int:
-        position = bisect_left(self._decoders, member.rank, key=_rank)
-        assert self._decoders[position] is member, member
-        return position
+    def _set_ranked(self, member: Member, is_ranked: bool) -> None:
+        if is_ranked:
+            insort(self._decoders, member, key=_rank)
+        else:
+            self._decoders.remove(member)
+        member.is_ranked = is_ranked
 
 
-def _rank(member: Member) -> tuple[int, InstanceId]:
-    return member.rank
+_rank = attrgetter("rank")
 
 
 def treatment_of(settings: GpuSettings, state: GpuState) -> Failing | None:

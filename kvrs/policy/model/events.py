@@ -1,10 +1,14 @@
 """The policy's input. Events are facts in the past tense, made by the driver of a proxy or a
 simulator.
+
+Those of every stream are structs, which are made in a tenth of the time of a frozen dataclass.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -130,15 +134,17 @@ class Deadlines:
     end_to_end_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamArrived:
+NO_DEADLINES = Deadlines()
+
+
+class StreamArrived(msgspec.Struct, frozen=True, gc=False):
     """A new request. `prompt_tokens` is a guess while the prompt is text; prefill corrects it."""
 
     stream: StreamId
     prompt_tokens: int
     # Prompt and output together, at most; None: as many as the model can.
     most_tokens: int | None = None
-    deadlines: Deadlines = Deadlines()
+    deadlines: Deadlines = NO_DEADLINES
     client: str = ""  # Shares the queues with the others; empty: it is not known.
     tenant: str = ""  # Its mark: the deadlines count among the streams of the same tenant.
 
@@ -167,14 +173,13 @@ class StreamAdopted:
     prompt_tokens: int
     produced_tokens: int
     most_tokens: int | None = None
-    deadlines: Deadlines = Deadlines()
+    deadlines: Deadlines = NO_DEADLINES
     age_s: float = 0.0  # Since the request arrived.
     kept: tuple[Kept, ...] = ()
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillDone:
+class PrefillDone(msgspec.Struct, frozen=True, gc=False):
     """Prefill answered: it holds the KV of all `history_tokens`, and retains their pages under a
     lease or has them cached.
 
@@ -194,8 +199,7 @@ class RetentionLost:
     streams: tuple[StreamId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamResumed:
+class StreamResumed(msgspec.Struct, frozen=True, gc=False):
     """The first new token of this attempt reached the client."""
 
     stream: StreamId
@@ -241,8 +245,7 @@ class SlotDenied:
     wait_s: float  # Until one is free, by the agent's estimate.
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEnded:
+class StreamEnded(msgspec.Struct, frozen=True, gc=False):
     """Complete, failed for good, or the client left."""
 
     stream: StreamId

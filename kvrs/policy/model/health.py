@@ -120,9 +120,8 @@ class AnswerHealth:
         return True
 
     def try_busy(self, stream: StreamId, now_s: float) -> None:
-        """The pause is over, and an attempt goes there."""
-        if self.busy_until_s is not None:
-            self.tried_by, self.busy_until_s = stream, now_s + _TRY_S
+        """The pause of a busy instance is over, and an attempt goes there."""
+        self.tried_by, self.busy_until_s = stream, now_s + _TRY_S
 
     def count(self, now_s: float, *, answered: bool) -> None:
         decay = 0.5 ** max(0.0, (now_s - self.counted_s) / _HALF_LIFE_S)

@@ -8,11 +8,13 @@ attempt from `ledger.py`, holders from `kv_locations.py`, checkpoints from `chec
 from dataclasses import dataclass, field
 from math import inf
 
+import msgspec
+
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Plan
 from kvrs.policy.model.cluster_view import Agent, Instance, Link, Member
 from kvrs.policy.model.estimates import Estimate, Option
-from kvrs.policy.model.events import Deadlines
+from kvrs.policy.model.events import NO_DEADLINES, Deadlines
 from kvrs.policy.model.lifecycle import Stage
 from kvrs.protocol.geometry import KvGeometry
 
@@ -30,8 +32,7 @@ _FATE_KNOWN_AFTER_S = 1.0
 _ALIVE_AFTER_S = 0.3
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """An instance that retains the first `pages` full pages of the stream's history, or has them in
     its prefix cache.
     """
@@ -53,8 +54,7 @@ class StoredCheckpoint:
     pages: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """What a stream that has no attempt does next, and what was weighed for it."""
 
     chosen: Estimate
@@ -98,13 +98,13 @@ class RecoveryState:
     busy_since_s: float | None = None  # Since the first busy answer.
     retry_at_s: float = 0.0  # Not before this is an instance tried again that failed the stream.
     # Instances, with their epochs, that died while the stream waited for its first token there.
-    deaths: set[tuple[InstanceId, int]] = field(default_factory=set)
+    deaths: frozenset[tuple[InstanceId, int]] = frozenset()
     is_only_suspect: bool = False  # Of the last of these deaths.
     apart_until_s: float = -inf  # Until then it runs only where no other stream can be suspected.
     # Instances where an attempt broke that had brought nothing, and when: they may have died of it.
     broken: dict[tuple[InstanceId, int], float] = field(default_factory=dict)
     fate_until_s: float = -inf  # Until then it waits to learn whether they have.
-    removed: set[Option] = field(default_factory=set)
+    removed: frozenset[Option] = frozenset()
     slot_expired: bool = False  # What the attempt before fetches may still be under way.
 
     def note_failure(self, cause: str, failed: InstanceId | None, now_s: float) -> None:
@@ -125,7 +125,7 @@ class RecoveryState:
         """
         self.suspect_instance = None
         if failed is not None:
-            self.removed.add(failed)
+            self.removed |= {failed}
         pause_s = min(LONGEST_PAUSE_S, pause_s * 2**self.failures)
         self.retry_at_s = now_s + pause_s * (1 - _JITTER * jitter)
         self.failures += 1
@@ -168,7 +168,7 @@ class RecoveryState:
         self, instance: Instance, suspects: int, now_s: float, first_wait_s: float, wait_s: float
     ) -> None:
         self.broken.pop((instance.id, instance.epoch), None)
-        self.deaths.add((instance.id, instance.epoch))
+        self.deaths |= {(instance.id, instance.epoch)}
         self.is_only_suspect = suspects == 1
         is_first = len(self.deaths) < _DEATHS_OF_POISON
         self.apart_until_s = now_s + (first_wait_s if is_first else wait_s)
@@ -189,7 +189,7 @@ class RecoveryState:
             self.busy_since_s = now_s
 
     def expire_slot(self, option: Option) -> None:
-        self.removed.add(option)
+        self.removed |= {option}
         self.slot_expired = True
 
     def note_start(self) -> None:
@@ -203,8 +203,8 @@ class Stream:
     prompt_tokens: int
     waiting_since_s: float
     most_tokens: int | None = None
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    common_deadlines: Deadlines = field(default_factory=Deadlines)  # Of all tenants: section `slo`.
+    deadlines: Deadlines = NO_DEADLINES
+    common_deadlines: Deadlines = NO_DEADLINES  # Of all tenants: section `slo`.
     tenant: str = ""
     arrived_s: float = 0.0
     client: str = ""
@@ -218,6 +218,8 @@ class Stream:
     excluded_epochs: dict[InstanceId, int] = field(default_factory=dict)
     # Instances where it would not be apart, while it is to be.
     shunned: frozenset[str] = frozenset()
+    # Instances that are kept from other streams for it (`quarantine.py`).
+    reserved: tuple[Member, ...] = ()
     # Epochs of instances that refused it, as long as no other one has accepted it.
     refusals: dict[InstanceId, int] = field(default_factory=dict)
 

@@ -1,0 +1,329 @@
+"""What a request costs in the proxy besides HTTP: its events, its body, its two calls, and the
+recovery of the victims of a death.
+
+    python -m experiments.request_path.run [--rounds 200] [--out DIR]
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import statistics
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from experiments.record import keep
+from kvrs.config.file import Config, parse_config
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.model.events import (
+    Event,
+    PrefillDone,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+)
+from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.profiles import catalog
+from kvrs.protocol.instance import Capability, InstanceInfo, MeasuredPrefill, Role
+from kvrs.proxy.backends.backend import Backend, Prefilled
+from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.wire.requests import COMPLETIONS, read
+
+PROFILE = "opt-13b-a100-distserve-tp1"
+NODES = (2, 8, 32)  # Each with a prefill and a decode instance.
+OPEN_STREAMS = 200
+PROMPT_TOKENS = 128
+VICTIMS = 200
+SURVIVORS = 8  # So that each victim has a slot at once.
+PRODUCED_TOKENS = 100
+LOST = InstanceId("d0")
+PAUSE_S = 0.001
+MEANWHILE_BYTES = 4 << 20
+# Of a cluster with two nodes.
+LIMIT_EVENT_US = 20.0
+LIMIT_RECOVERY_MS = 20.0
+_PREFILL = MeasuredPrefill("measured", 64, [0.01, 0.012, 0.02, 0.04])
+
+
+def make_config(nodes: int) -> Config:
+    listed = [
+        {
+            "id": f"n{node}",
+            "instances": [
+                {"id": f"p{node}", "role": "prefill"},
+                {"id": f"d{node}", "role": "decode"},
+            ],
+        }
+        for node in range(nodes)
+    ]
+    return parse_config(
+        {
+            "cluster": {"engine": {"page_size_tokens": 16}, "nodes": listed},
+            "profiles": {"prefill": PROFILE},
+            "proxy": {"self_test": False},
+        }
+    )
+
+
+def make_info(name: str, node: str, role: Role) -> InstanceInfo:
+    geometry, capabilities = catalog.kv_geometry(PROFILE), list(Capability)
+    return InstanceInfo(
+        InstanceId(name), NodeId(node), role, 1, 1, "model", "print", geometry, 4096, 1,
+        capabilities, _PREFILL,
+    )  # fmt: skip
+
+
+class SilentBackend:
+    """An instance that notes its calls, and answers prefill only."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.called_s: list[float] = []
+        self.url = ""
+
+    async def prefill(self, call: Call) -> Prefilled:
+        call.spend()
+        return Prefilled(
+            array("I", range(PROMPT_TOKENS)), msgspec.Raw(b'{"do_remote_prefill":true}')
+        )
+
+    @asynccontextmanager
+    async def decode(self, call: Call) -> AsyncIterator[AsyncIterator[bytes]]:
+        call.spend()
+        self.called_s.append(self._clock())
+        yield _never()
+
+
+async def _never() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+class NoClient:
+    blocked = False
+
+    async def send(self, events: Sequence[bytes]) -> None:
+        raise AssertionError(events)
+
+
+# Events of the policy.
+
+
+def measure_events(nodes: int, rounds: int, *, is_idle: bool) -> dict[str, float]:
+    """Median microseconds of each event of a stream's life, while others are open; `is_idle`: the
+    process slept before each, and what the machine did meanwhile has passed through its caches.
+    """
+    config = make_config(nodes)
+    driver = Driver(config, {}, {}, Metrics(), time.monotonic, time.time)
+    bring_up(driver, driver.control.instances.known)
+    policy, now_s = driver.control.policy, 1.0
+
+    def life(stream: StreamId) -> list[Event]:
+        return [
+            StreamArrived(stream, PROMPT_TOKENS, PROMPT_TOKENS + 256, client="one"),
+            PrefillDone(stream, 1, PROMPT_TOKENS),
+            StreamResumed(stream, 1),
+            StreamEnded(stream, 1),
+        ]
+
+    for n in range(OPEN_STREAMS):
+        for event in life(StreamId(f"open{n}"))[:3]:
+            policy.handle(event, now_s)
+    took: dict[str, list[float]] = {}
+    for n in range(rounds):
+        for event in life(StreamId(f"{n:032x}")):
+            now_s += PAUSE_S
+            if is_idle:
+                time.sleep(PAUSE_S)
+                bytes(MEANWHILE_BYTES)
+            took.setdefault(type(event).__name__, []).append(time_of(policy, event, now_s))
+    return {name: round(statistics.median(found), 2) for name, found in took.items()}
+
+
+def time_of(policy: RecoveryPolicy, event: Event, now_s: float) -> float:
+    begun_ns = time.perf_counter_ns()
+    policy.handle(event, now_s)
+    return (time.perf_counter_ns() - begun_ns) / 1e3
+
+
+def bring_up(driver: Driver, names: Iterable[InstanceId]) -> None:
+    for name in names:
+        known = driver.control.instances.known[name]
+        info = make_info(known.id, known.node, known.role)
+        driver.control.instance_up(known, info, time.monotonic())
+
+
+# Body and calls.
+
+
+def bodies() -> dict[str, bytes]:
+    text = {
+        "prompt": "word " * PROMPT_TOKENS,
+        "max_tokens": 256,
+        "stream": True,
+        "temperature": 0.7,
+    }
+    ids = {**text, "prompt": list(range(1000, 1000 + PROMPT_TOKENS))}
+    long = {**text, "prompt": list(range(1000, 9000))}
+    found = {"text": text, "ids": ids, "8000 ids": long}
+    return {name: msgspec.json.encode({"model": "m", **body}) for name, body in found.items()}
+
+
+def measure_bodies(rounds: int) -> dict[str, dict[str, float]]:
+    """Median microseconds of a body's parsing and checks, and of the two calls made of it."""
+    found: dict[str, dict[str, float]] = {}
+    for name, body in bodies().items():
+        steps = dict(steps_of(body))
+        samples: dict[str, list[float]] = {step: [] for step in steps}
+        for _ in range(rounds):
+            for step, run in steps.items():
+                samples[step].append(mean_us(run, 10))
+        found[name] = {step: round(statistics.median(took), 2) for step, took in samples.items()}
+    return found
+
+
+def steps_of(body: bytes) -> Iterator[tuple[str, Callable[[], object]]]:
+    ids = array("I", range(1000, 1000 + PROMPT_TOKENS))
+
+    def journal_of() -> Journal:
+        parsed = read(COMPLETIONS, body)
+        journal = Journal(StreamId("0" * 32), parsed, 0.0, 1, prompt_ids=parsed.prompt_ids)
+        parsed.strip()
+        return journal
+
+    before, after, cut = journal_of(), journal_of(), journal_of()
+    for journal in (after, cut):
+        if journal.prompt_ids is None:
+            journal.tokenised(ids)
+    cut.output_ids.extend(range(2000, 2000 + PRODUCED_TOKENS))
+    transfer = msgspec.Raw(
+        b'{"do_remote_prefill":true,"remote":"p0","tags":"' + b"ab" * 256 + b'"}'
+    )
+    yield "read", lambda: read(COMPLETIONS, body)
+    yield "prefill call", lambda: prefill_call(before, 1, (), exact=True).spend()
+    yield "decode call", lambda: decode_call(after, 1, (), (), transfer, exact=True).spend()
+    yield "recovery call", lambda: decode_call(cut, 2, (), (), None, exact=True).spend()
+
+
+def mean_us(run: Callable[[], object], calls: int) -> float:
+    begun_ns = time.perf_counter_ns()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter_ns() - begun_ns) / calls / 1e3
+
+
+# Recovery.
+
+
+async def measure_recovery() -> dict[str, float]:
+    """Milliseconds from the notice of a death to the last recovery call of its victims; `gather_s`
+    is part of it.
+    """
+    config = make_config(1 + SURVIVORS)
+    instances = [instance.id for _, instance in config.cluster.instances()]
+    backends = {name: SilentBackend(time.monotonic) for name in instances}
+    used = cast(Mapping[InstanceId, Backend], backends)  # Nothing watches them.
+    driver = Driver(config, used, {}, Metrics(), time.monotonic, time.time)
+    bring_up(driver, instances[:2])
+    body, client = bodies()["ids"], NoClient()
+    tasks = [asyncio.create_task(driver.run(journal_of(n, body), client)) for n in range(VICTIMS)]
+    await until_called(backends.values())
+    for live in list(driver.streams.values()):
+        live.journal.output_ids.extend(range(PRODUCED_TOKENS))
+        driver.resumed(live, live.journal.attempt)
+    bring_up(driver, instances[2:])
+    begun_s = time.monotonic()
+    driver.control.instance_lost(driver.control.instances.known[LOST], "killed", begun_s)
+    noticed_s = time.monotonic()
+    await until_called(backends.values())
+    last_s = max(at_s for backend in backends.values() for at_s in backend.called_s)
+    options = Counter(each.option.value for each in driver.recoveries.entries)
+    assert options.total() == VICTIMS, options
+    await driver.close()
+    await asyncio.gather(*tasks)
+    return {"notice_ms": (noticed_s - begun_s) * 1e3, "last_call_ms": (last_s - begun_s) * 1e3}
+
+
+async def until_called(backends: Collection[SilentBackend]) -> None:
+    """Until every stream has its decode call, of which none is known before."""
+    for backend in backends:
+        backend.called_s.clear()
+    while sum(len(backend.called_s) for backend in backends) < VICTIMS:
+        await asyncio.sleep(0)
+
+
+def journal_of(number: int, body: bytes) -> Journal:
+    parsed = read(COMPLETIONS, body)
+    stream = StreamId(f"{number:032x}")
+    journal = Journal(stream, parsed, time.monotonic(), 1, prompt_ids=parsed.prompt_ids)
+    parsed.strip()
+    return journal
+
+
+def measured_recoveries(deaths: int) -> dict[str, float]:
+    found = [asyncio.run(measure_recovery()) for _ in range(deaths)]
+    return {
+        f"{name}_{what}": round(of([each[name] for each in found]), 2)
+        for name in found[0]
+        for what, of in (("median", statistics.median), ("max", max))
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--deaths", type=int, default=10)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    load = os.getloadavg()[0]
+    events = {
+        (nodes, is_idle): measure_events(nodes, options.rounds, is_idle=is_idle)
+        for nodes in NODES
+        for is_idle in (False, True)
+    }
+    requests = measure_bodies(options.rounds)
+    recovery = measured_recoveries(options.deaths)
+    for (nodes, is_idle), took in events.items():
+        print(f"{nodes} + {nodes} instances{', idle' * is_idle}, us:", as_text(took))
+    for name, took in requests.items():
+        print(f"{name}, us:", as_text(took))
+    print(f"{VICTIMS} victims, {SURVIVORS} targets:", as_text(recovery))
+    rows: list[dict[str, Any]] = [
+        *(
+            {"nodes": nodes, "is_idle": is_idle, "event_us": took}
+            for (nodes, is_idle), took in events.items()
+        ),
+        *({"body": name, "step_us": took} for name, took in requests.items()),
+        {"victims": VICTIMS, "survivors": SURVIVORS, "deaths": options.deaths, **recovery},
+    ]
+    keep(options.out, "request_path", 0, load, rows)
+    is_quick = max(events[NODES[0], False].values()) <= LIMIT_EVENT_US
+    return 0 if is_quick and recovery["last_call_ms_median"] <= LIMIT_RECOVERY_MS else 1
+
+
+def as_text(figures: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
