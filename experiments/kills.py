@@ -2,9 +2,11 @@
 without kills.
 """
 
+import io
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -12,6 +14,8 @@ from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config
 from kvrs.faults.language import Fault, parse_faults
+from kvrs.report.report import Report
+from kvrs.report.table import terminal_table
 from kvrs.traces.records import ReplayRequest
 
 
@@ -43,6 +47,23 @@ def with_and_without(
         faulted = run_load(cluster, requests, faults, seed, console, "with kills")
         cluster.wait_all_up()
         return faulted, run_load(cluster, requests, [], seed, console, "without")
+
+
+def as_text(report: Report, *lines: str) -> str:
+    """The report's table and what follows it."""
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(terminal_table(report))
+    for line in lines:
+        console.print(line, markup=False)
+    return console.export_text()
+
+
+def hit_words(figures: dict[str, Any]) -> str:
+    phases = ", ".join(f"{count} {name}" for name, count in figures["streams_hit_by_phase"].items())
+    return (
+        f"{figures['kills']} kills, {figures['kills_left']} left; at least "
+        f"{figures['fewest_streams_hit_by_a_kill']} streams each: {phases}"
+    )
 
 
 def hit_figures(run: Run) -> dict[str, object]:

@@ -194,13 +194,6 @@ def _answers(url: str) -> bool:
         return False
 
 
-def busy_share(seconds: float = 1.0) -> float:
-    """Share of this machine's CPU time in use by all processes in the coming seconds."""
-    before = cpu_ticks()
-    time.sleep(seconds)
-    return share_used(before, cpu_ticks())
-
-
 def cpu_ticks() -> tuple[int, int]:
     """Idle and all CPU time of this machine since it started."""
     counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]

@@ -1,8 +1,8 @@
 """What a kept result says of the run that made it, and how it is kept.
 
-    run = Run(options.seed)  # First of all: it measures for a second what else the machine does.
+    record = Record(options.seed)  # First: it measures what else the machine does.
     rows = asyncio.run(measure(options.seed))
-    run.keep(options.out, "poison", {"rows": rows}, as_text(rows))
+    record.keep(options.out, "poison", {"rows": rows}, as_text(rows))
 
 `NAME.json` has the figures, with the circumstances under `run`; `NAME.txt` the table for readers,
 which ends with them. READMEs show the text between markers (experiments/readme.py).
@@ -31,7 +31,7 @@ _MARK_ENV = "KVRS_EXPERIMENT"  # Inherited by all processes of a run, also by th
 _SAMPLE_S = 1.0
 
 
-class Run:
+class Record:
     """One run of an experiment, from its beginning on: commit, machine, load, command, seeds."""
 
     def __init__(self, *seeds: int) -> None:
@@ -52,17 +52,25 @@ class Run:
         """Mark the result as void: its figures do not show what they are to show."""
         self._reasons.append(reason)
 
-    def keep(self, out: Path | None, name: str, figures: dict[str, Any], text: str) -> None:
-        """Print the circumstances; write the figures and the text with them to `out`, if given."""
+    def check_cpu(self, share: float, most: float) -> None:
+        """Void when all processes together, the run's own too, had more of the CPU."""
+        if share > most:
+            self.void(f"more than {most:.0%} of the CPU was in use")
+
+    def keep(self, out: Path | None, name: str, figures: dict[str, Any], text: str) -> bool:
+        """Print the circumstances; write the figures and the text with them to `out`, if given.
+
+        Returns whether the result is void.
+        """
         run = self._circumstances()
         lines = as_lines(run)
         print(*lines, sep="\n")
-        if out is None:
-            return
-        out.mkdir(parents=True, exist_ok=True)
-        document = json.dumps({"run": run} | figures, indent=1, ensure_ascii=False)
-        (out / f"{name}.json").write_text(document + "\n")
-        (out / f"{name}.txt").write_text("\n".join([text.rstrip("\n"), "", *lines]) + "\n")
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            document = json.dumps({"run": run} | figures, indent=1, ensure_ascii=False)
+            (out / f"{name}.json").write_text(document + "\n")
+            (out / f"{name}.txt").write_text("\n".join([text.rstrip("\n"), "", *lines]) + "\n")
+        return "void" in run
 
     def _watch(self) -> None:
         while True:
@@ -257,7 +265,7 @@ class CpuUse:
 
 
 def keep(out: Path | None, name: str, seed: int, load: float, rows: list[dict[str, Any]]) -> None:
-    """Rows of a script that has no `Run`, with fewer circumstances."""
+    """Rows of a script that has no `Record`, with fewer circumstances."""
     if out is None:
         return
     run = {

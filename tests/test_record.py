@@ -189,8 +189,9 @@ def test_a_copy_without_a_repository_is_told_its_commit(
 def test_a_run_keeps_its_figures_with_the_circumstances(tmp_path: Path) -> None:
     """JSON for programs, text for readers, the same circumstances in both."""
     script = (
-        "import sys; from pathlib import Path; from experiments.record import Run; run = Run(7); "
-        "run.void('too short'); run.keep(Path(sys.argv[2]), 'a', {'rows': [1]}, 'one row\\n')"
+        "import sys; from pathlib import Path; from experiments.record import Record; "
+        "record = Record(7); "
+        "record.void('too short'); record.keep(Path(sys.argv[2]), 'a', {'rows': [1]}, 'one row\\n')"
     )
 
     done = subprocess.run(

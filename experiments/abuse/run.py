@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from experiments.processes import Processes
-from experiments.record import Run
+from experiments.record import Record
 from kvrs.config.file import parse_config
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.test_proxy_process import process
@@ -271,12 +271,12 @@ def main() -> int:
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    run = Run()
+    record = Record()
     rows = {}
     for name in options.only:
         rows[name] = asyncio.run(_run(MEASURES[name]))
         print(as_text({name: rows[name]}), flush=True)
-    run.keep(options.out, "abuse", {"rows": rows}, as_text(rows))
+    record.keep(options.out, "abuse", {"rows": rows}, as_text(rows))
     return int(not all(row["met"] for row in rows.values()))
 
 

@@ -5,7 +5,6 @@ python -m experiments.all_deaths.run [--streams 2000] [--seed 1] [--only SCENARI
 """
 
 import argparse
-import json
 import sys
 import threading
 import time
@@ -19,6 +18,8 @@ from rich.console import Console
 
 from experiments.all_deaths.rest import wait_for_no_leaks, wait_for_rest
 from experiments.all_deaths.schedule import FAULT_SCENARIOS, HIT_AT_LEAST, Act, schedule
+from experiments.kills import as_text
+from experiments.record import Record
 from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
@@ -26,7 +27,6 @@ from kvrs.config.file import Config, load_config
 from kvrs.demo import REQUESTS_PER_S, scaled_requests
 from kvrs.protocol.instance import Role
 from kvrs.report.report import Report, build_report
-from kvrs.report.table import terminal_table
 from kvrs.traces.generator import GeneratorSettings, generate
 from kvrs.traces.records import ReplayRequest, StreamRecord
 
@@ -218,9 +218,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--logs", type=Path, help="where the logs of all processes go")
     arguments = parser.parse_args()
-    console = Console(record=True, width=120)
-    started_s = time.monotonic()
-    # Progress lines name directories of this machine, and results are kept.
+    record, console = Record(arguments.seed), Console()
     with Cluster(load_config(HERE / "config.yaml"), lambda line: print(f"  {line}")) as cluster:
         try:
             report, figures = run_scenarios(cluster, arguments, console)
@@ -233,21 +231,10 @@ def main() -> int:
         if path.exists()
     ]
     figures["leaks"] += [f"left behind after the run: {path.name}" for path in left]
-    figures["took_s"] = round(time.monotonic() - started_s)
     why = reasons(figures)
-    console.print(terminal_table(report))
-    console.print(
-        json.dumps(
-            {key: figures[key] for key in figures if key not in ("before", "after")}, indent=2
-        ),
-        markup=False,
-    )
-    console.print("PASSED" if not why else "FAILED: " + "; ".join(why), markup=False)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "all_deaths.json").write_text(
-        json.dumps(figures | {"reasons": why}, indent=1) + "\n"
-    )
-    (arguments.out / "all_deaths.txt").write_text(console.export_text())
+    text = as_text(report, "PASSED" if not why else "FAILED: " + "; ".join(why))
+    print(text, end="")
+    record.keep(arguments.out, "all_deaths", figures | {"reasons": why}, text)
     return 0 if not why else 1
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.record import Run
+from experiments.record import Record
 from experiments.scripted import is_whole
 from kvrs.protocol.openai.chunks import error_body
 from tests.proxy.proxy_cluster import open_proxy_cluster
@@ -78,10 +78,10 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=60)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    run = Run()
+    record = Record()
     rows = asyncio.run(measure_all(options.streams, options.busy_s))
     print(as_text(rows))
-    run.keep(options.out, "busy_survivors", {"rows": rows}, as_text(rows))
+    record.keep(options.out, "busy_survivors", {"rows": rows}, as_text(rows))
     return int(any(row["streams_whole"] < row["streams"] for row in rows))
 
 

@@ -9,9 +9,7 @@ tokens that no holder has, per stream.
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -27,6 +25,7 @@ import msgspec
 from rich.progress import Progress
 
 from experiments.processes import Processes
+from experiments.record import Record
 from experiments.rig import HandOff, Rig, draw, interval, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, StreamId
@@ -254,6 +253,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
+    record = Record(arguments.seed)
     with Processes(settings()) as processes:
         processes.start("p0", "d0", "d1", AGENT)
         processes.wait_ready("p0", "d0", "d1", AGENT)
@@ -289,12 +289,10 @@ def main() -> int:
         "victims": len(lost),
         "lost_tokens": {"median": statistics.median(lost), "most": max(lost)} if lost else None,
         "page_size_tokens": page,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
     }
     lines = [
         f"checkpoints on against off, {arguments.rounds} interleaved rounds of {STREAMS} "
-        f"streams, medians; {result['machine']}",
+        f"streams, medians",
         f"prompts of {PROMPT_TOKENS} tokens, outputs of {OUTPUT_TOKENS}",
         f"CPU per token: off {result['cpu_ms_per_token']['off']:.3f} ms, on "
         f"{result['cpu_ms_per_token']['on']:.3f} ms: "
@@ -314,12 +312,8 @@ def main() -> int:
             f"median {statistics.median(lost):g}, most {max(lost)} (a page is {page})"
         )
     text = "\n".join(lines) + "\n"
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "checkpoint_cost.json").write_text(
-        json.dumps(result | {"lost": lost}, indent=1) + "\n"
-    )
-    (arguments.out / "checkpoint_cost.txt").write_text(text)
     print(text, end="")
+    record.keep(arguments.out, "checkpoint_cost", result | {"lost": lost}, text)
     return 0 if cost <= WANTED_COST else 1
 
 

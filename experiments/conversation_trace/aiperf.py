@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.conversation_trace.trace import DEFAULT_TRACE, sampled
+from experiments.record import Record
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.policy import PolicyName
 from kvrs.demo import demo_config
@@ -179,6 +180,7 @@ def main() -> int:
             f"conversation_trace.jsonl (--trace FILE)"
         )
         return 0
+    record = Record(arguments.seed)
     program = install(arguments.venv)
     trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed)
     kills: list[dict[str, Any]] = []
@@ -201,10 +203,10 @@ def main() -> int:
         and found["total_usage_completion_tokens"] == found["output_tokens_asked"]
         and bool(found["recoveries"])
     )
-    text = json.dumps({"passed": passed} | found, indent=1)
+    lines = [f"{what:32} {value}" for what, value in found.items()]
+    text = "\n".join([*lines, "PASSED" if passed else "FAILED"])
     print(text)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "aiperf.json").write_text(text + "\n")
+    record.keep(arguments.out, "aiperf", {"passed": passed} | found, text)
     return 0 if passed else 1
 
 

@@ -8,7 +8,6 @@ trace nothing is run.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 from rich.console import Console
 
 from experiments.conversation_trace.trace import DEFAULT_TRACE, sampled
-from experiments.kills import hit_figures, kills, with_and_without
+from experiments.kills import as_text, hit_figures, hit_words, kills, with_and_without
+from experiments.record import Record
 from kvrs.cluster.drill import Run
 from kvrs.config.policy import PolicyName
 from kvrs.demo import FIRST_ORDINARY_TOKEN, VOCAB_SIZE, demo_config
 from kvrs.report.report import Report, build_report
-from kvrs.report.table import terminal_table
 from kvrs.traces.mooncake import prefix_hit_ratio, replay_requests
 
 RESULTS = Path(__file__).parent / "results"
@@ -78,7 +77,7 @@ def main() -> int:
             f"conversation_trace.jsonl (--trace FILE)"
         )
         return 0
-    console = Console(record=True, width=110)
+    record, console = Record(arguments.seed), Console()
     trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed)
     requests = replay_requests(trace, VOCAB_SIZE, arguments.seed, FIRST_ORDINARY_TOKEN)
     faults = kills(arguments.requests / REQUESTS_PER_S, arguments.seed, HIT_AT_LEAST, KILL_GAP_S)
@@ -91,7 +90,6 @@ def main() -> int:
         "requests_per_s": REQUESTS_PER_S,
         "block_tokens": trace.block_tokens,
         "prefix_hit_ratio": round(prefix_hit_ratio(trace), 3),
-        "seed": arguments.seed,
     }
     report = build_report(
         faulted.records, clean.records, faulted.recoveries, faulted.faults, settings
@@ -102,13 +100,9 @@ def main() -> int:
         and found["kills"] >= 2
         and found["fewest_streams_hit_by_a_kill"] >= HIT_AT_LEAST
     )
-    console.print(terminal_table(report))
-    console.print("PASSED" if passed else "FAILED")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{arguments.policy.value}.json").write_text(
-        json.dumps(found, indent=1) + "\n"
-    )
-    (arguments.out / f"{arguments.policy.value}.txt").write_text(console.export_text())
+    text = as_text(report, hit_words(found), "PASSED" if passed else "FAILED")
+    print(text, end="")
+    record.keep(arguments.out, arguments.policy.value, found, text)
     return 0 if passed else 1
 
 

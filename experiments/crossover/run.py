@@ -9,9 +9,6 @@ the calls that a proxy makes, until the first new token.
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -25,6 +22,7 @@ from typing import Any
 from rich.progress import Progress
 
 from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, NodeId
@@ -197,17 +195,14 @@ def summary(cells: list[Cell], cpu: float, repeats: int) -> dict[str, Any]:
         "cpu_share": round(cpu, 3),
         "most_cpu_share": MOST_CPU,
         "shortest_cell_s": round(shortest_s, 3),
-        "void": cpu > MOST_CPU or shortest_s < SHORTEST_CELL_S,
         "reached": bool(clear) and share >= WANTED_SHARE,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
     }
 
 
 def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
     lines = [
         f"rom over bandwidths, {result['profile']}, {result['repeats']} interleaved "
-        f"repeats, medians; {result['machine']}",
+        f"repeats, medians",
         f"CPU in use {result['cpu_share']:.0%} (void above {result['most_cpu_share']:.0%}), "
         f"shortest cell {result['shortest_cell_s']} s (void below {SHORTEST_CELL_S} s)",
         "",
@@ -226,7 +221,6 @@ def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
         f"{result['cells_clear_right']} of {result['cells_clear']} cells that differ by "
         f"more than {CLEAR_DIFFERENCE:.0%} are "
         f"right: {result['share_right']:.1%} (wanted {WANTED_SHARE:.0%})"
-        + (", VOID" if result["void"] else "")
     )
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -240,13 +234,15 @@ def main() -> int:
     cells = [
         Cell(n, rate, rom_pick(n, rate / 8 * 1e9)) for n in PROMPT_TOKENS for rate in GBIT_PER_S
     ]
-    started_s = time.monotonic()
+    record = Record(arguments.seed)
     with Processes(settings()) as processes:
         processes.start("p0", "p1", "d1")
         processes.wait_ready("p0", "p1", "d1")
         cpu = asyncio.run(measure(processes, cells, arguments.repeats, arguments.seed))
     result = summary(cells, cpu, arguments.repeats)
-    result["took_s"] = round(time.monotonic() - started_s, 1)
+    record.check_cpu(cpu, MOST_CPU)
+    if result["shortest_cell_s"] < SHORTEST_CELL_S:
+        record.void(f"a cell took less than {SHORTEST_CELL_S} s")
     rows = [
         {
             "prompt_tokens": cell.prompt_tokens,
@@ -256,14 +252,10 @@ def main() -> int:
         }
         for cell in cells
     ]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "crossover.json").write_text(
-        json.dumps({**result, "rows": rows}, indent=1) + "\n"
-    )
     text = as_text(cells, result)
-    (arguments.out / "crossover.txt").write_text(text)
     print(text, end="")
-    return 2 if result["void"] else 0 if result["reached"] else 1
+    is_void = record.keep(arguments.out, "crossover", {**result, "rows": rows}, text)
+    return 2 if is_void else 0 if result["reached"] else 1
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ Writes `scripted.json` and `scripted.txt`, or `real.json` and `real.txt`, into `
 
 import argparse
 import asyncio
-import json
 import logging
-import platform
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ import aiohttp
 import uvloop
 
 from experiments.cuts.relay import Tried
+from experiments.record import Record
 from tests.proxy.cuts import Point, cases, points, try_point
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted import Fault
@@ -100,7 +99,6 @@ def report(tried: Sequence[Tried], streams: int, seconds: float, what: str) -> d
         "cuts_by_kind": dict(sorted(Counter(cut.kind for cut in tried).items())),
         "cuts_by_stream": dict(sorted(per_stream.items())),
         "seconds": round(seconds, 1),
-        "python": platform.python_version(),
         "wrong": [
             {"stream": c.case, "kind": c.kind, "event": c.event, "what": c.wrong}
             for c in tried
@@ -136,7 +134,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    started_s = time.monotonic()
+    record, started_s = Record(arguments.seed), time.monotonic()
     if arguments.real:
         from experiments.cuts.real import real  # Starts processes; the other mode needs none.
 
@@ -153,12 +151,8 @@ def main() -> int:
         )
         tried, streams = uvloop.run(scripted())
     result = report(tried, streams, time.monotonic() - started_s, what)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{name}.json").write_text(
-        json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    )
-    (arguments.out / f"{name}.txt").write_text(as_text(result))
     print(as_text(result), end="")
+    record.keep(arguments.out, name, result, as_text(result))
     return 0 if result["exact"] == result["cuts"] else 1
 
 

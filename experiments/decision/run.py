@@ -6,14 +6,12 @@ one run, so that a busy moment hits all of them.
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from experiments.record import Record
 from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.model.cluster_view import ClusterView, Instance
@@ -106,20 +104,17 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=50, help="decisions per round")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
+    record = Record()
     samples = {profile: measure(profile, arguments.rounds, arguments.calls) for profile in PROFILES}
     result = {
         "rounds": arguments.rounds,
         "calls_per_round": arguments.calls,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "limit_us": LIMIT_US,
         "decision_us": {profile: as_figures(measured) for profile, measured in samples.items()},
     }
     table = as_text(result)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "decision.json").write_text(json.dumps(result, indent=2) + "\n")
-    (arguments.out / "decision.txt").write_text(table)
     print(table, end="")
+    record.keep(arguments.out, "decision", result, table)
     slowest = max(
         statistics.median(values)
         for by_name in samples.values()
@@ -151,8 +146,7 @@ def as_text(result: dict[str, object]) -> str:
     lines = [
         "one decision: all options of one victim and target",
         f"microseconds, median (p10 .. p90) of {result['rounds']} rounds of "
-        f"{result['calls_per_round']} decisions; "
-        f"Python {result['python']}, {result['machine']}; limit {result['limit_us']}",
+        f"{result['calls_per_round']} decisions; limit {result['limit_us']}",
     ]
     for profile, by_name in figures.items():
         head = "".join(f"{length:>10,} tokens     " for length in LENGTHS_TOKENS).rstrip()

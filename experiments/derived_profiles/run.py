@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from experiments.record import Record
 from kvrs.profiles.schema import Profile, faults
 
 DATA = Path(__file__).parents[2] / "kvrs" / "profiles" / "data"
@@ -426,6 +427,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=DATA, help="where the profiles go")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
+    record = Record()
     report = [
         f"{'errors of the fits against their source':<32}\n{'profile':<32}{'cached':>10}"
         f"{'decode rms':>12}{'worst':>10}"
@@ -438,10 +440,9 @@ def main() -> int:
     (arguments.data / "links.json").write_text(
         json.dumps(link_file(arguments.sources), indent=2) + "\n"
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([*report, f"{len(found)} profiles"]) + "\n"
-    (arguments.out / "fit_errors.txt").write_text(text)
-    print(text, end="")
+    text = "\n".join([*report, f"{len(found)} profiles"])
+    print(text)
+    record.keep(arguments.out, "fit_errors", {"profiles": [each["label"] for each in found]}, text)
     return 0
 
 

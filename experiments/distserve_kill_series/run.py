@@ -3,7 +3,6 @@ undisturbed ones.
 """
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -14,7 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from experiments.kill_series.run import summary
-from experiments.kills import with_and_without
+from experiments.kills import as_text, hit_words, with_and_without
+from experiments.record import Record
 from kvrs.cluster.drill import Run
 from kvrs.cluster.processes import HOME_ENV
 from kvrs.config.backup import BackupMode
@@ -23,7 +23,6 @@ from kvrs.config.policy import PolicyName
 from kvrs.demo import scaled_requests
 from kvrs.faults.language import Fault, parse_faults
 from kvrs.report.report import build_report
-from kvrs.report.table import terminal_table
 from kvrs.traces.generator import GeneratorSettings, generate
 
 RESULTS = Path(__file__).parent / "results"
@@ -110,28 +109,31 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--rate", type=float, default=2.5, help="streams per second")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if HOME_ENV not in os.environ:
         parser.error(f"{HOME_ENV} is not set; it names a checkout of DistServe")
-    console = Console(record=True, width=110)
+    record, console = Record(arguments.seed), Console()
     trace = generate(GeneratorSettings(requests=arguments.streams), arguments.seed)
     requests = scaled_requests(trace, arguments.seed, arguments.rate)
     faults, kinds = deaths(arguments.streams / arguments.rate, arguments.seed)
     config = config_for(arguments.policy, arguments.backup, arguments.seed)
     faulted, clean = with_and_without(config, requests, faults, arguments.seed, console)
-    settings = {name: getattr(value, "value", value) for name, value in vars(arguments).items()}
+    settings = {
+        name: getattr(value, "value", value)
+        for name, value in vars(arguments).items()
+        if name not in ("seed", "out")
+    }
     report = build_report(
         faulted.records, clean.records, faulted.recoveries, faulted.faults, settings
     )
     figures = settings | summary(faulted, report) | {"by_kind": by_kind(faulted, kinds)}
-    console.print(terminal_table(report))
-    console.print(json.dumps(figures, indent=2), markup=False)
     passed = bool(report["exact"]) and all(count["deaths"] for count in figures["by_kind"].values())
-    console.print("PASSED" if passed else "FAILED")
-    RESULTS.mkdir(exist_ok=True)
     name = f"{arguments.policy.value}-backup-{arguments.backup.value}"
-    (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=2) + "\n")
-    (RESULTS / f"{name}.txt").write_text(console.export_text())
+    kinds_hit = [f"{kind}: {counts}" for kind, counts in figures["by_kind"].items()]
+    text = as_text(report, hit_words(figures), *kinds_hit, "PASSED" if passed else "FAILED")
+    print(text, end="")
+    record.keep(arguments.out, name, figures, text)
     return 0 if passed else 1
 
 

@@ -8,7 +8,6 @@ CPU time per token of a plain and of a patched server process, in turns; see REA
 import argparse
 import json
 import os
-import platform
 import random
 import secrets
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 from rich.progress import Progress
 
 from experiments.distserve_overhead.side import OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS
+from experiments.record import Record
 from experiments.rig import interval
 from kvrs.cluster.ray_actors import ENVIRONMENT
 from kvrs.engine.tiny import write_tiny_model
@@ -102,6 +102,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
+    record = Record(arguments.seed)
     # Ray puts sockets with long names into it.
     directory = Path(tempfile.mkdtemp(prefix="kvrs-", dir="/tmp"))
     try:
@@ -118,7 +119,6 @@ def main() -> int:
     ]
     cost, spread = statistics.median(ratios), interval(ratios)
     medians_us = {side: statistics.median(values) * 1e6 for side, values in samples.items()}
-    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     result = {
         "rounds": arguments.rounds,
         "streams": STREAMS,
@@ -129,20 +129,17 @@ def main() -> int:
         "cost_interval": spread,
         "wanted_cost": WANTED_COST,
         "samples_s": samples,
-        "machine": machine,
     }
     text = (
         f"patched engine against plain DistServe, {arguments.rounds} interleaved rounds, "
-        f"medians; {machine}\n"
+        f"medians\n"
         f"{STREAMS} streams, prompts of {PROMPT_TOKENS} tokens, outputs of {OUTPUT_TOKENS}\n"
         f"CPU of the server's process per token: plain {medians_us['plain']:.1f} us, "
         f"patched {medians_us['patched']:.1f} us: "
         f"{cost:+.1%} ± {spread:.1%} (wanted below {WANTED_COST:.0%})\n"
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "distserve_overhead.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.out / "distserve_overhead.txt").write_text(text)
     print(text, end="")
+    record.keep(arguments.out, "distserve_overhead", result, text)
     return 0 if cost <= WANTED_COST else 1
 
 

@@ -5,11 +5,7 @@ python -m experiments.fuzz.run [--inputs 10000000] [--seed 0]
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import resource
-import subprocess
 import sys
 import time
 import traceback
@@ -18,6 +14,7 @@ from random import Random
 from typing import Any
 
 from experiments.fuzz.targets import TARGETS, Target
+from experiments.record import Record
 from tests.proxy.proxy_cluster import open_proxy_cluster
 
 HERE = Path(__file__).parent
@@ -164,6 +161,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
+    record = Record(arguments.seed)
     rows: dict[str, Any] = {}
     for target in TARGETS:  # Warm, so that growth is not that of the first use.
         fuzz(target, 200, arguments.seed + 1, None)
@@ -179,11 +177,6 @@ def main() -> int:
         "inputs": sum(row["inputs"] for row in rows.values()),
         "crashes": crashes,
         "growth_bytes": growth,
-        "seed": arguments.seed,
-        "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
-        "load": os.getloadavg()[0],
         "targets": rows,
         "passed": not crashes and growth < MOST_GROWTH_BYTES,
     }
@@ -193,13 +186,11 @@ def main() -> int:
         for name, row in rows.items()
     ]
     lines.append(
-        f"{result['inputs']} inputs, {crashes} crashes, memory grew by {growth / 1e6:.1f} MB; "
-        f"{result['machine']}: {'PASSED' if result['passed'] else 'FAILED'}"
+        f"{result['inputs']} inputs, {crashes} crashes, memory grew by {growth / 1e6:.1f} MB: "
+        f"{'PASSED' if result['passed'] else 'FAILED'}"
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "fuzz.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.out / "fuzz.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
+    record.keep(arguments.out, "fuzz", result, "\n".join(lines))
     return 0 if result["passed"] else 1
 
 

@@ -7,10 +7,7 @@ With an environment that has the PyPI package `kinship`, a cluster of that is me
 """
 
 import argparse
-import json
 import math
-import os
-import platform
 import random
 import signal
 import statistics
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gossip_agents.members import Kinship, KvrsAgents, Members, Noticed
+from experiments.record import Record
 
 STALL_S = 5.0
 BAR_S = 3.0
@@ -162,6 +160,14 @@ def summary(kills: list[dict[str, Any]], stalls: list[dict[str, Any]]) -> dict[s
     }
 
 
+def as_text(summaries: dict[str, dict[str, Any]], bars: dict[str, bool]) -> str:
+    lines = []
+    for name, summary in summaries.items():
+        lines += [f"{name}:", *(f"  {what:28} {value}" for what, value in summary.items())]
+    met = ", ".join(f"{bar} {'met' if is_met else 'MISSED'}" for bar, is_met in bars.items())
+    return "\n".join([*lines, f"bars: {met}"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
@@ -170,14 +176,12 @@ def main() -> int:
     parser.add_argument("--profile", default="lan")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinship-python", help="of an environment with the package kinship")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).with_name("results") / "results.json"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     arguments = parser.parse_args()
     systems: dict[str, Members] = {"kvrs": KvrsAgents(arguments.nodes, arguments.profile)}
     if arguments.kinship_python:
         systems["kinship"] = Kinship(arguments.nodes, arguments.kinship_python)
-    load = os.getloadavg()
+    record = Record(arguments.seed)
     results = {
         name: measure(members, arguments.kills, arguments.stalls, random.Random(arguments.seed))
         for name, members in systems.items()
@@ -189,19 +193,9 @@ def main() -> int:
         "refuted": ours["refuted_s_max"] is None or ours["refuted_s_max"] <= REFUTED_BAR_S,
         "no_false_deaths": ours["false_deaths"] == 0,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    host = {
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "load_before": load,
-        "load_after": os.getloadavg(),
-    }
-    arguments.out.write_text(json.dumps({"host": host, "bars": bars, **results}, indent=1) + "\n")
-    print(
-        json.dumps(
-            {"bars": bars} | {name: result["summary"] for name, result in results.items()}, indent=1
-        )
-    )
+    text = as_text({name: result["summary"] for name, result in results.items()}, bars)
+    print(text)
+    record.keep(arguments.out, "gossip_agents", {"bars": bars, **results}, text)
     return 0 if all(bars.values()) else 1
 
 

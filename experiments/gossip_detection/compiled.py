@@ -22,12 +22,12 @@ from pathlib import Path
 
 from experiments.gossip_detection.chunks import NODES
 from experiments.gossip_detection.clusters import joined
+from experiments.record import COMMIT_ENV, ROOT, commit_of
 from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.events import Event
 from kvrs.sim.gossip import SimNode
 from tests.gossip.gossip_chaos import ChaosNetwork
 
-ROOT = Path(__file__).parents[2]
 NEEDED = ("kvrs", "experiments/gossip_detection", "tests/gossip")
 _GOSSIP = ("detector", "exchange", "members", "node", "piggyback", "prober", "probes", "records")
 CORE = (
@@ -66,6 +66,7 @@ def build(folder: Path) -> None:
         shutil.copytree(
             ROOT / needed, folder / needed, ignore=shutil.ignore_patterns("__pycache__", "results")
         )
+    shutil.copy(ROOT / "experiments/record.py", folder / "experiments")
     environment = {**os.environ, "MYPYC_OPT_LEVEL": "3"}
     made = subprocess.run(
         [sys.executable, "-m", "mypyc", *CORE],
@@ -111,7 +112,8 @@ def main() -> int:
             str(known.out.resolve()),
             *others,
         ]
-        run = subprocess.Popen(command, cwd=folder)
+        environment = os.environ | {COMMIT_ENV: commit_of(ROOT)}
+        run = subprocess.Popen(command, cwd=folder, env=environment)
         signal.signal(signal.SIGTERM, lambda number, _: run.send_signal(number))
         return run.wait()
 

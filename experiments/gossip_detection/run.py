@@ -4,6 +4,7 @@ are the product's own objects (`kvrs.gossip.node.Gossip`), network and clocks th
 """
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -16,6 +17,7 @@ from experiments.gossip_detection.chunks import Chunk, code_version, kept, run_c
 from experiments.gossip_detection.measures import death_times, deaths_by_stops, traffic
 from experiments.gossip_detection.storms import storms
 from experiments.gossip_detection.tables import HOURS, Figures, as_text, misses
+from experiments.record import Record
 from kvrs.config.gossip import GossipSettings
 
 LOSS = 0.2
@@ -56,13 +58,15 @@ def hours_of(chunks: list[Chunk]) -> dict[str, Any]:
 class Results:
     """What is known of every row, in a file for programs and one for people."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, record: Record) -> None:
         self._folder = folder
+        self._record = record
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "gossip_detection.json"
         self.figures: Figures = (
             json.loads(path.read_text()) if path.exists() else {"code": {}, "cpu_s": {}}
         )
+        self.figures.pop("run", None)  # Of the run before.
         self.figures["settings"] = GossipSettings().model_dump(mode="json")
         self.put("hours", hours_of(kept(self.hours_path, LOSS)))
 
@@ -75,10 +79,11 @@ class Results:
         self.figures["code"][row] = code_version()
         if cpu_s is not None:
             self.figures["cpu_s"][row] = round(cpu_s, 1)
-        (self._folder / "gossip_detection.json").write_text(
-            json.dumps(self.figures, indent=2) + "\n"
-        )
-        (self._folder / "gossip_detection.txt").write_text(as_text(self.figures))
+        with contextlib.redirect_stdout(None):  # Its circumstances are printed at the end.
+            self.keep()
+
+    def keep(self) -> None:
+        self._record.keep(self._folder, "gossip_detection", self.figures, as_text(self.figures))
 
 
 def main() -> int:
@@ -115,7 +120,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     os.nice(19 - os.nice(0))
-    results = Results(arguments.out)
+    results = Results(arguments.out, Record())
     for row, measure in rows.items():
         if row in arguments.rows:
             begun_s = time.process_time()
@@ -133,6 +138,7 @@ def main() -> int:
             results.hours_path, LOSS, arguments.hours, arguments.budget_s, arguments.workers, tell
         )
     print(as_text(results.figures), end="")
+    results.keep()
     missed = misses(results.figures)
     print(f"missed: {', '.join(missed)}\n" if missed else "", end="")
     return 1 if missed else 0

@@ -4,13 +4,12 @@ to real sockets.
     python -m experiments.gossip_fuzz.run [--packets N] [--datagrams N] [--streams N] [--seed N]
 
 Every packet must be rejected and counted, valid packets in between must be accepted, and memory
-must not grow. The exit status is 1 otherwise. Writes `fuzz.json` and `fuzz.txt` into `results/`.
+must not grow. The exit status is 1 otherwise. Writes
+`gossip_fuzz.json` and `gossip_fuzz.txt` into `results/`.
 """
 
 import argparse
 import asyncio
-import json
-import platform
 import resource
 import socket
 import struct
@@ -24,6 +23,7 @@ from typing import Any
 
 import uvloop
 
+from experiments.record import Record
 from kvrs.gossip.authenticator import (
     MAX_OVERHEAD_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -417,24 +417,19 @@ def main() -> None:
     parser.add_argument("--datagrams", type=int, default=100_000)
     parser.add_argument("--streams", type=int, default=5_000)
     parser.add_argument("--seed", type=int, default=6)
-    parser.add_argument("--no-results", action="store_true", help="write no files")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    seed = arguments.seed
+    record, seed = Record(arguments.seed), arguments.seed
     result: dict[str, Any] = {
         "opener": fuzz_opener(arguments.packets, seed),
         "datagrams": uvloop.run(fuzz_datagrams(arguments.datagrams, seed + 1)),
         "flood": uvloop.run(fuzz_flood(arguments.datagrams * 3, seed + 2)),
         "streams": uvloop.run(fuzz_streams(arguments.streams, seed + 3)),
-        "seed": seed,
-        "python": platform.python_version(),
     }
     result["faults"] = list(faults_of(result))
     text = as_text(result)
     print(text, end="")
-    if not arguments.no_results:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "fuzz.json").write_text(json.dumps(result, indent=1) + "\n")
-        (RESULTS / "fuzz.txt").write_text(text)
+    record.keep(arguments.out, "gossip_fuzz", result, text)
     sys.exit(bool(result["faults"]))
 
 

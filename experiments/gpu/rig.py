@@ -1,14 +1,13 @@
 """What the three scripts share: where they run, how they time, what they leave."""
 
 import argparse
-import json
-import platform
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from experiments.record import Record
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.staging import StagingArea
 from kvrs.protocol.geometry import KvGeometry
@@ -17,6 +16,7 @@ from kvrs.protocol.geometry import KvGeometry
 class Place(NamedTuple):
     device: torch.device
     rehearsal: bool
+    record: Record
 
 
 def parse(doc: str | None, *options: tuple[str, Any, str]) -> argparse.Namespace:
@@ -29,8 +29,8 @@ def parse(doc: str | None, *options: tuple[str, Any, str]) -> argparse.Namespace
     parser.add_argument(
         "--out",
         type=Path,
-        default=None,
-        help="directory for the JSON; default: results/ beside the script",
+        default=Path(__file__).parent / "results",
+        help="directory for the results; default: results/ beside the script",
     )
     parser.add_argument(
         "--rehearse",
@@ -44,11 +44,11 @@ def place(options: argparse.Namespace) -> Place:
     """The GPU; or the end of the script, with status 0 and the reason."""
     if options.rehearse:
         torch.set_num_threads(1)
-        return Place(torch.device("cpu"), True)
+        return Place(torch.device("cpu"), True, Record())
     if not torch.cuda.is_available():
         print(f"skipped: torch {torch.__version__} finds no CUDA device on this machine")
         sys.exit(0)
-    return Place(torch.device("cuda"), False)
+    return Place(torch.device("cuda"), False, Record())
 
 
 def make_pool(geometry: KvGeometry, pages: int, where: Place) -> KvPool:
@@ -72,7 +72,7 @@ def report(
     rows: list[list[Any]],
     **more: Any,
 ) -> None:
-    """Print a table and what else was found; leave both as JSON, unless it was a rehearsal."""
+    """Print a table and what else was found; keep both, unless it was a rehearsal."""
     shown = [
         columns,
         *(
@@ -81,21 +81,24 @@ def report(
         ),
     ]
     widths = [max(len(row[index]) for row in shown) for index in range(len(columns))]
-    for row in shown:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    for key, value in more.items():
-        print(f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}")
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in shown
+    ]
+    lines += [
+        f"{key}: {value:.4g}" if isinstance(value, float) else f"{key}: {value}"
+        for key, value in more.items()
+    ]
+    print(*lines, sep="\n")
     if where.rehearsal:
         print("a rehearsal: these numbers mean nothing")
         return
-    out = options.out or Path(__file__).parent / "results"
-    out.mkdir(parents=True, exist_ok=True)
     result = {
         "device": torch.cuda.get_device_name(where.device),
         "torch": str(torch.__version__),
-        "python": platform.python_version(),
         "options": {key: str(value) for key, value in vars(options).items() if key != "out"},
         "rows": [dict(zip(columns, row, strict=True)) for row in rows],
         **more,
     }
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    lines.append(f"{result['device']}, torch {result['torch']}")
+    where.record.keep(options.out, name, result, "\n".join(lines))

@@ -9,9 +9,6 @@ bandwidth and length for OPT-13B, and the same point measured with real engines 
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -26,6 +23,7 @@ import numpy
 from rich.progress import Progress
 
 from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.record import Record
 from experiments.rig import Rig, draw, interval, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.profiles import catalog
@@ -191,7 +189,7 @@ async def measure(processes: Processes, repeats: int, seed: int) -> tuple[list[C
 def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
     lines = [
         f"hand-off crossover, {PROFILE}, {result['repeats']} interleaved repeats, medians",
-        f"{result['machine']}; CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%})",
+        f"CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%})",
         "",
         f"{'tokens':>7}{'Gbit/s':>8}{'remote s':>16}{'ms each':>9}{'table ms':>10}"
         f"{'analytic q*':>13}{'measured':>10}{'off':>8}",
@@ -278,7 +276,7 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     draw_map(arguments.out / "crossover_map.png")
-    started_s = time.monotonic()
+    record = Record(arguments.seed)
     with Processes(settings()) as processes:
         processes.start("p0", "d0", "d1")
         processes.wait_ready("p0", "d0", "d1")
@@ -290,10 +288,6 @@ def main() -> int:
         "worst_off": round(worst, 4),
         "wanted": WANTED,
         "cpu_share": round(cpu, 3),
-        "void": cpu > MOST_CPU,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
-        "took_s": round(time.monotonic() - started_s, 1),
     }
     rows = [
         {
@@ -306,14 +300,12 @@ def main() -> int:
         }
         for cell in cells
     ]
-    (arguments.out / "hand_off_crossover.json").write_text(
-        json.dumps({**result, "rows": rows}, indent=1) + "\n"
-    )
     text = as_text(cells, result)
-    (arguments.out / "hand_off_crossover.txt").write_text(text)
     draw_lines(cells, arguments.out / "hand_off_crossover.png")
     print(text, end="")
-    return 2 if result["void"] else 0 if abs(worst) <= WANTED else 1
+    record.check_cpu(cpu, MOST_CPU)
+    is_void = record.keep(arguments.out, "hand_off_crossover", {**result, "rows": rows}, text)
+    return 2 if is_void else 0 if abs(worst) <= WANTED else 1
 
 
 if __name__ == "__main__":

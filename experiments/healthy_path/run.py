@@ -12,8 +12,6 @@ latency is the time from its passing the tap on its way out of the engine until 
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -28,7 +26,8 @@ from typing import Any
 import aiohttp
 
 from experiments.healthy_path.tap import Piece, Tap, token_events
-from experiments.processes import Processes, busy_share, cpu_ticks, share_used
+from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.proving import ProvingConnector, instance_keys
 from kvrs.report.metrics import percentile
@@ -328,8 +327,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    busy_before = busy_share()
-    started_s = time.monotonic()
+    record = Record()
 
     with Processes(settings(PACE if options.paced else None)) as processes:
         processes.start("p0", "d0")
@@ -342,12 +340,10 @@ def main() -> int:
         )
         used = share_used(ticks, cpu_ticks())
 
-    return report(experiment, options.out, busy_before, used, time.monotonic() - started_s)
+    return report(record, experiment, options.out, used)
 
 
-def report(
-    experiment: Experiment, out: Path, busy_before: float, used: float, seconds: float
-) -> int:
+def report(record: Record, experiment: Experiment, out: Path, used: float) -> int:
     figures, extra, ratio = (
         latency_figures(experiment.streams),
         extra_requests(experiment),
@@ -371,19 +367,14 @@ def report(
             "",
             f"added latency per token, p50: {added_ms:.3f} ms (bar: {LIMIT_MS} ms); "
             f"extra requests per stream: {extra:.3f} (bar: 0); {verdict}",
-            f"CPUs: {os.cpu_count()}; in use before: {busy_before:.0%}, during the run: "
-            f"{used:.0%}; the run took {seconds:.0f} s",
+            f"CPU in use during the run: {used:.0%}",
         ]
     )
     print(text)
     document = {
         "met": met,
         "limit_ms_p50": LIMIT_MS,
-        "cpus": os.cpu_count(),
-        "cpu_used_before": round(busy_before, 3),
         "cpu_used_during": round(used, 3),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
         "pairs": len(experiment.streams["plain"]),
         "tokens": len(experiment.streams["plain"][0].received),
         "figures": {
@@ -414,9 +405,7 @@ def report(
             for way, streams in experiment.streams.items()
         },
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "healthy_path.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / "healthy_path.txt").write_text(text + "\n")
+    record.keep(out, "healthy_path", document, text)
     return 0 if met else 1
 
 

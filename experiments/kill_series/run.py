@@ -3,19 +3,18 @@ undisturbed.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from experiments.kills import hit_figures, kills, with_and_without
+from experiments.kills import as_text, hit_figures, hit_words, kills, with_and_without
+from experiments.record import Record
 from kvrs.cluster.drill import Run
 from kvrs.config.policy import PolicyName
 from kvrs.demo import REQUESTS_PER_S, demo_config, scaled_requests
 from kvrs.report.report import Report, build_report
-from kvrs.report.table import terminal_table
 from kvrs.traces.generator import GeneratorSettings, generate
 
 RESULTS = Path(__file__).parent / "results"
@@ -51,8 +50,9 @@ def main() -> int:
     )
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    console = Console(record=True, width=110)
+    record, console = Record(arguments.seed), Console()
     requests = scaled_requests(
         generate(GeneratorSettings(requests=arguments.streams), arguments.seed), arguments.seed
     )
@@ -62,19 +62,15 @@ def main() -> int:
     settings = {
         "policy": arguments.policy.value,
         "streams": arguments.streams,
-        "seed": arguments.seed,
     }
     report = build_report(
         faulted.records, clean.records, faulted.recoveries, faulted.faults, settings
     )
     figures = settings | summary(faulted, report)
-    console.print(terminal_table(report))
-    console.print(json.dumps(figures, indent=2), markup=False)
     passed = report["exact"] and figures["fewest_streams_hit_by_a_kill"] >= HIT_AT_LEAST
-    console.print("PASSED" if passed else "FAILED")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{arguments.policy.value}.json").write_text(json.dumps(figures, indent=2) + "\n")
-    (RESULTS / f"{arguments.policy.value}.txt").write_text(console.export_text())
+    text = as_text(report, hit_words(figures), "PASSED" if passed else "FAILED")
+    print(text, end="")
+    record.keep(arguments.out, arguments.policy.value, figures, text)
     return 0 if passed else 1
 
 

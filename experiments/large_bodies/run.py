@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from experiments.processes import Processes
-from experiments.record import Run
+from experiments.record import Record
 from kvrs.config.file import parse_config
 
 BODY_BYTES = 8 << 20
@@ -212,7 +212,7 @@ def main() -> int:
     engine = {"max_model_len": 8192}
     cluster = {"nodes": [{"id": "n0", "instances": instances}], "engine": engine}
     config = parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": cluster})
-    run = Run()
+    record = Record()
     rows: list[dict[str, Any]] = []
     for has_tokenizer in (True, False):
         print(f"a proxy with{'' if has_tokenizer else 'out'} the model's tokenizer")
@@ -224,7 +224,7 @@ def main() -> int:
             running.start_proxy(running.config.model_copy(update={"cluster": known}))
             rows += asyncio.run(measure_all(running, options.rounds, has_tokenizer=has_tokenizer))
     print(as_text(rows))
-    run.keep(options.out, "large_bodies", {"rows": rows}, as_text(rows))
+    record.keep(options.out, "large_bodies", {"rows": rows}, as_text(rows))
     return int(
         any(row["lost"] or row["failed"] or row["longest_gap_s"] > MOST_GAP_S for row in rows)
     )

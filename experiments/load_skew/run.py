@@ -10,13 +10,9 @@ instances.
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ import uvloop
 from rich.progress import Progress
 
 from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.record import Record
 from experiments.rig import draw
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import Config, parse_config
@@ -131,7 +128,7 @@ def as_text(rows: dict[str, dict[str, list[dict[str, Any]]]], result: dict[str, 
         f"goodput (TTFT {SLO.ttft_s} s, TPOT {SLO.tpot_s} s) of {REQUESTS_PER_S:g} "
         f"requests/s, {PROFILE}, {GBIT_PER_S:g} Gbit/s; "
         f"{result['repeats']} runs of {result['seconds']:g} s each, in turns",
-        f"{result['machine']}; CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%})",
+        f"CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%})",
         "",
         f"{'at n0':>6}"
         + "".join(f"{mode + ' /s':>14}{'TTFT p99':>10}" for mode in rows)
@@ -190,7 +187,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    started_s = time.monotonic()
+    record = Record(arguments.seed)
     order = random.Random(arguments.seed)
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {
         mode.value: {str(share): [] for share in arguments.shares} for mode in Handoff
@@ -226,20 +223,13 @@ def main() -> int:
         "repeats": arguments.repeats,
         "seconds": arguments.seconds,
         "cpu_share": round(cpu, 3),
-        "void": cpu > MOST_CPU,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
-        "took_s": round(time.monotonic() - started_s, 1),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "load_skew.json").write_text(
-        json.dumps({**result, "rows": rows}, indent=1) + "\n"
-    )
     text = as_text(rows, result)
-    (arguments.out / "load_skew.txt").write_text(text)
-    draw_plot(rows, arguments.shares, arguments.out / "load_skew.png")
     print(text, end="")
-    return 2 if result["void"] else 0
+    record.check_cpu(cpu, MOST_CPU)
+    is_void = record.keep(arguments.out, "load_skew", {**result, "rows": rows}, text)
+    draw_plot(rows, arguments.shares, arguments.out / "load_skew.png")
+    return 2 if is_void else 0
 
 
 if __name__ == "__main__":

@@ -9,13 +9,9 @@ the failures come together.
 """
 
 import argparse
-import json
-import os
-import platform
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ from typing import Any
 import matplotlib
 from rich.console import Console
 
+from experiments.record import Record
 from experiments.rig import stretched
 from experiments.schemes import PACE, Scheme, run_scheme
 from kvrs.cluster.drill import Run
@@ -100,7 +97,6 @@ def as_text(cases: dict[str, dict[str, list[dict[str, Any]]]], result: dict[str,
         f"{result['requests']} requests a run, {REQUESTS_PER_S_OF_AN_INSTANCE} a second "
         f"and instance, pace {PACE} x {STRETCH:g}; "
         f"{result['repeats']} runs each",
-        f"{result['machine']}",
         "",
         f"{'case':<6}{'scheme':<19}{'impact':>9}{'TTFT int':>9}{'replay':>8}{'unint':>8}"
         f"{'TPOT int':>9}{'unint':>8}{'gap p50':>8}"
@@ -175,7 +171,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    console, started_s = Console(), time.monotonic()
+    record, console = Record(arguments.seed), Console()
     order = random.Random(arguments.seed)
     cases: dict[str, dict[str, list[dict[str, Any]]]] = {}
     clean: dict[int, Run] = {}
@@ -210,18 +206,11 @@ def main() -> int:
         "pace": f"{PACE} x {STRETCH:g}",
         "requests": arguments.requests,
         "repeats": arguments.repeats,
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
-        "took_s": round(time.monotonic() - started_s, 1),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "lumen_recovery.json").write_text(
-        json.dumps({**result, "cases": cases}, indent=1) + "\n"
-    )
     text = as_text(cases, result)
-    (arguments.out / "lumen_recovery.txt").write_text(text)
-    draw_plot(cases, arguments.out / "lumen_recovery.png")
     print(text, end="")
+    record.keep(arguments.out, "lumen_recovery", {**result, "cases": cases}, text)
+    draw_plot(cases, arguments.out / "lumen_recovery.png")
     wrong = sum(
         run[key]
         for schemes in cases.values()

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from experiments.record import Run
+from experiments.record import Record
 from experiments.scripted import expected_text
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 
@@ -77,12 +77,12 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    run = Run()
+    record = Record()
     rows = [
         asyncio.run(measure(options.deaths, streams)) for streams in sorted({1, options.streams})
     ]
     print(as_text(rows))
-    run.keep(options.out, "many_deaths", {"rows": rows}, as_text(rows))
+    record.keep(options.out, "many_deaths", {"rows": rows}, as_text(rows))
     return int(any(row["exact"] < row["streams"] for row in rows))
 
 

@@ -8,9 +8,6 @@ Needs root, `ip`, `tc` and `nft`.
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -19,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gossip_agents.run import kill_one, stall_one
+from experiments.record import Record
 from kvrs.transfer.meter import Measurement, lower_bound
 from tests.networks.agents_on_hosts import AgentsOnHosts
 from tests.networks.cluster_on_hosts import FRONTS, NODES, Clients, ClusterOnHosts
@@ -147,22 +145,14 @@ def main() -> int:
     arguments = parser.parse_args()
     if (why := missing()) is not None:
         parser.error(f"no network of our own: {why}")
-    draw, load = random.Random(arguments.seed), os.getloadavg()
+    record, draw = Record(arguments.seed), random.Random(arguments.seed)
     stalls = agents_that_sleep(arguments.stalls, draw)
     kills = agents_that_die_in_loss(arguments.kills, draw)
     links = [asyncio.run(probes_of_a_link(rate, arguments.seconds)) for rate in RATES_BYTES_PER_S]
     found = summary(stalls, kills, links)
-    host = {
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "load_before": load,
-        "load_after": os.getloadavg(),
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    result = {"host": host, "summary": found, "stalls": stalls, "kills": kills, "links": links}
-    (arguments.out / "networks.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.out / "networks.txt").write_text(as_text(found, links))
+    result = {"summary": found, "stalls": stalls, "kills": kills, "links": links}
     print(as_text(found, links), end="")
+    record.keep(arguments.out, "networks", result, as_text(found, links))
     # A watched time may begin right before a probe, and end right behind one.
     within = [
         row["sent_bytes"]

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from experiments.record import Run
+from experiments.record import Record
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from tests.proxy.proxy_cluster import open_proxy_cluster
 from tests.proxy.scripted import Scripted
@@ -129,10 +129,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    run = Run(options.seed)
+    record = Record(options.seed)
     rows = asyncio.run(measure_all(options.span, options.seed))
     print(as_text(rows))
-    run.keep(options.out, "overload", {"rows": rows}, as_text(rows))
+    record.keep(options.out, "overload", {"rows": rows}, as_text(rows))
     beyond = [row["goodput_per_s"] for row in rows if row["admission"] and row["load"] > 1]
     at = next(row["goodput_per_s"] for row in rows if row["admission"] and row["load"] == 1)
     return int(min(beyond) < 0.8 * at)

@@ -8,10 +8,8 @@ The ways take turns within every repeat, so that what else the machine does hits
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from statistics import median
 
 import uvloop
 
+from experiments.record import Record
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.tags import TAG_BYTES, Tag
@@ -192,21 +191,6 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def busy_share(seconds: float = 1.0) -> float:
-    """Share of the CPUs that others use right now."""
-
-    def ticks() -> tuple[int, int]:
-        counts = [
-            int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-        ]
-        return counts[3], sum(counts)
-
-    idle_before, all_before = ticks()
-    time.sleep(seconds)
-    idle_after, all_after = ticks()
-    return 1 - (idle_after - idle_before) / (all_after - all_before)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -215,24 +199,14 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    busy_before = busy_share()
+    record = Record()
 
     results = uvloop.run(measure(options.repeats, options.megabytes << 20))
 
-    busy_after = busy_share()
-    text = (
-        table(results)
-        + f"\nCPUs: {os.cpu_count()}, used by others before: {busy_before:.0%}, after: "
-        f"{busy_after:.0%}"
-    )
-    print(text)
+    print(table(results))
     document = {
         "megabytes": options.megabytes,
         "repeats": options.repeats,
-        "cpus": os.cpu_count(),
-        "used_by_others": {"before": round(busy_before, 3), "after": round(busy_after, 3)},
-        "kernel": platform.release(),
-        "python": platform.python_version(),
         "ways": {
             result.name: {
                 "gb_per_s_p50": round(result.rate, 3),
@@ -242,9 +216,7 @@ def main() -> None:
             for result in results
         },
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "page_transfer.json").write_text(json.dumps(document, indent=1) + "\n")
-    (options.out / "page_transfer.txt").write_text(text + "\n")
+    record.keep(options.out, "page_transfer", document, table(results))
 
 
 if __name__ == "__main__":

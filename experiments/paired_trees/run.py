@@ -21,7 +21,7 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
-from experiments.record import Run, commit_of, shown
+from experiments.record import Record, commit_of, shown
 
 STREAMS = 8
 PACE = "opt-13b-a100-distserve-tp1"
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    run = Run(arguments.seed)
+    record = Record(arguments.seed)
     here = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory(prefix="kvrs-trees-") as directory:
         own = str(arguments.before.absolute() / ".venv/bin/python")
@@ -169,7 +169,7 @@ def main() -> int:
         "before_commit": commit_of(arguments.before),
     }
     print(as_text(row))
-    run.keep(arguments.out, "cpu", row, as_text(row))
+    record.keep(arguments.out, "cpu", row, as_text(row))
     return 0 if ratio <= MOST_RATIO else 1
 
 

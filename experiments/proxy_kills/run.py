@@ -6,9 +6,6 @@ python -m experiments.proxy_kills.run [--kills 100] [--proxies 2] [--mirror asyn
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import sys
 import time
@@ -18,6 +15,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from experiments.record import Record
 from experiments.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, parse_config
@@ -103,8 +101,7 @@ def as_text(result: dict[str, Any]) -> str:
             f", with each a decode instance ({result['instance_kills']})"
             if result["instance_kills"]
             else ""
-        )
-        + f"; {result['machine']}",
+        ),
         f"streams of the killed proxies {result['streams_hit']} (kills without a stream: "
         f"{result['kills_without_a_stream']})",
         f"streams {result['streams']} {result['by_way']}, {result['tokens']} tokens; "
@@ -133,26 +130,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    record = Record(arguments.seed)
     with Cluster(settings(arguments.mirror, arguments.seed), print, arguments.proxies) as cluster:
         measured = uvloop.run(measure(cluster, arguments))
         if not is_exact(measured):
             cluster.keep_logs(arguments.out / "logs")
-    result = {
-        key: getattr(arguments, key) for key in ("proxies", "mirror", "mix", "seed")
-    } | measured
-    result["machine"] = (
-        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    )
+    result = {key: getattr(arguments, key) for key in ("proxies", "mirror", "mix")} | measured
     result["passed"] = (
         is_exact(result)
         and result["streams_that_broke"] > 0
         and not result["left_at_the_end"]["streams"]
     )
     name = f"{arguments.proxies}_{arguments.mirror}" + ("_mix" if arguments.mix else "")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.out / f"{name}.txt").write_text(as_text(result))
     print(as_text(result), end="")
+    record.keep(arguments.out, name, result, as_text(result))
     return 0 if result["passed"] else 1
 
 

@@ -8,12 +8,8 @@ without a failure.
 """
 
 import argparse
-import json
-import os
-import platform
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ import matplotlib
 from rich.console import Console
 
 from experiments.conversation_trace.trace import DEFAULT_TRACE, sampled
+from experiments.record import Record
 from experiments.schemes import PACE, Scheme, run_scheme
 from kvrs.cluster.drill import Run
 from kvrs.demo import FIRST_ORDINARY_TOKEN, LINK_BYTES_PER_S, VOCAB_SIZE
@@ -113,7 +110,7 @@ def as_text(rows: dict[str, list[dict[str, Any]]], result: dict[str, Any]) -> st
     lines = [
         f"longest time between tokens, {result['requests']} requests of "
         f"{result['trace']}, {result['kill']}, pace {PACE}",
-        f"{result['repeats']} runs each, in turns; {result['machine']}",
+        f"{result['repeats']} runs each, in turns",
         "",
         f"{'':<11}{'all requests, ms':^27}{'interrupted, ms':^27}",
         f"{'':<11}"
@@ -151,7 +148,7 @@ def main() -> int:
             f"conversation_trace.jsonl (--trace FILE)"
         )
         return 0
-    console, started_s = Console(), time.monotonic()
+    record, console = Record(arguments.seed), Console()
     trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed)
     requests = replay_requests(trace, VOCAB_SIZE, arguments.seed, FIRST_ORDINARY_TOKEN)
     kill_s = requests[arguments.requests // 2 - 1].arrival_s + 0.1
@@ -172,18 +169,11 @@ def main() -> int:
         "requests_per_s": REQUESTS_PER_S,
         "repeats": arguments.repeats,
         "kill": f"d0 killed 100 ms after request {arguments.requests // 2}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
-        "took_s": round(time.monotonic() - started_s, 1),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "raidserve_recovery.json").write_text(
-        json.dumps({**result, "rows": rows}, indent=1) + "\n"
-    )
     text = as_text(rows, result)
-    (arguments.out / "raidserve_recovery.txt").write_text(text)
-    draw_cdf(rows, arguments.out / "max_tbt.png")
     print(text, end="")
+    record.keep(arguments.out, "raidserve_recovery", {**result, "rows": rows}, text)
+    draw_cdf(rows, arguments.out / "max_tbt.png")
     wrong = sum(
         run[key]
         for found in rows.values()

@@ -10,9 +10,6 @@ first new token.
 import argparse
 import asyncio
 import contextlib
-import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -27,6 +24,7 @@ import matplotlib
 from rich.progress import Progress
 
 from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.record import Record
 from experiments.rig import Rig, draw, interval, session_for, stretched
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
@@ -298,14 +296,11 @@ def summary(grid: list[Cell], middle: list[Cell], cpu: float, repeats: int) -> d
         },
         "cpu_share": round(cpu, 3),
         "shortest_cell_s": round(shortest_s, 3),
-        "void": cpu > MOST_CPU or shortest_s < SHORTEST_CELL_S,
         "wanted": {
             "of_best_static": WANTED_OF_BEST,
             "below_better_static": WANTED_BELOW,
             "split_speed_up": WANTED_SPLIT,
         },
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
     }
 
 
@@ -313,7 +308,7 @@ def as_text(grid: list[Cell], middle: list[Cell], result: dict[str, Any]) -> str
     lines = [
         f"recovery time, {result['profile']}, {result['repeats']} interleaved repeats, "
         f"medians and 95 % intervals",
-        f"{result['machine']}; CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%}), "
+        f"CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%}), "
         f"shortest cell {result['shortest_cell_s']} s (void below {SHORTEST_CELL_S} s)",
         "",
         f"{'tokens':>7}{'stretch':>8}{'x cross':>9}{'migrate s':>16}{'recompute s':>16}"
@@ -384,7 +379,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    started_s = time.monotonic()
+    record = Record(arguments.seed)
     groups = [
         chosen
         for group in GROUPS
@@ -403,9 +398,10 @@ def main() -> int:
         cells, cpu = asyncio.run(measure(running, arguments.repeats, arguments.seed))
     grid = [cell for cell in cells if cell.factor != 1.0]
     middle = [cell for cell in cells if cell.factor == 1.0]
-    result = summary(grid, middle, cpu, arguments.repeats) | {
-        "took_s": round(time.monotonic() - started_s, 1)
-    }
+    result = summary(grid, middle, cpu, arguments.repeats)
+    record.check_cpu(cpu, MOST_CPU)
+    if result["shortest_cell_s"] < SHORTEST_CELL_S:
+        record.void(f"a cell took less than {SHORTEST_CELL_S} s")
     rows = [
         {
             "prompt_tokens": cell.prompt_tokens,
@@ -416,20 +412,16 @@ def main() -> int:
         }
         for cell in grid + middle
     ]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "recovery_grid.json").write_text(
-        json.dumps({**result, "rows": rows}, indent=1) + "\n"
-    )
     text = as_text(grid, middle, result)
-    (arguments.out / "recovery_grid.txt").write_text(text)
-    draw_plot(grid, middle, arguments.out / "recovery_grid.png")
     print(text, end="")
+    is_void = record.keep(arguments.out, "recovery_grid", {**result, "rows": rows}, text)
+    draw_plot(grid, middle, arguments.out / "recovery_grid.png")
     reached = (
         result["cells_within_10_percent"] == result["cells"]
         and result["auto_below_better_static"] >= WANTED_BELOW
         and max(result["split_speed_up_at_crossover"].values()) >= WANTED_SPLIT
     )
-    return 2 if result["void"] else 0 if reached else 1
+    return 2 if is_void else 0 if reached else 1
 
 
 if __name__ == "__main__":

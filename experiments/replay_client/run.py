@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -22,7 +21,7 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from experiments.page_transfer.run import busy_share
+from experiments.record import Record
 from kvrs.load.open_loop import replay
 from kvrs.report import metrics
 from kvrs.traces.formats import load_trace
@@ -149,7 +148,6 @@ def words(document: dict[str, Any]) -> str:
             f"{loader['seconds_p50']:.3f} s, worst "
             f"{loader['seconds_max']:.3f} s (at most {LOADER_LIMIT_S:.0f} s): "
             f"{'met' if document['loader_met'] else 'MISSED'}",
-            f"CPUs: {document['cpus']}, used by others before: {document['used_by_others']:.0%}",
         )
     )
 
@@ -167,7 +165,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    others = busy_share()
+    record = Record()
 
     client, loader = measure_client(options.rate, options.seconds), measure_loader(options.trace)
 
@@ -178,14 +176,10 @@ def main() -> None:
         "loader": loader,
         "loader_met": loader["seconds_max"] <= LOADER_LIMIT_S
         and loader["requests"] >= LOADER_REQUESTS,
-        "cpus": os.cpu_count(),
-        "used_by_others": round(others, 3),
     }
     text = words(document)
     print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "replay_client.json").write_text(json.dumps(document, indent=1) + "\n")
-    (options.out / "replay_client.txt").write_text(text + "\n")
+    record.keep(options.out, "replay_client", document, text)
 
 
 if __name__ == "__main__":

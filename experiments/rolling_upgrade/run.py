@@ -6,9 +6,6 @@ python -m experiments.rolling_upgrade.run [--proxies 2] [--rounds 1]
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import sys
 import time
 from collections import Counter
@@ -18,6 +15,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from experiments.record import Record
 from experiments.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
@@ -102,7 +100,7 @@ async def measure(cluster: Cluster, rounds: int, seed: int) -> dict[str, Any]:
 def as_text(result: dict[str, Any]) -> str:
     lines = [
         f"{result['processes']} processes, {result['restarted']} restarted, "
-        f"{result['rounds']} round(s); {result['machine']}",
+        f"{result['rounds']} round(s)",
         *result["progress_log"],
         f"streams {result['streams']} {result['by_way']}, {result['tokens']} tokens; "
         f"{result['streams_that_broke']} broke off "
@@ -125,17 +123,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    record = Record(arguments.seed)
     with Cluster(settings(arguments.seed), print, arguments.proxies) as cluster:
         measured = uvloop.run(measure(cluster, arguments.rounds, arguments.seed))
-    result = {key: getattr(arguments, key) for key in ("proxies", "rounds", "seed")} | measured
-    result["machine"] = (
-        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-    )
+    result = {key: getattr(arguments, key) for key in ("proxies", "rounds")} | measured
     result["passed"] = is_exact(result) and result["restarted"] == result["processes"]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "rolling_upgrade.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.out / "rolling_upgrade.txt").write_text(as_text(result))
     print(as_text(result), end="")
+    record.keep(arguments.out, "rolling_upgrade", result, as_text(result))
     return 0 if result["passed"] else 1
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.record import Run
+from experiments.record import Record
 from kvrs.protocol.openai.chunks import error_body
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 
@@ -88,10 +88,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    run = Run(options.seed)
+    record = Record(options.seed)
     rows = asyncio.run(measure_all(options.seed))
     print(as_text(rows))
-    run.keep(options.out, "sick_instances", {"rows": rows}, as_text(rows))
+    record.keep(options.out, "sick_instances", {"rows": rows}, as_text(rows))
     return 0 if all(map(is_met, rows)) else 1
 
 

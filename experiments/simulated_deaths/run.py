@@ -3,13 +3,13 @@ in each of them.
 """
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.record import Record
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.command import deaths_of, rows
 from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
+    record = Record(arguments.first, arguments.first + arguments.seeds - 1)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     begun_s, outcomes, broken = time.process_time(), list[Outcome](), dict[int, str]()
     for done, seed in enumerate(seeds, 1):
@@ -34,12 +35,8 @@ def main() -> int:
         if done % 500 == 0:
             print(f"{done} of {len(seeds)} worlds, {len(broken)} violated an invariant", flush=True)
     text = as_text(outcomes, broken, time.process_time() - begun_s)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "simulated_deaths.txt").write_text(text)
-    (arguments.out / "simulated_deaths.json").write_text(
-        json.dumps(as_figures(outcomes, broken, seeds), indent=2) + "\n"
-    )
     print(text, end="")
+    record.keep(arguments.out, "simulated_deaths", as_figures(outcomes, broken, seeds), text)
     deaths = deaths_of(outcomes)
     missed = [name for name in FAULT_SCENARIOS if deaths.get(name, (0, 0))[1] < HIT_AT_LEAST]
     return 1 if broken or missed else 0

@@ -7,11 +7,8 @@ python -m experiments.soak.run --minutes 120
 import argparse
 import asyncio
 import contextlib
-import json
 import os
-import platform
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -22,7 +19,8 @@ from typing import Any
 
 import aiohttp
 
-from experiments.processes import Processes, busy_share
+from experiments.processes import Processes
+from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.report.student import t975
 
@@ -155,9 +153,7 @@ def slope(points: list[tuple[float, float]]) -> dict[str, float]:
 
 def as_text(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['minutes']} min, {result['clients']} clients, seed {result['seed']}, "
-        f"commit {result['commit'][:12]}, {result['machine']}, "
-        f"load {result['busy_share_before']:.2f} before",
+        f"{result['minutes']} min, {result['clients']} clients",
         f"streams {result['outcomes']}, faults {result['faults']}",
         f"{'process':10} {'what':13} {'mean':>14} {'change an hour':>16} {'95 % interval':>34}",
     ]
@@ -179,7 +175,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    busy = busy_share()
+    record = Record(arguments.seed)
     names = [*VICTIMS, *MEASURED[1:]]
     with Processes(settings()) as processes:
         processes.start(*names)
@@ -204,21 +200,14 @@ def main() -> int:
         "minutes": arguments.minutes,
         "clients": arguments.clients,
         "pause_s": arguments.pause_s,
-        "seed": arguments.seed,
-        "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
-        "busy_share_before": busy,
         "outcomes": dict(soak.outcomes),
         "faults": dict(soak.faults),
         "slopes": slopes,
         "growing": growing,
         "passed": not growing and set(soak.outcomes) == {"complete"},
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.out / "soak.txt").write_text(as_text(result))
     print(as_text(result), end="")
+    record.keep(arguments.out, "soak", result, as_text(result))
     return 0 if result["passed"] else 1
 
 

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from experiments.processes import Processes
-from experiments.record import Run
+from experiments.record import Record
 from kvrs.config.file import parse_config
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId
@@ -236,7 +236,7 @@ def main() -> int:
         for n in range(2)
     ]
     config = parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": {"nodes": nodes}})
-    run = Run(options.seed)
+    record = Record(options.seed)
     with Processes(config) as processes:
         names = [str(each.id) for _, each in processes.config.cluster.instances()]
         processes.start(*names)
@@ -244,7 +244,7 @@ def main() -> int:
         processes.start_proxy()
         found = asyncio.run(measure(processes, options.seed))
     print(table(found))
-    run.keep(options.out, "strangers", found, table(found))
+    record.keep(options.out, "strangers", found, table(found))
     return 0 if is_good(found) else 1
 
 

@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from experiments.record import Run
+from experiments.record import Record
 from kvrs.config.tenants import key_hash
 from kvrs.protocol.instance import InstanceInfo, Role
 from kvrs.protocol.openai.chunks import error_body
@@ -365,16 +365,16 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=LARGE_REQUESTS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    run, holds = Run(options.seed), True
+    record, holds = Record(options.seed), True
     if options.part != "memory":
         found = asyncio.run(measure_attacks(options.seed, options.streams, options.keys))
         print(text_of_attacks(found))
-        run.keep(options.out, "attacks", found, text_of_attacks(found))
+        record.keep(options.out, "attacks", found, text_of_attacks(found))
         holds &= attacks_failed(found)
     if options.part != "attacks":
         found = asyncio.run(measure_memory(options.requests))
         print(text_of_memory(found))
-        run.keep(options.out, "memory", found, text_of_memory(found))
+        record.keep(options.out, "memory", found, text_of_memory(found))
         holds &= bool(found["grown_bytes"] <= MOST_OF_BUDGET * found["budget_bytes"])
     return int(not holds)
 

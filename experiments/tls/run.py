@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from experiments.record import Run
+from experiments.record import Record
 from tests.certificates import Authority, Pair
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted import SECRET
@@ -226,10 +226,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    run = Run(options.seed)
+    record = Record(options.seed)
     found = asyncio.run(measure(options.rounds, options.seed))
     print(as_text(found))
-    run.keep(options.out, "tls", found, as_text(found))
+    record.keep(options.out, "tls", found, as_text(found))
     silent, renewed = found["hostile"], found["renewed"]
     return int(
         found["ratio"] > MOST_RATIO

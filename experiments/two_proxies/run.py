@@ -10,9 +10,7 @@ target. The expected answer of every stream is that of an earlier run without a 
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import random
 import signal
 import statistics
@@ -27,6 +25,7 @@ import msgspec
 import uvloop
 
 from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.record import Record
 from experiments.rig import draw, session_for
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import Config, parse_config
@@ -224,7 +223,7 @@ def as_text(result: dict[str, Any]) -> str:
     lines = [
         f"{sum(result['victims'])} victims at once "
         f"({' + '.join(map(str, result['victims']))}), one target, "
-        f"at most {result['slots_max']} slots; {result['machine']}, CPU in use "
+        f"at most {result['slots_max']} slots; CPU in use "
         f"{result['cpu_share']:.0%}",
         f"slots held at the agent at a time, at most: {agent['most']} by its own count, "
         f"{result['most_held_seen']} seen in "
@@ -253,7 +252,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    rng = random.Random(arguments.seed)
+    record, rng = Record(arguments.seed), random.Random(arguments.seed)
     prompts = [draw(rng, PROMPT_TOKENS) for _ in range(arguments.streams)]
     with Processes(settings(arguments.streams, arguments.tokens, arguments.gbit)) as processes:
         names = ("p0", VICTIM, TARGET, "agent-n0", "agent-n1")
@@ -274,13 +273,9 @@ def main() -> int:
         "slots_max": slots_max,
         **measured,
         "cpu_share": round(cpu, 3),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}",
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "two_proxies.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.out / "two_proxies.txt").write_text(as_text(result))
     print(as_text(result), end="")
+    record.keep(arguments.out, "two_proxies", result, as_text(result))
     most = max(result["agent"]["most"], result["most_held_seen"])
     within = most <= slots_max and result["agent"]["held"] == 0
     return 0 if within and result["exact"] == sum(result["victims"]) == arguments.streams else 1

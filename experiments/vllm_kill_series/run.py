@@ -8,7 +8,6 @@ requests run undisturbed afterwards, so that no prefix cache helps a recovery.
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import re
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from experiments.record import Record
 from experiments.vllm_servers import PYTHON_ENV, Part, VllmServers, vllm_config
 from kvrs.config.policy import PolicyName
 from kvrs.load.admin import AdminPort
@@ -319,22 +319,15 @@ def kill_series(
 
     Returns what was not as claimed.
     """
-    start_s = time.monotonic()
+    record = Record(seed)
     rows = Series(servers, console).run(streams, seed)
     faults = [
         f"{row['option']}, {row['death']}: {fault}" for row in rows for fault in faults_of(row)
     ]
     console.print(table_of(rows))
     console.print("\n".join(faults) or "PASSED", markup=False)
-    results.mkdir(exist_ok=True)
-    document = {
-        "streams_per_option": streams,
-        "seed": seed,
-        "seconds": round(time.monotonic() - start_s),
-        "waves": rows,
-    }
-    (results / "kill_series.json").write_text(json.dumps(document, indent=2) + "\n")
-    (results / "kill_series.txt").write_text(console.export_text())
+    document = {"streams_per_option": streams, "waves": rows}
+    record.keep(results, "kill_series", document, console.export_text())
     return faults
 
 
@@ -342,6 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=100, help="for each option")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if PYTHON_ENV not in os.environ:
         parser.error(
@@ -355,7 +349,7 @@ def main() -> int:
     ):
         servers.start(*servers.names)
         servers.wait_ready(*servers.names)
-        faults = kill_series(servers, arguments.streams, arguments.seed, console, RESULTS)
+        faults = kill_series(servers, arguments.streams, arguments.seed, console, arguments.out)
         return 1 if faults else 0
 
 
