@@ -20,8 +20,7 @@ from experiments.bench_proxy import proxies, table
 from experiments.bench_proxy.engines import BenchError, compile_programs
 from experiments.bench_proxy.proxies import MissingError, Start
 from experiments.bench_proxy.steady import STEADY, Cores, Row, Setting, Steady, measure
-from experiments.processes import busy_share
-from experiments.record import keep
+from experiments.record import Record
 
 ROUNDS = 3
 SCENARIOS = tuple(steady.name for steady in STEADY)
@@ -38,18 +37,15 @@ QUICK = ("no proxy", "nginx", "vllm-router P/D", "kvrs")
 
 def main() -> int:
     arguments = parsed()
-    load = os.getloadavg()[0]
+    record = Record(arguments.seed)
     subjects = chosen(arguments.subjects, arguments.tree, is_quick=arguments.quick)
     scenarios = arguments.only.split(",") if arguments.only else list(SCENARIOS)
     rounds = arguments.rounds or (1 if arguments.quick else ROUNDS)
-    rows: list[Row] = [{"busy_before": round(busy_share(), 3)}]
     with opened(arguments) as setting:
         steadies = [steady for steady in STEADY if steady.name in scenarios]
-        rows += interleaved(setting, subjects, steadies, rounds)
+        rows = interleaved(setting, subjects, steadies, rounds)
     print(table.shown(rows))
-    keep(arguments.out, "bench_proxy", arguments.seed, load, rows)
-    if arguments.out is not None:
-        (arguments.out / "bench_proxy.txt").write_text(table.shown(rows) + "\n")
+    record.keep(arguments.out, "bench_proxy", {"rows": rows}, table.shown(rows))
     return 1 if table.is_failed(rows) else 0
 
 

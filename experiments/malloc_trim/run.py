@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from experiments.record import keep
+from experiments.record import Record
 
 # Name of a step: sequences in the batch, tokens of each, positions before them.
 STEPS = {
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
+    record = Record(options.seed)
     order = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "tiny"
@@ -54,9 +54,8 @@ def main() -> None:
         {"memory": name, "resident_mb": [pair[name].resident_mb for pair in pairs]}
         for name in VARIANTS
     ]
-    for row in rows:
-        print(row)
-    keep(options.out, "malloc_trim", options.seed, load, rows)
+    print(as_text(rows))
+    record.keep(options.out, "malloc_trim", {"rows": rows}, as_text(rows))
 
 
 @dataclass
@@ -71,6 +70,21 @@ class Series:
 
 
 Pair = dict[str, Series]
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    """Each kind of step: times and page faults of every process; and their memory."""
+    lines = []
+    for row in rows:
+        if "memory" in row:
+            shown = ", ".join(f"{before} to {after}" for before, after in row["resident_mb"])
+            lines.append(f"resident MB, {row['memory']}: {shown}")
+            continue
+        lines.append(f"{row['step']}: {row['ratio_p50']} of the time")
+        for name in VARIANTS:
+            times, faults = row[name]["ms_p50"], row[name]["faults_per_step"]
+            lines.append(f"  {name}: ms {times}, faults per step {faults}")
+    return "\n".join(lines)
 
 
 def summary(step: str, pairs: list[Pair]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ recovery of the victims of a death.
 import argparse
 import asyncio
 import logging
-import os
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from typing import Any, cast
 
 import msgspec
 
-from experiments.record import keep
+from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.model.events import (
@@ -295,7 +294,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    load = os.getloadavg()[0]
+    record = Record()
     events = {
         (nodes, is_idle): measure_events(nodes, options.rounds, is_idle=is_idle)
         for nodes in NODES
@@ -303,11 +302,13 @@ def main() -> int:
     }
     requests = measure_bodies(options.rounds)
     recovery = measured_recoveries(options.deaths)
-    for (nodes, is_idle), took in events.items():
-        print(f"{nodes} + {nodes} instances{', idle' * is_idle}, us:", as_text(took))
-    for name, took in requests.items():
-        print(f"{name}, us:", as_text(took))
-    print(f"{VICTIMS} victims, {SURVIVORS} targets:", as_text(recovery))
+    lines = [
+        f"{nodes} + {nodes} instances{', idle' * is_idle}, us: {as_text(took)}"
+        for (nodes, is_idle), took in events.items()
+    ]
+    lines += [f"{name}, us: {as_text(took)}" for name, took in requests.items()]
+    lines.append(f"{VICTIMS} victims, {SURVIVORS} targets: {as_text(recovery)}")
+    print(*lines, sep="\n")
     rows: list[dict[str, Any]] = [
         *(
             {"nodes": nodes, "is_idle": is_idle, "event_us": took}
@@ -316,7 +317,7 @@ def main() -> int:
         *({"body": name, "step_us": took} for name, took in requests.items()),
         {"victims": VICTIMS, "survivors": SURVIVORS, "deaths": options.deaths, **recovery},
     ]
-    keep(options.out, "request_path", 0, load, rows)
+    record.keep(options.out, "request_path", {"rows": rows}, "\n".join(lines))
     is_quick = max(events[NODES[0], False].values()) <= LIMIT_EVENT_US
     return 0 if is_quick and recovery["last_call_ms_median"] <= LIMIT_RECOVERY_MS else 1
 
