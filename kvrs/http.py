@@ -24,7 +24,7 @@ from kvrs.origins import refusal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
 from kvrs.protocol.secrets import Door, DoorKey
-from kvrs.tls import Certificates, listen
+from kvrs.tls import Certificates, TlsServer, bind
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ def _address_of(transport: asyncio.Transport) -> str:
 class _Site(web.BaseSite):
     """A listening socket whose connections are counted."""
 
-    __slots__ = ("_host", "_make", "_port", "_tls")
+    __slots__ = ("_host", "_make", "_port", "_shared", "_tls")
 
     def __init__(
         self,
@@ -170,8 +170,11 @@ class _Site(web.BaseSite):
         port: int,
         make: Callable[[], _Connection],
         tls: Certificates | None,
+        *,
+        shared: bool,
     ) -> None:
         super().__init__(runner, backlog=_BACKLOG)
+        self._shared = shared
         self._host = host
         self._port = port
         self._make = make
@@ -186,9 +189,12 @@ class _Site(web.BaseSite):
         loop = asyncio.get_running_loop()
         host, port = self._host, self._port
         if self._tls is None:
-            server = await loop.create_server(self._make, host, port, backlog=_BACKLOG)
+            server = await loop.create_server(
+                self._make, host, port, backlog=_BACKLOG, reuse_port=self._shared
+            )
         else:
-            made = await listen(host, port, _BACKLOG, self._tls, self._make, IDLE_S, _IN_PLAIN)
+            sockets = await bind(host, port, _BACKLOG, shared=self._shared)
+            made = TlsServer(sockets, self._tls, self._make, IDLE_S, _IN_PLAIN)
             server = cast(asyncio.Server, made)
         self._server = server
         self._port = server.sockets[0].getsockname()[1]
@@ -230,8 +236,9 @@ class HttpPort:
         self._site: _Site | None = None
         self.port = 0  # The one that is bound.
 
-    async def open(self, host: str, port: int) -> int:
-        """Serve; return the port that was bound.
+    async def open(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Serve; return the port that was bound. `shared`: other processes of this user may listen
+        on it too, and connections are spread over them.
 
         Raises:
             OSError: it cannot be bound.
@@ -252,7 +259,7 @@ class HttpPort:
             lingering_time=_LINGERING_S,
             max_headers=_MAX_HEADERS,
         )
-        self._site = site = _Site(self._runner, host, port, make, self._tls)
+        self._site = site = _Site(self._runner, host, port, make, self._tls, shared=shared)
         await site.start()
         self.port = site.port
         return self.port

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 # What every record has; the rest came with `extra=` and is shown.
@@ -9,8 +10,13 @@ _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 
 
 class _KeyValueFormatter(logging.Formatter):
+    def __init__(self, facts: Mapping[str, str]) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+        self._facts = facts
+
     def format(self, record: logging.LogRecord) -> str:
         extra = {name: value for name, value in vars(record).items() if name not in _USUAL}
+        extra |= self._facts
         line = super().format(record)
         return " ".join([line, *(f"{name}={_shown(value)}" for name, value in extra.items())])
 
@@ -21,13 +27,13 @@ def _shown(value: Any) -> str:
     return repr(text) if not text.isprintable() or " " in text else text
 
 
-def log_to_stderr() -> None:
-    """Log everything from INFO on."""
-    log_to(sys.stderr)
+def log_to_stderr(**facts: str) -> None:
+    """Log everything from INFO on; each line has these facts too."""
+    log_to(sys.stderr, **facts)
 
 
-def log_to(stream: TextIO) -> None:
+def log_to(stream: TextIO, **facts: str) -> None:
     """Log everything from INFO on to a stream."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_KeyValueFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(_KeyValueFormatter(facts))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

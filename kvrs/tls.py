@@ -303,16 +303,9 @@ class TlsServer:
         log.warning("no TLS connection", extra={"client": address, "cause": cause})
 
 
-async def listen(
-    host: str,
-    port: int,
-    backlog: int,
-    certificates: Certificates,
-    make: Callable[[], Guest],
-    timeout_s: float,
-    in_plain: bytes,
-) -> TlsServer:
-    """`in_plain`: the answer to what is not TLS.
+async def bind(host: str, port: int, backlog: int, *, shared: bool) -> list[socket.socket]:
+    """Listening sockets at all addresses of a host. `shared`: other processes of this user may
+    listen there too.
 
     Raises:
         OSError: the port cannot be bound.
@@ -324,6 +317,8 @@ async def listen(
         for family, *_, address in dict.fromkeys(found):
             sockets.append(made := socket.socket(family, socket.SOCK_STREAM))
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             made.setblocking(False)
@@ -333,7 +328,7 @@ async def listen(
         for each in sockets:
             each.close()
         raise
-    return TlsServer(sockets, certificates, make, timeout_s, in_plain)
+    return sockets
 
 
 async def _first_byte(sock: socket.socket) -> bytes:

@@ -33,8 +33,11 @@ Situation = Annotated[
 
 def check(file: File) -> None:
     """Print every fault of a configuration file at once."""
+    from kvrs.proxy.workers.ports import check_shared_ports
+
     config = load_config(file, os.environ)
     check_exposure(config, os.environ)
+    check_shared_ports(config)
     read_tenants(config.security, os.environ)
     for line in notes(config):
         console.print(line, style="yellow", highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from kvrs.config.proxy import MOST_WORKERS
 from kvrs.explain.decision import CheckpointAt
 from kvrs.traces.records import Api
 
@@ -51,6 +52,10 @@ DistserveHome = Annotated[
 ]
 Proxies = Annotated[
     int, typer.Option(min=1, max=8, help="Each 10 ports above the one before it; with gossip")
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, max=MOST_WORKERS, help="Processes of a proxy, on one port of clients [1]"),
 ]
 Url = Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http://127.0.0.1:8000")]
 ReplayTrace = Annotated[

@@ -14,6 +14,7 @@ from kvrs.config.cluster import Backend, demo_nodes
 from kvrs.config.exposure import check_exposure
 from kvrs.config.file import Config, load_config, parse_config, read_secrets
 from kvrs.config.policy import PolicyName
+from kvrs.config.workers import with_workers
 from kvrs.errors import ConfigError, check_extras
 from kvrs.ids import NodeId
 
@@ -126,14 +127,18 @@ def _up_config(
     return asked
 
 
-def proxy(config: opt.ConfigFile, no_env: opt.NoEnv = False) -> None:
+def proxy(config: opt.ConfigFile, workers: opt.Workers = None, no_env: opt.NoEnv = False) -> None:
     """Run one proxy in front of instances that are already up."""
     import uvloop
 
     from kvrs.logs import log_to_stderr
     from kvrs.proxy.server import serve
+    from kvrs.proxy.workers.supervisor import supervise
 
-    read_config = partial(load_config, config, None if no_env else os.environ)
+    def read_config() -> Config:
+        given = load_config(config, None if no_env else os.environ)
+        return given if workers is None else with_workers(given, workers)
+
     settings = read_config()
     # vLLM's instances name the port of their pages in every hand-off.
     needed = ("port",) if settings.cluster.backend is Backend.VLLM else ("port", "page_port")
@@ -156,6 +161,9 @@ def proxy(config: opt.ConfigFile, no_env: opt.NoEnv = False) -> None:
         raise ConfigError(faults)
     log_to_stderr()
     secret, *older = read_secrets(settings.security, os.environ)
+    if settings.proxy.workers > 1:
+        uvloop.run(supervise(settings, config, read_config, no_env=no_env))
+        return
     uvloop.run(serve(settings, secret, older, read_config))
 
 

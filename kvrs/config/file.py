@@ -19,7 +19,7 @@ from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.overrides import override
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.config.proxy import ProxySettings
+from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
 from kvrs.config.settings import Settings, faults_of, is_loopback, read_private
 from kvrs.config.source import Source, read_source
 from kvrs.config.tls import PeerTlsSettings
@@ -231,6 +231,8 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     if config.gossip.enabled:
         yield from _faults_of_gossip(config)
     yield from _faults_of_ports(config)
+    if config.proxy.workers > 1:
+        yield from _faults_of_workers(config)
 
 
 def _repeated(names: Iterable[str]) -> list[tuple[str, int]]:
@@ -244,7 +246,8 @@ def _faults_of_names(config: Config) -> Iterator[str]:
     for what, names in (("node", [node.id for node in nodes]), ("instance", holders)):
         for name, count in _repeated(names):
             yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
-    for name, count in _repeated([config.proxy.id, *(peer.id for peer in config.proxy.peers)]):
+    proxies = [*config.proxy.names, *(peer.id for peer in config.proxy.every_peer())]
+    for name, count in _repeated(proxies):
         yield f"proxy.peers: id {name!r} is used {count} times; allowed: once, proxy.id included"
     here = config.proxy.peer_host
     for peer in config.proxy.peers if is_loopback(here) else ():
@@ -280,6 +283,44 @@ def _faults_of_profiles(config: Config) -> Iterator[str]:
             yield from (f"{key}: {fault}" for fault in error.faults)
 
 
+def _faults_of_workers(config: Config) -> Iterator[str]:
+    """What is divided among workers, or counted for each of them."""
+    proxy, workers = config.proxy, config.proxy.workers
+    body = 2 * proxy.max_body_bytes
+    for key, got, each in (
+        ("proxy.max_streams", proxy.max_streams, 1),
+        ("proxy.body_budget_bytes", proxy.body_budget_bytes, body),
+        ("proxy.mirror_bytes", proxy.mirror_bytes, LEAST_MIRROR_BYTES),
+    ):
+        if got < each * workers:
+            yield (
+                f"{key}: got {got} with proxy.workers: {workers}; allowed: at least "
+                f"{each * workers}, {each} for each worker"
+            )
+    if not config.agents_run and config.policy.slots_max < workers:
+        yield (
+            f"policy.slots_max: got {config.policy.slots_max} with proxy.workers: {workers}, and "
+            f"no agent arbitrates between them; allowed: at least {workers}, or gossip.enabled: "
+            f"true"
+        )
+    for key in ("peer_port", "gossip_port"):
+        if (first := getattr(proxy, key)) + workers - 1 > MOST_PORT:
+            yield (
+                f"proxy.{key}: got {first} with proxy.workers: {workers}, each of which has the "
+                f"port after that of the one before; allowed: at most {MOST_PORT + 1 - workers}"
+            )
+    if len(longest := proxy.names[-1]) > MOST_ID:
+        yield (
+            f"proxy.id: got {proxy.id!r} with proxy.workers: {workers}, the last of which is "
+            f"{longest!r}; allowed: at most {MOST_ID} characters"
+        )
+    if (peers := workers - 1 + sum(1 for _ in proxy.every_peer())) > MOST_PEERS:
+        yield (
+            f"proxy.peers: {peers} other processes with proxy.workers: {workers}; allowed: at "
+            f"most {MOST_PEERS}, workers included"
+        )
+
+
 def _faults_of_ports(config: Config) -> Iterator[str]:
     listeners: list[InstanceSettings | AgentSettings] = [
         *(instance for _, instance in config.cluster.instances()),
@@ -291,11 +332,10 @@ def _faults_of_ports(config: Config) -> Iterator[str]:
         for each in listeners
         for address in ((each.host, each.port), (each.pages_at, each.page_port))
     ]
-    addresses += [
-        (proxy.host, proxy.port),
-        (proxy.admin_host, proxy.admin_port),
-        (proxy.peer_host, proxy.peer_port),
-    ]
+    addresses += [(proxy.host, proxy.port), (proxy.admin_host, proxy.admin_port)]
+    if proxy.peer_port:
+        own = range(proxy.peer_port, proxy.peer_port + proxy.workers)
+        addresses += [(proxy.peer_host, port) for port in own]
     if config.gossip.enabled:
         addresses += [(host, port) for _, host, port in gossip_members(config)]
     for address, count in _repeated(f"{host}:{port}" for host, port in addresses if port):
@@ -304,11 +344,14 @@ def _faults_of_ports(config: Config) -> Iterator[str]:
 
 def gossip_members(config: Config) -> Iterator[tuple[NodeId, str, int]]:
     """The members that the file names, with host and gossip port: the agents, each under its
-    node's name, and the proxy.
+    node's name, and the proxy, or each of its workers.
     """
     agents = ((node.id, node.agent) for node in config.cluster.nodes)
     yield from ((node, agent.gossip_at, agent.gossip_port) for node, agent in agents)
-    yield NodeId(config.proxy.id), config.proxy.gossip_host, config.proxy.gossip_port
+    proxy = config.proxy
+    for offset, name in enumerate(proxy.names):
+        port = proxy.gossip_port + offset if proxy.gossip_port else 0
+        yield NodeId(name), proxy.gossip_host, port
 
 
 def gossip_seeds(config: Config, me: NodeId) -> dict[NodeId, str]:
@@ -321,11 +364,9 @@ def gossip_seeds(config: Config, me: NodeId) -> dict[NodeId, str]:
 
 
 def _faults_of_gossip(config: Config) -> Iterator[str]:
-    if any(node.id == config.proxy.id for node in config.cluster.nodes):
-        yield (
-            f"proxy.id: {config.proxy.id!r} is the id of a node too; allowed with gossip: a "
-            f"name of its own"
-        )
+    nodes = {node.id for node in config.cluster.nodes}
+    for name in nodes.intersection(config.proxy.names):
+        yield f"proxy.id: {name!r} is the id of a node too; allowed with gossip: a name of its own"
     heard: dict[bool, str] = {}  # A member on loopback, and one beyond it.
     for member, host, _ in gossip_members(config):
         try:

@@ -1,11 +1,19 @@
 """Section `proxy` of the configuration."""
 
+from collections.abc import Iterator
 from enum import StrEnum
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvrs.config.settings import Settings
 from kvrs.config.tls import TlsSettings
+
+MOST_WORKERS = 16
+MOST_PEERS = 32
+MOST_PORT = 65535
+MOST_ID = 64  # Characters.
+LEAST_MIRROR_BYTES = 1 << 20
 
 
 class Inexact(StrEnum):
@@ -22,17 +30,39 @@ class MirrorMode(StrEnum):
     SYNC = "sync"
 
 
+def names_of(proxy: str, workers: int) -> list[str]:
+    """The ids of a proxy's processes."""
+    return [proxy] if workers == 1 else [f"{proxy}.{worker}" for worker in range(workers)]
+
+
 class PeerSettings(Settings):
-    id: str = Field(min_length=1, max_length=64)
+    id: str = Field(min_length=1, max_length=MOST_ID)
     """Its `proxy.id`."""
     host: str = "127.0.0.1"
     """Its `proxy.peer_host`."""
     peer_port: int = Field(ge=1, le=65535)
     """Its `proxy.peer_port`."""
+    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    """Its `proxy.workers`: beyond 1 they are ID.0, ID.1, ... at this port and those that follow."""
+
+    @model_validator(mode="after")
+    def _check_last(self) -> Self:
+        last = names_of(self.id, self.workers)[-1]
+        if self.peer_port + self.workers - 1 > MOST_PORT or len(last) > MOST_ID:
+            raise ValueError(
+                f"workers: {self.workers} need ids of at most {MOST_ID} characters, and ports of "
+                f"at most {MOST_PORT}"
+            )
+        return self
+
+    def each(self) -> Iterator["PeerSettings"]:
+        """Its processes, each as a peer."""
+        for offset, name in enumerate(names_of(self.id, self.workers)):
+            yield PeerSettings(id=name, host=self.host, peer_port=self.peer_port + offset)
 
 
 class ProxySettings(Settings):
-    id: str = Field(default="proxy-0", min_length=1, max_length=64)
+    id: str = Field(default="proxy-0", min_length=1, max_length=MOST_ID)
     """Its name among proxies, nodes and agents."""
     host: str = "127.0.0.1"
     """Of the clients' port; beyond loopback see docs/security.md. Each other port has a host of its
@@ -40,6 +70,8 @@ class ProxySettings(Settings):
     """
     port: int = Field(default=8000, ge=0, le=65535)
     """For clients: /v1/completions, /v1/models, /healthz, /readyz. 0: any free port."""
+    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    """Processes that share the clients' port (docs/proxies.md#workers)."""
     allow_anonymous: bool = False
     """Beyond loopback without keys: for a gateway in front that authenticates clients."""
     tls: TlsSettings | None = None
@@ -82,13 +114,13 @@ class ProxySettings(Settings):
     """Of the port for the other proxies."""
     peer_port: int = Field(default=0, ge=0, le=65535)
     """For the other proxies (docs/proxies.md). 0: none."""
-    peers: list[PeerSettings] = Field(default=[], max_length=32)
-    """The other proxies, each as {id: proxy-1, host: 127.0.0.1, peer_port: 8012}."""
+    peers: list[PeerSettings] = Field(default=[], max_length=MOST_PEERS)
+    """The other proxies, each as {id: proxy-1, host: 127.0.0.1, peer_port: 8012, workers: 1}."""
     mirror: MirrorMode = Field(default=MirrorMode.ASYNC, strict=False)
     """Of streams with an Idempotency-Key. sync: no token is sent to the client before a peer has
     it.
     """
-    mirror_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    mirror_bytes: int = Field(default=256 << 20, ge=LEAST_MIRROR_BYTES)
     """Memory for the records of streams that can be resumed, here and at other proxies."""
     drain_s: float = Field(default=600.0, ge=0, le=3600)
     """On SIGTERM: how long streams without a key may run to their end. The process ends when none
@@ -100,3 +132,12 @@ class ProxySettings(Settings):
     """A few tokens once per process of an instance: does KV move, are streams continued exactly
     (docs/backends.md)? false: what instances declare is believed.
     """
+
+    @property
+    def names(self) -> list[str]:
+        """The ids of its processes among proxies: its own, or those of its workers."""
+        return names_of(self.id, self.workers)
+
+    def every_peer(self) -> Iterator[PeerSettings]:
+        """The processes of the other proxies."""
+        return (each for peer in self.peers for each in peer.each())

@@ -50,7 +50,7 @@ class _Outbox:
 
 def slot_share(config: Config) -> int:
     """The proxy's part of a target's slots while no agent arbitrates."""
-    return config.policy.slots_max // (1 + len(config.proxy.peers))
+    return config.policy.slots_max // (1 + sum(1 for _ in config.proxy.every_peer()))
 
 
 class Slots:

@@ -4,11 +4,9 @@ import asyncio
 import errno
 import logging
 import os
-import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from kvrs.config.file import Config, config_digest, gossip_seeds
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.control.reload import reload_settings
-from kvrs.descriptors import raise_descriptor_limit
 from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
 from kvrs.http import HttpPort, naming_port
@@ -31,7 +28,7 @@ from kvrs.policy.event_log import header_line
 from kvrs.protocol.mirror import Hello
 from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
 from kvrs.proving import address_of, agent_keys
-from kvrs.proxy.api.admin import Admin
+from kvrs.proxy.api.admin import Admin, OwnSource
 from kvrs.proxy.api.app import ClientApi
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
@@ -40,7 +37,7 @@ from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
-from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
+from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
@@ -50,11 +47,14 @@ from kvrs.proxy.watch.supervision import TaskKind, keep_running
 from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
+from kvrs.proxy.workers.link import WorkerLink
+from kvrs.proxy.workers.running import Stop, run_service
 
 log = logging.getLogger(__name__)
 
 
 _LOOK_AGAIN_S = 0.02
+_SEEN_WITHIN_S = 2.0  # A worker takes requests then, also if no instance is up.
 _LAST_WORDS_S = 2.0  # For clients to read how their streams ended when the proxy stops.
 
 
@@ -67,11 +67,13 @@ class Proxy:
         secret: bytes,
         older: Sequence[bytes] = (),
         read: Callable[[], Config] | None = None,
+        link: WorkerLink | None = None,
     ) -> None:
         """`older`: secrets that are accepted besides the one in use; `read` reads the file of the
-        configuration again.
+        configuration again; `link`: this is one of several workers of a proxy.
         """
         self._config = config
+        self._link = link
         self.reloads = Reloads(config, read or (lambda: config))
         self.reloads.add(ReloadingPart("policy", self._prepare_policy, ("policy", "slo")))
         self._ring = [secret, *older]
@@ -135,14 +137,13 @@ class Proxy:
             settings, config.cluster.backend, driver, mirror, metrics, clock, tenants
         )
         gossip_view = GossipView(control.link_measured, control.gpus_seen, clock)
-        security, describe = config.security, self._describe
-        admin = Admin(driver, metrics, gossip_view, describe, self.reloads, clock, security)
+        describe = self._describe
+        source = OwnSource(driver, metrics, gossip_view, describe, self.reloads, clock)
         if config.proxy.peer_port:
             keys = door_keys(self._ring, config.proxy.id, Door.PROXY)
             await self._listen(make_app(mirror), "peer_port", keys)
         await mirror.peers.meet()
-        self.port = await self._listen(api.application(), "port")
-        self.admin_port = await self._listen(admin.application(), "admin_port")
+        await self._open_ports(api, source)
         loop = asyncio.get_running_loop()
         watchers = _watchers_of(driver, config.proxy, gossip_view)
         if config.gossip.enabled:
@@ -166,6 +167,23 @@ class Proxy:
         if event_log is not None:
             work.append(event_log.run())
         self._background = [loop.create_task(each) for each in work]
+        if self._link is not None:
+            await self._join_workers(api, driver)
+
+    async def _open_ports(self, api: ClientApi, source: OwnSource) -> None:
+        if self._link is not None:
+            self._link.show(source)
+            return
+        self.port = await self._listen(api.application(), "port")
+        admin = Admin(source, self.reloads, self._config.security)
+        self.admin_port = await self._listen(admin.application(), "admin_port")
+
+    async def _join_workers(self, api: ClientApi, driver: Driver) -> None:
+        """Take requests once an instance is seen up: until then the other workers take them."""
+        until_s = time.monotonic() + _SEEN_WITHIN_S
+        while not driver.control.instances.ready() and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        self.port = await self._listen(api.application(), "port")
 
     def _open_tenants(self) -> Tenants:
         self.tenants = Tenants(self._config, self._ring, time.monotonic)
@@ -189,7 +207,8 @@ class Proxy:
 
     def _peers(self, me: Hello) -> dict[str, ProxyPeer]:
         inner_url = self._config.inner_url
-        urls = {peer.id: inner_url(peer.host, peer.peer_port) for peer in self._config.proxy.peers}
+        peers = self._config.proxy.every_peer()
+        urls = {peer.id: inner_url(peer.host, peer.peer_port) for peer in peers}
         keys = {
             address_of(url): door_key(self._ring[0], Door.PROXY, name) for name, url in urls.items()
         }
@@ -226,6 +245,10 @@ class Proxy:
 
         return apply
 
+    async def reload(self) -> ReloadResult:
+        """Raises ConfigError: the file has faults; nothing has changed."""
+        return await self.reloads.reload()
+
     async def run(self) -> None:
         """Serve until cancelled; an exception is an internal error."""
         await asyncio.gather(*self._background)
@@ -238,15 +261,28 @@ class Proxy:
             return
         self._api.draining = True
         log.info("draining", extra={"streams": len(self._driver.streams)})
-        if self._mirror.peers.live:
+        if self._link is not None and not self._link.all_drain:
+            await self._stop_taking_clients()  # The other workers take them.
+        if self._remaining_peers():
             self._mirror.hand_over()
         until_s = time.monotonic() + self._config.proxy.drain_s
         while self._driver.streams and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
         # Records that no peer has would be lost with this process.
         until_s = time.monotonic() + _LAST_WORDS_S
-        while self._mirror.peers.live and self._mirror.uncopied and time.monotonic() < until_s:
+        while self._remaining_peers() and self._mirror.uncopied and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _remaining_peers(self) -> Set[str]:
+        """Proxies that go on when this one has drained."""
+        assert self._mirror is not None
+        live = self._mirror.peers.live_ids
+        return live if self._link is None or not self._link.all_drain else live - self._link.others
+
+    async def _stop_taking_clients(self) -> None:
+        for port in self._ports:
+            if port.port == self.port:
+                await port.stop_listening()
 
     async def close(self) -> None:
         """End every stream with an error, then release all resources."""
@@ -300,7 +336,7 @@ class Proxy:
         )
         self._ports.append(listening)
         try:
-            return await listening.open(host, port)
+            return await listening.open(host, port, shared=self._link is not None)
         except OSError as error:
             reason = (
                 "is already in use"
@@ -355,55 +391,16 @@ async def serve(
     secret: bytes,
     older: Sequence[bytes] = (),
     read: Callable[[], Config] | None = None,
+    link: WorkerLink | None = None,
 ) -> None:
     """Run a proxy until SIGINT or SIGTERM, which a second one hastens; SIGHUP has it `read` its
-    configuration again.
+    configuration again. One of several workers of a proxy (`link`) ends with its supervisor too.
     """
-    stop, at_once, asked_to_reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    proxy, stop = Proxy(config, secret, older, read, link), Stop()
 
-    def request_stop() -> None:
-        # A second signal skips draining.
-        (at_once if stop.is_set() else stop).set()
+    def ready() -> None:
+        log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, request_stop)
-    loop.add_signal_handler(signal.SIGHUP, asked_to_reload.set)
-    # `kvrs up` restarts its processes on it; its default here would end this one.
-    ignored = "SIGUSR1 is ignored: only `kvrs up` restarts its processes on it"
-    loop.add_signal_handler(signal.SIGUSR1, log.warning, ignored)
-    # Blocked from the start of the process until now (`kvrs/__main__.py`).
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})
-    raise_descriptor_limit()
-    proxy = Proxy(config, secret, older, read)
-    await proxy.start()
-    log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
-    running, stopping = asyncio.ensure_future(proxy.run()), asyncio.ensure_future(stop.wait())
-    reloading = asyncio.ensure_future(_reload_when(asked_to_reload, proxy))
-    try:
-        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            await running
-        draining, hurried = (
-            asyncio.ensure_future(proxy.drain()),
-            asyncio.ensure_future(at_once.wait()),
-        )
-        done, _ = await asyncio.wait(
-            {draining, hurried, running}, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in (draining, hurried):
-            task.cancel()
-        for ended in done - {hurried}:
-            await ended  # Re-raise internal errors: the exit status must not be 0.
-    finally:
-        for task in (running, stopping, reloading):
-            task.cancel()
-        await proxy.close()
-
-
-async def _reload_when(asked: asyncio.Event, proxy: Proxy) -> None:
-    while True:
-        await asked.wait()
-        asked.clear()
-        with suppress(ConfigError):  # Logged; the configuration in use goes on.
-            await proxy.reloads.reload()
+    if link is not None:
+        link.stop = stop.asked
+    await run_service(proxy, ready if link is None else link.ready, stop)

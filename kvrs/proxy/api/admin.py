@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -13,13 +13,24 @@ from kvrs.errors import ConfigError
 from kvrs.http import answer, require_token
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.state import describe, measure
-from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
+from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
 
 
-class Admin:
+class AdminSource(Protocol):
+    """What the port shows and does: of one process, or of all workers of a proxy."""
+
+    async def state(self) -> dict[str, Any]: ...
+    async def metrics(self) -> bytes: ...
+    async def reload(self) -> ReloadResult: ...  # Raises ConfigError.
+    def serves(self) -> bool: ...  # Whether it takes requests of clients.
+
+
+class OwnSource:
+    """Of this process."""
+
     def __init__(
         self,
         driver: Driver,
@@ -28,17 +39,34 @@ class Admin:
         proxy: Callable[[], dict[str, Any]],
         reloads: Reloads,
         clock: Callable[[], float],
-        security: SecuritySettings,
     ) -> None:
-        # One of them is required; none: no token is.
-        self._tokens = read_admin_tokens(security, os.environ)
-        reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._driver = driver
         self._metrics = metrics
         self._gossip_view = gossip_view
         self._proxy = proxy
-        self._reloads = reloads
         self._clock = clock
+        self.reload = reloads.reload
+
+    async def state(self) -> dict[str, Any]:
+        return describe(self._driver, self._gossip_view, self._proxy(), self._clock())
+
+    async def metrics(self) -> bytes:
+        return self.measured().render()
+
+    def measured(self) -> Metrics:
+        measure(self._driver, self._gossip_view, self._metrics)
+        return self._metrics
+
+    def serves(self) -> bool:
+        return True
+
+
+class Admin:
+    def __init__(self, source: AdminSource, reloads: Reloads, security: SecuritySettings) -> None:
+        # One of them is required; none: no token is.
+        self._tokens = read_admin_tokens(security, os.environ)
+        reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
+        self._source = source
 
     def application(self) -> web.Application:
         authenticate = require_token(self._tokens, "the admin token")
@@ -57,13 +85,13 @@ class Admin:
         return partial(self._tokens.__setitem__, slice(None), found)
 
     async def _state(self, _: web.Request) -> web.Response:
-        state = describe(self._driver, self._gossip_view, self._proxy(), self._clock())
-        return web.Response(body=msgspec.json.encode(state), content_type="application/json")
+        body = msgspec.json.encode(await self._source.state())
+        return web.Response(body=body, content_type="application/json")
 
     async def _reload(self, _: web.Request) -> web.Response:
         """Take over what has changed in the file: 400 with every fault where it has any."""
         try:
-            return answer(await self._reloads.reload())
+            return answer(await self._source.reload())
         except ConfigError as error:
             what = {"message": str(error), "type": "invalid_configuration", "faults": error.faults}
             return web.Response(
@@ -73,11 +101,12 @@ class Admin:
             )
 
     async def _show_metrics(self, _: web.Request) -> web.Response:
-        measure(self._driver, self._gossip_view, self._metrics)
         return web.Response(
-            body=self._metrics.render(),
+            body=await self._source.metrics(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        if self._source.serves():
+            return web.Response(text="ok\n")
+        return web.Response(text="no worker is up\n", status=503)

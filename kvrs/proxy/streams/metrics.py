@@ -82,7 +82,7 @@ class Metrics:
             ["worker"],
         )
         self._task_failures = counter("kvrs_task_failures", "Tasks that a bug ended.", ["task"])
-        self.damaged = _Total(
+        self.damaged = Total(
             counter("kvrs_damaged_pages", "Damaged pages that the worker has fetched.", ["worker"])
         )
         self.checkpoint_lag = gauge(
@@ -207,14 +207,14 @@ class GossipMetrics:
         gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
         self._members = gauge("kvrs_gossip_members", "Members of the group by status.", ["status"])
         self._health = gauge("kvrs_gossip_health", "Lifeguard local health score (0 = healthy).")
-        self._packets = _Total(counter("kvrs_gossip_sent_packets", "Packets sent."))
-        self._bytes = _Total(
+        self._packets = Total(counter("kvrs_gossip_sent_packets", "Packets sent."))
+        self._bytes = Total(
             counter("kvrs_gossip_sent_bytes", "Bytes sent, without their authentication.")
         )
-        self._dropped = _Total(
+        self._dropped = Total(
             counter("kvrs_gossip_dropped_packets", "Packets dropped, by reason.", ["reason"])
         )
-        self._unread = _Total(
+        self._unread = Total(
             counter("kvrs_gossip_unread_facts", "Facts of other members that could not be read.")
         )
 
@@ -229,7 +229,7 @@ class GossipMetrics:
         self._unread.follow(membership.facts.unread)
 
 
-class _Total:
+class Total:
     """A counter that follows totals of other processes, which begin again at 0 with these."""
 
     def __init__(self, counter: Counter) -> None:

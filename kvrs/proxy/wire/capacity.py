@@ -35,7 +35,7 @@ def capacity_of(config: Config) -> Capacity:
         processes += len(cluster.nodes)
     left = descriptors_left(
         _PER_PROCESS * processes
-        + _PER_PEER * len(settings.peers)
+        + _PER_PEER * sum(1 for _ in settings.every_peer())
         + (_GOSSIP if config.gossip.enabled else 0)
     )
     streams = min(settings.max_streams, left // 4)

@@ -10,7 +10,7 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.proxy.backends.peer import ConnectionLostError, UnusableError
 from kvrs.proxy.fleet.watchdog import SilentError
-from kvrs.proxy.streams.metrics import DeathCause, Metrics, _Total
+from kvrs.proxy.streams.metrics import DeathCause, Metrics, Total
 from kvrs.proxy.watch.watcher import _death_cause
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -102,7 +102,7 @@ def test_every_fault_has_one_of_few_causes(fault: UpstreamError, cause: DeathCau
 def test_a_total_that_restarts_is_added_to_what_was_counted_before() -> None:
     """A worker counts from 0 after a restart; the series only rises."""
     registry = CollectorRegistry()
-    total = _Total(Counter("pages", "Pages.", ["worker"], registry=registry))
+    total = Total(Counter("pages", "Pages.", ["worker"], registry=registry))
 
     for seen in (3, 5, 5, 2):
         total.follow(seen, "d0")

@@ -1,0 +1,97 @@
+"""One worker of a proxy: its side of the channel to the supervisor."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Set
+
+import msgspec
+
+from kvrs.errors import ConfigError
+from kvrs.proxy.api.admin import OwnSource
+from kvrs.proxy.workers.channel import Channel
+from kvrs.proxy.workers.messages import (
+    DRAIN,
+    METRICS,
+    PING,
+    PLAN,
+    READY,
+    RELOAD,
+    STATE,
+    Reloaded,
+    WorkerPlan,
+    packed,
+    unpacked,
+)
+from kvrs.proxy.workers.series import families_of
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """`others` are the ids of the other workers; `stop` is called when the whole proxy ends, again
+    to hasten it. Without its supervisor a worker ends at once, as by SIGKILL: another supervisor
+    may be starting other workers at the same ports.
+    """
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.others: Set[str] = frozenset()
+        self.all_drain = False
+        self.stop: Callable[[], None] | None = None
+        self._plan: asyncio.Future[WorkerPlan] = loop.create_future()
+        self._source: asyncio.Future[OwnSource] = loop.create_future()
+        self.channel = Channel(
+            {
+                PLAN: self._take_plan,
+                STATE: self._state,
+                METRICS: self._metrics,
+                RELOAD: self._reload,
+                PING: lambda body: body,
+                DRAIN: self._drain,
+            },
+            _end,
+        )
+
+    async def open(self, end: socket.socket) -> WorkerPlan:
+        await self.channel.open(end)
+        return await self._plan
+
+    def show(self, source: OwnSource) -> None:
+        """From now on questions about this worker are answered."""
+        self._source.set_result(source)
+
+    def ready(self) -> None:
+        """It takes requests of clients."""
+        log.info("worker ready")
+        self.channel.tell(READY)
+
+    def _take_plan(self, body: bytes) -> bytes:
+        self._plan.set_result(unpacked(body, WorkerPlan))
+        return b""
+
+    async def _state(self, _: bytes) -> bytes:
+        return msgspec.json.encode(await (await self._source).state())
+
+    async def _metrics(self, _: bytes) -> bytes:
+        return packed(families_of((await self._source).measured().registry))
+
+    async def _reload(self, _: bytes) -> bytes:
+        try:
+            result = await (await self._source).reload()
+        except ConfigError as error:
+            return packed(Reloaded(faults=error.faults))
+        return packed(Reloaded(result.applied, result.restart_needed))
+
+    def _drain(self, _: bytes) -> bytes:
+        self.all_drain = True
+        if self.stop is None:
+            os._exit(0)  # It has not begun.
+        self.stop()
+        return b""
+
+
+def _end() -> None:
+    log.error("the supervisor is gone")
+    os._exit(1)

@@ -1,0 +1,82 @@
+"""A proxy, or the supervisor of its workers, as a process: from its start to the end that signals
+ask for.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from kvrs.descriptors import raise_descriptor_limit
+from kvrs.errors import ConfigError
+from kvrs.proxy.reload import ReloadResult
+
+log = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    async def start(self) -> None: ...
+    async def run(self) -> None: ...  # Until cancelled.
+    async def drain(self) -> None: ...
+    async def close(self) -> None: ...
+    async def reload(self) -> ReloadResult: ...  # Raises ConfigError.
+
+
+class Stop:
+    """What asks a service to end. `asked` is called by signals; a second time skips draining."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def asked(self) -> None:
+        (self.at_once if self.first.is_set() else self.first).set()
+
+
+async def run_service(service: Service, ready: Callable[[], None], stop: Stop) -> None:
+    """Run until SIGINT or SIGTERM, which a second one hastens; SIGHUP has it reload."""
+    asked_to_reload = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.asked)
+    loop.add_signal_handler(signal.SIGHUP, asked_to_reload.set)
+    # `kvrs up` restarts its processes on it; its default here would end this one.
+    ignored = "SIGUSR1 is ignored: only `kvrs up` restarts its processes on it"
+    loop.add_signal_handler(signal.SIGUSR1, log.warning, ignored)
+    # Blocked from the start of the process until now (`kvrs/__main__.py`).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})
+    raise_descriptor_limit()
+    await service.start()
+    ready()
+    running = asyncio.ensure_future(service.run())
+    stopping = asyncio.ensure_future(stop.first.wait())
+    reloading = asyncio.ensure_future(_reload_when(asked_to_reload, service))
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            await running
+        draining, hurried = (
+            asyncio.ensure_future(service.drain()),
+            asyncio.ensure_future(stop.at_once.wait()),
+        )
+        done, _ = await asyncio.wait(
+            {draining, hurried, running}, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in (draining, hurried):
+            task.cancel()
+        for ended in done - {hurried}:
+            await ended  # Re-raise internal errors: the exit status must not be 0.
+    finally:
+        for task in (running, stopping, reloading):
+            task.cancel()
+        await service.close()
+
+
+async def _reload_when(asked: asyncio.Event, service: Service) -> None:
+    while True:
+        await asked.wait()
+        asked.clear()
+        with suppress(ConfigError):  # Logged; the configuration in use goes on.
+            await service.reload()

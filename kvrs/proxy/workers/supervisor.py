@@ -1,0 +1,292 @@
+"""A proxy of several workers: starts them, keeps them running, and answers for all of them.
+
+The workers share the clients' port (SO_REUSEPORT), and are proxies that are each other's peers. The
+supervisor takes no requests of clients; it has the admin port.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from kvrs import __version__
+from kvrs.config.exposure import faults_of_proxy
+from kvrs.config.file import Config, config_digest
+from kvrs.errors import ConfigError
+from kvrs.http import HttpPort, naming_port
+from kvrs.proxy.api.admin import Admin
+from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
+from kvrs.proxy.streams.metrics import Total
+from kvrs.proxy.wire.capacity import capacity_of
+from kvrs.proxy.wire.certificates import TlsOfPorts
+from kvrs.proxy.workers.channel import ChannelError
+from kvrs.proxy.workers.messages import (
+    METRICS,
+    PING,
+    RELOAD,
+    STATE,
+    Family,
+    Reloaded,
+    WorkerPlan,
+    unpacked,
+)
+from kvrs.proxy.workers.ports import KeptPorts, check_shared_ports
+from kvrs.proxy.workers.process import PlaceState, WorkerPlace
+from kvrs.proxy.workers.running import Stop, run_service
+from kvrs.proxy.workers.series import Added
+from kvrs.proxy.workers.states import added_states
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 2.0
+# What a worker has counted since it was last asked is lost when it is killed.
+_ASK_INTERVAL_S = 1.0
+_RELOAD_S = 30.0
+_LAST_WORDS_S = 2.0
+_ENDED_WITHIN_S = 10.0  # After the second signal.
+
+
+class Supervisor:
+    """Start and close it on one event loop; a source of the admin port."""
+
+    def __init__(
+        self, config: Config, path: Path, read: Callable[[], Config], *, no_env: bool
+    ) -> None:
+        """`path`: the file that the workers read, `no_env`: without what the environment sets;
+        `read` reads it for the supervisor.
+        """
+        self._no_env = no_env
+        self._config = config
+        self.reloads = Reloads(config, read)
+        # What the workers reload, so that its changes are named as those of one proxy.
+        self.reloads.add(ReloadingPart("policy", _nothing, ("policy", "slo")))
+        self._path = path
+        self._ports = KeptPorts()
+        self._admin: HttpPort | None = None
+        self._tls: TlsOfPorts | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self.places: list[WorkerPlace] = []
+        self.port = 0
+        self.admin_port = 0
+        self._registry = CollectorRegistry()
+        self._added = Added()
+        self._registry.register(self._added)
+        self._up = Gauge(
+            "kvrs_proxy_worker_up",
+            "1 while this worker of the proxy takes requests, else 0.",
+            ["proxy_worker"],
+            registry=self._registry,
+        )
+        self._restarts = Total(
+            Counter(
+                "kvrs_proxy_worker_restarts",
+                "Times that this worker of the proxy was started again.",
+                ["proxy_worker"],
+                registry=self._registry,
+            )
+        )
+
+    async def start(self) -> None:
+        """Bind the ports and start all workers; return when all take requests.
+
+        Raises:
+            ConfigError: a port cannot be bound, or a worker cannot start.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
+        proxy = self._config.proxy
+        check_shared_ports(self._config)
+        if faults := [*faults_of_proxy(self._config, os.environ)]:
+            raise ConfigError(faults)
+        self._tls = tls = TlsOfPorts.load(self._config)
+        self.reloads.add(ReloadingPart("certificates", tls.prepare))
+        keep = self._ports.keep
+        self.port = keep("port", proxy.host, proxy.port)
+        wanted = [
+            proxy.peer_port + worker if proxy.peer_port else 0 for worker in range(proxy.workers)
+        ]
+        peer_ports = [keep("peer_port", proxy.peer_host, port) for port in wanted]
+        await self._open_admin(tls)
+        for worker, name in enumerate(proxy.names):
+            plan = WorkerPlan(
+                worker, str(self._path), self._no_env, proxy.names, self.port, peer_ports
+            )
+            self.places.append(WorkerPlace(plan, name, {}, self._changed.set))
+            self._up.labels(str(worker))
+            self._restarts.follow(0, str(worker))
+        self._added.workers = [place.totals for place in self.places]
+        work = [place.run() for place in self.places]
+        self._tasks = [asyncio.create_task(each) for each in work]
+        await self._all_up()
+        self._tasks += [
+            asyncio.create_task(each)
+            for each in (self._keep_counting(), *(file.run() for file in tls.all))
+        ]
+
+    async def _open_admin(self, tls: TlsOfPorts) -> None:
+        proxy, security = self._config.proxy, self._config.security
+        self._admin = HttpPort(
+            Admin(self, self.reloads, security).application(),
+            capacity_of(self._config).others,
+            shutdown_timeout_s=_LAST_WORDS_S,
+            names={proxy.admin_host, *security.hosts},
+            tls=tls.admin_port,
+        )
+        with naming_port("proxy", "admin_port", proxy.admin_host, proxy.admin_port):
+            self.admin_port = await self._admin.open(proxy.admin_host, proxy.admin_port)
+
+    async def _all_up(self) -> None:
+        while any(place.state is not PlaceState.UP for place in self.places):
+            await self._changed.wait()
+            self._changed.clear()
+            if faults := [
+                f"{place.name}: {place.fault}" for place in self.places if place.fault is not None
+            ]:
+                raise ConfigError(faults)
+
+    async def run(self) -> None:
+        """Until cancelled; an exception is an internal error."""
+        # Which leaves the workers running where it is cancelled.
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+    async def drain(self) -> None:
+        """Have all workers drain and end; a second time: at once."""
+        for place in self.places:
+            place.drain()
+        await asyncio.wait(self._tasks[: len(self.places)])
+
+    async def close(self) -> None:
+        """End all workers, and release all resources."""
+        for place in self.places:
+            place.drain()
+            place.drain()
+        running = self._tasks[: len(self.places)]
+        if running:
+            await asyncio.wait(running, timeout=_ENDED_WITHIN_S)
+        for place in self.places:
+            place.kill()
+        if running:
+            await asyncio.wait(running)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._admin is not None:
+            await self._admin.stop_listening()
+            await self._admin.close()
+        self._ports.close()
+
+    # The admin port.
+
+    def serves(self) -> bool:
+        return any(place.state is PlaceState.UP for place in self.places)
+
+    async def state(self) -> dict[str, Any]:
+        answers = await self._ask_all(STATE)
+        rows = [
+            place.describe() | ({} if place.plan.worker in answers else {"answers": False})
+            for place in self.places
+        ]
+        states = {worker: msgspec.json.decode(answer) for worker, answer in answers.items()}
+        return added_states(self._describe(), states, rows, self.reloads.config.policy.slots_max)
+
+    def _describe(self) -> dict[str, Any]:
+        proxy = self._config.proxy
+        scheme = "http" if proxy.tls is None else "https"
+        return {
+            "id": proxy.id,
+            "node": socket.gethostname(),
+            "url": f"{scheme}://{proxy.host}:{self.port}",
+            "pid": os.getpid(),
+            "version": __version__,
+            "policy": self.reloads.config.policy.name.value,
+            "config_digest": config_digest(self.reloads.config),
+        }
+
+    async def metrics(self) -> bytes:
+        await self._count()
+        return generate_latest(self._registry)
+
+    async def reload(self) -> ReloadResult:
+        """Have all workers read the file again.
+
+        Raises:
+            ConfigError: one of them does not answer, and none has reloaded, or finds a fault.
+        """
+        self._check_all_in(await self._ask_all(PING))
+        answers = await self._ask_all(RELOAD, _RELOAD_S)
+        self._check_all_in(answers)
+        found = [unpacked(answer, Reloaded) for answer in answers.values()]
+        if faults := dict.fromkeys(fault for each in found for fault in each.faults):
+            raise ConfigError([*faults])
+        own = await self.reloads.reload()
+        applied = dict.fromkeys((*own.applied, *(path for each in found for path in each.applied)))
+        needed = (*own.restart_needed, *(path for each in found for path in each.restart_needed))
+        return ReloadResult([*applied], [*dict.fromkeys(needed)])
+
+    def _check_all_in(self, answers: Container[int]) -> None:
+        if silent := [place.name for place in self.places if place.plan.worker not in answers]:
+            fault = f"{', '.join(silent)}: no answer to a reload; allowed: when all workers are up"
+            log.error("not reloaded", extra={"cause": fault})
+            raise ConfigError([fault])
+
+    async def _ask_all(self, name: str, timeout_s: float = _ANSWER_S) -> dict[int, bytes]:
+        """The answers of workers that are up and answer in time."""
+        answers: dict[int, bytes] = {}
+
+        async def ask(place: WorkerPlace) -> None:
+            if place.state is not PlaceState.UP or place.channel is None:
+                return
+            try:
+                answers[place.plan.worker] = await place.channel.ask(name, timeout_s=timeout_s)
+            except ChannelError as error:
+                log.warning("worker silent", extra={"proxy": place.name, "cause": str(error)})
+
+        await asyncio.gather(*map(ask, self.places))
+        return dict(sorted(answers.items()))
+
+    async def _count(self) -> None:
+        answers = await self._ask_all(METRICS)
+        for place in self.places:
+            worker = place.plan.worker
+            self._up.labels(str(worker)).set(worker in answers)
+            if worker in answers and place.state is PlaceState.UP:
+                place.totals.note(unpacked(answers[worker], list[Family]))
+            self._restarts.follow(max(0, place.starts - 1), str(worker))
+
+    async def _keep_counting(self) -> None:
+        while True:
+            await asyncio.sleep(_ASK_INTERVAL_S)
+            await self._count()
+
+
+def _nothing(_: Config) -> Apply | None:
+    return None
+
+
+async def supervise(
+    config: Config, path: Path, read: Callable[[], Config], *, no_env: bool
+) -> None:
+    """Run a proxy of several workers until SIGINT or SIGTERM, which a second one hastens; SIGHUP
+    has all of them read the configuration again.
+    """
+    supervisor = Supervisor(config, path, read, no_env=no_env)
+
+    def ready() -> None:
+        ports = {"port": supervisor.port, "admin_port": supervisor.admin_port}
+        log.info("proxy ready", extra=ports | {"workers": config.proxy.workers})
+
+    await run_service(supervisor, ready, Stop())
