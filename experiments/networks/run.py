@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments.gossip_agents.run import kill_one, stall_one
 from experiments.record import Record
+from kvrs.config.transfer import LinkSettings
 from kvrs.transfer.meter import Measurement, lower_bound
 from tests.networks.agents_on_hosts import AgentsOnHosts
 from tests.networks.cluster_on_hosts import FRONTS, NODES, Clients, ClusterOnHosts
@@ -83,7 +84,7 @@ async def probes_of_a_link(bytes_per_s: float, seconds: float) -> dict[str, Any]
         "share": sent / (bytes_per_s * took_s),
         "measured_bytes_per_s": link.bytes_per_s,
         "lower_bound_bytes_per_s": lower_bound(
-            Measurement(link.bytes_per_s, link.spread, link.age_s)
+            Measurement(link.bytes_per_s, link.spread, link.age_s), LinkSettings()
         ),
     }
 

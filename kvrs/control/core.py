@@ -111,7 +111,7 @@ class Control(Generic[S]):
         )
         self.progress = InstanceProgress(self.instances, config.proxy.token_gap_s)
         self.fences = FenceTable()
-        self._links = LinkBounds()
+        self._links = LinkBounds(config.transfer.link)
         self.gpus = Gpus(self.instances.known)
         self._inexact = config.proxy.inexact
         self._can_give_end = can_give_end

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvrs.config.transfer import LinkSettings
 from kvrs.ids import NodeId
 from kvrs.policy.model.events import LinkMeasured
 from kvrs.transfer.meter import Measurement, lower_bound
@@ -22,7 +23,8 @@ class _Link:
 class LinkBounds:
     """Instances report what they measured, agents publish it by gossip: the newest counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: LinkSettings) -> None:
+        self._settings = settings
         self._links: dict[tuple[NodeId, NodeId], _Link] = {}
 
     def measured(
@@ -36,7 +38,7 @@ class LinkBounds:
         elif measured_s < link.measured_s - _SAME_S:
             return None
         link.measured_s = max(link.measured_s, measured_s)
-        bound = lower_bound(measured)
+        bound = lower_bound(measured, self._settings)
         if abs(bound - link.reported_bytes_per_s) <= _STEP * link.reported_bytes_per_s:
             return None
         link.reported_bytes_per_s = bound

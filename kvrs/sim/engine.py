@@ -95,7 +95,9 @@ class SimEngine(SimPagePool):
         self.pages = PageManager(self._settings.pages, self._size)
         self.scheduler = BatchScheduler(self._settings, self.pages)
         self.places = AdmissionWaitEstimator()
-        self.meter = LinkMeter(self._site.config.transfer.probe_bytes)
+        self.meter = LinkMeter(
+            self._site.config.transfer.link, self._site.config.transfer.probe_bytes
+        )
         self.backlog = CheckpointBacklog(self._size)
         self.checkpoint_sender = CheckpointSender(self, self._site)
         self._runs: dict[Sequence, _Run] = {}

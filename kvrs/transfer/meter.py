@@ -12,17 +12,21 @@ A transfer begins with the first byte of its answer: connecting, the hand-shake 
 processing time are latency, not bandwidth, and the cost model counts them apart. A period ends with
 the last byte that arrived, so a peer that dies silently does not make its link look slow.
 
-Rate and spread are updated as TCP's round-trip estimator (Jacobson 1988), with weight w of a sample
-of b bytes: w = 1 - (1 - 1/4) * exp(-b / 8 MB), spread += w * (|sample - rate| - spread), then
-rate += w * (sample - rate). `lower_bound` is what a decision may count on:
-rate - spread - rate * 0.01 * sqrt(age). Probes are for links without traffic of their own, and all
-that are sent over a link together take no more than a hundredth of what it carries.
+Rate and spread are moving averages with a time constant T in seconds: a sample that ends t after
+the one before it has the weight w = 1 - exp(-t / T), rate += w * (sample - rate), and the spread
+follows |sample - rate| with 4 T, so that one step does not saturate it. `lower_bound` is what a
+decision may count on: rate - spread - rate * drift * sqrt(age).
+
+Times are those of arrival, which may lie before the bytes are read (`arrivals.py`). Probes are for
+links without traffic of their own: long enough that a rate is seen in them, and all that are sent
+over a link together take no more than a share of what it carries.
 """
 
 from dataclasses import dataclass
 from math import exp, inf, sqrt
 from typing import NamedTuple
 
+from kvrs.config.transfer import LinkSettings
 from kvrs.ids import NodeId
 
 # A shorter time measures the clock and the scheduler rather than the link.
@@ -31,20 +35,14 @@ _MIN_SAMPLE_S = 1e-6
 # Under constant traffic a busy period has no end, so it is cut in pieces of at least this length.
 _MAX_SAMPLE_S = 0.25
 
-# A small sample moves the estimate by a quarter, so a few probes are enough to see a change; one of
-# many MB nearly replaces it.
-_SMALL_SAMPLE_WEIGHT = 0.25
-_LARGE_SAMPLE_BYTES = 8 << 20
-
 _FIRST_SPREAD = 0.25  # Of the rate, after one sample.
-# Links change as a random walk does: by a hundredth in a second, a tenth in a hundred, and never to
-# less than a tenth.
-_DRIFT_PER_ROOT_S = 0.01
-_LEAST_SHARE = 0.1
+_SPREAD_CONSTANTS = 4  # Time constant of the spread, in those of the rate.
 
-_PROBE_SHARE = 0.01  # Of what a link carries.
 _PROBE_OVERHEAD = 1.05  # Frames and packets around the bytes.
-_BLIND_PAUSE_S = 10.0  # After a probe that was cut off before anything could be seen in it.
+_BLIND_PAUSE_S = 10.0  # After a probe in which nothing could be seen.
+_BLIND_GROWTH = 4  # Of the next probe.
+_MOST_BLIND_BYTES = 1 << 20
+_MOST_BLIND = 4
 
 
 class Measurement(NamedTuple):
@@ -53,13 +51,13 @@ class Measurement(NamedTuple):
     age_s: float  # Of the last sample.
 
 
-def lower_bound(measured: Measurement) -> float:
+def lower_bound(measured: Measurement, settings: LinkSettings) -> float:
     """Bytes per second that the link carries at least, by a measurement of that age; more than
-    0.
+    0. Links change as a random walk does, so the margin grows with the root of the age.
     """
     rate, spread, age_s = measured
-    margin = spread + rate * _DRIFT_PER_ROOT_S * sqrt(max(0.0, age_s))
-    return max(rate * _LEAST_SHARE, rate - margin)
+    margin = spread + rate * settings.drift * sqrt(max(0.0, age_s))
+    return max(rate * settings.least_share, rate - margin)
 
 
 @dataclass(slots=True)
@@ -73,12 +71,15 @@ class _MeteredLink:
     latest_bytes_per_s: float = 0.0  # Of the last sample alone.
     measured_s: float = -inf
     probed_s: float = -inf
+    blind: int = 0  # Probes in a row that showed nothing.
+    is_cut: bool = False  # The next bytes only begin a sample.
 
 
 class LinkMeter:
-    """EWMA of the bandwidth from every source node; samples weigh by their bytes."""
+    """The bandwidth from every source node: a moving average over time, and its spread."""
 
-    def __init__(self, min_sample_bytes: int) -> None:
+    def __init__(self, settings: LinkSettings, min_sample_bytes: int) -> None:
+        self._settings = settings
         self._min_sample_bytes = min_sample_bytes
         self._links: dict[NodeId, _MeteredLink] = {}
 
@@ -86,16 +87,26 @@ class LinkMeter:
         """The first byte of an answer has arrived; the bytes passed to `add` come after it."""
         link = self._links.setdefault(source, _MeteredLink())
         if link.transfers == 0:
-            link.since_s, link.last_s, link.bytes = now_s, now_s, 0
+            link.since_s, link.last_s, link.bytes, link.is_cut = now_s, now_s, 0, False
         link.transfers += 1
 
-    def add(self, source: NodeId, size_bytes: int, now_s: float) -> None:
+    def add(self, source: NodeId, size_bytes: int, now_s: float, *, held_up: bool = False) -> None:
+        """Bytes, the last of which arrived at `now_s`.
+
+        held_up: the reader was so late that the sender may have waited for it: the time until more
+        arrives is not the link's.
+        """
         link = self._links[source]
         assert link.transfers > 0
+        if link.is_cut:
+            link.since_s, link.last_s, link.bytes, link.is_cut = now_s, now_s, 0, False
+            return
         link.bytes += size_bytes
         link.last_s = max(link.last_s, now_s)
-        if now_s - link.since_s >= _MAX_SAMPLE_S and link.bytes >= self._min_sample_bytes:
+        is_enough = link.bytes >= self._min_sample_bytes
+        if is_enough and (held_up or now_s - link.since_s >= _MAX_SAMPLE_S):
             self._take_sample(link)
+        link.is_cut = held_up
 
     def end(self, source: NodeId, now_s: float) -> None:
         """The answer is complete or was given up; `now_s` may be long after its last byte."""
@@ -130,11 +141,31 @@ class LinkMeter:
             if link.bytes_per_s is not None
         }
 
+    def probe_bytes(self, source: NodeId, least: int, most: int) -> int:
+        """The size of a probe that the link is expected to need `probe_s` for; larger where nothing
+        was seen in the last ones.
+        """
+        link = self._links.get(source)
+        if link is None:
+            return least
+        growth = int(_BLIND_GROWTH**link.blind)
+        grown = least * growth
+        if link.bytes_per_s is None:
+            return min(grown, max(least, _MOST_BLIND_BYTES))
+        slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
+        wanted = int(slowest * self._settings.probe_s)
+        return max(least, min(most, wanted * growth))
+
+    def is_blind(self, source: NodeId) -> bool:
+        """Whether nothing was seen in the last probe of a link that was never measured."""
+        link = self._links.get(source)
+        return link is not None and link.blind > 0 and link.bytes_per_s is None
+
     def may_probe(
         self, source: NodeId, size_bytes: int, interval_s: float, probers: int, now_s: float
     ) -> bool:
         """Whether a probe is due: the link was not measured for `interval_s`, and `probers` that
-        all probe like this take at most a hundredth of it.
+        all probe like this take at most `probe_share` of it.
         """
         if self.unmeasured_s(source, now_s) < interval_s:
             return False
@@ -146,23 +177,27 @@ class LinkMeter:
         # A link that has become slow counts as slow at once, before the estimate has followed.
         slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
         return now_s - link.probed_s >= size_bytes * _PROBE_OVERHEAD * probers / (
-            _PROBE_SHARE * slowest
+            self._settings.probe_share * slowest
         )
 
     def probe_begins(self, source: NodeId, now_s: float) -> None:
         """The first byte of a probe's answer has arrived."""
         self.begin(source, now_s)
-        self._links[source].probed_s = now_s
+        link = self._links[source]
+        link.probed_s = now_s
+        link.blind = min(link.blind + 1, _MOST_BLIND)  # Until a sample is taken.
 
     def _take_sample(self, link: _MeteredLink) -> None:
         elapsed_s = link.last_s - link.since_s
         if elapsed_s >= _MIN_SAMPLE_S:
             rate = link.bytes / elapsed_s
-            weight = 1 - (1 - _SMALL_SAMPLE_WEIGHT) * exp(-link.bytes / _LARGE_SAMPLE_BYTES)
             if link.bytes_per_s is None:
                 link.bytes_per_s, link.spread = rate, rate * _FIRST_SPREAD
             else:
-                link.spread += weight * (abs(rate - link.bytes_per_s) - link.spread)
-                link.bytes_per_s += weight * (rate - link.bytes_per_s)
+                passed = max(0.0, link.last_s - link.measured_s) / self._settings.time_constant_s
+                off = abs(rate - link.bytes_per_s)
+                link.spread += (1 - exp(-passed / _SPREAD_CONSTANTS)) * (off - link.spread)
+                link.bytes_per_s += (1 - exp(-passed)) * (rate - link.bytes_per_s)
             link.latest_bytes_per_s, link.measured_s = rate, link.last_s
+            link.blind = 0
         link.since_s, link.bytes = link.last_s, 0

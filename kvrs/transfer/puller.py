@@ -26,6 +26,11 @@ _MIN_SAMPLE_BYTES = 1 << 15
 
 _PROBE_PIECE_BYTES = 1 << 16
 
+# The kernel is asked so often what has arrived: more often costs a fast link.
+_LOOK_BYTES = 1 << 18
+# A reader that finds nothing new for longer, and a full buffer, has held up its peer.
+_LATE_S = 0.01
+
 
 @dataclass(slots=True)
 class _ActivePull:
@@ -49,7 +54,7 @@ class PagePuller:
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._meter = LinkMeter(min(settings.probe_bytes, _MIN_SAMPLE_BYTES))
+        self._meter = LinkMeter(settings.link, min(settings.probe_bytes, _MIN_SAMPLE_BYTES))
         self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
         self.damaged_pages = 0  # That ever came.
 
@@ -89,18 +94,26 @@ class PagePuller:
         )
 
     async def probe(self, peer: Peer, probers: int = 1) -> None:
-        """Measure the link from the peer's node with a small transfer, unless it was measured
+        """Measure the link from the peer's node with a transfer of its own, unless it was measured
         lately, or that many probers would take more than their share of it.
         """
-        size_bytes, interval_s = self._settings.probe_bytes, self._settings.probe_interval_s
-        if not self._meter.may_probe(peer.node, size_bytes, interval_s, probers, self._clock()):
+        meter, interval_s = self._meter, self._settings.probe_interval_s
+        size_bytes = self._probe_bytes(peer.node)
+        if not meter.may_probe(peer.node, size_bytes, interval_s, probers, self._clock()):
             return
         try:
             await self._probe(peer, size_bytes)
+            # What shows nothing is over at once: a larger one follows.
+            while meter.is_blind(peer.node) and self._probe_bytes(peer.node) > size_bytes:
+                size_bytes = self._probe_bytes(peer.node)
+                await self._probe(peer, size_bytes)
         except TransferError:
             # A peer that cannot be reached leaves its link unmeasured; its death is not detected
             # here.
             return
+
+    def _probe_bytes(self, source: NodeId) -> int:
+        return self._meter.probe_bytes(source, self._settings.probe_bytes, frames.MAX_PROBE_BYTES)
 
     def links(self) -> dict[NodeId, Measurement]:
         """Measurements of the links from every node that pages or probes came from."""
@@ -120,11 +133,15 @@ class PagePuller:
 
         expected = (FrameType.PAGE, FrameType.GONE, FrameType.END)
         connection, answer = await self._pool.ask(peer, expected_epoch, question, *expected)
-        with self._pool.using(connection), self._metered(peer.node):
-            await self._receive_pages(connection, pulling, answer)
+        with self._pool.using(connection), self._metered(connection) as metered:
+            await self._receive_pages(connection, pulling, answer, metered)
 
     async def _receive_pages(
-        self, connection: PageConnection, pulling: _ActivePull, answer: AnswerHeader
+        self,
+        connection: PageConnection,
+        pulling: _ActivePull,
+        answer: AnswerHeader,
+        metered: "_Metered",
     ) -> None:
         page_bytes = connection.server.page_bytes
         assert all(view.nbytes == page_bytes for view in pulling.views)
@@ -133,7 +150,7 @@ class PagePuller:
         while pulling.verified < len(pulling.views) and answer.type is not FrameType.GONE:
             _check(answer, FrameType.PAGE, connection.request_id, pulling.verified, page_bytes)
             page = await filling.next()
-            self._meter.add(connection.peer.node, page_bytes, self._clock())
+            metered.read(page_bytes)
             if frames.checksum(page) != answer.checksum:
                 raise DamagedPageError(f"checksum of page {answer.index} is wrong")
             session.check_answer(mac, answer, page)
@@ -161,23 +178,66 @@ class PagePuller:
             await connection.stream.send(probe, connection.stream.session.seal(probe))
 
         connection, answer = await self._pool.ask(peer, None, question, FrameType.PROBE_DATA)
-        with self._pool.using(connection), self._metered(peer.node, is_probe=True):
+        with self._pool.using(connection), self._metered(connection, is_probe=True) as metered:
             connection.stream.session.check_answer(connection.mac, answer)
             _check(answer, FrameType.PROBE_DATA, connection.request_id, 0, size_bytes)
             scratch = memoryview(bytearray(min(size_bytes, _PROBE_PIECE_BYTES)))
             for start in range(0, size_bytes, len(scratch)):
                 piece = scratch[: size_bytes - start]
                 await connection.stream.receive_into(piece)
-                self._meter.add(peer.node, len(piece), self._clock())
+                metered.read(len(piece))
 
     @contextmanager
-    def _metered(self, source: NodeId, *, is_probe: bool = False) -> Iterator[None]:
-        begin = self._meter.probe_begins if is_probe else self._meter.begin
-        begin(source, self._clock())
+    def _metered(
+        self, connection: PageConnection, *, is_probe: bool = False
+    ) -> "Iterator[_Metered]":
+        metered = _Metered(self._meter, connection, self._clock, is_probe=is_probe)
         try:
-            yield
+            yield metered
         finally:
-            self._meter.end(source, self._clock())
+            metered.end()
+
+
+class _Metered:
+    """Tells the meter of one answer: what arrived, and when."""
+
+    def __init__(
+        self,
+        meter: LinkMeter,
+        connection: PageConnection,
+        clock: Callable[[], float],
+        *,
+        is_probe: bool,
+    ) -> None:
+        self._meter = meter
+        self._source = connection.peer.node
+        self._arrivals = connection.stream.arrivals
+        self._clock = clock
+        self._unseen = 0  # Bytes that were read since the last look.
+        begin = meter.probe_begins if is_probe else meter.begin
+        begin(self._source, self._look()[1])
+
+    def read(self, size_bytes: int) -> None:
+        self._unseen += size_bytes
+        if self._unseen >= _LOOK_BYTES:
+            self._tell()
+
+    def end(self) -> None:
+        self._tell()
+        self._meter.end(self._source, self._clock())
+
+    def _tell(self) -> None:
+        arrived, at_s, is_held_up = self._look()
+        self._meter.add(self._source, arrived, at_s, held_up=is_held_up)
+
+    def _look(self) -> tuple[int, float, bool]:
+        now_s = self._clock()
+        read, self._unseen = self._unseen, 0
+        if (seen := self._arrivals.look(now_s)) is None:
+            return read, now_s, False
+        arrived, at_s = seen
+        is_late = now_s - at_s > _LATE_S and arrived >= self._arrivals.buffer_bytes // 2
+        return arrived, at_s, is_late
 
 
 def _with_prologues(pages: Sequence[memoryview]) -> list[memoryview]:

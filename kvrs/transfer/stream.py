@@ -22,6 +22,7 @@ from kvrs.protocol.frames import (
     decode_header,
 )
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, Session
+from kvrs.transfer.arrivals import Arrivals
 
 # A transfer that never has to wait would block the event loop: it yields after this much.
 _BYTES_PER_TURN = 1 << 20
@@ -67,6 +68,7 @@ class SocketStream:
         self._stall_timeout_s = stall_timeout_s
         self._bytes_this_turn = 0
         self._session: Session | None = None
+        self._arrivals: Arrivals | None = None
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -82,6 +84,13 @@ class SocketStream:
     def session(self) -> Session:
         assert self._session is not None, "before the hand-shake"
         return self._session
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """What the kernel says of the bytes that come; for one reader."""
+        if self._arrivals is None:
+            self._arrivals = Arrivals(self._sock)
+        return self._arrivals
 
     def begin(self, session: Session) -> None:
         """The hand-shake is over."""

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvrs.config.transfer import LinkSettings
 from kvrs.transfer.meter import Measurement, lower_bound
 from tests.networks.cluster_on_hosts import FRONTS, NODES, Clients, ClusterOnHosts
 from tests.networks.network_cluster import Network
@@ -59,7 +60,7 @@ async def test_a_link_is_measured_with_few_bytes_and_used_by_its_lower_bound(
     # The hand-off of the answer may have been measured in between.
     assert (
         used
-        <= 1.05 * lower_bound(Measurement(report.bytes_per_s, report.spread, 0.0))
+        <= 1.05 * lower_bound(Measurement(report.bytes_per_s, report.spread, 0.0), LinkSettings())
         < report.bytes_per_s
     )
     assert len(answer) == 8

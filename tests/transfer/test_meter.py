@@ -1,12 +1,15 @@
 from math import inf, isfinite
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrs.config.transfer import LinkSettings
 from kvrs.ids import NodeId
-from kvrs.transfer.meter import LinkMeter
+from kvrs.transfer.meter import LinkMeter, lower_bound
 
 A, B = NodeId("a"), NodeId("b")
+LINK = LinkSettings()
 
 # One busy period: the order in which overlapping transfers get chunks of these sizes, and the idle
 # time before it.
@@ -56,7 +59,7 @@ def test_the_estimate_of_a_constant_link_is_its_rate_for_any_chunking_and_overla
     """What is measured is what the link can do, not how its transfers were cut or what each of them
     got.
     """
-    meter = LinkMeter(min_sample_bytes=1000)
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
     now_s = 0.0
 
     for idle_s, period in periods:
@@ -66,15 +69,74 @@ def test_the_estimate_of_a_constant_link_is_its_rate_for_any_chunking_and_overla
             assert abs(estimate / bytes_per_s - 1) < 1e-2
 
 
-def test_the_estimate_follows_a_link_that_changes() -> None:
-    """A few probes are enough to see that a link has become ten times slower."""
-    meter = LinkMeter(min_sample_bytes=1000)
+@pytest.mark.parametrize("after", [1e8, 1e10])
+@pytest.mark.parametrize("size_bytes", [1 << 16, 1 << 20, 1 << 30])
+def test_five_time_constants_after_a_step_the_estimate_is_the_rate(
+    after: float, size_bytes: int
+) -> None:
+    """Ten times slower or faster, with small probes or with transfers of a GB."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
     now_s = play(meter, A, [(0, 1 << 26)], 0.0, 1e9)
+    until_s = now_s + 5 * LINK.time_constant_s
 
-    for _ in range(16):
-        now_s = play(meter, A, [(0, 65536)], now_s + 2.0, 1e8)
+    while now_s < until_s:
+        now_s = play(meter, A, [(0, size_bytes // 64)] * 64, now_s + 0.5, after)
 
-    assert 0.9e8 < meter.estimates()[A] < 1.2e8
+    assert 0.85 < meter.estimates()[A] / after < 1.15
+
+
+def test_a_step_does_not_saturate_the_spread() -> None:
+    """After a step from 25 to 11 Gbit/s a decision may count on half of the rate all the time."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+    now_s = play(meter, A, [(0, 3 << 20)] * 100, 0.0, 3.1e9)
+
+    for _ in range(40):
+        now_s = play(meter, A, [(0, 3 << 20)] * 100, now_s + 0.25, 1.4e9)
+        (measured,) = meter.measurements(now_s).values()
+        assert lower_bound(measured, LINK) > 0.7e9
+
+
+def test_one_odd_sample_among_many_moves_little() -> None:
+    """However large it is: samples weigh by the time since the one before."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+    now_s = 0.0
+    for _ in range(50):
+        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, 1e9)
+
+    play(meter, A, [(0, 1 << 28)], now_s + 0.1, 1e10)
+
+    assert 0.9e9 < meter.estimates()[A] < 2e9
+
+
+def test_a_reader_that_held_up_its_peer_is_not_the_links_fault() -> None:
+    """Its buffer was full; what came before is a sample, and the wait after it is not."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+    meter.begin(A, 0.0)
+
+    meter.add(A, 1_000_000, 0.1, held_up=True)
+    meter.add(A, 500_000, 2.0)  # Since when it has been arriving is not known.
+    meter.add(A, 1_000_000, 2.1)
+    meter.end(A, 2.1)
+
+    assert abs(meter.estimates()[A] / 1e7 - 1) < 1e-6
+
+
+def test_probes_grow_with_the_rate_and_where_nothing_is_seen() -> None:
+    """Until one takes long enough to show a rate, within the least and the most."""
+    meter, least, most = LinkMeter(LINK, min_sample_bytes=1000), 1 << 16, 1 << 24
+    sizes = []
+    for blind in range(4):
+        sizes.append(meter.probe_bytes(A, least, most))
+        meter.probe_begins(A, 10.0 * blind)
+        meter.end(A, 10.0 * blind)
+
+    play(meter, A, [(0, 1 << 20)], 50.0, 1e8)
+    seen = meter.probe_bytes(A, least, most)
+    play(meter, B, [(0, 1 << 20)], 50.0, 1e10)
+
+    assert sizes == [1 << 16, 1 << 18, 1 << 20, 1 << 20]
+    assert seen == pytest.approx(1e8 * LINK.probe_s, rel=1e-6)
+    assert meter.probe_bytes(B, least, most) == most
 
 
 @settings(max_examples=200, deadline=None)
@@ -88,7 +150,7 @@ def test_the_estimate_follows_a_link_that_changes() -> None:
 )
 def test_no_estimate_is_ever_negative_zero_or_infinite(calls: list[tuple[str, int, float]]) -> None:
     """Whatever the clock does between the calls, a cost can be computed with what comes out."""
-    meter = LinkMeter(min_sample_bytes=1)
+    meter = LinkMeter(LINK, min_sample_bytes=1)
     transfers, now_s = 0, 0.0
 
     for call, size_bytes, step_s in calls:
@@ -108,7 +170,7 @@ def test_no_estimate_is_ever_negative_zero_or_infinite(calls: list[tuple[str, in
 
 def test_transfers_that_are_too_small_say_nothing() -> None:
     """A few bytes are over before a rate can be seen in them."""
-    meter = LinkMeter(min_sample_bytes=1000)
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
     play(meter, A, [(0, 100_000)], 0.0, 1e6)
 
     play(meter, A, [(0, 999)], 10.0, 1e3)
@@ -118,7 +180,7 @@ def test_transfers_that_are_too_small_say_nothing() -> None:
 
 def test_the_time_after_the_last_byte_is_not_the_links_fault() -> None:
     """A peer that dies silently in the middle does not make its link look slow."""
-    meter = LinkMeter(min_sample_bytes=1000)
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
     meter.begin(A, 0.0)
     meter.add(A, 100_000, 0.1)
 
@@ -129,7 +191,7 @@ def test_the_time_after_the_last_byte_is_not_the_links_fault() -> None:
 
 def test_traffic_without_an_end_is_measured_while_it_lasts() -> None:
     """Transfers that overlap for minutes leave no gap in which a period could end."""
-    meter = LinkMeter(min_sample_bytes=1000)
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
     meter.begin(A, 0.0)
 
     for tenth in range(1, 6):
@@ -142,7 +204,7 @@ def test_a_link_is_unmeasured_since_the_last_byte_of_its_last_sample() -> None:
     """Probes are for links whose own traffic does not measure them; small transfers do not, nor
     does another link's traffic.
     """
-    meter = LinkMeter(min_sample_bytes=1000)
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
     meter.begin(A, 5.0)
     while_open = meter.unmeasured_s(A, 9.0)
     meter.add(A, 1000, 6.0)

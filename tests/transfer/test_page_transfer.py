@@ -671,8 +671,8 @@ async def test_a_link_with_traffic_is_not_probed() -> None:
         assert len(w.relay.asked) == first
         assert w.puller.links()[SERVER.node].bytes_per_s > 0
 
-    async with world(holding(20), settings) as w:
-        await w.pull(20)
+    async with world(holding(800), settings) as w:  # So many that a rate is seen.
+        await w.pull(800)
         first = len(w.relay.asked)
         await w.puller.probe(w.peer)
         assert len(w.relay.asked) == first
