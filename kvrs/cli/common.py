@@ -1,9 +1,12 @@
 """The console of the commands, and options objects filled from their parameters."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
+
+from kvrs.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -19,6 +22,15 @@ def filled(kind: type[Options], given: dict[str, Any], **rest: Any) -> Options:
     """
     same = {field.name: given[field.name] for field in fields(kind) if field.name in given}
     return kind(**(same | rest))
+
+
+def faults_in(check: Callable[[], object]) -> list[str]:
+    """The faults that a check raises."""
+    try:
+        check()
+    except ConfigError as error:
+        return error.faults
+    return []
 
 
 def say(line: str) -> None:

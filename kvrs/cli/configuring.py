@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import kvrs.cli.options as opt
-from kvrs.cli.common import console
+from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import flow
 from kvrs.config.exposure import check_exposure, notes
@@ -26,22 +27,31 @@ File = Annotated[Path, typer.Argument(help="YAML file")]
 ShownFile = Annotated[Path | None, typer.Argument(help="YAML file; without it, the defaults")]
 Other = Annotated[Path, typer.Argument(help="YAML file to compare with")]
 NewFile = Annotated[Path, typer.Argument(help="File to be written; one that exists is kept")]
+Elsewhere = Annotated[
+    bool,
+    typer.Option("--elsewhere", help="For other machines: look up no files and no names here"),
+]
 Situation = Annotated[
     Backend, typer.Option("--for", help="vllm: a proxy in front of it; others: a try-out")
 ]
 
 
-def check(file: File) -> None:
+def check(file: File, elsewhere: Elsewhere = False) -> None:
     """Print every fault of a configuration file at once."""
+    from kvrs.cli.feasibility import contradictions, doubts, faults_here, unresolved
     from kvrs.proxy.workers.ports import check_shared_ports
 
     config = load_config(file, os.environ)
-    check_exposure(config, os.environ)
-    check_shared_ports(config)
-    read_tenants(config.security, os.environ)
-    for line in notes(config):
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
-    console.print(f"{file} is valid", style="green")
+    found = [*faults_in(partial(check_exposure, config, os.environ)), *contradictions(config)]
+    if not elsewhere:
+        found += faults_in(partial(check_shared_ports, config))
+        found += faults_in(partial(read_tenants, config.security, os.environ))
+        found += faults_here(config, os.environ)
+    if found:
+        raise ConfigError(list(dict.fromkeys(found)))
+    for line in [*notes(config), *doubts(config), *([] if elsewhere else unresolved(config))]:
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)
 
 
 def show(file: ShownFile = None, as_json: opt.Json = False) -> None:

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable
 
 from kvrs.config.proxy import ProxySettings
+from kvrs.config.settings import netloc
 from kvrs.errors import KvrsError
 from kvrs.tls import pinned_context
 
@@ -48,12 +49,12 @@ class ProxyProcess:
     @property
     def url(self) -> str:
         scheme = "http" if self.settings.tls is None else "https"
-        return f"{scheme}://{self.settings.host}:{self.settings.port}"
+        return f"{scheme}://{netloc(self.settings.host, self.settings.port)}"
 
     @property
     def admin_url(self) -> str:
         scheme = "http" if self.settings.admin_tls is None else "https"
-        return f"{scheme}://{self.settings.admin_host}:{self.settings.admin_port}"
+        return f"{scheme}://{netloc(self.settings.admin_host, self.settings.admin_port)}"
 
     def read_admin(self, path: str, token: bytes | None, timeout_s: float) -> bytes:
         """The answer of the admin port.

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from kvrs.config.settings import Settings
+from kvrs.config.settings import Host, Settings, netloc
 
 
 class BackupMode(StrEnum):
@@ -24,7 +24,7 @@ class Placement(StrEnum):
 
 
 class AgentSettings(Settings):
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Of its ports, as other processes reach it."""
     port: int = Field(default=0, ge=0, le=65535)
     """HTTP. 0: any free port, chosen once by `kvrs up`."""
@@ -32,9 +32,9 @@ class AgentSettings(Settings):
     """Where checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs up`."""
     gossip_port: int = Field(default=0, ge=0, le=65535)
     """UDP and TCP. 0: any free port, chosen once by `kvrs up`."""
-    page_host: str | None = None
+    page_host: Host | None = None
     """Of the page port. null: `host`."""
-    gossip_host: str | None = None
+    gossip_host: Host | None = None
     """Of the gossip port. null: `host`."""
 
     @property
@@ -47,7 +47,7 @@ class AgentSettings(Settings):
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{netloc(self.host, self.port)}"
 
 
 class BackupSettings(Settings):

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from kvrs.config.backup import AgentSettings
 from kvrs.config.engine import EngineSettings
-from kvrs.config.settings import Settings
+from kvrs.config.settings import Host, Settings, netloc
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 
@@ -33,13 +33,13 @@ class InstanceSettings(Settings):
     """Its name, unique in the cluster."""
     role: Role = Field(strict=False)
     """prefill, decode or both."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Of its ports, as other processes reach it."""
     port: int = Field(default=0, ge=0, le=65535)
     """HTTP. 0: any free port, chosen once by `kvrs up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
     """Where its pages are pulled from. 0: any free port, chosen once by `kvrs up`."""
-    page_host: str | None = None
+    page_host: Host | None = None
     """Of the page port. null: `host`."""
 
     @property
@@ -48,7 +48,7 @@ class InstanceSettings(Settings):
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{netloc(self.host, self.port)}"
 
 
 class NodeSettings(Settings):

@@ -6,7 +6,7 @@ sections, and turns every mistake into one line with path, value and allowed ran
 
 import hashlib
 import ipaddress
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, assert_never
@@ -20,7 +20,7 @@ from kvrs.config.gossip import GossipSettings
 from kvrs.config.overrides import override
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
-from kvrs.config.settings import Settings, faults_of, is_loopback, read_private
+from kvrs.config.settings import Settings, faults_of, is_loopback, netloc, read_private
 from kvrs.config.source import Source, read_source
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
@@ -92,7 +92,7 @@ class Config(Settings):
 
     def inner_url(self, host: str, port: int) -> str:
         scheme = "http" if self.security.tls is None else "https"
-        return f"{scheme}://{host}:{port}"
+        return f"{scheme}://{netloc(host, port)}"
 
     @property
     def agents_run(self) -> bool:
@@ -338,8 +338,20 @@ def _faults_of_ports(config: Config) -> Iterator[str]:
         addresses += [(proxy.peer_host, port) for port in own]
     if config.gossip.enabled:
         addresses += [(host, port) for _, host, port in gossip_members(config)]
-    for address, count in _repeated(f"{host}:{port}" for host, port in addresses if port):
-        yield f"port {address} is used {count} times; allowed: once"
+    hosts_of = defaultdict(list)
+    for host, port in addresses:
+        if port:
+            hosts_of[port].append("127.0.0.1" if host == "localhost" else host)
+    for port, hosts in hosts_of.items():
+        for host, count in _repeated(hosts):
+            yield f"port {host}:{port} is used {count} times; allowed: once"
+        everywhere = [host for host in hosts if host in ("0.0.0.0", "::")]  # noqa: S104 - compared
+        here = [host for host in dict.fromkeys(hosts) if is_loopback(host)]
+        if everywhere and here:
+            yield (
+                f"port {port} is used at {here[0]} and at {everywhere[0]}, which is every address "
+                f"of the machine; allowed: once"
+            )
 
 
 def gossip_members(config: Config) -> Iterator[tuple[NodeId, str, int]]:

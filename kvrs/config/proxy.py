@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from kvrs.config.settings import Settings
+from kvrs.config.settings import Host, Settings
 from kvrs.config.tls import TlsSettings
 
 MOST_WORKERS = 16
@@ -38,7 +38,7 @@ def names_of(proxy: str, workers: int) -> list[str]:
 class PeerSettings(Settings):
     id: str = Field(min_length=1, max_length=MOST_ID)
     """Its `proxy.id`."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Its `proxy.peer_host`."""
     peer_port: int = Field(ge=1, le=65535)
     """Its `proxy.peer_port`."""
@@ -64,7 +64,7 @@ class PeerSettings(Settings):
 class ProxySettings(Settings):
     id: str = Field(default="proxy-0", min_length=1, max_length=MOST_ID)
     """Its name among proxies, nodes and agents."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Of the clients' port; beyond loopback see docs/security.md. Each other port has a host of its
     own.
     """
@@ -76,13 +76,13 @@ class ProxySettings(Settings):
     """Beyond loopback without keys: for a gateway in front that authenticates clients."""
     tls: TlsSettings | None = None
     """Of the clients' port (docs/security.md#tls). null: plain HTTP."""
-    admin_host: str = "127.0.0.1"
+    admin_host: Host = "127.0.0.1"
     """Of the admin port."""
     admin_port: int = Field(default=8001, ge=0, le=65535)
     """For /kvrs/v1/state and /metrics; never open it to clients. 0: any free port."""
     admin_tls: TlsSettings | None = None
     """Of the admin port. null: plain HTTP."""
-    gossip_host: str = "127.0.0.1"
+    gossip_host: Host = "127.0.0.1"
     """Of the gossip port; a numeric address at which the other members reach it."""
     gossip_port: int = Field(default=0, ge=0, le=65535)
     """UDP and TCP. 0: any free port; the agents learn it from the proxy."""
@@ -110,7 +110,7 @@ class ProxySettings(Settings):
     """
     event_log_bytes: int = Field(default=64 << 20, ge=4096)
     """A larger event log is renamed to FILE.1, replacing the one there."""
-    peer_host: str = "127.0.0.1"
+    peer_host: Host = "127.0.0.1"
     """Of the port for the other proxies."""
     peer_port: int = Field(default=0, ge=0, le=65535)
     """For the other proxies (docs/proxies.md). 0: none."""

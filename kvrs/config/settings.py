@@ -9,10 +9,11 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvrs.errors import ConfigError
 
@@ -28,10 +29,44 @@ HOST_OF_PORT = {
 }
 
 
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", re.ASCII)
+_LONGEST_NAME = 253
+
+
 class Settings(BaseModel):
     """Frozen; unknown keys and wrong types are refused rather than coerced."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, document: Any) -> Any:
+        # All keys of a section may be comments, which leaves null.
+        if not isinstance(document, dict):
+            return document
+        return {key: each for key, each in document.items() if each is not None or _keeps(cls, key)}
+
+
+def _keeps(model: type[Settings], key: Any) -> bool:
+    """Whether null is a value of a key, and not a section without keys."""
+    field = model.model_fields.get(key)
+    kind = None if field is None else field.annotation
+    return not (isinstance(kind, type) and issubclass(kind, Settings))
+
+
+def _host(text: str) -> str:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        labels = text.removesuffix(".").split(".")
+        is_name = all(map(_LABEL.fullmatch, labels)) and len(text) <= _LONGEST_NAME
+        # Only an address ends in a number, and it would be taken for one that is cut short.
+        if not is_name or labels[-1].isdigit():
+            raise PydanticCustomError("host", "allowed: an IP address or a host name") from None
+    return text
+
+
+Host = Annotated[str, AfterValidator(_host)]
 
 
 def is_loopback(host: str) -> bool:
@@ -40,6 +75,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def netloc(host: str, port: int) -> str:
+    """Host and port of a URL, where an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class YamlLoader(yaml.SafeLoader):

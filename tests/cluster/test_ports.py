@@ -185,3 +185,20 @@ def test_one_proxy_is_as_in_the_file() -> None:
 def test_an_epoch_rises_with_every_start(tmp_path: Path) -> None:
     """Whatever the clock does: the count is kept in the run directory."""
     assert [next_start(tmp_path, InstanceId("d0")) for _ in range(3)] == [1, 2, 3]
+
+
+def test_ports_are_chosen_on_ipv6_hosts_too() -> None:
+    """The socket that tries a port is of the host's family."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 loopback on this machine")
+    instance = {"id": "b0", "role": "both", "host": "::1"}
+    nodes = [{"id": "n0", "instances": [instance], "agent": {"host": "::1"}}]
+
+    resolved = resolve_ports(parse_config({"cluster": {"nodes": nodes}}))
+
+    ((_, found),) = resolved.cluster.instances()
+    assert found.port
+    assert found.page_port

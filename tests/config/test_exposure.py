@@ -111,7 +111,7 @@ def test_the_commands_refuse_what_is_exposed(
     file = tmp_path / "kvrs.yaml"
     file.write_text("proxy: {host: 0.0.0.0, admin_host: 0.0.0.0, peer_host: 0.0.0.0}")
 
-    checked = CliRunner().invoke(app, ["config", "check", str(file)])
+    checked = CliRunner().invoke(app, ["config", "check", "--elsewhere", str(file)])
     started = CliRunner().invoke(app, ["up", "--config", str(file)])
 
     for result in (checked, started):
@@ -171,7 +171,7 @@ def test_the_check_names_instances_that_prove_nothing(
     }
     file.write_text(json.dumps(written))
 
-    checked = CliRunner().invoke(app, ["config", "check", str(file)])
+    checked = CliRunner().invoke(app, ["config", "check", "--elsewhere", str(file)])
 
     assert checked.exit_code == 0, checked.output
     assert checked.output.count("cannot prove their identity") == count

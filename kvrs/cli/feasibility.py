@@ -1,0 +1,206 @@
+"""What of a valid configuration cannot work on this machine: files that are not there, KV that does
+not fit, names that cannot be resolved.
+"""
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kvrs.cli.common import faults_in
+from kvrs.config.cluster import Backend
+from kvrs.config.file import Config, read_admin_tokens, read_secrets
+from kvrs.protocol.geometry import KvGeometry
+
+_RESOLVE_S = 3.0
+_MOST_SHOWN = 3
+
+
+def faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    """What keeps a process of this configuration from starting or serving on this machine."""
+    yield from _faults_of_model(config)
+    yield from _faults_of_security(config, environ)
+    if (log := config.proxy.event_log) is not None:
+        folder = Path(log).parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            yield f"proxy.event_log: got {log!r}; allowed: a file in a directory that is writable"
+    if config.agents_run:
+        yield from _faults_of_backup(config)
+    if config.cluster.backend is Backend.DISTSERVE:
+        from kvrs.cluster.processes import check_home
+
+        yield from faults_in(partial(check_home, config, environ))
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """What cannot work on any machine."""
+    cluster, engine = config.cluster, config.cluster.engine
+    is_ours = "max_model_len" in engine.model_fields_set and cluster.backend is not Backend.VLLM
+    if is_ours and (held := _tokens_held(config)) < engine.max_model_len:
+        yield (
+            f"cluster.engine.max_model_len: got {engine.max_model_len}; allowed: at most {held}, "
+            f"the tokens of {engine.pages} pages"
+        )
+
+
+def doubts(config: Config) -> Iterator[str]:
+    """What is allowed, and probably not meant."""
+    engine, cluster = config.cluster.engine, config.cluster
+    if (
+        cluster.backend is not Backend.VLLM
+        and (held := _tokens_held(config)) < engine.max_model_len
+    ):
+        yield (
+            f"note: cluster.engine: {engine.pages} pages of {engine.page_size_tokens} tokens hold "
+            f"one request of at most {held} tokens; max_model_len is {engine.max_model_len}"
+        )
+    for node, instance in cluster.instances():
+        if instance.host in ("0.0.0.0", "::") and len(cluster.nodes) > 1:  # noqa: S104 - compared
+            yield (
+                f"note: cluster.nodes: instance {instance.id!r} of node {node.id!r} is at "
+                f"{instance.host!r}, which means another machine on each machine"
+            )
+
+
+def unresolved(config: Config) -> Iterator[str]:
+    """A line for the host names that this machine cannot resolve; others may."""
+    names = sorted({host for host in _hosts(config) if not _is_address(host)})
+    answered: set[str] = set()
+    threads = [
+        threading.Thread(target=_resolve, args=(name, answered), daemon=True) for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + _RESOLVE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    if missing := [name for name in names if name not in answered]:
+        shown = ", ".join(missing[:_MOST_SHOWN]) + (" ..." if missing[_MOST_SHOWN:] else "")
+        yield f"warning: {len(missing)} host names cannot be resolved on this machine: {shown}"
+
+
+def _tokens_held(config: Config) -> int:
+    return config.cluster.engine.pages * config.cluster.engine.page_size_tokens
+
+
+def _faults_of_model(config: Config) -> Iterator[str]:
+    """A model that is not there, or cannot do what the file asks for."""
+    cluster = config.cluster
+    if cluster.model is None:
+        return
+    model = Path(cluster.model)
+    if not (model / "config.json").is_file():
+        yield f"cluster.model: {model} has no config.json; allowed: a Hugging Face directory"
+        return
+    if cluster.backend is Backend.EMBEDDED:
+        yield from (f"cluster.model: {fault}" for fault in _missing_files(model))
+        yield from _faults_of_memory(config)
+
+
+def _missing_files(model: Path) -> Iterator[str]:
+    if not (model / "tokenizer.json").is_file():
+        yield f"{model} has no tokenizer.json; allowed: the file beside config.json"
+    index = model / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (model / "model.safetensors").is_file():
+            yield f"{model} has no weights; allowed: model.safetensors, or parts and their index"
+        return
+    try:
+        parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        yield f"{index} is no index of weights"
+        return
+    if missing := sorted(part for part in parts if not (model / str(part)).is_file()):
+        yield f"{model} lacks {len(missing)} of {len(parts)} files of weights, as {missing[0]}"
+
+
+def _faults_of_memory(config: Config) -> Iterator[str]:
+    """KV of the instances that share this machine, where it is in host memory."""
+    from kvrs.proxy.backends.model_geometry import read_geometry
+
+    cluster, engine = config.cluster, config.cluster.engine
+    assert cluster.model is not None
+    geometry: list[KvGeometry] = []
+    yield from faults_in(
+        lambda: geometry.append(read_geometry(cluster.model or "", engine.page_size_tokens))
+    )
+    if not geometry or engine.device != "cpu":
+        return
+    # The embedded engine computes in 32 bits.
+    page_bytes = replace(geometry[0], dtype_bytes=4).page_bytes
+    hosts = [instance.host for _, instance in cluster.instances()]
+    together = max(map(hosts.count, hosts))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if together * engine.pages * page_bytes > memory_bytes:
+        yield (
+            f"cluster.engine.pages: got {engine.pages}, of {page_bytes:,} bytes, for {together} "
+            f"instances on one machine; allowed: at most "
+            f"{memory_bytes // (page_bytes * together)}, which this machine's memory holds"
+        )
+    if config.agents_run and config.backup.capacity_bytes < page_bytes:
+        yield (
+            f"backup.capacity_bytes: got {config.backup.capacity_bytes}; allowed: at least a page "
+            f"({page_bytes})"
+        )
+
+
+def _faults_of_security(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    from kvrs.tls import load_certificates
+
+    security, proxy = config.security, config.proxy
+    if security.secret_file is not None:
+        yield from faults_in(partial(read_secrets, security, environ))
+    if security.admin_token_file is not None:
+        yield from faults_in(partial(read_admin_tokens, security, environ))
+    for section, files in (
+        ("proxy.tls", proxy.tls),
+        ("proxy.admin_tls", proxy.admin_tls),
+        ("security.tls", security.tls),
+    ):
+        yield from faults_in(partial(load_certificates, section, files))
+
+
+def _faults_of_backup(config: Config) -> Iterator[str]:
+    folder = config.backup.directory
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield f"backup.directory: got {folder!r}; allowed: a directory that is writable"
+        return
+    hosts = [node.agent.host for node in config.cluster.nodes]
+    together = max(map(hosts.count, hosts))
+    size_bytes = shutil.disk_usage(folder).total
+    if (wanted := together * config.backup.capacity_bytes) > size_bytes:
+        yield (
+            f"backup.capacity_bytes: got {config.backup.capacity_bytes}, {wanted} for {together} "
+            f"agents on one machine; allowed: at most {size_bytes // together}, the "
+            f"size of {folder}"
+        )
+
+
+def _hosts(config: Config) -> Iterator[str]:
+    proxy = config.proxy
+    yield from (proxy.host, proxy.admin_host, proxy.peer_host, proxy.gossip_host)
+    yield from (peer.host for peer in proxy.peers)
+    yield from config.security.hosts
+    for node in config.cluster.nodes:
+        yield from (node.agent.host, node.agent.pages_at, node.agent.gossip_at)
+        for instance in node.instances:
+            yield from (instance.host, instance.pages_at)
+
+
+def _is_address(host: str) -> bool:
+    return ":" in host or host.rpartition(".")[2].isdigit()
+
+
+def _resolve(name: str, answered: set[str]) -> None:
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
+        return
+    answered.add(name)
