@@ -1,10 +1,20 @@
-"""READMEs of experiments show the kept results."""
+"""READMEs of experiments show the kept results; the list of experiments is whole and says which
+results are stale.
+"""
 
+import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from experiments import run_all
 from experiments.readme import figures_not_kept, renewed, shown_in
+from experiments.run_all import ALL, Experiment, Need, chosen, listing
+from experiments.staleness import paths_of, state
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 READMES = sorted(EXPERIMENTS.glob("*/README.md"))
@@ -17,6 +27,9 @@ def test_readmes_show_the_kept_results(path: Path) -> None:
 
     assert readme == renewed(readme, path.parent)
     assert figures_not_kept(readme) == []
+    kept = path.parent / "results"
+    texts = {str(text.relative_to(kept)) for text in kept.rglob("*.txt")}
+    assert set(shown_in(readme)) == texts
 
 
 def test_a_figure_beside_a_block_is_one_of_the_block(tmp_path: Path) -> None:
@@ -34,3 +47,108 @@ def test_a_figure_beside_a_block_is_one_of_the_block(tmp_path: Path) -> None:
         figures_not_kept(readme.format("All 1500 within 3.5 ms, `a[44]`, [45](46.md), p50.")) == []
     )
     assert figures_not_kept(readme.format("All 1,501 within 3.6 ms.")) == ["1501", "3.6"]
+
+
+def test_every_experiment_is_listed_with_its_commands() -> None:
+    """A folder with a script, and every kept result; each result is of one command."""
+    folders = {path.parent.name for path in EXPERIMENTS.glob("*/run.py")} | {"gpu"}
+    results = [path for each in ALL for path in each.paths]
+    kept = {path for path in EXPERIMENTS.glob("*/results/**/*.json") if path.name != "hours.json"}
+
+    assert {each.folder for each in ALL} == folders
+    assert len(results) == len(set(results))
+    assert kept <= set(results)
+    for each in ALL:
+        words = shlex.split(each.command)
+        module = words[words.index("-m") + 1]
+        assert (EXPERIMENTS.parent / f"{module.replace('.', '/')}.py").is_file(), module
+
+
+def test_an_experiment_depends_on_what_it_imports_and_starts() -> None:
+    """One that starts clusters depends on all of kvrs; a result's form changes no figure."""
+    decision, kills = paths_of("decision"), paths_of("kill_series")
+
+    assert {"experiments/decision", "kvrs/policy", "kvrs/protocol"} <= decision
+    assert not {"kvrs", "kvrs/proxy", "kvrs/engine", "experiments/record.py"} & decision
+    assert {"experiments/kill_series", "experiments/kills.py", "kvrs"} <= kills
+    assert "tests/proxy/proxy_cluster.py" in paths_of("poison")
+    assert "distserve_patches" in paths_of("distserve_kill_series")
+
+
+@pytest.mark.process
+def test_a_result_is_stale_when_what_it_depends_on_has_changed(tmp_path: Path) -> None:
+    """Since its commit; Markdown, results and other packages do not count."""
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    def write(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def found(**run: Any) -> str:
+        write("experiments/decision/results/decision.json", json.dumps({"run": run}))
+        return state(tmp_path / "experiments/decision/results/decision.json", "decision", tmp_path)
+
+    others = ("kvrs/proxy/app.py", "experiments/decision/README.md")
+    for name in ("kvrs/policy/rules.py", *others):
+        write(name, "before")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "a")
+    commit = git("rev-parse", "HEAD")
+
+    assert state(tmp_path / "none.json", "decision", tmp_path) == "no result"
+    assert found() == "stale: of an unknown commit"
+    assert found(commit=f"{commit}-dirty").startswith("stale: ")
+    assert "is not in this repository" in found(commit="0" * 40)
+    assert found(commit=commit, void="busy") == "void: busy"
+    assert found(commit=commit) == "current"
+    for name in others:
+        write(name, "after")
+    git("commit", "-q", "-a", "-m", "b")
+    assert found(commit=commit) == "current"
+    write("kvrs/policy/rules.py", "after")
+    assert found(commit=commit) == "stale: changes without a commit"
+    git("commit", "-q", "-a", "-m", "c")
+    assert found(commit=commit) == "stale: 1 commits since"
+
+
+def test_names_choose_folders_and_single_results() -> None:
+    """A name that is neither is an error that lists the folders."""
+    assert len(chosen([])) == len(ALL)
+    assert [each.name for each in chosen(["kill_series/rom"])] == ["kill_series/rom"]
+    assert {each.folder for each in chosen(["tls", "cuts"])} == {"tls", "cuts"}
+    with pytest.raises(ValueError, match=r"--only: got nothing; allowed: abuse, "):
+        chosen(["nothing"])
+
+
+def test_the_list_says_why_an_experiment_cannot_run_here() -> None:
+    """With its command, its time and the state of its result."""
+    need = Need("a", lambda: "no a")
+    each = Experiment("no_such", ("r",), 3, "python -m experiments.no_such.run", (need,))
+
+    lines = listing([each]).splitlines()
+
+    assert lines[1].split() == ["no_such/r", "3", "a", "-", "no", "result"]
+    assert lines[2:] == ["    python -m experiments.no_such.run", "    cannot run here: no a"]
+
+
+@pytest.mark.process
+def test_a_run_ends_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output is kept; one that ends by itself tells its exit status."""
+    monkeypatch.setattr(run_all, "_LEAST_LIMIT_S", 0.5)
+    log = tmp_path / "log"
+    hangs = f"{sys.executable} -c 'import time; print(1, flush=True); time.sleep(60)'"
+    fails = f"{sys.executable} -c 'print(2); raise SystemExit(3)'"
+
+    assert run_all.run(Experiment("a", ("a",), 0, hangs), log).startswith("ended: not done after")
+    assert "KeyboardInterrupt" in log.read_text()
+    monkeypatch.setattr(run_all, "_LEAST_LIMIT_S", 60.0)
+    assert run_all.run(Experiment("a", ("a",), 0, fails), log).startswith("exit status 3 after")
+    assert log.read_text() == "2\n"

@@ -1,0 +1,378 @@
+"""All experiments: what each needs, whether its kept result is still that of the code, and the
+commands that make it again.
+
+    python -m experiments.run_all                      # The list.
+    python -m experiments.run_all --stale [--dry-run]  # Run what is stale and can run here.
+    python -m experiments.run_all --only poison tls    # Run these, stale or not.
+    python -m experiments.run_all --readme             # Put the kept results into the READMEs.
+
+A result is stale when files on which its experiment depends have changed since its commit
+(experiments/staleness.py), when the commit is unknown, and when it is void. Nothing else should run
+on the machine meanwhile. A run that takes three times as long as listed is ended. Exit status 1: a
+run failed, missed a bar, or is void.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.conversation_trace.trace import DEFAULT_TRACE
+from experiments.readme import renewed
+from experiments.record import ROOT, shown
+from experiments.staleness import run_of, state
+
+EXPERIMENTS = ROOT / "experiments"
+_LEAST_LIMIT_S = 300.0
+_TELL_S = 60.0
+_END_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Something that not every machine has; `missing` says why this one has not."""
+
+    name: str
+    missing: Callable[[], str | None]
+
+
+def _variable(name: str, what: str) -> Need:
+    return Need(name, lambda: None if name in os.environ else f"{name} is not set: {what}")
+
+
+def _networks_missing() -> str | None:
+    from tests.networks.network_cluster import missing  # It makes a network to see.
+
+    return missing()
+
+
+def _file_missing(path: Path) -> str | None:
+    return None if path.is_file() else f"no file {path.name}"
+
+
+ROOT_USER = Need("root", _networks_missing)
+GPU = Need("GPU", lambda: None if Path("/dev/nvidiactl").exists() else "no NVIDIA GPU")
+TRACE = Need("trace", lambda: _file_missing(DEFAULT_TRACE))
+OPENSSL = Need("openssl", lambda: None if shutil.which("openssl") else "no openssl command")
+TASKSET = Need("taskset", lambda: None if shutil.which("taskset") else "no taskset command")
+DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
+VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
+KINSHIP = _variable("KVRS_KINSHIP_PYTHON", "the interpreter of an environment with kinship")
+BEFORE = _variable("KVRS_BEFORE", "a checkout of another commit, with a .venv")
+SOURCES = _variable("KVRS_PROFILE_SOURCES", "the folder of the published tables")
+PACKAGES = _variable("KVRS_DOWNLOADS", "set where packages may be installed from PyPI")
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A command, and the results that it keeps in `FOLDER/results`."""
+
+    folder: str
+    results: tuple[str, ...]  # Without the suffix; of one directory.
+    minutes: float
+    command: str
+    needs: tuple[Need, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder}/{self.results[0]}"
+
+    @property
+    def paths(self) -> list[Path]:
+        return [EXPERIMENTS / self.folder / "results" / f"{name}.json" for name in self.results]
+
+    def state(self) -> str:
+        states = [state(path, self.folder) for path in self.paths]
+        return next((found for found in states if found != "current"), "current")
+
+    def missing(self) -> list[str]:
+        return [why for need in self.needs if (why := need.missing())]
+
+    def words(self) -> list[str]:
+        line = os.path.expandvars(self.command).replace("python -m ", f"{sys.executable} -m ")
+        return [*shlex.split(line), "--out", str(self.paths[0].parent)]
+
+
+def _plain(name: str, minutes: float, *needs: Need, options: str = "") -> Experiment:
+    """The usual case: `run.py` keeps one result that has the folder's name."""
+    command = f"python -m experiments.{name}.run {options}".strip()
+    return Experiment(name, (name,), minutes, command, needs)
+
+
+def _kinds(folder: str, minutes: float, *needs: Need, **options: str) -> list[Experiment]:
+    """One result for each way to run it, by name."""
+    command = f"python -m experiments.{folder}.run"
+    return [
+        Experiment(folder, (name,), minutes, f"{command} {words}".strip(), needs)
+        for name, words in options.items()
+    ]
+
+
+# In the order in which they are run: decisions and costs, then exactness, then what takes hours.
+ALL = (
+    _plain("decision", 1),
+    _plain("request_path", 1),
+    _plain("malloc_trim", 3),
+    _plain("page_transfer", 1),
+    Experiment(
+        "page_transfer",
+        ("one_cpu/page_transfer",),
+        1,
+        "taskset -c 1 python -m experiments.page_transfer.run",
+        (TASKSET,),
+    ),
+    _plain("replay_client", 1),
+    _plain("healthy_path", 2),
+    Experiment(
+        "healthy_path",
+        ("paced/healthy_path",),
+        3,
+        "python -m experiments.healthy_path.run --paced --pairs 10 --tokens 200",
+    ),
+    _plain("bench_proxy", 15),
+    _plain("tls", 1, OPENSSL),
+    Experiment(
+        "paired_trees",
+        ("cpu",),
+        2,
+        "python -m experiments.paired_trees.run --before $KVRS_BEFORE",
+        (BEFORE,),
+    ),
+    _plain("checkpoint_cost", 6),
+    _plain("notice", 4),
+    _plain("crossover", 7),
+    _plain("hand_off_crossover", 5),
+    _plain("recovery_grid", 15),
+    _plain("load_skew", 22),
+    _plain("lumen_recovery", 8, options="--requests 140 --cases 4x1 8x2"),
+    _plain("raidserve_recovery", 8, TRACE),
+    *_kinds(
+        "kill_series",
+        3,
+        auto="",
+        rom="--policy rom",
+        always_migrate="--policy always_migrate",
+        always_recompute="--policy always_recompute",
+    ),
+    Experiment(
+        "conversation_trace", ("auto",), 3, "python -m experiments.conversation_trace.run", (TRACE,)
+    ),
+    Experiment(
+        "conversation_trace",
+        ("aiperf",),
+        5,
+        "python -m experiments.conversation_trace.aiperf",
+        (TRACE, PACKAGES),
+    ),
+    *_kinds("cuts", 1, scripted="", real="--real"),
+    _plain("all_deaths", 10),
+    _plain("two_proxies", 3),
+    *_kinds(
+        "proxy_kills",
+        5,
+        **{
+            "2_async": "",
+            "2_sync": "--mirror sync",
+            "3_async": "--proxies 3",
+            "3_sync": "--proxies 3 --mirror sync",
+        },
+    ),
+    *_kinds("proxy_kills", 10, **{"2_async_mix": "--mix --kills 40"}),
+    _plain("rolling_upgrade", 2),
+    _plain("many_deaths", 1),
+    _plain("busy_survivors", 1),
+    _plain("sick_instances", 1),
+    _plain("poison", 1),
+    _plain("overload", 3),
+    _plain("abuse", 3),
+    _plain("strangers", 1),
+    _plain("large_bodies", 3),
+    Experiment("tenants", ("attacks", "memory"), 6, "python -m experiments.tenants.run"),
+    _plain("networks", 5, ROOT_USER),
+    Experiment(
+        "gossip_agents",
+        ("gossip_agents",),
+        14,
+        "python -m experiments.gossip_agents.run --kinship-python $KVRS_KINSHIP_PYTHON",
+        (KINSHIP,),
+    ),
+    _plain("gossip_fuzz", 1),
+    _plain("fuzz", 8),
+    _plain("simulated_deaths", 5),
+    *_kinds(
+        "distserve_kill_series",
+        5,
+        DISTSERVE,
+        **{"auto-backup-off": "", "auto-backup-both": "--backup both"},
+    ),
+    _plain("distserve_overhead", 5, DISTSERVE),
+    Experiment(
+        "vllm_kill_series",
+        ("kill_series",),
+        15,
+        "python -m experiments.vllm_kill_series.run",
+        (VLLM,),
+    ),
+    Experiment(
+        "derived_profiles",
+        ("fit_errors",),
+        1,
+        "python -m experiments.derived_profiles.run --sources $KVRS_PROFILE_SOURCES",
+        (SOURCES,),
+    ),
+    *(
+        Experiment("gpu", (name,), 5, f"python -m experiments.gpu.{name}", (GPU,))
+        for name in ("page_bandwidth", "tpot", "recovery")
+    ),
+    _plain("gossip_detection", 30),
+    _plain("soak", 125),
+)
+
+
+def listing(experiments: Sequence[Experiment]) -> str:
+    lines = [f"{'result':<38}{'minutes':>8}  {'needs':<22}{'commit':<18}state"]
+    for each in experiments:
+        path = each.paths[0]
+        commit = shown(run_of(path).get("commit", "?")) if path.exists() else "-"
+        needs = ", ".join(need.name for need in each.needs) or "-"
+        lines.append(f"{each.name:<38}{each.minutes:>8g}  {needs:<22}{commit:<18}{each.state()}")
+        lines.append(f"    {each.command}")
+        lines += [f"    cannot run here: {why}" for why in each.missing()]
+    return "\n".join(lines)
+
+
+def put_into_readmes() -> list[str]:
+    """Renew the kept results in all READMEs; returns the folders whose README has changed."""
+    changed = []
+    for path in sorted(EXPERIMENTS.glob("*/README.md")):
+        before = path.read_text()
+        after = renewed(before, path.parent)
+        if after != before:
+            path.write_text(after)
+            changed.append(path.parent.name)
+    return changed
+
+
+def run(experiment: Experiment, log: Path) -> str:
+    """Run the command to its end or its time limit; returns how it ended."""
+    limit_s = max(_LEAST_LIMIT_S, 180 * experiment.minutes)
+    begun_s = told_s = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            experiment.words(),
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                now_s = time.monotonic()
+                if now_s - begun_s > limit_s:
+                    _end(process)
+                    return f"ended: not done after {limit_s / 60:.0f} min"
+                if now_s - told_s > _TELL_S:
+                    told_s = now_s
+                    print(
+                        f"    {(now_s - begun_s) / 60:.0f} of about {experiment.minutes:g} min",
+                        flush=True,
+                    )
+        except BaseException:
+            _end(process)
+            raise
+    took = f"{(time.monotonic() - begun_s) / 60:.1f} min"
+    return (
+        f"done in {took}"
+        if process.returncode == 0
+        else (f"exit status {process.returncode} after {took}")
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does, so that clusters are taken down; then by force, with what is left of its
+    session.
+    """
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_all(experiments: Sequence[Experiment], logs: Path) -> bool:
+    """Run them in order, and tell of each; whether all ended well with a result that is current."""
+    all_good = True
+    for number, each in enumerate(experiments, 1):
+        print(f"[{number}/{len(experiments)}] {each.name}, about {each.minutes:g} min", flush=True)
+        if why := each.missing():
+            print(f"    cannot run here: {'; '.join(why)}")
+            continue
+        log = logs / f"{each.name.replace('/', '-')}.log"
+        how = run(each, log)
+        put_into_readmes()
+        after = each.state()
+        print(f"    {how}; result: {after}", flush=True)
+        if not how.startswith("done") or after != "current":
+            all_good = False
+            last = log.read_text(errors="replace").splitlines()[-10:]
+            print(
+                "\n".join(f"    | {line}" for line in last), f"\n    all of it: {log}", flush=True
+            )
+    return all_good
+
+
+def chosen(names: Sequence[str]) -> list[Experiment]:
+    """Those of these folders or results.
+
+    Raises:
+        ValueError: a name is neither.
+    """
+    for name in names:
+        if not any(name in (each.folder, each.name) for each in ALL):
+            folders = sorted({each.folder for each in ALL})
+            raise ValueError(f"--only: got {name}; allowed: {', '.join(folders)}")
+    return [each for each in ALL if not names or {each.folder, each.name} & set(names)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stale", action="store_true", help="run what is stale and can run here")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="folder, or result")
+    parser.add_argument("--dry-run", action="store_true", help="list, and run nothing")
+    parser.add_argument("--readme", action="store_true", help="renew the results in READMEs only")
+    parser.add_argument("--logs", type=Path, help="for the output of the runs; default: temporary")
+    arguments = parser.parse_args()
+    if arguments.readme:
+        print("\n".join(put_into_readmes()) or "all READMEs show the kept results")
+        return 0
+    try:
+        experiments = chosen(arguments.only)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.stale:
+        experiments = [each for each in experiments if each.state() != "current"]
+    if arguments.dry_run or not (arguments.stale or arguments.only):
+        print(listing(experiments))
+        return 0
+    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="kvrs-experiments-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    return 0 if run_all(experiments, logs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
