@@ -74,10 +74,12 @@ _log = logging.getLogger(__name__)
 _log.addFilter(_BrokenHttp())
 
 
-class _Connection(web.RequestHandler):
-    """A connection that counts. `door` is the one of which the client has proved the key."""
+class HttpConnection(web.RequestHandler):
+    """A connection that counts. `door` is the one of which the client has proved the key.
+    `room_changed` is called with whether its client reads as fast as is written to it.
+    """
 
-    __slots__ = ("_abort", "_among", "_proof", "_taken", "address", "door")
+    __slots__ = ("_abort", "_among", "_proof", "_taken", "address", "door", "room_changed")
 
     def __init__(
         self, server: web.Server, among: Connections, keys: Sequence[DoorKey], **settings: Any
@@ -87,6 +89,7 @@ class _Connection(web.RequestHandler):
         self._proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES)) if keys else None
         self.address = ""
         self.door: Door | None = None
+        self.room_changed: Callable[[bool], None] | None = None
         self._taken: asyncio.Transport | None = None
         self._abort: Callable[[], object] | None = None
 
@@ -136,6 +139,16 @@ class _Connection(web.RequestHandler):
         if self._taken is not None:
             super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.room_changed is not None:
+            self.room_changed(False)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.room_changed is not None:
+            self.room_changed(True)
+
     def abort(self) -> None:
         if self._taken is not None:
             self._taken.abort()
@@ -168,7 +181,7 @@ class _Site(web.BaseSite):
         runner: web.AppRunner,
         host: str,
         port: int,
-        make: Callable[[], _Connection],
+        make: Callable[[], HttpConnection],
         tls: Certificates | None,
         *,
         shared: bool,
@@ -247,7 +260,7 @@ class HttpPort:
         assert self._runner.server is not None
         # Bodies are not inflated: that would happen before the request is authenticated.
         make = partial(
-            _Connection,
+            HttpConnection,
             self._runner.server,
             self._connections,
             self._keys,
@@ -284,7 +297,7 @@ async def _begin(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Keep the connection from being closed for another, and refuse what aiohttp accepts and other
     servers read in another way: behind a proxy in front, a request could be smuggled in it.
     """
-    if isinstance(request.protocol, _Connection):
+    if isinstance(request.protocol, HttpConnection):
         request.protocol.begin()
     if request.version < HttpVersion11 and "Transfer-Encoding" in request.headers:
         response = error(400, "HTTP/1.0 has no Transfer-Encoding")
@@ -361,7 +374,7 @@ def _authenticate(door: Door) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         due = Door.ADMIN if request.path in _OF_ADMIN else door
-        proved = request.protocol.door if isinstance(request.protocol, _Connection) else None
+        proved = request.protocol.door if isinstance(request.protocol, HttpConnection) else None
         if proved is not due and request.path != HEALTHZ:
             return error(
                 401,

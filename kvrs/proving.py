@@ -70,7 +70,7 @@ class ProvingConnector(TlsConnector):
         if key is None:
             raise UnprovenError(req.connection_key, "no process of the cluster has this address")
         transport, greeter = await super()._wrap_create_connection(
-            _Greeter,
+            Greeter,
             *args_left,
             addr_infos=addr_infos,
             req=req,
@@ -79,7 +79,7 @@ class ProvingConnector(TlsConnector):
             **options,
         )
         try:
-            await _prove(transport, cast(_Greeter, greeter), key)
+            await prove(transport, cast(Greeter, greeter), key)
         except ProofError as error:
             transport.abort()
             raise UnprovenError(req.connection_key, str(error)) from None
@@ -98,7 +98,7 @@ class ProvingConnector(TlsConnector):
         return transport, protocol
 
 
-class _Greeter(asyncio.Protocol):
+class Greeter(asyncio.Protocol):
     """Receives the server's proof. It is replaced before the first request, so that the proof
     costs responses nothing.
     """
@@ -122,8 +122,14 @@ class _Greeter(asyncio.Protocol):
             self.reply.exception()
 
 
-async def _prove(transport: asyncio.Transport, greeter: _Greeter, key: DoorKey) -> None:
-    """Raises ProofError; OSError: the connection was lost, TimeoutError included."""
+async def prove(transport: asyncio.Transport, greeter: Greeter, key: DoorKey) -> None:
+    """Prove both ends of a new connection. The protocol of its requests takes the greeter's place
+    before the event loop runs again.
+
+    Raises:
+        ProofError: the process at the far end did not prove itself.
+        OSError: the connection was lost, TimeoutError included.
+    """
     proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
     transport.write(proof.hello)
     await asyncio.wait({greeter.reply}, timeout=PROOF_TIMEOUT_S)

@@ -13,7 +13,6 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import (
-    AsyncIterator,
     Callable,
     Collection,
     Iterable,
@@ -21,7 +20,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +44,7 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs.proxy.wire.upstream import Reader
 
 PROFILE = "opt-13b-a100-distserve-tp1"
 NODES = (2, 8, 32)  # Each with a prefill and a decode instance.
@@ -105,23 +104,20 @@ class SilentBackend:
             array("I", range(PROMPT_TOKENS)), msgspec.Raw(b'{"do_remote_prefill":true}')
         )
 
-    @asynccontextmanager
-    async def decode(self, call: Call) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def decode(self, call: Call, reader: Reader) -> None:
         call.spend()
         self.called_s.append(self._clock())
-        yield _never()
-
-
-async def _never() -> AsyncIterator[bytes]:
-    await asyncio.Event().wait()
-    yield b""
+        await asyncio.Event().wait()
 
 
 class NoClient:
     blocked = False
 
-    async def send(self, events: Sequence[bytes]) -> None:
+    def send(self, events: Sequence[bytes]) -> None:
         raise AssertionError(events)
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        raise AssertionError(resume)
 
 
 # Events of the policy.

@@ -32,7 +32,7 @@ from kvrs.proxy.api.admin import Admin, OwnSource
 from kvrs.proxy.api.app import ClientApi
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
-from kvrs.proxy.backends.cluster import new_engine_session, open_backends
+from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
@@ -47,6 +47,7 @@ from kvrs.proxy.watch.supervision import TaskKind, keep_running
 from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
+from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.workers.link import WorkerLink
 from kvrs.proxy.workers.running import Stop, run_service
 
@@ -81,7 +82,7 @@ class Proxy:
         self._mirror: Mirror | None = None
         self.tenants: Tenants | None = None
         self._api: ClientApi | None = None
-        self._sessions: list[aiohttp.ClientSession] = []
+        self._sessions: list[aiohttp.ClientSession | EngineLinks] = []
         self._driver: Driver | None = None
         self._event_log: EventLog | None = None
         self._ports: list[HttpPort] = []
@@ -108,7 +109,7 @@ class Proxy:
         config, clock = self._config, time.monotonic
         tls = self._load_tls()
         metrics = Metrics([instance.id for _, instance in config.cluster.instances()])
-        self._sessions.append(to_engines := new_engine_session(config, self._ring[0], tls.inner))
+        self._sessions.append(to_engines := new_engine_links(config, self._ring[0], tls.inner))
         backends = open_backends(config, to_engines)
         self._event_log = event_log = self._make_event_log()
         self._driver = driver = Driver(

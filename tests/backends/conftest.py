@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvrs.proxy.backends.cluster import new_engine_session, open_backends
+from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from tests.backends.clusters import Cluster, VllmCluster, distserve, embedded
 from tests.backends.conversations import BackendCluster
 
@@ -34,7 +34,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 @pytest.fixture
 async def system(cluster: Cluster) -> AsyncIterator[BackendCluster]:
     """The cluster as a proxy sees it, every instance up and met."""
-    async with new_engine_session(cluster.config, cluster.secret) as session:
-        system = BackendCluster(cluster, open_backends(cluster.config, session))
+    async with new_engine_links(cluster.config, cluster.secret) as links:
+        system = BackendCluster(cluster, open_backends(cluster.config, links))
         await system.meet()
         yield system

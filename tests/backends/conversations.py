@@ -2,8 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, EventSplitter, prompt_ids_of
+from kvrs.proxy.wire.upstream import Flow, Need
 from tests.backends.clusters import Cluster
 
 PATIENCE_S = 120.0  # Nothing here is measured: a test that waits in vain fails by this.
@@ -29,8 +30,9 @@ class Reader:
     proxy.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
-        self._chunks = chunks
+    def __init__(self) -> None:
+        self._chunks = asyncio.Queue[bytes]()
+        self._call: asyncio.Task[None] | None = None
         self._splitter = EventSplitter()
         self._payloads: list[bytes] = []
         self.ids: list[int] = []
@@ -38,16 +40,30 @@ class Reader:
         self.finish_reason: str | None = None
         self.done = False
 
+    def run(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._call = asyncio.ensure_future(call)
+        # An empty chunk is the end.
+        self._call.add_done_callback(lambda _: self._chunks.put_nowait(b""))
+        return self._call
+
+    def begin(self, flow: Flow) -> None:
+        pass
+
+    def feed(self, data: bytes) -> Need:
+        self._chunks.put_nowait(data)
+        return Need.MORE
+
     async def read(self, count: int | None = None) -> list[int]:
         """All ids so far, at least `count` of them; None: to the end."""
         async with asyncio.timeout(PATIENCE_S):
             while not self.done and (count is None or len(self.ids) < count):
                 if not self._payloads:
-                    try:
-                        self._payloads = self._splitter.feed(await anext(self._chunks))
-                    except StopAsyncIteration:
-                        raise UpstreamError("ended without a finish reason and [DONE]") from None
-                    continue
+                    if chunk := await self._chunks.get():
+                        self._payloads = self._splitter.feed(chunk)
+                        continue
+                    assert self._call is not None
+                    await self._call
+                    raise UpstreamError("ended without a finish reason and [DONE]")
                 self._take(self._payloads.pop(0))
         return self.ids
 
@@ -163,11 +179,13 @@ class Conversation:
     async def decode(
         self, at: InstanceId, *arguments: Any, **changes: Any
     ) -> AsyncIterator[Reader]:
-        async with AsyncExitStack() as stack:
-            async with asyncio.timeout(PATIENCE_S):
-                call = self.call(at, *arguments, **changes)
-                chunks = await stack.enter_async_context(self._cluster.backends[at].decode(call))
-            yield Reader(chunks)
+        call, reader = self.call(at, *arguments, **changes), Reader()
+        running = reader.run(self._cluster.backends[at].decode(call, reader))
+        try:
+            yield reader
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def ids(self, at: InstanceId, *arguments: Any) -> list[int]:
         """The whole stream, or its tail where something was produced before."""

@@ -176,7 +176,7 @@ class ClientApi:
             headers["X-Kvrs-Exact"] = "no"
         client = None
         if parsed.request.stream:
-            client = SseClient(request, self._settings.write_timeout_s, self._clock, headers)
+            client = SseClient(request, self._settings.write_timeout_s, headers)
         parsed.held = held
         parsed.strip()
         return Admitted(parsed, journals, client, is_generate, echo, headers, resume, found)

@@ -34,7 +34,10 @@ class ChoiceClient:
     def blocked(self) -> bool:
         return self._inner.blocked
 
-    async def send(self, events: Sequence[bytes]) -> None:
+    def when_free(self, resume: Callable[[], None]) -> None:
+        self._inner.when_free(resume)
+
+    def send(self, events: Sequence[bytes]) -> None:
         head = self._journal.head
         assert head is not None
         if self._merger.head is None:
@@ -45,7 +48,7 @@ class ChoiceClient:
         if self._echo is not None:
             merged.insert(0, self._echoed(self._merger.head, self._echo))
             self._echo = None
-        await self._inner.send(merged)
+        self._inner.send(merged)
 
     def _echoed(self, head: bytes, text: str) -> bytes:
         choice = Choice(text=text, index=self._index)

@@ -87,12 +87,15 @@ class GenerateClient:
     def blocked(self) -> bool:
         return self._inner.blocked
 
-    async def send(self, events: Sequence[bytes]) -> None:
+    def when_free(self, resume: Callable[[], None]) -> None:
+        self._inner.when_free(resume)
+
+    def send(self, events: Sequence[bytes]) -> None:
         converted: list[bytes] = []
         for event in events:
             self._text += _text_of(event)
             converted.append(msgspec.json.encode({"text": self._text}))
-        await self._inner.send(converted)
+        self._inner.send(converted)
 
 
 class WholeGenerateClient(WholeClient):
@@ -104,7 +107,7 @@ class WholeGenerateClient(WholeClient):
         self._text = ""
         self._timestamps: list[float] = []
 
-    async def send(self, events: Sequence[bytes]) -> None:
+    def send(self, events: Sequence[bytes]) -> None:
         self._text += "".join(map(_text_of, events))
         self._timestamps += [self._clock()] * len(events)
 

@@ -20,6 +20,7 @@ from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import Heartbeat, InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
 from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.wire.upstream import Reader
 
 # These are about the proxy or the moment, not about the client's request.
 _NOT_THE_CLIENTS_FAULT = frozenset({401, 403, 407, 408, 409, 425, 429})
@@ -86,9 +87,10 @@ class Backend(Protocol):
     async def prefill(self, call: Call) -> Prefilled:
         """Compute the history's KV and keep it for a hand-off."""
 
-    def decode(self, call: Call) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """The tokens after the history, as chunks of bytes; leaving the context ends the request in
-        the engine.
+    async def decode(self, call: Call, reader: Reader) -> None:
+        """Pass the tokens after the history on to the reader, as bytes, until the response has
+        ended or the reader needs no more of it. A call that is cancelled ends the request in the
+        engine.
         """
 
     def blames_prefill(self, error: Any) -> bool:

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import aiohttp
-
 from kvrs.config.cluster import Backend as Engine
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
@@ -12,26 +10,24 @@ from kvrs.ids import InstanceId
 from kvrs.proving import instance_keys
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.pd import PdBackend
-from kvrs.proxy.backends.peer import new_session, new_unproven_session
 from kvrs.proxy.backends.vllm import Named, VllmBackend
+from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.tls import Certificates
 
 VLLM_API_KEY = "KVRS_VLLM_API_KEY"
 
 
-def new_engine_session(
-    config: Config, secret: bytes, tls: Certificates | None = None
-) -> aiohttp.ClientSession:
-    """The session for all requests to instances. vLLM cannot prove itself: it gets nothing that
+def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = None) -> EngineLinks:
+    """The connections for all requests to instances. vLLM cannot prove itself: it gets nothing that
     comes of the cluster's secret, but its own API key.
     """
     if config.cluster.backend is Engine.VLLM:
-        return new_unproven_session(os.environ.get(VLLM_API_KEY) or None)
+        return EngineLinks(Access(token=os.environ.get(VLLM_API_KEY) or None))
     instances = [instance for _, instance in config.cluster.instances()]
-    return new_session(instance_keys(secret, instances), tls)
+    return EngineLinks(Access(instance_keys(secret, instances), tls))
 
 
-def open_backends(config: Config, session: aiohttp.ClientSession) -> dict[InstanceId, Backend]:
+def open_backends(config: Config, links: EngineLinks) -> dict[InstanceId, Backend]:
     """One per configured instance.
 
     Raises: ConfigError: the directory of the model of an engine that does not report its geometry
@@ -39,7 +35,7 @@ def open_backends(config: Config, session: aiohttp.ClientSession) -> dict[Instan
     """
     if config.cluster.backend is not Engine.VLLM:
         return {
-            instance.id: PdBackend(session, config.url_of(instance))
+            instance.id: PdBackend(links, config.url_of(instance))
             for _, instance in config.cluster.instances()
         }
     model = config.cluster.model
@@ -50,7 +46,7 @@ def open_backends(config: Config, session: aiohttp.ClientSession) -> dict[Instan
         )
     return {
         instance.id: VllmBackend(
-            session, instance.url, Named(instance.id, node.id, instance.role, model)
+            links, instance.url, Named(instance.id, node.id, instance.role, model)
         )
         for node, instance in config.cluster.instances()
     }

@@ -4,25 +4,28 @@ DistServe implement.
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from email.utils import parsedate_to_datetime
 from math import inf
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from kvrs.errors import UpstreamError
+from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import FenceRequest, InstanceInfo, LoadReport, TokenId
 from kvrs.protocol.openai.chunks import error_body, error_kind
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.peer import UNREADABLE, BusyError, Chunks, Peer, UnusableError, body_of
+from kvrs.proxy.backends.peer import UNREADABLE, BusyError, Peer, UnusableError
+from kvrs.proxy.wire.pool import EngineLinks
+from kvrs.proxy.wire.upstream import Need, Reader, WholeReader
 
 _BUSY = (429, 503)
 
+# A complete response is read to its end, so that its connection can be used again.
+_END_TIMEOUT_S = 1.0
 _MAX_PREFILL_BYTES = 32 << 20  # Of some four million ids.
 
 
@@ -40,11 +43,15 @@ class _PrefillAnswer(msgspec.Struct):
 class OpenAiPeer(Peer):
     """The two calls of a stream, as OpenAI requests with `kv_transfer_params`."""
 
+    def __init__(self, links: EngineLinks, url: str) -> None:
+        super().__init__(links.session, url)
+        self._pool = links.pool(url)
+
     async def prefill(self, call: Call) -> Prefilled:
-        async with self._completion(call) as response:
-            raw = await body_of(response, _MAX_PREFILL_BYTES)
+        reader = WholeReader(_MAX_PREFILL_BYTES)
+        await self._complete(call, reader)
         try:
-            answer = msgspec.json.decode(raw, type=_PrefillAnswer)
+            answer = msgspec.json.decode(reader.body, type=_PrefillAnswer)
         except UNREADABLE as error:
             raise UnusableError(f"prefill answered what is no completion: {error}") from None
         # Each choice of a completion has them, but in a chat the response.
@@ -61,24 +68,22 @@ class OpenAiPeer(Peer):
         is_empty = bytes(transfer) in (b"", b"null")
         return Prefilled(packed(prompt_ids), None if is_empty else transfer.copy())
 
-    @asynccontextmanager
-    async def decode(self, call: Call) -> AsyncIterator[AsyncIterator[bytes]]:
-        async with self._completion(call) as response:
-            yield Chunks(response)
+    async def decode(self, call: Call, reader: Reader) -> None:
+        await self._complete(call, reader)
 
-    @asynccontextmanager
-    async def _completion(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
-        async with self.call("POST", call.path, call.spend()) as response:
-            if response.status != 200:
-                answer = await body_of(response)
-                if is_the_clients_fault(response.status):
-                    raise RefusedError(response.status, _as_openai(answer))
-                cause = f"HTTP {response.status}{error_kind(_decoded(answer))}"
-                if response.status in _BUSY:
-                    retry_after_s = _seconds(response.headers.get("Retry-After"))
-                    raise BusyError(cause, response.status, retry_after_s)
-                raise UpstreamError(cause)
-            yield response
+    async def _complete(self, call: Call, reader: Reader) -> None:
+        pool, body = self._pool, call.spend()
+        upstream = await pool.take()
+        try:
+            head = pool.head(call.path, len(body))
+            asked, body = upstream.call(head, body, reader), b""  # The answer may take minutes.
+            need = await asked
+            if upstream.status != 200:
+                raise _refusal(upstream.status, upstream.headers, upstream.refusal)
+            if need is Need.END:
+                await upstream.read_rest(_END_TIMEOUT_S)
+        finally:
+            pool.give_back(upstream)
 
 
 class PdBackend(OpenAiPeer):
@@ -105,6 +110,15 @@ class PdBackend(OpenAiPeer):
         self, interval_s: float
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
         return self.watch("/kvrs/v1/load", interval_s, LoadReport)
+
+
+def _refusal(status: int, headers: Mapping[str, str], answer: bytes) -> KvrsError:
+    if is_the_clients_fault(status):
+        return RefusedError(status, _as_openai(answer))
+    cause = f"HTTP {status}{error_kind(_decoded(answer))}"
+    if status in _BUSY:
+        return BusyError(cause, status, _seconds(headers.get("Retry-After")))
+    return UpstreamError(cause)
 
 
 def _seconds(retry_after: str | None) -> float | None:

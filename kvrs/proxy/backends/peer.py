@@ -8,8 +8,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from functools import partial
 from io import BytesIO
 from typing import Any, TypeVar
 
@@ -26,15 +27,17 @@ from kvrs.tls import Certificates
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 # Everything that msgspec raises at bytes of another form.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_CONNECT_TIMEOUT_S = 1.0
+CONNECT_TIMEOUT_S = 1.0
+KEPT_S = 10.0  # A connection that no call uses.
 _CONTROL_TIMEOUT_S = 2.0  # Of the small calls; never of a completion.
 _MAX_LINE_BYTES = 8 << 20
 _MAX_ANSWER_BYTES = 8 << 20
-_LARGE_BODY_BYTES = 256 << 10
+LARGE_BODY_BYTES = 256 << 10
 _DESCRIPTOR_PAUSE_S = 0.1
 _LONGEST_DESCRIPTOR_WAIT_S = 30.0
 
@@ -72,13 +75,13 @@ def new_unproven_session(token: str | None) -> aiohttp.ClientSession:
 
 
 def _pool_options() -> dict[str, Any]:
-    return {"limit": 0, "keepalive_timeout": 10, "socket_factory": _make_socket}
+    return {"limit": 0, "keepalive_timeout": KEPT_S, "socket_factory": make_socket}
 
 
 def _session(connector: aiohttp.TCPConnector, headers: dict[str, str]) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=connector,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         headers=headers,
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
@@ -86,7 +89,7 @@ def _session(connector: aiohttp.TCPConnector, headers: dict[str, str]) -> aiohtt
     )
 
 
-def _make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """A socket that detects a peer that vanished without closing its connections."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
@@ -158,17 +161,7 @@ class Peer:
     async def call(
         self, method: str, path: str, body: bytes | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        response = await self._request(method, path, body)
-        if response is None:
-            log.warning("waits for a descriptor to connect with", extra={"url": self.url})
-        until_s = time.monotonic() + _LONGEST_DESCRIPTOR_WAIT_S
-        while response is None:
-            if time.monotonic() > until_s:
-                # As if the other side were busy: it is not to blame, and the stream may wait on.
-                raise BusyError("the proxy has no descriptor to connect with", 503, None)
-            await wait_for_descriptor()
-            response = await self._request(method, path, body)
-        body = None  # Its answer may take minutes.
+        response = await patiently(partial(self._request, method, path, body), self.url)
         try:
             yield response
         finally:
@@ -183,7 +176,7 @@ class Peer:
         """
         headers = None if body is None else {"Content-Type": "application/json"}
         # A large body is sent in pieces, so that other tasks run in between.
-        data = BytesIO(body) if body is not None and len(body) > _LARGE_BODY_BYTES else body
+        data = BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
         try:
             return await self._session.request(
                 method, self.url + path, data=data, headers=headers, allow_redirects=False
@@ -209,6 +202,25 @@ class DescriptorWaits:
 
 
 descriptor_waits = DescriptorWaits()  # Descriptors belong to the process, as this does.
+
+
+async def patiently(connect: Callable[[], Awaitable[T | None]], url: str) -> T:
+    """Call `connect` until there is a descriptor for it: without one it returns None.
+
+    Raises:
+        BusyError: there was none for too long.
+    """
+    made = await connect()
+    if made is None:
+        log.warning("waits for a descriptor to connect with", extra={"url": url})
+    until_s = time.monotonic() + _LONGEST_DESCRIPTOR_WAIT_S
+    while made is None:
+        if time.monotonic() > until_s:
+            # As if the other side were busy: it is not to blame, and the stream may wait on.
+            raise BusyError("the proxy has no descriptor to connect with", 503, None)
+        await wait_for_descriptor()
+        made = await connect()
+    return made
 
 
 async def wait_for_descriptor() -> None:
@@ -253,9 +265,9 @@ def lost(error: aiohttp.ClientError | OSError) -> UpstreamError:
         case aiohttp.ClientPayloadError():
             cause = "closed in the middle of a response"
         case aiohttp.ClientConnectorCertificateError():
-            cause = f"its certificate is refused: {_reason_of(error.certificate_error)}"
+            cause = f"its certificate is refused: {reason_of(error.certificate_error)}"
         case aiohttp.ClientConnectorSSLError():
-            cause = f"no TLS: {_reason_of(error.os_error)}"
+            cause = f"no TLS: {reason_of(error.os_error)}"
         case aiohttp.ClientConnectorDNSError():
             cause = "its host name has no address"
         case OSError(errno=int(number)) if number > 0:
@@ -270,7 +282,7 @@ def lost(error: aiohttp.ClientError | OSError) -> UpstreamError:
     return (ConnectionLostError if is_connected else NotConnectedError)(f"connection lost: {cause}")
 
 
-def _reason_of(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Without file names and line numbers of OpenSSL."""
     return str(getattr(error, "verify_message", None) or getattr(error, "reason", None) or error)
 

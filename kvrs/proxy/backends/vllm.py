@@ -9,12 +9,11 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from kvrs.descriptors import is_exhausted
@@ -44,7 +43,9 @@ from kvrs.proxy.backends.peer import (
 )
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_transfer import checked
-from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, EventSplitter
+from kvrs.proxy.wire.pool import EngineLinks
+from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS
+from kvrs.proxy.wire.upstream import EventReader, Reader
 
 # With `--enable-fault-tolerance`: `/health` says 200 while an engine waits for an orchestrator's
 # instruction, its streams stand still and new requests get 503.
@@ -105,8 +106,8 @@ class VllmBackend(OpenAiPeer):
 
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_VLLM_API_KEY"
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, named: Named) -> None:
-        super().__init__(session, url)
+    def __init__(self, links: EngineLinks, url: str, named: Named) -> None:
+        super().__init__(links, url)
         self._named = named
         self._info: InstanceInfo | None = None  # Of the process that was probed last.
         self._ft_path: str | None = None  # None: it runs without fault tolerance.
@@ -189,11 +190,9 @@ class VllmBackend(OpenAiPeer):
         # vLLM warms its sampler up without a seed; the first seeded request compiles kernels, and
         # must not be a stream that is recovered (vLLM issue 54425).
         asked = fields | {"temperature": 1.0, "top_p": 0.9, "seed": 1, "stream": True}
-        splitter, payloads = EventSplitter(), list[bytes]()
-        async with super().decode(Call(_COMPLETIONS, asked)) as chunks:
-            async for chunk in chunks:
-                payloads += splitter.feed(chunk)
-        _check_probe(payloads)
+        events = EventReader()
+        await super().decode(Call(_COMPLETIONS, asked), events)
+        _check_probe(events.payloads)
 
     def watch_load(
         self, interval_s: float
@@ -286,12 +285,10 @@ class VllmBackend(OpenAiPeer):
         transfer = checked(bytes(answer.transfer), len(answer.prompt_ids), page_size_tokens)
         return replace(answer, transfer=transfer, good_until_s=heard_s + _HAND_OFF_S)
 
-    @asynccontextmanager
-    async def decode(self, call: Call) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def decode(self, call: Call, reader: Reader) -> None:
         info = self._info
         assert info is not None
-        async with super().decode(_limited(_plain(call), info.max_model_len)) as chunks:
-            yield chunks
+        await super().decode(_limited(_plain(call), info.max_model_len), reader)
 
     def blames_prefill(self, error: Any) -> bool:
         match error:

@@ -69,12 +69,12 @@ class KeyedStream:
         self._stop = stop
         self._recorded_ids = len(journal.output_ids)
         self._cursor = 0
-        self._wake = asyncio.Event()
         self._progress = asyncio.Event()
-        self._waiting = 0
+        self._waiting: list[Callable[[], None]] = []
         self._gone: str | None = None  # Why the client gets nothing any more.
-        self._pumping = asyncio.create_task(self._pump())
-        self._pumping.add_done_callback(self._pump_ended)
+        self._is_sending = False
+        self._is_closed = False
+        self._loading: asyncio.Task[None] | None = None  # The tokenizer, to cut an event.
 
     @property
     def record(self) -> Record:
@@ -82,11 +82,15 @@ class KeyedStream:
 
     @property
     def blocked(self) -> bool:
-        return self._inner.blocked or self._waiting > 0
+        lags = len(self.record.events) - self._cursor > _MOST_UNSENT
+        return self._gone is None and (lags or self._inner.blocked)
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        self._waiting.append(resume)
 
     # Events of the driver.
 
-    async def send(self, events: Sequence[bytes]) -> None:
+    def send(self, events: Sequence[bytes]) -> None:
         journal = self.journal
         assert journal.marks is not None
         # Events without a mark come first: an echo of the prompt, which has no tokens.
@@ -95,13 +99,6 @@ class KeyedStream:
         for event, mark in zip(events, marks, strict=True):
             self._record_event(event, mark)
         self._publish_state()
-        self._waiting += 1
-        try:
-            while len(self.record.events) - self._cursor > _MOST_UNSENT and self._gone is None:
-                self._progress.clear()
-                await self._progress.wait()
-        finally:
-            self._waiting -= 1
         if self._gone is not None:
             raise ClientGoneError(self._gone)
 
@@ -180,42 +177,63 @@ class KeyedStream:
             self._stop(failure)
 
     def close(self) -> None:
-        self._pumping.cancel()
+        self._is_closed = True
+        if self._loading is not None:
+            self._loading.cancel()
 
     # To the client.
 
     def wake(self) -> None:
-        """Check again what may be sent, because events or acknowledgements have come."""
-        self._wake.set()
+        """Send what may be sent now, because events, acknowledgements or room have come."""
+        if not self._is_sending:
+            self._is_sending = True
+            try:
+                self._send_ready()
+            except ClientGoneError as error:
+                self._gone = str(error)
+                self._stop(CLIENT_GONE)
+            except Exception:
+                # An internal error: `finish` must not wait for a client that gets nothing any more.
+                log.exception("internal error while writing to a client")
+                self._gone = "the proxy failed"
+                self.fail(BROKEN)
+            finally:
+                self._is_sending = False
         self._progress.set()
+        if self._waiting and not self.blocked:
+            waiting, self._waiting = self._waiting, []
+            for resume in waiting:
+                resume()
 
-    async def _pump(self) -> None:
-        try:
-            while True:
-                self._wake.clear()
-                batch = self._next_batch()
-                if batch is None and not await self._load_tokenizer():
-                    self.fail(CUT)
-                    return
-                if batch is None:
-                    continue
-                if batch and isinstance(self._inner, SseClient):
-                    await self._inner.send_numbered(self.journal.stream, batch)
-                elif batch:
-                    await self._inner.send([event.data for event in batch])
-                self._progress.set()
-                if not batch:
-                    await self._wake.wait()
-        except ClientGoneError as error:
-            self._gone = str(error)
-            self._progress.set()
-            self._stop(CLIENT_GONE)
+    def _send_ready(self) -> None:
+        inner = self._inner
+        while not self._is_closed and self._gone is None and self._loading is None:
+            if inner.blocked:
+                inner.when_free(self.wake)
+                return
+            batch = self._next_batch()
+            if batch is None:
+                self._loading = asyncio.create_task(self._load_tokenizer())
+                self._loading.add_done_callback(self._loaded)
+                return
+            if not batch:
+                return
+            if isinstance(inner, SseClient):
+                inner.send_numbered(self.journal.stream, batch)
+            else:
+                inner.send([event.data for event in batch])
 
-    def _pump_ended(self, pumping: asyncio.Task[None]) -> None:
-        if (error := error_of(pumping)) is not None:
-            # An internal error: `finish` must not wait for a client that gets nothing any more.
-            log.error("internal error while writing to a client", exc_info=error)
+    def _loaded(self, loading: asyncio.Task[None]) -> None:
+        if loading.cancelled():
+            return
+        if (error := error_of(loading)) is not None:
+            log.error("internal error while loading a tokenizer", exc_info=error)
             self.fail(BROKEN)
+        elif self._tokenizer is None:
+            self.fail(CUT)
+        else:
+            self._loading = None
+            self.wake()
 
     def _next_batch(self) -> list[StreamEvent] | None:
         """Events that may go to the client now; None: the next one has to be cut, which needs the
@@ -241,14 +259,13 @@ class KeyedStream:
         has = min(self.after - max(before, 0), len(event.ids) // BYTES_PER_ID)
         return rest_of(event, unpack_ids(before_ids), has, self.journal, self._tokenizer)
 
-    async def _load_tokenizer(self) -> bool:
-        """Whether events can be cut: only those of kvrs engines, with a tokenizer of the model."""
+    async def _load_tokenizer(self) -> None:
+        """Only events of kvrs engines can be cut, with a tokenizer of the model."""
         if self.journal.text_sent is not None or not self._texts.available:
-            return False
+            return
         try:
             self._tokenizer = await self._texts.load()
         except ConfigError as error:
             log.warning(
                 "event cannot be cut", extra={"stream": self.journal.stream, "cause": str(error)}
             )
-        return self._tokenizer is not None

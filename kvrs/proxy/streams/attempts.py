@@ -3,7 +3,7 @@ decides what follows.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -26,9 +26,6 @@ from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.live import Failed, OpenStream
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
-
-# A complete response is read to its end, so that its connection can be used again.
-_END_TIMEOUT_S = 1.0
 
 
 class AttemptDriver(Protocol):
@@ -131,7 +128,7 @@ class Attempt:
         plan, live = self._plan, self._live
         continuation = await self._continuation()
         if continuation is not None and (live.journal.remaining_tokens == 0 or continuation.ended):
-            await self._give_end(continuation)
+            self._give_end(continuation)
             return
         if plan.prefill is not None and self._instances.is_one_call(plan):
             self._prefilling, self._produced_before = plan.prefill, len(live.journal.output_ids)
@@ -159,10 +156,10 @@ class Attempt:
         await self._decode(transfer, continuation)
 
     async def _end_alone(self) -> None:
-        await self._give_end(Continuation(self._live.journal, await self._driver.tokenizer.load()))
+        self._give_end(Continuation(self._live.journal, await self._driver.tokenizer.load()))
 
-    async def _give_end(self, continuation: Continuation | EngineText) -> None:
-        await self._relay(continuation).end_alone()
+    def _give_end(self, continuation: Continuation | EngineText) -> None:
+        self._relay(continuation).end_alone()
         self._driver.completed(self._live)
 
     async def _continuation(self) -> Continuation | EngineText | None:
@@ -219,7 +216,6 @@ class Attempt:
         call = decode_call(
             live.journal, self._attempt, plan.runs, places, transfer, exact=exact, slot_token=slot
         )
-        relay = self._relay(continuation)
         progress = self._control.progress
         first_token_timeout_s = max(map(progress.first_token_timeout_s, waits_at))
 
@@ -229,20 +225,21 @@ class Attempt:
             return progress.token_gap_s(live, self._driver.clock())
 
         def excused() -> bool:
-            return live.client.blocked or any(
-                map(self._is_making_progress, waits_at[:1] if self._has_resumed else waits_at)
+            return (
+                relay.is_complete
+                or live.client.blocked
+                or any(
+                    map(self._is_making_progress, waits_at[:1] if self._has_resumed else waits_at)
+                )
             )
 
+        relay = self._relay(continuation)
         backend = self._driver.backends[plan.decode]
         try:
-            async with silence_limit(limit_s, excused) as watchdog, backend.decode(call) as chunks:
-                if not await relay.copy(chunks, watchdog.heard):
-                    return
-                # The client need not wait for the rest, and a failure in it is none of the
-                # stream's.
-                self._driver.completed(live)
-                if continuation is None:
-                    await _read_to_end(chunks)
+            async with silence_limit(limit_s, excused) as watchdog:
+                relay.heard = watchdog.heard
+                await backend.decode(call, relay)
+                relay.check_end()
         except ErrorEventError as error:
             if (
                 transfer is not None
@@ -252,6 +249,8 @@ class Attempt:
             ):
                 self._instance = plan.prefill
             raise
+        finally:
+            relay.leave()
 
     def _check_exactness(self, target: InstanceId) -> None:
         """Mark a stream that this instance cannot go on with exactly, as self-tests have seen.
@@ -298,15 +297,7 @@ class Attempt:
             clock=self._driver.clock,
             resumed=self._resumed,
             relayed=lambda tokens: self._driver.relayed(self._plan.decode, tokens),
+            completed=lambda: self._driver.completed(live),
             exact=self._instances.resumes_exactly(self._plan.decode),
             continuation=continuation,
         )
-
-
-async def _read_to_end(chunks: AsyncIterator[bytes]) -> None:
-    try:
-        async with asyncio.timeout(_END_TIMEOUT_S):
-            async for _ in chunks:
-                pass
-    except (TimeoutError, UpstreamError):
-        return

@@ -10,13 +10,7 @@ from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.protocol.openai.chunks import DONE, sse
-
-# More than this unsent: wait for the client to read before asking the engine's stream for more.
-_UNSENT_BYTES = 64 << 10
-# Above anything that one write can add to it, so that aiohttp never waits by itself: its wait does
-# not survive the cancellation of an attempt, `_wait_for_reader` does.
-_TRANSPORT_LIMIT_BYTES = 16 << 20
-_LOOK_AGAIN_S = 0.02
+from kvrs.proxy.wire.downstream import StreamedResponse
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -34,10 +28,15 @@ class Client(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """Whether a write waits for the client to read, which excuses the silence of the engine."""
+        """Whether it has to read before it is given more, which excuses the silence of the
+        engine.
+        """
 
-    async def send(self, events: Sequence[bytes]) -> None:
+    def send(self, events: Sequence[bytes]) -> None:
         """Send JSON payloads; raises ClientGoneError."""
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        """Call this once, when a client that is blocked is so no more."""
 
 
 class SseClient:
@@ -46,78 +45,85 @@ class SseClient:
     """
 
     def __init__(
-        self,
-        request: web.Request,
-        write_timeout_s: float,
-        clock: Callable[[], float],
-        headers: Mapping[str, str],
+        self, request: web.Request, write_timeout_s: float, headers: Mapping[str, str]
     ) -> None:
         self._request = request
         self._write_timeout_s = write_timeout_s
-        self._clock = clock
         self._headers = headers
-        self._waiting = 0  # Writers that wait; each choice has one.
-        self.response: web.StreamResponse | None = None
+        self._waiting: list[Callable[[], None]] = []
+        self._patience: asyncio.TimerHandle | None = None
+        self._gone: str | None = None
+        self._is_blocked = False
+        self.response: StreamedResponse | None = None
 
     @property
     def blocked(self) -> bool:
-        return self._waiting > 0
+        return self._is_blocked
 
-    async def send(self, events: Sequence[bytes]) -> None:
-        await self._write(b"".join(map(sse, events)))
+    def send(self, events: Sequence[bytes]) -> None:
+        self._write(b"".join(map(sse, events)))
 
-    async def send_numbered(self, stream: StreamId, events: Sequence[StreamEvent]) -> None:
+    def send_numbered(self, stream: StreamId, events: Sequence[StreamEvent]) -> None:
         """As `send`, with event ids, which a client that resumes sends back."""
-        await self._write(
+        self._write(
             b"".join(
                 b"id: %s:%d\n" % (stream.encode(), event.seq) + sse(event.data) for event in events
             )
         )
 
+    def when_free(self, resume: Callable[[], None]) -> None:
+        self._waiting.append(resume)
+
     async def end(self, missing: Sequence[bytes]) -> web.StreamResponse:
         """Send the events that are missing and the end of a complete stream."""
-        await self._write(b"".join(map(sse, missing)) + DONE)
-        assert self.response is not None
-        await self.response.write_eof()
-        return self.response
+        return await self._finish(b"".join(map(sse, missing)) + DONE)
 
     async def fail(self, error: bytes) -> web.StreamResponse:
         """Send an error and close the connection, without the [DONE] of a complete stream."""
         assert self.response is not None
-        await self._write(sse(error))
         self.response.force_close()
-        await self.response.write_eof()
+        return await self._finish(sse(error))
+
+    async def _finish(self, data: bytes) -> web.StreamResponse:
+        self._write(data)
+        assert self.response is not None
+        self.response.finish()
+        if self._is_blocked:
+            read = asyncio.Event()
+            self.when_free(read.set)
+            await read.wait()
         return self.response
 
-    async def _write(self, data: bytes) -> None:
-        response = self.response or await self._open()
-        transport = self._request.transport
-        if transport is None:
-            raise ClientGoneError("the client closed its connection")
-        try:
-            await response.write(data)
-        except ConnectionError:
-            raise ClientGoneError("the client closed its connection") from None
-        # Only after the write: the journal already counts these tokens, and this wait may be
-        # cancelled.
-        if transport.get_write_buffer_size() > _UNSENT_BYTES:
-            await self._wait_for_reader(transport)
+    def _write(self, data: bytes) -> None:
+        response = self.response or self._open()
+        if not response.is_open:
+            raise ClientGoneError(self._gone or "the client closed its connection")
+        response.send(data)
 
-    async def _open(self) -> web.StreamResponse:
-        self.response = web.StreamResponse(headers=_HEADERS | dict(self._headers))
-        if self._request.transport is not None:
-            self._request.transport.set_write_buffer_limits(high=_TRANSPORT_LIMIT_BYTES)
-        await self.response.prepare(self._request)
+    def _open(self) -> StreamedResponse:
+        try:
+            self.response = StreamedResponse(
+                self._request, _HEADERS | dict(self._headers), self._room_changed
+            )
+        except ConnectionError as error:
+            raise ClientGoneError(str(error)) from None
         return self.response
 
-    async def _wait_for_reader(self, transport: asyncio.WriteTransport) -> None:
-        deadline_s = self._clock() + self._write_timeout_s
-        self._waiting += 1
-        try:
-            while transport.get_write_buffer_size() > _UNSENT_BYTES and not transport.is_closing():
-                if self._clock() > deadline_s:
-                    transport.abort()
-                    raise ClientGoneError(f"the client did not read for {self._write_timeout_s} s")
-                await asyncio.sleep(_LOOK_AGAIN_S)
-        finally:
-            self._waiting -= 1
+    def _room_changed(self, has_room: bool) -> None:
+        self._is_blocked = not has_room
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        if not has_room:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(self._write_timeout_s, self._give_up)
+            return
+        waiting, self._waiting = self._waiting, []
+        for resume in waiting:
+            resume()
+
+    def _give_up(self) -> None:
+        # The loss of its connection cancels the request, and with it the stream.
+        assert self.response is not None
+        self._gone = f"the client did not read for {self._write_timeout_s} s"
+        self.response.abort()

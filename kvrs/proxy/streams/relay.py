@@ -3,7 +3,7 @@
 The healthy path of a token: one search, one small list decoded, one append, one write.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 from kvrs.errors import UpstreamError
@@ -29,6 +29,7 @@ from kvrs.proxy.wire.sse import (
     next_token_ids,
     prompt_ids_of,
 )
+from kvrs.proxy.wire.upstream import Flow, Need
 
 # Any other reason means that the stream is broken (vLLM: the request was aborted, or its engine
 # failed).
@@ -60,6 +61,7 @@ class Relay:
         clock: Callable[[], float],
         resumed: Callable[[], None],
         relayed: Callable[[int], None],
+        completed: Callable[[], None] = lambda: None,
         exact: bool = True,
         continuation: Continuation | EngineText | None = None,
     ) -> None:
@@ -69,6 +71,10 @@ class Relay:
         self._clock = clock
         self._resumed = resumed
         self._relayed = relayed
+        self._completed = completed
+        self._flow: Flow | None = None
+        self.heard: Callable[[], None] = lambda: None  # For every read.
+        self.is_complete = False
         self._continuation = continuation
         self._counts_text = not exact and continuation is None
         self._reads_all = self._counts_text or continuation is not None
@@ -86,36 +92,62 @@ class Relay:
             )
             journal.text_sent = None if exact else 0
 
-    async def copy(self, chunks: AsyncIterator[bytes], heard: Callable[[], None]) -> bool:
-        """Relay until the stream is complete (True), or this attempt is no longer its writer
-        (False).
+    def begin(self, flow: Flow) -> None:
+        self._flow = flow
 
-        `heard` is called for every chunk.
+    def feed(self, data: bytes) -> Need:
+        """Relay the events of one read in one write.
 
         Raises:
             UpstreamError: the attempt failed; what it delivered before stays delivered.
             RefusedError: the engine rejected the request within the stream.
             ClientGoneError: the client is gone.
         """
-        async for chunk in chunks:
-            heard()
-            # Superseded attempt: drop its late tokens.
-            if self._attempt != self._journal.attempt:
-                return False
-            if await self._pass_on(self._splitter.feed(chunk)):
-                return True
-        raise UpstreamError("ended without a finish reason and [DONE]")
+        self.heard()
+        # Superseded attempt: drop its late tokens.
+        if self._attempt != self._journal.attempt:
+            return Need.NOTHING
+        if not self._pass_on(self._splitter.feed(data)):
+            return Need.MORE
+        self.is_complete = True
+        # The client need not wait for the rest, and a failure in it is none of the stream's.
+        self._completed()
+        return Need.END if self._continuation is None else Need.NOTHING
 
-    async def end_alone(self) -> None:
+    def check_end(self) -> None:
+        """The response has ended, or is needed no more.
+
+        Raises:
+            UpstreamError: it ended before the stream.
+        """
+        if not self.is_complete and self._attempt == self._journal.attempt:
+            raise UpstreamError("ended without a finish reason and [DONE]")
+
+    def _wait_for_room(self) -> None:
+        if self._flow is not None:
+            self._flow.pause()
+            self._client.when_free(self._resume)
+
+    def _resume(self) -> None:
+        # The connection of an attempt that is over may serve another one.
+        if self._flow is not None and not self.is_complete:
+            self.heard()  # Its silence until now was this proxy's.
+            self._flow.resume()
+
+    def leave(self) -> None:
+        """The call is over."""
+        self._flow = None
+
+    def end_alone(self) -> None:
         """Send the end of a stream that has all its ids, without an engine."""
         assert self._continuation is not None
         event = self._own_event(self._continuation.end())
         self._note_resumed()
         if self._journal.marks is not None:
             self._journal.marks.append(self._journal.seq)
-        await self._client.send([event])
+        self._client.send([event])
 
-    async def _pass_on(self, payloads: list[bytes]) -> bool:
+    def _pass_on(self, payloads: list[bytes]) -> bool:
         """Relay the events of one chunk in one write; whether the stream is complete."""
         had_tokens = len(self._journal.output_ids)
         events: list[bytes] = []
@@ -142,7 +174,9 @@ class Relay:
         if new_tokens or self._journal.finished:
             self._note_resumed()
         if events:
-            await self._client.send(events)
+            self._client.send(events)
+            if self._client.blocked:
+                self._wait_for_room()
         if new_tokens:
             self._journal.wrote(self._clock())
             self._relayed(new_tokens)

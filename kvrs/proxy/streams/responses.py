@@ -1,6 +1,6 @@
 """Whole responses made of the events of streams, for clients that do not stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -39,13 +39,16 @@ class WholeClient:
 
     blocked = False
 
+    def when_free(self, resume: Callable[[], None]) -> None:
+        resume()
+
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._reasoning: dict[str, list[str]] = {"reasoning_content": [], "reasoning": []}
         self._calls: dict[int, _Call] = {}
         self._logprobs: dict[str, list[msgspec.Raw]] | None = None
 
-    async def send(self, events: Sequence[bytes]) -> None:
+    def send(self, events: Sequence[bytes]) -> None:
         for event in events:
             for choice in CHUNK.decode(event).choices or ():
                 self._take(choice)

@@ -32,7 +32,7 @@ from kvrs.proxy.backends.peer import UNREADABLE
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
-from kvrs.proxy.wire.sse import EventSplitter
+from kvrs.proxy.wire.upstream import EventReader
 
 log = logging.getLogger(__name__)
 
@@ -247,14 +247,12 @@ class SelfTester:
         journal.attempt += 1
         exact = self._control.instances.resumes_exactly(instance)
         call = decode_call(journal, journal.attempt, runs, (), transfer, exact=exact)
-        splitter, is_complete = EventSplitter(), False
-        async with self._driver.backends[instance].decode(call) as chunks:
-            async for chunk in chunks:
-                for payload in splitter.feed(chunk):
-                    is_complete = is_complete or payload == b"[DONE]"
-                    if payload != b"[DONE]":
-                        journal.output_ids += _ids_of(payload)
-        if not is_complete:
+        events = EventReader()
+        await self._driver.backends[instance].decode(call, events)
+        for payload in events.payloads:
+            if payload != b"[DONE]":
+                journal.output_ids += _ids_of(payload)
+        if b"[DONE]" not in events.payloads:
             raise UpstreamError("ended without [DONE]")
 
 

@@ -266,7 +266,7 @@ async def test_calls_that_come_in_pieces_are_put_together() -> None:
         {"index": 0, "function": {"arguments": ":1}"}},
     ]
     for piece in pieces:
-        await client.send(
+        client.send(
             [
                 msgspec.json.encode(
                     {"choices": [{"delta": {"tool_calls": [piece]}, "token_ids": [1]}]}

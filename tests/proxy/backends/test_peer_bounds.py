@@ -10,7 +10,7 @@ import pytest
 from kvrs.errors import UpstreamError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
-from kvrs.proxy.backends.peer import new_unproven_session
+from kvrs.proxy.wire.pool import Access, EngineLinks
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = pytest.mark.network
@@ -45,8 +45,8 @@ async def endless(status: str) -> AsyncIterator[tuple[EndlessServer, PdBackend]]
     served = EndlessServer(status)
     server = await asyncio.start_server(served.answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, new_unproven_session("token") as session:
-        yield served, PdBackend(session, f"http://127.0.0.1:{port}")
+    async with server, EngineLinks(Access(token="token")) as links:
+        yield served, PdBackend(links, f"http://127.0.0.1:{port}")
 
 
 CALL = Call("/v1/completions", {"prompt": [1]})

@@ -6,7 +6,6 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -18,7 +17,9 @@ from kvrs.protocol.instance import Role
 from kvrs.proxy.backends.bodies import decode_call
 from kvrs.proxy.backends.vllm import Named, VllmBackend
 from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.requests import CHAT, read
+from kvrs.proxy.wire.upstream import EventReader
 from tests.proxy.scripted import Fault
 from tests.proxy.scripted_model import expected_ids
 from tests.proxy.scripted_server import ScriptedServer
@@ -391,12 +392,14 @@ async def test_a_chat_without_a_limit_has_none_after_a_cut_either(
     )
     journal = Journal(StreamId("A"), parsed, 0.0, prompt_ids=PROMPT, output_ids=[8])
     server = system.servers["d1"]
-    async with aiohttp.ClientSession() as session:
+    async with EngineLinks(Access()) as links:
         named = Named(InstanceId("d1"), NodeId("n1"), Role.DECODE, vllm_model)
-        backend = VllmBackend(session, f"http://127.0.0.1:{server.port}", named)
+        backend = VllmBackend(links, f"http://127.0.0.1:{server.port}", named)
         await backend.info()
-        async with backend.decode(decode_call(journal, 2, (), (), None, exact=False)) as chunks:
-            assert await anext(chunks)
+        events = EventReader()
+        await backend.decode(decode_call(journal, 2, (), (), None, exact=False), events)
+
+    assert events.payloads[-1] == b"[DONE]"
 
     assert server.bodies[-1]["prompt"] == [*PROMPT, 8]
     assert server.bodies[-1]["max_tokens"] == 4096 - len(PROMPT) - 1

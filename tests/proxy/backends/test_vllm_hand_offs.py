@@ -4,7 +4,6 @@ import asyncio
 import time
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -15,6 +14,7 @@ from kvrs.proxy.backends.backend import Prefilled
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm import _HAND_OFF_S, Named, VllmBackend
+from kvrs.proxy.wire.pool import Access, EngineLinks
 
 TRANSFER: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -41,9 +41,9 @@ async def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.Mo
         return Prefilled(packed([1]), msgspec.Raw(msgspec.json.encode(TRANSFER)))
 
     monkeypatch.setattr(OpenAiPeer, "prefill", prefill)
-    async with aiohttp.ClientSession() as session:
+    async with EngineLinks(Access()) as links:
         backend = VllmBackend(
-            session, "http://x", Named(InstanceId("p0"), NodeId("n0"), Role.PREFILL, "x")
+            links, "http://x", Named(InstanceId("p0"), NodeId("n0"), Role.PREFILL, "x")
         )
         good, stopped = [
             (await backend._prefilled(Call(how, {}), 32)).good_until_s

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -20,6 +19,7 @@ from kvrs.proxy.backends.peer import UnusableError
 from kvrs.proxy.backends.vllm import _check_probe
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_transfer import checked
+from kvrs.proxy.wire.pool import Access, EngineLinks
 
 # As vLLM 0.32 answers for a prompt of 150 tokens.
 SEEN: dict[str, Any] = {
@@ -227,8 +227,8 @@ async def _answer(answer: bytes) -> AsyncIterator[OpenAiPeer]:
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", said)
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        yield OpenAiPeer(session, str(server.make_url("")).rstrip("/"))
+    async with TestServer(app) as server, EngineLinks(Access()) as links:
+        yield OpenAiPeer(links, str(server.make_url("")).rstrip("/"))
 
 
 @pytest.mark.network

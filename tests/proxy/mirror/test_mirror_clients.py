@@ -30,7 +30,7 @@ class Client(WholeClient):
         self.error = error
         self.given: list[int] = []
 
-    async def send(self, events: Sequence[bytes]) -> None:
+    def send(self, events: Sequence[bytes]) -> None:
         self.given.append(len(events))
         if self.error is not None:
             raise self.error

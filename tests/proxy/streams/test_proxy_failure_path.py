@@ -16,6 +16,7 @@ import pytest
 
 from kvrs.control.core import Control
 from kvrs.gossip.facts import LinkFact
+from kvrs.proxy.wire.upstream import Need, Reader, Upstream
 from tests.proxy.scripted_model import expected_ids, text_of
 from tests.proxy.watch.test_proxy_gossip import cluster
 
@@ -100,7 +101,15 @@ def watch_requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         asked.append((host.rpartition(":")[2], "/" + path))
         return await request(session, method, url, **options)
 
+    call = Upstream.call
+
+    async def noting_call(upstream: Upstream, head: bytes, body: bytes, reader: Reader) -> Need:
+        request_line, host, _ = head.decode().split("\r\n", 2)
+        asked.append((host.rpartition(":")[2], request_line.split()[1]))
+        return await call(upstream, head, body, reader)
+
     monkeypatch.setattr(aiohttp.ClientSession, "_request", noting)
+    monkeypatch.setattr(Upstream, "call", noting_call)
     return asked
 
 

@@ -1,7 +1,6 @@
 """Bytes of events: split wherever chunks end, trimmed by offset, relayed once."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -34,6 +33,7 @@ from kvrs.proxy.wire.sse import (
     next_token_ids,
     number_choice,
 )
+from kvrs.proxy.wire.upstream import Need
 
 IDS = st.lists(st.integers(0, 1 << 20), max_size=5)
 # Texts that look like what is searched for, quotes, backslashes and all.
@@ -186,8 +186,11 @@ class Collector:
     def __init__(self) -> None:
         self.events: list[bytes] = []
 
-    async def send(self, events: Sequence[bytes]) -> None:
+    def send(self, events: Sequence[bytes]) -> None:
         self.events += events
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        raise AssertionError("it is never blocked")
 
 
 def journal_of(max_tokens: int = 10) -> Journal:
@@ -198,72 +201,97 @@ def journal_of(max_tokens: int = 10) -> Journal:
     )
 
 
-async def relay(
+def relay(
     journal: Journal, *chunks: bytes, attempt: int = 1, client: Collector | None = None
 ) -> list[bytes]:
     client = client or Collector()
-
-    async def source() -> AsyncIterator[bytes]:
-        for chunk in chunks:
-            yield chunk
-
     copier = Relay(
         journal, client, attempt, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None
     )
-    await copier.copy(source(), lambda: None)
+    for chunk in chunks:
+        if copier.feed(chunk) is not Need.MORE:
+            break
+    copier.check_end()
     return client.events
 
 
-async def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
+def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
     """One writer per stream: the journal's attempt."""
     journal, client = journal_of(), Collector()
-    gate = asyncio.Event()
-
-    async def source() -> AsyncIterator[bytes]:
-        yield sse(event("a", [1]))
-        await gate.wait()
-        yield sse(event("late", [2]))
-
     copier = Relay(
         journal, client, 1, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None
     )
-    task = asyncio.create_task(copier.copy(source(), lambda: None))
-    while not client.events:
-        await asyncio.sleep(0)
+    copier.feed(sse(event("a", [1])))
     journal.attempt = 2
-    gate.set()
 
-    assert await task is False
+    need = copier.feed(sse(event("late", [2])))
+
+    assert need is Need.NOTHING
     assert journal.output_ids == [1]
     assert len(client.events) == 1
 
 
-async def test_an_attempt_has_resumed_at_its_first_token_though_the_client_does_not_read() -> None:
+def test_an_attempt_has_resumed_before_its_first_token_is_written() -> None:
     """Predictions learn the duration of a recovery from it, which no client prolongs."""
     journal, told = journal_of(), list[str]()
 
-    class Slow(Collector):
-        async def send(self, events: Sequence[bytes]) -> None:
+    class Telling(Collector):
+        def send(self, events: Sequence[bytes]) -> None:
             told.append("sending")
-            await super().send(events)
-            await asyncio.sleep(0)
-            told.append("read")
-
-    async def source() -> AsyncIterator[bytes]:
-        for chunk in (sse(event("a", [1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")):
-            yield chunk
+            super().send(events)
 
     copier = Relay(
         journal,
-        Slow(),
+        Telling(),
         1,
         clock=lambda: 0.0,
         resumed=lambda: told.append("resumed"),
         relayed=lambda _: told.append("relayed"),
     )
-    await copier.copy(source(), lambda: None)
+    for chunk in (sse(event("a", [1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")):
+        copier.feed(chunk)
 
-    assert told == ["resumed", *["sending", "read", "relayed"] * 2]
+    assert told == ["resumed", *["sending", "relayed"] * 2]
+
+
+class Tap:
+    """A source that notes whether it may flow."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def pause(self) -> None:
+        self.said.append("pause")
+
+    def resume(self) -> None:
+        self.said.append("resume")
+
+
+def test_a_client_that_does_not_read_stops_the_engines_bytes_until_it_does() -> None:
+    """The proxy holds no more of a stream than its client's buffer; and a client that reads again
+    does not wake the connection of an attempt that is over.
+    """
+    journal, tap = journal_of(), Tap()
+    waiting: list[Callable[[], None]] = []
+
+    class Slow(Collector):
+        blocked = True
+
+        def when_free(self, resume: Callable[[], None]) -> None:
+            waiting.append(resume)
+
+    copier = Relay(
+        journal, Slow(), 1, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None
+    )
+    copier.begin(tap)
+    copier.feed(sse(event("a", [1])))
+    said = list(tap.said)
+    waiting[0]()
+    copier.leave()
+    waiting[0]()
+
+    assert said == ["pause"]
+    assert tap.said == ["pause", "resume"]
 
 
 @pytest.mark.parametrize(
@@ -283,29 +311,29 @@ async def test_an_attempt_has_resumed_at_its_first_token_though_the_client_does_
         (sse(event("x", [1]).replace(b"[1]", b'["a"]')), "not a list of integers"),
     ],
 )
-async def test_what_an_engine_must_not_do_is_a_failure(chunk: bytes, fault: str) -> None:
+def test_what_an_engine_must_not_do_is_a_failure(chunk: bytes, fault: str) -> None:
     """`[DONE]` is not success, and an engine is not believed."""
     with pytest.raises(UpstreamError, match=fault):
-        await relay(journal_of(), chunk)
+        relay(journal_of(), chunk)
 
 
-async def test_tokens_before_a_fault_in_the_same_chunk_reach_the_client() -> None:
+def test_tokens_before_a_fault_in_the_same_chunk_reach_the_client() -> None:
     """Journal and client never disagree."""
     journal, client = journal_of(), Collector()
 
     with pytest.raises(UpstreamError):
-        await relay(journal, sse(event("a", [1])) + sse(b'{"error":"x"}'), client=client)
+        relay(journal, sse(event("a", [1])) + sse(b'{"error":"x"}'), client=client)
 
     assert journal.output_ids == [1]
     assert len(client.events) == 1
 
 
-async def test_an_empty_opening_of_a_later_attempt_is_not_passed_on() -> None:
+def test_an_empty_opening_of_a_later_attempt_is_not_passed_on() -> None:
     """The stream was opened long ago."""
     journal = journal_of()
     journal.head, journal.output_ids = head_of(event("a", [1])), [1]
 
-    events = await relay(
+    events = relay(
         journal, sse(event("", [], [1, 1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")
     )
 

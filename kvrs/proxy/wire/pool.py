@@ -1,0 +1,260 @@
+"""The connections to one instance for the calls of streams, kept from one call to the next."""
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from kvrs.descriptors import is_exhausted
+from kvrs.errors import UpstreamError
+from kvrs.protocol.proof import ProofError
+from kvrs.protocol.secrets import DoorKey
+from kvrs.proving import Greeter, Keys, address_of, prove
+from kvrs.proxy.backends.peer import (
+    CONNECT_TIMEOUT_S,
+    KEPT_S,
+    ConnectionLostError,
+    NotConnectedError,
+    UnusableError,
+    make_socket,
+    new_session,
+    new_unproven_session,
+    patiently,
+    reason_of,
+)
+from kvrs.proxy.wire.upstream import Upstream
+from kvrs.tls import Certificates
+
+MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What makes a connection one of the cluster's: the keys of its doors and its certificates, or
+    the token of a server that cannot prove itself.
+    """
+
+    keys: Keys | None = None  # None: the servers prove nothing.
+    tls: Certificates | None = None
+    token: str | None = None
+
+
+class EngineLinks:
+    """All connections to instances: a session for control calls, and a pool per instance for the
+    calls of streams.
+    """
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._pools: list[Pool] = []
+        self.session = (
+            new_unproven_session(access.token)
+            if access.keys is None
+            else new_session(access.keys, access.tls)
+        )
+
+    def pool(self, url: str) -> "Pool":
+        self._pools.append(made := Pool(self._access, url))
+        return made
+
+    async def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+        await self.session.close()
+
+    async def __aenter__(self) -> "EngineLinks":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Pool:
+    """The connections to the process at one URL."""
+
+    def __init__(self, access: Access, url: str) -> None:
+        parsed = urlsplit(url)
+        self._access = access
+        self._url = url
+        self._host, self._port = parsed.hostname or "", parsed.port or 80
+        self._is_tls = parsed.scheme == "https"
+        token = "" if access.token is None else f"Authorization: Bearer {access.token}\r\n"
+        self._head = (
+            f"POST {parsed.path}%s HTTP/1.1\r\nHost: {parsed.netloc}\r\n{token}"
+            "Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        )
+        self._kept: dict[Upstream, float] = {}  # By the time since when, longest first.
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def head(self, path: str, size_bytes: int) -> bytes:
+        """The head of a request."""
+        return (self._head % (path, size_bytes)).encode()
+
+    async def take(self) -> Upstream:
+        """A connection for one call, which gives it back.
+
+        Raises:
+            UpstreamError: there is none; the process may be dead.
+        """
+        while self._kept:
+            upstream, _ = self._kept.popitem()
+            if upstream.is_open:
+                return upstream
+        return await patiently(self._connect, self._url)
+
+    def give_back(self, upstream: Upstream) -> None:
+        if not upstream.leave():
+            return
+        if len(self._kept) >= MOST_KEPT:
+            next(iter(self._kept)).close()
+        loop = asyncio.get_running_loop()
+        self._kept[upstream] = loop.time()
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEPT_S, self._close_old)
+
+    def close(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for upstream in self._kept:
+            upstream.close()
+        self._kept.clear()
+
+    def _close_old(self) -> None:
+        """Close what has been idle for too long, and look again when the next one will have."""
+        loop = asyncio.get_running_loop()
+        now_s, self._sweep = loop.time(), None
+        for upstream, since_s in list(self._kept.items()):
+            if now_s - since_s < KEPT_S:
+                self._sweep = loop.call_at(since_s + KEPT_S, self._close_old)
+                return
+            del self._kept[upstream]
+            upstream.close()
+
+    def _lost(self, upstream: Upstream) -> None:
+        self._kept.pop(upstream, None)
+
+    # New connections.
+
+    async def _connect(self) -> Upstream | None:
+        """None: this process had no descriptor for it."""
+        loop = asyncio.get_running_loop()
+        upstream = Upstream(loop, self._lost)
+        try:
+            key = self._key()
+            transport, greeter = await self._open(loop)
+            if key is not None:
+                await _proved(transport, greeter, key)
+        except OSError as error:
+            if is_exhausted(error):
+                return None
+            raise _unreached(error) from None
+        # The greeter is replaced before the loop runs again.
+        transport.set_protocol(upstream)
+        upstream.connection_made(transport)
+        return upstream
+
+    def _key(self) -> DoorKey | None:
+        if self._access.keys is None:
+            return None
+        key = self._access.keys.get(address_of(self._url))
+        if key is None:
+            raise _unproven("no process of the cluster has this address")
+        return key
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> tuple[asyncio.Transport, Greeter]:
+        """Raises OSError."""
+        addresses = await self._addresses(loop)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            sock = await _connected(loop, addresses)
+            tls = self._access.tls
+            # A certificate that has been replaced counts for every new connection.
+            context = tls.client if self._is_tls and tls is not None else self._is_tls or None
+            try:
+                return await loop.create_connection(
+                    Greeter,
+                    sock=sock,
+                    ssl=context,
+                    server_hostname=self._host if self._is_tls else None,
+                )
+            except BaseException:
+                sock.close()
+                raise
+
+    async def _addresses(self, loop: asyncio.AbstractEventLoop) -> Sequence[aiohttp.AddrInfoType]:
+        # An address needs no resolver, which takes a thread.
+        flags = socket.AI_NUMERICHOST if _is_address(self._host) else 0
+        if flags:
+            return socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=flags)
+        return await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+async def _connected(
+    loop: asyncio.AbstractEventLoop, addresses: Sequence[aiohttp.AddrInfoType]
+) -> socket.socket:
+    """A socket that is connected to the first of the addresses that takes it.
+
+    Raises:
+        OSError: none does.
+    """
+    refused = OSError("no address")
+    for address in addresses:
+        sock = make_socket(address)
+        try:
+            await loop.sock_connect(sock, address[4])
+        except OSError as error:
+            sock.close()
+            refused = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise refused
+
+
+async def _proved(transport: asyncio.Transport, greeter: Greeter, key: DoorKey) -> None:
+    """Raises UnusableError; OSError: the connection was lost, TimeoutError included."""
+    try:
+        await prove(transport, greeter, key)
+    except ProofError as error:
+        transport.abort()
+        raise _unproven(str(error)) from None
+    except BaseException:
+        transport.abort()
+        raise
+
+
+def _unproven(cause: str) -> UnusableError:
+    return UnusableError(f"it did not prove its identity: {cause}")
+
+
+def _unreached(error: OSError) -> UpstreamError:
+    """Without the address: clients read why their streams ended."""
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return ConnectionLostError("connection lost: no connection in time")
+    match error:
+        case ssl.SSLCertVerificationError():
+            cause = f"its certificate is refused: {reason_of(error)}"
+        case ssl.SSLError():
+            cause = f"no TLS: {reason_of(error)}"
+        case socket.gaierror():
+            cause = "its host name has no address"
+        case OSError(errno=int(number)) if number > 0:
+            cause = os.strerror(number)
+        case _:
+            cause = type(error).__name__
+    return NotConnectedError(f"connection lost: {cause}")

@@ -1,0 +1,283 @@
+"""One connection to an instance: a request in one write, and a response whose bytes are passed on
+in the very callback that brings them.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Protocol, assert_never, cast
+
+from kvrs.errors import UpstreamError
+from kvrs.proxy.backends.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
+from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
+from kvrs.proxy.wire.sse import EventSplitter
+
+_MAX_REFUSAL_BYTES = 8 << 20
+
+
+class Need(Enum):
+    """What the reader of a response still needs of it."""
+
+    MORE = "more"
+    END = "end"  # Only that it ends, so that its connection can be used again.
+    NOTHING = "nothing"
+
+
+class Flow(Protocol):
+    """The source of a response's bytes."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Reader(Protocol):
+    """The destination of a response's bytes."""
+
+    def begin(self, flow: Flow) -> None:
+        """The request is about to be sent."""
+
+    def feed(self, data: bytes) -> Need:
+        """Take the next bytes; what this raises, the call raises."""
+
+
+class WholeReader:
+    """Gathers a response of at most so many bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._chunks: list[bytes] = []
+        self._size_bytes = 0
+
+    def begin(self, flow: Flow) -> None:
+        pass
+
+    def feed(self, data: bytes) -> Need:
+        self._chunks.append(data)
+        self._size_bytes += len(data)
+        if self._size_bytes > self._most_bytes:
+            raise UpstreamError(f"sent an answer of more than {self._most_bytes} bytes")
+        return Need.MORE
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self._chunks)
+
+
+class EventReader:
+    """Gathers the events of a short stream."""
+
+    def __init__(self) -> None:
+        self._splitter = EventSplitter()
+        self.payloads: list[bytes] = []
+
+    def begin(self, flow: Flow) -> None:
+        pass
+
+    def feed(self, data: bytes) -> Need:
+        self.payloads += self._splitter.feed(data)
+        return Need.MORE
+
+
+class Upstream(asyncio.Protocol):
+    """Serves one call at a time. `lost` is called once the connection has ended."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, lost: Callable[["Upstream"], None]) -> None:
+        self._loop = loop
+        self._lost = lost
+        self._transport: asyncio.Transport | None = None
+        # Of the call that runs, if one does.
+        self._response: HttpResponse | None = None
+        self._reader: Reader | None = None
+        self._take: Callable[[bytes], Need] | None = None  # None: the head has not come yet.
+        self._refusal: WholeReader | None = None
+        self._ended: asyncio.Future[Need] | None = None
+        self._room: asyncio.Future[None] | None = None  # For more of a large body.
+        self._is_sent = True
+        self._is_paused = False
+
+    # Calls.
+
+    async def call(self, head: bytes, body: bytes, reader: Reader) -> Need:
+        """Send a request, and pass the body of its response on to the reader. Returns when the
+        response is complete, or the reader needs no more of it. What is refused, with another
+        status than 200, is kept instead.
+
+        Raises:
+            UpstreamError: the connection was lost, or what came is no response.
+        """
+        assert self._transport is not None
+        self._response, self._reader = HttpResponse(self._loop), reader
+        self._take = self._refusal = None
+        ended: asyncio.Future[Need] = self._loop.create_future()
+        self._ended = ended
+        reader.begin(self)
+        if len(body) <= LARGE_BODY_BYTES:
+            self._transport.write(head + body)
+        else:
+            await self._send(head, body, ended)
+        del body  # The answer may take minutes.
+        try:
+            return await ended
+        finally:
+            del ended  # Its error has this frame: a circle, with a whole prompt in it.
+
+    async def _send(self, head: bytes, body: bytes, ended: asyncio.Future[Need]) -> None:
+        assert self._transport is not None
+        self._is_sent = False
+        self._transport.write(head)
+        rest = memoryview(body)
+        while rest and not ended.done():
+            self._transport.write(bytes(rest[:LARGE_BODY_BYTES]))
+            rest = rest[LARGE_BODY_BYTES:]
+            if self._room is None:
+                await asyncio.sleep(0)
+            else:
+                await asyncio.wait({self._room})
+        self._is_sent = not rest
+
+    async def read_rest(self, timeout_s: float) -> None:
+        """Read to the end of a response of which nothing else is needed, at most so long."""
+        response = self._response
+        if response is None or response.is_complete:
+            return
+        self._ended = self._loop.create_future()
+        self.resume()
+        await asyncio.wait({self._ended}, timeout=timeout_s)
+
+    @property
+    def status(self) -> int:
+        assert self._response is not None
+        assert self._response.status is not None
+        return self._response.status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        assert self._response is not None
+        return self._response.headers
+
+    @property
+    def refusal(self) -> bytes:
+        """The body of a response with another status than 200."""
+        return b"" if self._refusal is None else self._refusal.body
+
+    def leave(self) -> bool:
+        """The call is over; whether another one may follow. If not, the connection is closed, which
+        ends the request in the engine.
+        """
+        response, self._response = self._response, None
+        self._reader = self._take = self._refusal = self._ended = None
+        if response is not None and response.allows_reuse and self._is_sent and self.is_open:
+            self.resume()
+            return True
+        self.close()
+        return False
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Flow.
+
+    def pause(self) -> None:
+        if not self._is_paused and self.is_open:
+            assert self._transport is not None
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            if self.is_open:
+                assert self._transport is not None
+                self._transport.resume_reading()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports do what asyncio's do, and descend from none of them.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        response = self._response
+        if response is None:  # Nothing was asked for.
+            self.close()
+            return
+        try:
+            body = response.feed(data)
+            take = self._take
+            if take is None and response.status is not None:
+                take = self._take = self._begin_body(response.status)
+            if body:
+                assert take is not None
+                if (need := take(body)) is not Need.MORE:
+                    self._take = _drop
+                    self._end(need)
+        except Exception as error:
+            # Of the reader, which may be a bug of ours: the task that awaits the call raises it.
+            self._fail(error)
+            return
+        if response.is_complete:
+            self._end(Need.MORE)
+        elif response.fault is not None:
+            self._fail(_error_of(response.fault))
+
+    def _begin_body(self, status: int) -> Callable[[bytes], Need]:
+        assert self._reader is not None
+        if status == 200:
+            return self._reader.feed
+        self._refusal = WholeReader(_MAX_REFUSAL_BYTES)
+        return self._refusal.feed
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost(self)
+        if (response := self._response) is None:
+            return
+        response.feed_eof()
+        if response.is_complete:
+            self._end(Need.MORE)
+        elif response.status is not None:
+            self._fail(_error_of(BrokenBody()))
+        elif isinstance(exc, OSError) and exc.errno is not None and exc.errno > 0:
+            self._fail(ConnectionLostError(f"connection lost: {os.strerror(exc.errno)}"))
+        else:
+            self._fail(ConnectionLostError("connection lost: closed without an answer"))
+
+    def pause_writing(self) -> None:
+        self._room = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._room is not None:
+            self._room.cancel()
+            self._room = None
+
+    def _end(self, need: Need) -> None:
+        self.resume_writing()
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(need)
+
+    def _fail(self, error: Exception) -> None:
+        self._take = _drop
+        self.close()
+        self.resume_writing()
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(error)
+            self._ended.exception()  # Its task may have been cancelled, and may not look.
+
+
+def _drop(_: bytes) -> Need:
+    return Need.MORE
+
+
+def _error_of(fault: Fault) -> UpstreamError:
+    match fault:
+        case NotHttp(cause=cause):
+            return UnusableError(f"its answer is not HTTP: {cause[:80]!r}")
+        case BrokenBody():
+            return ConnectionLostError("connection lost: closed in the middle of a response")
+        case _:
+            assert_never(fault)

@@ -1,0 +1,143 @@
+"""Responses of instances, cut anywhere: the same bytes count, and the verdict is the same."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+ENDS = [
+    b"0\r\n\r\n",
+    b"",
+    b"0\r\n",
+    b"0\r\nX: y\r\n\r\n",
+    b"0;x\r\n\r\n",
+    b"5;x=1\r\nhello\r\n",
+    b"0\r\n\r\nHTTP/1.1 500",
+    b"zz\r\n",
+    b"1_0\r\n",
+    b"3\r\nabcX\r\n",
+    b"fffffffff\r\n",
+    b"3\r\nabc\n0\r\n\r\n",
+    b"-1\r\n",
+    b"0x3\r\nabc\r\n",
+    b" 3\r\nabc\r\n",
+]
+HEADS = [
+    b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\n\r\n",
+    b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\n",
+    b"HTTP/1.1 200 OK\n\n",
+    b"\r\n\r\n",
+    b"HTTP/1.1 204 No\r\n\r\n",
+    b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n",
+    b"SSH-2\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: +5\r\n\r\n",
+    b"HTTP/1.1 101 X\r\nUpgrade: x\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nX: " + b"a" * 9000 + b"\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+]
+BODIES = st.lists(st.binary(min_size=1, max_size=40), max_size=4)
+Seen = tuple[int | None, bytes, bool, bool, Fault | None]
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+def seen(
+    loop: asyncio.AbstractEventLoop, raw: bytes, cuts: list[int], *, ends: bool = False
+) -> Seen:
+    response, body, at = HttpResponse(loop), b"", 0
+    for cut in [*sorted(cut for cut in cuts if cut < len(raw)), len(raw)]:
+        body += response.feed(raw[at:cut])
+        at = cut
+    if ends:
+        response.feed_eof()
+    return response.status, body, response.is_complete, response.allows_reuse, response.fault
+
+
+def chunked(pieces: list[bytes]) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=BODIES,
+    end=st.sampled_from(ENDS),
+    early=st.sampled_from(
+        [b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 \r\nA: b\r\n\r\n"]
+    ),
+    cuts=st.lists(st.integers(0, 300), max_size=8),
+    ends=st.booleans(),
+)
+def test_a_response_in_chunks_reads_alike_wherever_it_is_cut(
+    loop: asyncio.AbstractEventLoop,
+    pieces: list[bytes],
+    end: bytes,
+    early: bytes,
+    cuts: list[int],
+    ends: bool,
+) -> None:
+    """Where reads end is chance, which no stream may notice."""
+    raw = early + CHUNKED + chunked(pieces) + end
+
+    whole, cut = seen(loop, raw, [], ends=ends), seen(loop, raw, cuts, ends=ends)
+
+    assert cut == whole
+    assert whole[0] == 200
+    assert whole[1].startswith(b"".join(pieces))
+    if end == b"0\r\n\r\n":
+        assert whole[1:] == (b"".join(pieces), True, True, None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    head=st.sampled_from(HEADS),
+    body=st.binary(max_size=8),
+    cuts=st.lists(st.integers(0, 100), max_size=8),
+    ends=st.booleans(),
+)
+def test_every_other_response_reads_alike_wherever_it_is_cut(
+    loop: asyncio.AbstractEventLoop, head: bytes, body: bytes, cuts: list[int], ends: bool
+) -> None:
+    """The same for other framings, and for what is no response."""
+    raw = head + body
+
+    whole, cut = seen(loop, raw, [], ends=ends), seen(loop, raw, cuts, ends=ends)
+
+    assert cut[1:] == whole[1:]
+    assert cut[0] == whole[0]
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (CHUNKED + b"3\r\nabc\r\n0\r\n\r\n", (200, b"abc", True, True, None)),
+        (CHUNKED + b"3\r\nabc\r\n", (200, b"abc", False, False, BrokenBody())),
+        (CHUNKED + b"3;x=y\r\nabc\r\n0\r\n\r\n", (200, b"abc", True, False, None)),
+        (CHUNKED + b"0\r\n\r\nHTTP/1.1 200 OK\r\n", (200, b"", True, False, None)),
+        (b"HTTP/1.1 429 No\r\nContent-Length: 2\r\n\r\nabX", (429, b"ab", True, False, None)),
+        (b"HTTP/1.1 200 OK\r\n\r\nabc", (200, b"abc", True, False, None)),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc",
+            (200, b"abc", False, False, BrokenBody()),
+        ),
+        (b"SSH-2.0\r\n", (None, b"", False, False, NotHttp("Bad status line:"))),
+    ],
+)
+def test_what_a_response_says_and_whether_its_connection_may_go_on(
+    loop: asyncio.AbstractEventLoop, raw: bytes, expected: Seen
+) -> None:
+    """Only a usual response that has ended exactly leaves a connection for the next call."""
+    assert seen(loop, raw, [], ends=True) == expected

@@ -1,0 +1,344 @@
+"""Connections to an instance: when one is used again, and what its faults become."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvrs.errors import UpstreamError
+from kvrs.protocol.secrets import Door, door_key
+from kvrs.proving import address_of
+from kvrs.proxy.backends.backend import RefusedError
+from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.pd import PdBackend
+from kvrs.proxy.backends.peer import (
+    BusyError,
+    ConnectionLostError,
+    NotConnectedError,
+    UnusableError,
+)
+from kvrs.proxy.wire import pool as pools
+from kvrs.proxy.wire.pool import Access, EngineLinks
+from kvrs.proxy.wire.upstream import Flow, Need
+
+pytestmark = pytest.mark.network
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNK = b"3\r\nabc\r\n"
+WHOLE = HEAD + CHUNK + b"0\r\n\r\n"
+CALL = "/v1/completions"
+
+
+class Instance:
+    """Answers every request with the next of the given bytes; None: it closes the connection."""
+
+    def __init__(self, answers: list[bytes | None], *, holds: bool = False) -> None:
+        self.answers = answers
+        self.holds = holds  # Whether connections stay open after the last answer.
+        self.connections: list[asyncio.StreamWriter] = []
+        self.requests: list[bytes] = []
+        self.closed = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections.append(writer)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                answer = self.answers.pop(0) if self.answers else None
+                if answer is None:
+                    break
+                writer.write(answer)
+                if not self.answers and not self.holds:
+                    break
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self.closed += 1
+            writer.close()
+
+
+class Gathering:
+    """A reader that needs so much of the response as it is told."""
+
+    def __init__(self, need: Need = Need.MORE) -> None:
+        self.need = need
+        self.fault: Exception | None = None
+        self.data = b""
+        self.flow: Flow | None = None
+        self.begun = asyncio.Event()
+
+    def begin(self, flow: Flow) -> None:
+        self.flow = flow
+
+    def feed(self, data: bytes) -> Need:
+        if self.fault is not None:
+            raise self.fault
+        self.data += data
+        self.begun.set()
+        return self.need
+
+
+@asynccontextmanager
+async def serving(instance: Instance) -> AsyncIterator[PdBackend]:
+    server = await asyncio.start_server(instance.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, EngineLinks(Access(token="token")) as links:
+        yield PdBackend(links, f"http://127.0.0.1:{port}")
+        for writer in instance.connections:
+            writer.transport.abort()
+        await until_closed(instance, len(instance.connections))
+
+
+async def until_closed(instance: Instance, count: int) -> None:
+    async with asyncio.timeout(5):
+        while instance.closed < count:
+            await asyncio.sleep(0.005)
+
+
+def call() -> Call:
+    return Call(CALL, {"prompt": [1]})
+
+
+async def test_calls_one_after_another_share_a_connection() -> None:
+    """Each gets its own response; a refusal leaves the connection as it was."""
+    refusal = b"HTTP/1.1 400 No\r\nContent-Length: 2\r\n\r\n{}"
+    busy = b"HTTP/1.1 503 No\r\nRetry-After: 7\r\nContent-Length: 2\r\n\r\n{}"
+    broken = b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\n{}"
+    early = b"HTTP/1.1 100 Continue\r\n\r\n"
+    instance = Instance([WHOLE, refusal, busy, broken, early + WHOLE], holds=True)
+
+    async with serving(instance) as backend:
+        first, last = Gathering(), Gathering()
+        await backend.decode(call(), first)
+        with pytest.raises(RefusedError):
+            await backend.decode(call(), Gathering())
+        with pytest.raises(BusyError) as raised:
+            await backend.decode(call(), Gathering())
+        with pytest.raises(UpstreamError, match="HTTP 500"):
+            await backend.decode(call(), Gathering())
+        await backend.decode(call(), last)
+
+    assert first.data == last.data == b"abc"
+    assert raised.value.retry_after_s == 7.0
+    assert len(instance.connections) == 1
+    assert instance.requests[0].endswith(b'\r\n\r\n{"prompt":[1]}')
+    assert b"\r\nAuthorization: Bearer token\r\n" in instance.requests[0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        WHOLE + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabcevil",
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 3\r\n\r\nabc",
+        HEAD + b"3;x=y\r\nabc\r\n0\r\n\r\n",
+    ],
+)
+async def test_a_connection_is_not_used_again_after_an_unusual_end(answer: bytes) -> None:
+    """What was sent behind a response is never taken for the next one."""
+    instance = Instance([answer, WHOLE], holds=True)
+
+    async with serving(instance) as backend:
+        first, second = Gathering(), Gathering()
+        await backend.decode(call(), first)
+        await backend.decode(call(), second)
+
+    assert first.data == second.data == b"abc"
+    assert len(instance.connections) == 2
+
+
+async def test_bytes_that_no_call_asked_for_close_the_connection() -> None:
+    """They would be taken for the next response."""
+    instance = Instance([WHOLE, WHOLE], holds=True)
+
+    async with serving(instance) as backend:
+        await backend.decode(call(), Gathering())
+        instance.connections[0].write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+        await until_closed(instance, 1)
+        second = Gathering()
+        await backend.decode(call(), second)
+
+    assert second.data == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "cause", "arrived"),
+    [
+        (None, ConnectionLostError, "closed without an answer", b""),
+        (b"HTTP/1.1 200", ConnectionLostError, "closed without an answer", b""),
+        (HEAD + CHUNK, ConnectionLostError, "closed in the middle", b"abc"),
+        (HEAD + CHUNK + b"xyz\r\n", ConnectionLostError, "closed in the middle", b"abc"),
+        (b"SSH-2.0\r\n", UnusableError, "is not HTTP", b""),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 9000, UnusableError, "is not HTTP", b""),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200, UnusableError, "is not HTTP", b""),
+    ],
+)
+async def test_a_response_that_breaks_has_a_named_cause(
+    answer: bytes | None, error: type[UpstreamError], cause: str, arrived: bytes
+) -> None:
+    """And what came before the break counts."""
+    reader = Gathering()
+
+    async with serving(Instance([answer])) as backend:
+        with pytest.raises(error, match=cause):
+            await backend.decode(call(), reader)
+
+    assert reader.data == arrived
+
+
+async def test_an_instance_that_takes_no_connection_has_seen_no_request() -> None:
+    """So the request is safe to send elsewhere."""
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+
+    async with EngineLinks(Access()) as links:
+        with pytest.raises(NotConnectedError, match="Connection refused"):
+            await PdBackend(links, f"http://127.0.0.1:{port}").decode(call(), Gathering())
+
+
+async def test_a_process_without_the_key_gets_no_request() -> None:
+    """The first bytes of a connection prove both ends."""
+    requests = list[bytes]()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(await reader.readline())
+        writer.close()
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    key = door_key(b"s" * 32, Door.INSTANCE, "d0")
+
+    async with server:
+        async with EngineLinks(Access({address_of(url): key})) as links:
+            with pytest.raises(UpstreamError):
+                await PdBackend(links, url).decode(call(), Gathering())
+        async with EngineLinks(Access({})) as links:
+            with pytest.raises(UnusableError, match="no process of the cluster"):
+                await PdBackend(links, url).decode(call(), Gathering())
+
+    assert len(requests) == 1
+    assert not requests[0].startswith(b"POST")
+
+
+@pytest.mark.parametrize("leaves", ["cancelled", "satisfied", "failed"])
+async def test_leaving_a_call_ends_the_request_in_the_engine(leaves: str) -> None:
+    """The end of its connection tells the engine that it computes for nothing."""
+    instance = Instance([HEAD + CHUNK], holds=True)
+    reader = Gathering(Need.NOTHING if leaves == "satisfied" else Need.MORE)
+
+    async with serving(instance) as backend:
+        calling = asyncio.ensure_future(backend.decode(call(), reader))
+        await reader.begun.wait()
+        if leaves == "cancelled":
+            calling.cancel()
+        elif leaves == "failed":
+            reader.fault = ZeroDivisionError()
+            instance.connections[0].write(CHUNK)
+        await until_closed(instance, 1)
+        (outcome,) = await asyncio.gather(calling, return_exceptions=True)
+
+    match leaves:
+        case "cancelled":
+            assert isinstance(outcome, asyncio.CancelledError)
+        case "failed":
+            assert isinstance(outcome, ZeroDivisionError)
+        case _:
+            assert outcome is None
+
+
+async def test_a_response_is_read_to_its_end_behind_the_stream() -> None:
+    """Its connection is used again, though its reader needed no more."""
+    instance = Instance([HEAD + CHUNK, WHOLE], holds=True)
+
+    async with serving(instance) as backend:
+        reader = Gathering(Need.END)
+        calling = asyncio.ensure_future(backend.decode(call(), reader))
+        await reader.begun.wait()
+        assert reader.flow is not None
+        reader.flow.pause()
+        instance.connections[0].write(CHUNK + b"0\r\n\r\n")
+        await calling
+        await backend.decode(call(), Gathering())
+
+    assert reader.data == b"abc"
+    assert len(instance.connections) == 1
+
+
+async def test_an_end_that_does_not_come_closes_the_connection() -> None:
+    """A second is waited for it."""
+    instance = Instance([HEAD + CHUNK, WHOLE], holds=True)
+
+    async with serving(instance) as backend:
+        await backend.decode(call(), Gathering(Need.END))
+        await backend.decode(call(), Gathering())
+
+    assert len(instance.connections) == 2
+
+
+async def test_a_paused_response_does_not_flow() -> None:
+    """Its bytes wait at the instance until the reader resumes."""
+    instance = Instance([HEAD + CHUNK], holds=True)
+
+    async with serving(instance) as backend:
+        reader = Gathering()
+        calling = asyncio.ensure_future(backend.decode(call(), reader))
+        await reader.begun.wait()
+        assert reader.flow is not None
+        reader.flow.pause()
+        instance.connections[0].write(CHUNK + b"0\r\n\r\n")
+        await asyncio.sleep(0.05)
+        assert not calling.done()
+        paused = reader.data
+        reader.flow.resume()
+        await calling
+
+    assert paused == b"abc"
+    assert reader.data == b"abcabc"
+
+
+async def test_a_large_body_ends_with_an_early_answer() -> None:
+    """An instance that refuses it at once takes no more of it, and its connection ends."""
+    taken = 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal taken
+        taken = len(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 413 No\r\nContent-Length: 2\r\n\r\n{}")
+        while data := await reader.read(1 << 16):
+            taken += len(data)
+            await asyncio.sleep(0.001)
+        writer.close()
+        ended.set()
+
+    ended = asyncio.Event()
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    size_bytes = 64 << 20
+    async with server, EngineLinks(Access()) as links:
+        large = Call(CALL, {"prompt": "x" * size_bytes})
+        with pytest.raises(RefusedError):
+            await PdBackend(links, url).decode(large, Gathering())
+        await ended.wait()
+
+    assert taken < size_bytes
+
+
+async def test_kept_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In number, and in the time for which no call uses them."""
+    monkeypatch.setattr(pools, "MOST_KEPT", 2)
+    monkeypatch.setattr(pools, "KEPT_S", 0.1)
+    instance = Instance([WHOLE] * 5, holds=True)
+
+    async with serving(instance) as backend:
+        await asyncio.gather(*(backend.decode(call(), Gathering()) for _ in range(5)))
+        beyond = instance.closed
+        await until_closed(instance, 3)
+        await until_closed(instance, 5)
+
+    assert beyond <= 3
+    assert len(instance.connections) == 5
