@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from experiments.bench_proxy import table
 from experiments.bench_proxy.engines import Engines, Load, Programs, compile_programs, run_load
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
@@ -99,8 +100,9 @@ def test_a_whole_answer_is_whole(programs: Programs) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        chunked(FIRST, "[DONE]"),
+        chunked(FIRST.replace("null", '"length"'), "[DONE]"),
         chunked(LAST, "[DONE]"),
+        chunked(FIRST.replace("k0", "k1"), LAST.replace("k1", "k0"), "[DONE]"),
         chunked(FIRST, FIRST, LAST, "[DONE]"),
         chunked(FIRST, LAST.replace('"length"', "null"), "[DONE]"),
         chunked(FIRST, LAST),
@@ -111,7 +113,7 @@ def test_a_whole_answer_is_whole(programs: Programs) -> None:
         "",
     ],
     ids=[
-        *("lost-end", "lost-first", "repeated", "no-finish", "no-done", "error"),
+        *("lost-end", "lost-first", "swapped", "repeated", "no-finish", "no-done", "error"),
         *("after-done", "no-end-of-body", "status", "closed"),
     ],
 )
@@ -122,3 +124,72 @@ def test_a_broken_answer_is_not_whole(programs: Programs, answer: str) -> None:
 
     assert (result["whole"], result["broken"]) == (0, 1)
     assert result["fault"]
+
+
+def test_the_fault_is_named(programs: Programs) -> None:
+    """An error event or refusal of the proxy is in the result."""
+    for answer in (
+        chunked(FIRST, '{"error":{"message":"gone"}}'),
+        chunked().replace("200 OK", "502 gone"),
+    ):
+        with answering(answer) as port:
+            assert "gone" in str(one_stream(programs, port)["fault"])
+
+
+def row(subject: str, **figures: object) -> dict[str, object]:
+    return {"scenario": "s200", "subject": subject, "started": 9, "broken": 0, **figures}
+
+
+def verdicts(*rows: dict[str, object]) -> dict[str, str]:
+    return {each["what"]: each["verdict"] for each in table.judged(rows) if not each["is_moonshot"]}
+
+
+def test_a_bar_is_judged_by_the_ratio_of_medians() -> None:
+    """Of kvrs and its peer, each over all rounds."""
+    peer = [row("vllm-router P/D", cpu_s_per_million=value) for value in (30.0, 10.0, 20.0)]
+    at_par = [row("kvrs", cpu_s_per_million=value) for value in (20.0, 99.0, 5.0)]
+    above = [row("kvrs", cpu_s_per_million=value) for value in (20.1, 99.0, 5.0)]
+    what = "CPU per token, 200 x 20/s, of vllm-router P/D"
+
+    assert verdicts(*peer, *at_par)[what] == "met"
+    assert verdicts(*peer, *above)[what] == "missed"
+    assert verdicts(*at_par)[what] == "not measured"
+
+
+def test_throughput_is_to_be_at_least_that_of_the_peer() -> None:
+    """Where the other bars are upper ones."""
+    peer = row("vllm-router P/D", tokens_per_s=100) | {"scenario": "s256"}
+    what = "tokens/s, 256 streams, of vllm-router P/D"
+
+    assert verdicts(peer, peer | {"subject": "kvrs"})[what] == "met"
+    assert verdicts(peer, peer | {"subject": "kvrs", "tokens_per_s": 99})[what] == "missed"
+
+
+@pytest.mark.parametrize(
+    ("rows", "failed"),
+    [
+        ([row("kvrs")], False),
+        ([row("kvrs", broken=1, fault="no [DONE]")], True),
+        ([row("nginx", broken=1, fault="no [DONE]"), row("kvrs")], False),
+        ([{"subject": "kvrs", "failed": "it did not start"}], True),
+        ([{"subject": "nginx", "skipped": "not installed"}, row("kvrs")], False),
+        ([{"scenario": "keyed", "subject": "kvrs", "ratio": 1.4, "started": 9}], True),
+        ([{"scenario": "keyed", "subject": "kvrs", "ratio": 1.3, "started": 9}], False),
+    ],
+)
+def test_a_run_fails_by_kvrs_alone(rows: list[dict[str, object]], failed: bool) -> None:
+    """A missed bar, a broken stream or a proxy that does not start; never by a peer."""
+    assert table.is_failed(rows) is failed
+
+
+def test_the_text_names_what_is_not_in_the_figures() -> None:
+    """Skipped peers with the reason, and streams that were not whole with the first fault."""
+    text = table.shown(
+        [
+            {"subject": "nginx", "skipped": "not installed"},
+            row("kvrs", broken=2, fault="no [DONE]"),
+        ]
+    )
+
+    assert "skipped: all scenarios, nginx: not installed" in text
+    assert "NOT WHOLE: 2 of 9 streams, s200, kvrs: no [DONE]" in text

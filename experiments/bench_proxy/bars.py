@@ -62,6 +62,12 @@ def _figure(
     return Bar(what, at_least, limit, unit, lambda medians, who: medians.of(scenario, who, name))
 
 
+def _held(medians: Medians, subject: str) -> float | None:
+    """Fewer were tried where the limit of descriptors allows no more, which shows nothing."""
+    wanted = medians.of("held", subject, "wanted") or 0
+    return medians.of("held", subject, "held") if wanted >= 10_000 else None
+
+
 BARS = (
     _ratio("CPU per token, 200 x 20/s", "s200", "cpu_s_per_million", 1.0),
     _ratio("CPU per token, 256 x 200/s", "s256", "cpu_s_per_million", 0.85),
@@ -81,4 +87,9 @@ BARS = (
     _ratio("TTFT p50, 200 x 20/s", "s200", "ttft_us_p50", 0.8),
     _ratio("TTFT p99, 200 x 20/s", "s200", "ttft_us_p99", 0.8),
     _ratio("tokens/s, 256 streams", "s256", "tokens_per_s", 1.0, at_least=True),
+    _figure("two workers, of one", "workers", "ratio", 1.8, "x", at_least=True),
+    _figure("CPU per token with a key, of that without", "keyed", "ratio", 1.3, "x"),
+    Bar("open streams at 0.2 tokens/s", True, 10_000, "", _held),
+    _figure("memory per open stream", "held", "rss_kb_per_stream", 20.0, "kB"),
+    _figure("200 victims, to the last recovery call", "death", "last_call_ms", 20.0, "ms"),
 )

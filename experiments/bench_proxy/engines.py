@@ -36,6 +36,7 @@ class Instance:
     role: Role
     node: str
     listens: bool = True  # Else from the order `listen` on.
+    queued: int = 0  # What it reports: more streams than it can run at a time.
 
     def lines(self) -> str:
         """Its part of the engine's file."""
@@ -56,9 +57,9 @@ class Instance:
         )
         load = LoadReport(
             _EPOCH,
-            queued=0,
+            queued=self.queued,
             running=0,
-            free_pages=1 << 20,
+            free_pages=1 << 24,
             queue_delay_s=0.0,
             links=[],
             fetched_pages=0,

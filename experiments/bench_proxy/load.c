@@ -297,8 +297,6 @@ static void take_event(struct slot *s, char *event, int64_t now)
     data += *data == ' ';
     if (!strcmp(data, "[DONE]"))
         s->said_done = true;
-    else if (s->said_done)
-        end_stream(s, "an event after [DONE]");
     else if (strstr(data, "\"error\""))
         end_stream(s, data);
     else

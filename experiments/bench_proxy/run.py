@@ -1,10 +1,10 @@
 """The kvrs proxy beside its peers: latency, CPU and throughput in one run, interleaved.
 
-    python -m experiments.bench_proxy.run --quick                  # about a minute
+    python -m experiments.bench_proxy.run --quick                  # about two minutes
     python -m experiments.bench_proxy.run --out experiments/bench_proxy/results
     python -m experiments.bench_proxy.run --only s200 --subjects kvrs --tree ../before
 
-Exit status 1: a bar is missed, or a stream was not whole.
+Exit status 1: a bar is missed, or kvrs did not serve every stream whole.
 """
 
 import argparse
@@ -13,17 +13,21 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from experiments.bench_proxy import proxies, table
 from experiments.bench_proxy.engines import BenchError, compile_programs
-from experiments.bench_proxy.proxies import MissingError, Start
+from experiments.bench_proxy.proxies import HERE, MissingError, Start
+from experiments.bench_proxy.special import SPECIAL, SkippedError, Special
 from experiments.bench_proxy.steady import STEADY, Cores, Row, Setting, Steady, measure
-from experiments.record import Record
+from experiments.record import Record, commit_of
 
 ROUNDS = 3
-SCENARIOS = tuple(steady.name for steady in STEADY)
+LIMIT_S = 580.0
+SCENARIOS = tuple(each.name for each in (*STEADY, *SPECIAL))
 PEERS: dict[str, Start] = {
     "no proxy": proxies.none,
     "nginx": proxies.nginx,
@@ -31,92 +35,159 @@ PEERS: dict[str, Start] = {
     "vllm-router": proxies.router(disaggregated=False),
     "vllm-router P/D": proxies.router(disaggregated=True),
 }
-
-QUICK = ("no proxy", "nginx", "vllm-router P/D", "kvrs")
+QUICK = ("no proxy", "nginx", "vllm-router P/D")
+_KVRS = "kvrs"
 
 
 def main() -> int:
     arguments = parsed()
+    cores = sorted(os.sched_getaffinity(0))
+    placed = Cores(cores[0], cores[1]) if len(cores) > 1 else Cores(None, None)
+    if placed.mocks is not None:
+        os.sched_setaffinity(0, {placed.mocks})
     record = Record(arguments.seed)
-    subjects = chosen(arguments.subjects, arguments.tree, is_quick=arguments.quick)
-    scenarios = arguments.only.split(",") if arguments.only else list(SCENARIOS)
-    rounds = arguments.rounds or (1 if arguments.quick else ROUNDS)
-    with opened(arguments) as setting:
-        steadies = [steady for steady in STEADY if steady.name in scenarios]
-        rows = interleaved(setting, subjects, steadies, rounds)
-    print(table.shown(rows))
-    record.keep(arguments.out, "bench_proxy", {"rows": rows}, table.shown(rows))
-    return 1 if table.is_failed(rows) else 0
+    bench = Bench.of(arguments)
+    with opened(arguments, placed) as setting:
+        bench.carry_out(setting, arguments.limit_s)
+    if bench.ended_early:
+        record.void(bench.ended_early)
+    text = table.shown(bench.rows)
+    print(text)
+    figures = {
+        "trees": {name: commit_of(tree) for name, tree in bench.trees.items()},
+        "rounds": bench.rounds,
+        "bars": table.judged(bench.rows),
+        "rows": bench.rows,
+    }
+    record.keep(arguments.out, "bench_proxy", figures, text)
+    return 1 if table.is_failed(bench.rows) else 0
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round with short windows, of few proxies"
-    )
+    parser.add_argument("--quick", action="store_true", help="one short round of few proxies")
     parser.add_argument("--rounds", type=int, help=f"of all subjects; default {ROUNDS}")
     parser.add_argument("--only", help=f"scenarios, of {','.join(SCENARIOS)}")
-    parser.add_argument("--subjects", help=f"of kvrs,{','.join(PEERS)}; default all")
+    parser.add_argument("--subjects", help=f"of {_KVRS},{','.join(PEERS)}; default all")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvrs-bench"
     parser.add_argument("--peers", type=Path, default=cache, help="where peers are installed")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="no measurement goes beyond")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    for given, allowed in (
-        (arguments.only, SCENARIOS),
-        (arguments.subjects, ("kvrs", *PEERS)),
-    ):
+    for given, allowed in ((arguments.only, SCENARIOS), (arguments.subjects, (_KVRS, *PEERS))):
         unknown = set(given.split(",") if given else ()) - set(allowed)
         if unknown:
             parser.error(f"got {','.join(sorted(unknown))}; allowed: {','.join(allowed)}")
+    for tree in arguments.tree:
+        if not (tree / "kvrs/proxy").is_dir():
+            parser.error(f"--tree: got {tree}; allowed: a checkout of kvrs")
     return arguments
 
 
-def chosen(names: str | None, trees: Sequence[Path], *, is_quick: bool) -> dict[str, Start]:
-    """The proxies to be compared, and those of the other trees."""
-    everyone = {**PEERS, "kvrs": proxies.kvrs()}
-    wanted = names.split(",") if names else list(QUICK if is_quick else everyone)
-    others = {f"kvrs of {tree.resolve().name}": proxies.kvrs(tree.resolve()) for tree in trees}
-    return {name: everyone[name] for name in wanted} | others
-
-
 @contextlib.contextmanager
-def opened(arguments: argparse.Namespace) -> Iterator[Setting]:
-    cores = sorted(os.sched_getaffinity(0))
-    placed = Cores(cores[0], cores[1]) if len(cores) > 1 else Cores(None, None)
+def opened(arguments: argparse.Namespace, cores: Cores) -> Iterator[Setting]:
     with tempfile.TemporaryDirectory(prefix="kvrs-bench-") as name:
         directory = Path(name)
         try:
             programs = compile_programs(directory)
         except BenchError as error:
             sys.exit(str(error))
-        yield Setting(programs, placed, directory, arguments.peers, arguments.seed, arguments.quick)
+        yield Setting(programs, cores, directory, arguments.peers, arguments.seed, arguments.quick)
 
 
-def interleaved(
-    setting: Setting, subjects: dict[str, Start], steadies: Sequence[Steady], rounds: int
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One proxy under the steady loads, or one scenario of one kvrs."""
+
+    subject: str
+    scenario: str | None
+    rows: Callable[[], list[Row]]
+
+    @property
+    def name(self) -> str:
+        return self.subject if self.scenario is None else f"{self.subject}, {self.scenario}"
+
+    def missing(self, why: str, error: Exception) -> Row:
+        scenario = {} if self.scenario is None else {"scenario": self.scenario}
+        return {"subject": self.subject, **scenario, why: str(error)}
+
+
+@dataclass(slots=True)
+class Bench:
+    """What is measured, and what has been."""
+
+    rounds: int
+    peers: dict[str, Start]
+    trees: dict[str, Path]  # Of kvrs.
+    steadies: Sequence[Steady]
+    specials: Sequence[Special]
+    rows: list[Row] = field(default_factory=list)
+    ended_early: str = ""
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Bench":
+        names = arguments.only.split(",") if arguments.only else SCENARIOS
+        default = [*(QUICK if arguments.quick else PEERS), _KVRS]
+        wanted = arguments.subjects.split(",") if arguments.subjects else default
+        trees = {_KVRS: HERE} if _KVRS in wanted else {}
+        trees |= {f"{_KVRS} of {path.name}": path for path in map(Path.resolve, arguments.tree)}
+        return cls(
+            arguments.rounds or (1 if arguments.quick else ROUNDS),
+            {name: start for name, start in PEERS.items() if name in wanted},
+            trees,
+            [each for each in STEADY if each.name in names],
+            [each for each in SPECIAL if each.name in names],
+        )
+
+    def carry_out(self, setting: Setting, limit_s: float) -> None:
+        begun_s = time.monotonic()
+        took_s: dict[str, float] = {}
+        impossible: set[str] = set()  # Steps.
+        for number in range(self.rounds):
+            for step in self._steps(setting, number):
+                if step.name in impossible:
+                    continue
+                before_s = time.monotonic()
+                if before_s - begun_s + took_s.get(step.name, 0.0) > limit_s:
+                    self.ended_early = f"the limit of {limit_s:g} s ended it in round {number + 1}"
+                    return
+                try:
+                    self.rows += [{"round": number, **row} for row in step.rows()]
+                except (MissingError, SkippedError) as error:
+                    impossible.add(step.name)
+                    self.rows.append(step.missing("skipped", error))
+                except (BenchError, OSError) as error:
+                    self.rows.append(step.missing("failed", error))
+                took_s[step.name] = time.monotonic() - before_s
+                print(f"round {number + 1}: {step.name}, {took_s[step.name]:.1f} s", flush=True)
+
+    def _steps(self, setting: Setting, number: int) -> list[Step]:
+        """All subjects, in each round from another one on, then what is of kvrs alone."""
+        starts = self.peers | {name: proxies.kvrs(tree) for name, tree in self.trees.items()}
+        steady = [
+            Step(name, None, partial(measure, setting, start, name, self.steadies))
+            for name, start in starts.items()
+            if self.steadies
+        ]
+        shift = number * 2 % max(1, len(steady))
+        special = [
+            Step(name, each.name, partial(_special, each, setting, name, tree, number))
+            for each in self.specials
+            for name, tree in self.trees.items()
+            if number == 0 or not each.once
+        ]
+        return steady[shift:] + steady[:shift] + special
+
+
+def _special(
+    special: Special, setting: Setting, subject: str, tree: Path, number: int
 ) -> list[Row]:
-    """All subjects in turn, in each round from another one on."""
-    rows: list[Row] = []
-    missing: dict[str, str] = {}
-    names = list(subjects)
-    for number in range(rounds if steadies else 0):
-        shift = number * 2 % len(names)
-        for name in names[shift:] + names[:shift]:
-            if name in missing:
-                continue
-            begun_s = time.monotonic()
-            try:
-                measured = measure(setting, subjects[name], name, steadies, number)
-            except MissingError as error:
-                missing[name] = str(error)
-                continue
-            rows += measured
-            print(f"round {number + 1}: {name}, {time.monotonic() - begun_s:.1f} s", flush=True)
-    return rows + [{"skipped": name, "reason": reason} for name, reason in missing.items()]
+    row = special.measure(setting, tree, number)
+    return [{"scenario": special.name, "subject": subject, **row}]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The scenarios in which all proxies are compared: the same load, interleaved."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,9 +35,9 @@ class Setting:
     def bench(self, engines: Engines) -> Bench:
         return Bench(engines, self.directory, self.peers, self.cores.proxy)
 
-    def load(self, running: Running, **options: int) -> Row:
+    def load(self, running: Running, options: Mapping[str, int]) -> Row:
         pids = [pid for each in (running, *running.others) for pid in each.pids]
-        given = {"seed": self.seed} | options
+        given = {"seed": self.seed, **options}
         return run_load(self.programs, running.port, given, pids, self.cores.mocks)
 
 
@@ -75,9 +75,7 @@ S256 = Steady(
 STEADY = (IDLE, S200, S256)
 
 
-def measure(
-    setting: Setting, start: Start, subject: str, steadies: Sequence[Steady], number: int
-) -> list[Row]:
+def measure(setting: Setting, start: Start, subject: str, steadies: Sequence[Steady]) -> list[Row]:
     """One proxy under each of the loads, as one process of it.
 
     Raises:
@@ -87,8 +85,8 @@ def measure(
         engines = stack.enter_context(setting.engines())
         running = stack.enter_context(start(setting.bench(engines)))
         return [
-            {"scenario": steady.name, "subject": subject, "round": number}
-            | figures(setting.load(running, **steady.of_length(setting.quick)))
+            {"scenario": steady.name, "subject": subject}
+            | figures(setting.load(running, steady.of_length(setting.quick)))
             for steady in steadies
         ]
 

@@ -1,11 +1,12 @@
 """The result as text: medians by subject, the bars, and what was not whole."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from experiments.bench_proxy.bars import BARS, Medians, Row
+from experiments.bench_proxy.special import SPECIAL
 from experiments.bench_proxy.steady import STEADY
 
-_COLUMNS = (
+_STEADY_COLUMNS = (
     ("TTFT p50", "ttft_us_p50", ",.0f"),
     ("p99 us", "ttft_us_p99", ",.0f"),
     ("transit p50", "transit_us_p50", ",.0f"),
@@ -14,73 +15,88 @@ _COLUMNS = (
     ("CPU s/M", "cpu_s_per_million", ".1f"),
     ("MB", "rss_mb", ".0f"),
 )
+_WIDTH = 12
 
 
 def shown(rows: Sequence[Row]) -> str:
-    lines = [*_steady_lines(rows), *_bar_lines(rows)]
+    lines: list[str] = []
+    for steady in STEADY:
+        lines += _scenario(rows, steady.name, steady.title, _STEADY_COLUMNS)
+    for special in SPECIAL:
+        lines += _scenario(rows, special.name, special.title, special.columns)
+    lines += _bar_lines(rows)
     for row in rows:
+        where = f"{row.get('scenario', 'all scenarios')}, {row['subject']}"
         if "skipped" in row:
-            lines.append(f"skipped: {row['skipped']}: {row['reason']}")
+            lines.append(f"skipped: {where}: {row['skipped']}")
+        if "failed" in row:
+            lines.append(f"FAILED: {where}: {row['failed']}")
         if row.get("broken"):
-            lines.append(
-                f"NOT WHOLE: {row['broken']} of {row['started']} streams, {row['scenario']}, "
-                f"{row['subject']}: {row['fault']}"
-            )
+            count = f"{row['broken']} of {row['started']} streams"
+            lines.append(f"NOT WHOLE: {count}, {where}: {row['fault']}")
     return "\n".join(lines)
 
 
 def is_failed(rows: Sequence[Row]) -> bool:
-    """Whether a bar is missed, or a stream of kvrs was not whole."""
-    medians = Medians(rows)
-    missed = any(
-        bar.judged(medians, subject)[1] == "missed"
-        for bar in BARS
-        for subject in _kvrs(rows)
-        if not bar.is_moonshot
-    )
-    return missed or any(row.get("broken") for row in rows if "kvrs" in row.get("subject", ""))
+    """Whether a bar is missed, or kvrs failed or broke a stream."""
+    missed = any(row["verdict"] == "missed" and not row["is_moonshot"] for row in judged(rows))
+    ours = [row for row in rows if row["subject"].startswith("kvrs")]
+    return missed or any(row.get("broken") or "failed" in row for row in ours)
 
 
-def _kvrs(rows: Sequence[Row]) -> list[str]:
-    return [name for name in _subjects(rows) if name.startswith("kvrs")]
+def judged(rows: Sequence[Row]) -> list[Row]:
+    """Each bar for each kvrs."""
+    medians, found = Medians(rows), []
+    for subject in _subjects(rows):
+        for bar in BARS if subject.startswith("kvrs") else ():
+            value, verdict = bar.judged(medians, subject)
+            found.append(
+                {
+                    "subject": subject,
+                    "what": bar.what,
+                    "value": value,
+                    "bound": f"{'>=' if bar.at_least else '<='} {bar.limit:g} {bar.unit}",
+                    "is_moonshot": bar.is_moonshot,
+                    "verdict": verdict,
+                }
+            )
+    return found
 
 
 def _subjects(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["subject"] for row in rows if "subject" in row))
+    return list(dict.fromkeys(row["subject"] for row in rows))
 
 
-def _steady_lines(rows: Sequence[Row]) -> list[str]:
-    medians, lines = Medians(rows), []
-    for steady in STEADY:
-        subjects = [
-            name for name in _subjects(rows) if medians.of(steady.name, name, "started") is not None
-        ]
-        if not subjects:
-            continue
-        head = "".join(f"{title:>13}" for title, _, _ in _COLUMNS)
-        lines += [f"{steady.name}: {steady.title}", f"{'':<18}{head}"]
-        for name in subjects:
-            cells = ""
-            for _, column, form in _COLUMNS:
-                value = medians.of(steady.name, name, column)
-                cells += f"{'-' if value is None else format(value, form):>13}"
-            lines.append(f"{name:<18}{cells}")
-        lines.append("")
-    return lines
+def _scenario(
+    rows: Sequence[Row], scenario: str, title: str, columns: Iterable[tuple[str, str, str]]
+) -> list[str]:
+    medians = Medians(rows)
+    subjects = [name for name in _subjects(rows) if medians.of(scenario, name, "started")]
+    if not subjects:
+        return []
+    first = max(16, *(len(name) for name in subjects))
+    widths = [max(_WIDTH, len(heading) + 1) for heading, _, _ in columns]
+    head = "".join(
+        f"{heading:>{width}}" for width, (heading, _, _) in zip(widths, columns, strict=True)
+    )
+    lines = [f"{scenario}: {title}", " " * first + head]
+    for name in subjects:
+        cells = ""
+        for width, (_, column, form) in zip(widths, columns, strict=True):
+            value = medians.of(scenario, name, column)
+            cells += f"{'-' if value is None else format(value, form):>{width}}"
+        lines.append(f"{name:<{first}}{cells}")
+    return [*lines, ""]
 
 
 def _bar_lines(rows: Sequence[Row]) -> list[str]:
-    medians, lines = Medians(rows), []
-    for subject in _kvrs(rows):
+    lines = []
+    for subject in dict.fromkeys(row["subject"] for row in judged(rows)):
         lines.append(f"{subject} against the bars:")
-        unmeasured = 0
-        for bar in BARS:
-            value, verdict = bar.judged(medians, subject)
-            if value is None:
-                unmeasured += 1
-                continue
-            sign = ">=" if bar.at_least else "<="
-            what = f"{bar.what} (moonshot)" if bar.is_moonshot else bar.what
-            lines.append(f"  {what:<62}{value:>9.2f} {sign} {bar.limit:g} {bar.unit:<4} {verdict}")
-        lines += [f"  not measured: {unmeasured} bars", ""]
+        for row in judged(rows):
+            if row["subject"] == subject:
+                value = "-" if row["value"] is None else f"{row['value']:,.2f}"
+                what = f"{row['what']} (moonshot)" if row["is_moonshot"] else row["what"]
+                lines.append(f"  {what:<64}{value:>10} {row['bound']:<11} {row['verdict']}")
+        lines.append("")
     return lines
