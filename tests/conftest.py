@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from kvrs.cluster.ray_actors import ENVIRONMENT, ray_token
 
@@ -19,6 +20,11 @@ os.environ.update(
     {name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_")},
     RAY_AUTH_TOKEN=ray_token(),
 )
+
+# An example may take long on a busy machine; the profile of CI has no deadline either.
+if "CI" not in os.environ:
+    settings.register_profile("kvrs", deadline=None)
+    settings.load_profile("kvrs")
 
 # A test that depends on one of these fixtures has the marker.
 MARKER_OF_FIXTURE = {"distserve": "distserve", "vllm_servers": "vllm"}

@@ -13,7 +13,6 @@ from kvrs.policy.model.actions import Place
 from kvrs.policy.model.cluster_view import Agent, ClusterView, Member
 from kvrs.policy.model.streams import StoredCheckpoint, Stream
 from kvrs.policy.placement import PlacementCandidate, place
-from kvrs.protocol.geometry import KvGeometry
 
 
 class Checkpoints:
@@ -52,7 +51,7 @@ class Checkpoints:
             if checkpoint.agent not in chosen:
                 _rebook(checkpoint, 0)
         for agent in chosen:
-            self._keep(stream, agent, decode.instance.geometry, need_bytes)
+            self._keep(stream, agent, decode, need_bytes)
         return tuple(Place(agent.id, need_bytes) for agent in chosen)
 
     def reported(self, stream: Stream, agent: Agent, pages: int) -> None:
@@ -63,8 +62,7 @@ class Checkpoints:
             # It was lost or denied, and the instances have reconnected to it.
             asked = next((place for place in plan.places if place.holder == agent.id), None)
             if asked is not None:
-                geometry = decode.instance.geometry
-                checkpoint = self._keep(stream, agent, geometry, asked.reserved_bytes)
+                checkpoint = self._keep(stream, agent, decode, asked.reserved_bytes)
                 stream.unprotected = ""
         if checkpoint is not None:
             checkpoint.pages = pages
@@ -117,6 +115,7 @@ class Checkpoints:
                 checkpoints=agent.checkpoints,
                 capacity_bytes=agent.capacity_bytes,
                 host_to_device_bytes_per_s=agent.host_to_device_bytes_per_s,
+                of_serving_bytes=agent.booked_of[serving],
             )
             for agent in self._view.agents.values()
         ]
@@ -127,15 +126,16 @@ class Checkpoints:
         return None if found is None else self._view.agents[found.holder]
 
     def _keep(
-        self, stream: Stream, agent: Agent, geometry: KvGeometry, need_bytes: int
+        self, stream: Stream, agent: Agent, decode: Member, need_bytes: int
     ) -> StoredCheckpoint:
+        geometry = decode.instance.geometry
         checkpoint = stream.checkpoints.get(agent.id)
         if checkpoint is None or checkpoint.geometry != geometry:
             if checkpoint is not None:
                 _rebook(checkpoint, 0)
             checkpoint = stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometry)
             agent.streams.add(stream.id)
-        _rebook(checkpoint, need_bytes)
+        _rebook(checkpoint, need_bytes, decode.instance.node)
         return checkpoint
 
 
@@ -166,6 +166,11 @@ def _has_room(stream: Stream, agent: Agent, need_bytes: int) -> bool:
     return agent.has_room(need_bytes - (own.booked_bytes if own is not None else 0))
 
 
-def _rebook(checkpoint: StoredCheckpoint, booked_bytes: int) -> None:
-    checkpoint.agent.booked_bytes += booked_bytes - checkpoint.booked_bytes
-    checkpoint.booked_bytes = booked_bytes
+def _rebook(checkpoint: StoredCheckpoint, booked_bytes: int, serving: NodeId | None = None) -> None:
+    agent = checkpoint.agent
+    agent.booked_bytes += booked_bytes - checkpoint.booked_bytes
+    if checkpoint.booked_for is not None:
+        agent.booked_of[checkpoint.booked_for] -= checkpoint.booked_bytes
+    if serving is not None:
+        agent.booked_of[serving] += booked_bytes
+    checkpoint.booked_bytes, checkpoint.booked_for = booked_bytes, serving

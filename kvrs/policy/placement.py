@@ -1,6 +1,10 @@
 """The agent that stores a stream's checkpoint: that of another node which would restore it soonest
 (LUMEN section 4.2, Eq. 1).
 
+Restore pressure is a mean, so it says nothing about how many checkpoints an agent keeps: agents
+that are nearly as good as the best one share the checkpoints of each serving node out, or one node
+would restore all that a lost one had.
+
 The ring is the order of the nodes' ids: it needs no membership protocol, and every proxy sees the
 same one.
 """
@@ -24,6 +28,11 @@ class PlacementCandidate:
     checkpoints: int  # Among which `reserved_bytes` are shared out.
     capacity_bytes: int
     host_to_device_bytes_per_s: float
+    of_serving_bytes: int = 0  # Among `reserved_bytes`, for streams that the serving node decodes.
+
+
+# A difference of less makes no restore noticeably later: about one decode step.
+_NEAR_S = 0.02
 
 
 def place(
@@ -51,9 +60,11 @@ def place(
     match how:
         case Placement.LOAD:
             roomy = [other for other in others if _has_room(other, need_bytes)]
+            loads_s = [load_s(other, need_bytes, alpha) for other in roomy]
+            limit_s = min(loads_s, default=0.0) + _NEAR_S
             return min(
-                roomy,
-                key=lambda other: (load_s(other, need_bytes, alpha), steps(other)),
+                (other for other, own_s in zip(roomy, loads_s, strict=True) if own_s <= limit_s),
+                key=lambda other: (other.of_serving_bytes, other.reserved_bytes, steps(other)),
                 default=None,
             )
         case Placement.FIXED:

@@ -109,7 +109,7 @@ def test_by_load_and_by_chance_any_agent_with_room_is_found(
 
 @given(table=tables(), serving=servings, need=needs, alpha=alphas, draw=st.integers())
 @settings(deadline=None)
-def test_load_is_the_argmin_of_lumens_eq_1(
+def test_load_is_lumens_eq_1_at_its_least_but_for_what_makes_no_difference(
     table: list[PlacementCandidate], serving: NodeId, need: int, alpha: float, draw: int
 ) -> None:
     """`queueing_delay + alpha * ((reserved + need) / (checkpoints + 1)) / host_to_device`, over
@@ -130,7 +130,7 @@ def test_load_is_the_argmin_of_lumens_eq_1(
     found = place(Placement.LOAD, table, serving, need, alpha, draw)
 
     if found is not None:
-        assert eq_1(found) == pytest.approx(min(map(eq_1, roomy)))
+        assert eq_1(found) <= min(map(eq_1, roomy)) + 0.021
 
 
 @given(
@@ -164,6 +164,19 @@ def test_restore_pressure_is_the_mean_checkpoint_with_the_new_one_over_the_bandw
 
     assert load_s(holder, 2 * GB, 1.0) == pytest.approx(0.5 + 3.5 / 26)
     assert load_s(holder, 2 * GB, 0.0) == 0.5
+
+
+def test_checkpoints_of_a_node_are_shared_out_among_equals() -> None:
+    """First by what each keeps for that node, then by all that it keeps."""
+    table = [
+        replace(CANDIDATES[1], of_serving_bytes=3 * GB, reserved_bytes=3 * GB, checkpoints=3),
+        replace(CANDIDATES[2], of_serving_bytes=2 * GB, reserved_bytes=9 * GB, checkpoints=9),
+        replace(CANDIDATES[3], of_serving_bytes=2 * GB, reserved_bytes=5 * GB, checkpoints=5),
+    ]
+
+    assert node_of(place(Placement.LOAD, table, N0, GB, 0.1, 0)) == N3
+    late = replace(table[2], queueing_delay_s=0.5)
+    assert node_of(place(Placement.LOAD, [*table[:2], late], N0, GB, 0.1, 0)) == N2
 
 
 def test_a_long_queue_and_large_checkpoints_repel() -> None:

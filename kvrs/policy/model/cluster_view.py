@@ -6,6 +6,7 @@ agent, are the larger of the two, because each misses part of what the other cou
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, assert_never
@@ -148,6 +149,7 @@ class Agent:
     reported_checkpoints: int = 0
     # For streams of this proxy, from the moment at which the place is chosen.
     booked_bytes: int = 0
+    booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the node that decodes.
     # Streams that have a checkpoint here, or are to have one.
     streams: set[StreamId] = field(default_factory=set)
 

@@ -10,7 +10,7 @@ from math import inf
 
 import msgspec
 
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.model.actions import Plan
 from kvrs.policy.model.cluster_view import Agent, Instance, Link, Member
 from kvrs.policy.model.estimates import Estimate, Option
@@ -52,6 +52,7 @@ class StoredCheckpoint:
     # 0: nothing is sent there any more, but what is there may still be fetched.
     booked_bytes: int = 0
     pages: int = 0
+    booked_for: NodeId | None = None  # The node that decodes the stream.
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

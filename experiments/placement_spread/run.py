@@ -1,0 +1,131 @@
+"""Where the checkpoints of a dead node are: on how many agents, and with what share on one.
+
+python -m experiments.placement_spread.run [--out DIR]
+"""
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from experiments.record import Record
+from kvrs.config.backup import Placement
+from kvrs.ids import InstanceId, NodeId
+from kvrs.policy.placement import PlacementCandidate, place
+
+NODES = 8
+LIVE = 200  # Checkpoints at a time.
+PLACED = 1500
+LOOK_EVERY = 50
+FOOTPRINT_BYTES = 419_430_400  # 512 tokens of OPT-13B.
+HOST_TO_DEVICE_BYTES_PER_S = 26e9
+ALPHAS = (0.25, 0.5, 1.0, 2.0, 4.0)
+BAR = 0.20
+SEEDS = range(5)
+
+FOOTPRINTS: dict[str, Callable[[random.Random], int]] = {
+    "equal": lambda draw: FOOTPRINT_BYTES,
+    "lognormal, sigma 1": lambda draw: int(FOOTPRINT_BYTES * draw.lognormvariate(0.0, 1.0)),
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    serving: NodeId
+    node: NodeId
+    size_bytes: int
+
+
+class Cluster:
+    """The load table as one proxy keeps it, with idle queues."""
+
+    def __init__(self, how: Placement, alpha: float, seed: int) -> None:
+        self._how = how
+        self._alpha = alpha
+        self._draw = random.Random(seed)
+        self.nodes = [NodeId(f"n{number}") for number in range(NODES)]
+        self.held: list[Checkpoint] = []
+
+    def place(self, number: int, size_bytes: int) -> None:
+        """A new stream at a random node; the first ends that is drawn once there are too many."""
+        serving = self._draw.choice(self.nodes)
+        found = place(
+            self._how, list(self._table(serving)), serving, size_bytes, self._alpha, number
+        )
+        assert found is not None
+        self.held.append(Checkpoint(serving, found.node, size_bytes))
+        if len(self.held) > LIVE:
+            self.held.pop(self._draw.randrange(len(self.held)))
+
+    def _table(self, serving: NodeId) -> Iterator[PlacementCandidate]:
+        for node in self.nodes:
+            kept = [each for each in self.held if each.node == node]
+            yield PlacementCandidate(
+                InstanceId(f"agent-{node}"),
+                node,
+                queueing_delay_s=0.0,
+                reserved_bytes=sum(each.size_bytes for each in kept),
+                checkpoints=len(kept),
+                capacity_bytes=1 << 50,
+                host_to_device_bytes_per_s=HOST_TO_DEVICE_BYTES_PER_S,
+                of_serving_bytes=sum(each.size_bytes for each in kept if each.serving == serving),
+            )
+
+    def shares(self) -> list[float]:
+        """For each node: the largest share of its checkpoints that one agent keeps."""
+        found = []
+        for node in self.nodes:
+            holders = Counter(each.node for each in self.held if each.serving == node)
+            if holders:
+                found.append(max(holders.values()) / holders.total())
+        return found
+
+
+def spread(how: Placement, alpha: float, footprint: str) -> float:
+    """The mean over nodes, moments and seeds."""
+    found: list[float] = []
+    for seed in SEEDS:
+        cluster, draw = Cluster(how, alpha, seed), random.Random(seed + 1000)
+        for number in range(PLACED):
+            cluster.place(number, FOOTPRINTS[footprint](draw))
+            if number >= 2 * LIVE and number % LOOK_EVERY == 0:
+                found += cluster.shares()
+    return fmean(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    record = Record(*SEEDS)
+    rows = [
+        {
+            "footprints": footprint,
+            "placement": how.value,
+            "alpha": alpha,
+            "largest_share": round(spread(how, alpha, footprint), 3),
+        }
+        for footprint in FOOTPRINTS
+        for how in Placement
+        for alpha in (ALPHAS if how is Placement.LOAD else (1.0,))
+    ]
+    equal = next(row for row in rows if row["placement"] == "load" and row["alpha"] == 1.0)
+    lines = [f"{'footprints':20} {'placement':10} {'alpha':>6} {'largest share':>14}"]
+    lines += [
+        f"{row['footprints']:20} {row['placement']:10} {row['alpha']:6} {row['largest_share']:14}"
+        for row in rows
+    ]
+    passed = equal["largest_share"] <= BAR
+    lines.append(f"{'PASSED' if passed else 'FAILED'}: {equal['largest_share']}, bar {BAR}")
+    text = "\n".join(lines)
+    print(text)
+    record.keep(options.out, "placement_spread", {"bar": BAR, "rows": rows}, text)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
