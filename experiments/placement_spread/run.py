@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from experiments.record import Record
 from kvrs.config.backup import Placement
@@ -102,7 +103,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(*SEEDS)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "footprints": footprint,
             "placement": how.value,
