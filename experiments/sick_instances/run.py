@@ -1,10 +1,11 @@
 """One of three prefill or decode instances fails every call while its reports are healthy.
 
-python -m experiments.sick_instances.run [--seed 0] [--out DIR]
+python -m experiments.sick_instances.run [--seed 0] [--seeds 4] [--out DIR]
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import sys
@@ -48,6 +49,7 @@ async def measure(leg: str, answer: int | str, seed: int) -> dict[str, Any]:
         return {
             "leg": leg,
             "answer": answer,
+            "seed": seed,
             "requests": len(asked),
             "succeeded": succeeded / len(asked),
             "share_after_5_s": there / late,
@@ -59,15 +61,15 @@ async def _succeeds(system: ProxyCluster, prompt: list[int]) -> bool:
     return status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4
 
 
-async def measure_all(seed: int) -> list[dict[str, Any]]:
+async def measure_all(seeds: range) -> list[dict[str, Any]]:
     places = asyncio.Semaphore(AT_ONCE)
 
-    async def one(leg: str, answer: int | str) -> dict[str, Any]:
+    async def one(leg: str, answer: int | str, seed: int) -> dict[str, Any]:
         async with places:
             return await measure(leg, answer, seed)
 
-    cells = [(leg, answer) for leg in ("prefill", "decode") for answer in ANSWERS]
-    return await asyncio.gather(*(one(leg, answer) for leg, answer in cells))
+    cells = itertools.product(("prefill", "decode"), ANSWERS, seeds)
+    return await asyncio.gather(*(one(*cell) for cell in cells))
 
 
 def is_met(row: dict[str, Any]) -> bool:
@@ -76,7 +78,7 @@ def is_met(row: dict[str, Any]) -> bool:
 
 def as_text(rows: list[dict[str, Any]]) -> str:
     return "\n".join(
-        f"{row['leg']:8} {row['answer']!s:5} {row['requests']:4} requests, "
+        f"{row['leg']:8} {row['answer']!s:5} seed {row['seed']} {row['requests']:4} requests, "
         f"{row['succeeded']:.2%} succeeded, {row['share_after_5_s']:.2%} there after 5 s"
         + ("" if is_met(row) else ": MISSED")
         for row in rows
@@ -86,10 +88,11 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     record = Record(options.seed)
-    rows = asyncio.run(measure_all(options.seed))
+    rows = asyncio.run(measure_all(range(options.seed, options.seed + options.seeds)))
     print(as_text(rows))
     record.keep(options.out, "sick_instances", {"rows": rows}, as_text(rows))
     return 0 if all(map(is_met, rows)) else 1

@@ -1,8 +1,9 @@
 """Outlier ejection: an instance that reports to be well and fails what it is sent gets nothing new.
 
-An instance is ejected after several failures in a row, or for a share of failures that its peers do
-not have; never more than half of a role. A refusal (4xx) counts as a failure only once another
-instance has accepted the request. Busy answers eject nothing: the instance pauses.
+An instance is ejected when it fails after the pause of a failure again, after several failures in a
+row, or for a share of failures that its peers do not have; never more than half of a role. A
+refusal (4xx) counts as a failure only once another instance has accepted the request. Busy answers
+eject nothing: the instance pauses.
 """
 
 from typing import assert_never
@@ -17,7 +18,7 @@ from kvrs.policy.model.health import (
     FAILURE_PAUSE_S,
     pause_s,
 )
-from kvrs.policy.model.streams import Stream
+from kvrs.policy.model.streams import RefusedBy, Stream
 
 CONSECUTIVE_FAILURES = 3
 # An ejection for the share of failures needs so many answers and failures together.
@@ -77,14 +78,15 @@ class Outliers:
 
     def _contradict(self, stream: Stream, accepting: Member) -> None:
         """An instance has accepted what others refused: the fault was theirs."""
-        for name, epoch in list(stream.refusals.items()):
+        for name, refusal in list(stream.refusals.items()):
             refuser = self._view.members.get(name)
             if refuser is not None and not refuser.prefills and not accepting.decodes:
                 continue  # Of the next stage, which this answer does not prove.
             del stream.refusals[name]
-            if refuser is None or refuser is accepting or refuser.instance.epoch != epoch:
+            if refuser is None or refuser is accepting or refuser.instance.epoch != refusal.epoch:
                 continue
-            self._charge(refuser, "it refuses what others accept", is_probe=False)
+            is_probe = refusal.is_probe and refuser.health.until_s is not None
+            self._charge(refuser, "it refuses what others accept", is_probe=is_probe)
 
     def failed(self, stream: Stream, event: AttemptFailed) -> None:
         """The attempt failed at an instance: broken, busy, or refused as far as is known."""
@@ -96,9 +98,9 @@ class Outliers:
         health.left(stream.id)
         match event.failure:
             case FailureKind.REFUSED:
-                stream.refusals[event.instance] = member.instance.epoch
+                stream.refusals[event.instance] = RefusedBy(member.instance.epoch, is_probe)
                 if is_probe:  # Whose fault it is will be known later: the next probe may come then.
-                    self._pause(member, event.cause, FAILURE_PAUSE_S)
+                    health.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
             case FailureKind.BUSY:
                 wait_s = event.retry_after_s or 0.0
                 health.note_busy(event.instance, stream.id, wait_s, self._view.now_s)
@@ -149,7 +151,7 @@ class Outliers:
         if health.is_ejected:
             if is_probe:
                 self._eject(member, cause)
-        elif self._is_outlier(member) and self._may_eject(member):
+        elif (is_probe or self._is_outlier(member)) and self._may_eject(member):
             if self._view.now_s - health.readmitted_s > _FORGIVEN_AFTER_S:
                 health.ejections = 0
             self._eject(member, cause)

@@ -14,12 +14,16 @@ from kvrs.ids import InstanceId, StreamId
 
 # Without any answer for this long, and several times what was predicted, nothing new is sent there.
 UNANSWERED_S = 2.0
-# Pauses double. After a failure, a busy answer, and at an ejection.
-FAILURE_PAUSE_S = 0.1
-BUSY_PAUSE_S = 0.25
-EJECTION_PAUSE_S = 1.0
+# Pauses of new requests, which double: after a failure, at an ejection, after a busy answer. An
+# instance that answers every request wrongly gets three of them at most in any 10 s: now, after
+# the first pause, and as the first probe.
+FAILURE_PAUSE_S = 0.5
+EJECTION_PAUSE_S = 4.0
+BUSY_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
-# While nothing else is open, a busy instance is tried again at least this often.
+# While nothing else is open, a busy instance is tried again after so long, doubled, and at least so
+# often.
+_FIRST_BUSY_S = 0.25
 _LONGEST_BUSY_S = 2.0
 # After a busy pause one attempt goes there; the others wait so long for its answer.
 _TRY_S = 0.5
@@ -101,7 +105,7 @@ class AnswerHealth:
         """
         pause_s = 0.0
         if not self.is_busy(now_s) or self.tried_by == stream:
-            pause_s = min(_LONGEST_BUSY_S, BUSY_PAUSE_S * 2.0 ** min(self.busies, 16))
+            pause_s = min(_LONGEST_BUSY_S, _FIRST_BUSY_S * 2.0 ** min(self.busies, 16))
             self.busies += 1
             self.tried_by, self.busy_until_s = None, now_s
         jitter = _jitter(instance, self.busies)
@@ -111,12 +115,14 @@ class AnswerHealth:
         self.busy_until_s = max(self.busy_until_s, now_s + pause_s * jitter, self.asked_until_s)
 
     def note_room(self, now_s: float) -> bool:
-        """A stream has ended there: whether that opens it for the next one."""
-        if not self.is_busy(now_s) or now_s < self.asked_until_s or self.is_ejected:
+        """A stream has ended there, so that one more has room: whether streams wait for that."""
+        if self.busy_until_s is None or now_s < self.asked_until_s or self.is_ejected:
+            return False
+        if self.until_s is not None:
+            self.until_s = min(self.until_s, now_s)
+        if not self.is_busy(now_s):
             return False
         self.busy_until_s, self.tried_by = now_s, None
-        if self.until_s is not None:
-            self.until_s = now_s
         return True
 
     def try_busy(self, stream: StreamId, now_s: float) -> None:

@@ -55,6 +55,13 @@ class StoredCheckpoint:
     booked_for: NodeId | None = None  # The node that decodes the stream.
 
 
+class RefusedBy(msgspec.Struct, frozen=True, gc=False):
+    """A 4xx that may be the fault of the instance, in this epoch."""
+
+    epoch: int
+    is_probe: bool  # The stream was to find out whether the instance works again.
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """What a stream that has no attempt does next, and what was weighed for it."""
 
@@ -221,8 +228,8 @@ class Stream:
     shunned: frozenset[str] = frozenset()
     # Instances that are kept from other streams for it (`quarantine.py`).
     reserved: tuple[Member, ...] = ()
-    # Epochs of instances that refused it, as long as no other one has accepted it.
-    refusals: dict[InstanceId, int] = field(default_factory=dict)
+    # Instances that refused it, as long as no other one has accepted it.
+    refusals: dict[InstanceId, RefusedBy] = field(default_factory=dict)
 
     stage: Stage = Stage.WAITING
     attempt: AttemptState = field(default_factory=AttemptState)

@@ -1,0 +1,116 @@
+"""Which instances get new streams, by what their answers were."""
+
+import pytest
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.model.actions import Ejected, GiveUp, Start
+from kvrs.policy.model.events import (
+    AttemptFailed,
+    FailureKind,
+    PrefillDone,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+)
+from tests.policy.policy_harness import PolicyHarness, of, only
+
+P0, P1, D0 = (InstanceId(name) for name in ("p0", "p1", "d0"))
+A, B = StreamId("A"), StreamId("B")
+PAIRS = ("p0", "d0", "p1", "d1", "p2", "d2")
+EVERY_S = 0.05
+
+
+def fail(
+    harness: PolicyHarness,
+    start: Start,
+    at: InstanceId,
+    kind: FailureKind = FailureKind.BROKEN,
+    at_s: float | None = None,
+) -> list[Start]:
+    event = AttemptFailed(start.stream, start.attempt, at, "no", 0, failure=kind)
+    return of(harness.handle(event, at_s), Start)
+
+
+def complete(harness: PolicyHarness, start: Start) -> None:
+    harness.handle(PrefillDone(start.stream, start.attempt, 20))
+    harness.handle(StreamResumed(start.stream, start.attempt))
+    harness.handle(StreamEnded(start.stream, start.attempt))
+
+
+def sick_starts(harness: PolicyHarness, sick: InstanceId, kind: FailureKind, to_s: float) -> float:
+    """Streams one after the other; when those came that `sick` got, and failed in this way."""
+    times: list[float] = []
+    for n in range(round(to_s / EVERY_S)):
+        arrived = harness.handle(StreamArrived(StreamId(f"s{n}"), 20), at_s=n * EVERY_S)
+        start = only(arrived, Start)
+        if sick in (start.plan.prefill, start.plan.decode):
+            times.append(n * EVERY_S)
+            if sick == start.plan.decode:
+                harness.handle(PrefillDone(start.stream, start.attempt, 20))
+            (start,) = fail(harness, start, sick, kind)
+        complete(harness, start)
+    return max(sum(begin <= at < begin + 10.0 for at in times) for begin in times)
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+@pytest.mark.parametrize("sick", [P0, D0])
+def test_an_instance_that_fails_everything_gets_three_streams_in_ten_seconds(
+    sick: InstanceId, kind: FailureKind
+) -> None:
+    """Whenever it begins to fail: at 20 streams/s that is below 2 % of them, and not none."""
+    harness = PolicyHarness(*PAIRS)
+
+    most = sick_starts(harness, sick, kind, to_s=60.0)
+
+    assert most == 3
+
+
+def test_an_instance_that_fails_its_probe_is_ejected() -> None:
+    """A pause lies between the two failures, so that one incident is not both."""
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(StreamArrived(A, 20)), Start)
+
+    fail(harness, first, P0)
+    after_one = of(harness.actions, Ejected)
+    probe = only(harness.handle(StreamArrived(B, 20), at_s=1.0), Start)
+    fail(harness, probe, P0)
+
+    assert after_one == []
+    assert probe.plan.prefill == P0
+    assert only(harness.actions, Ejected).instance == P0
+
+
+def test_a_probe_that_the_client_made_impossible_ejects_no_instance() -> None:
+    """A refusal in which a second instance agrees is the fault of neither."""
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(StreamArrived(A, 20)), Start)
+    fail(harness, first, P0)
+    probe = only(harness.handle(StreamArrived(B, 20), at_s=1.0), Start)
+
+    (second,) = fail(harness, probe, P0, FailureKind.REFUSED)
+    assert second.plan.prefill is not None
+    fail(harness, second, second.plan.prefill, FailureKind.REFUSED)
+
+    assert probe.plan.prefill == P0
+    assert [each.stream for each in of(harness.actions, GiveUp)] == [B]
+    assert of(harness.actions, Ejected) == []
+
+
+def test_a_busy_instance_gets_new_streams_again_when_one_has_ended_there() -> None:
+    """Its pause is long for an instance that is always busy, not for one that has room again."""
+    harness = PolicyHarness("b0", "b1")
+    runs = only(harness.handle(StreamArrived(A, 20)), Start)
+    harness.handle(StreamResumed(A, 1))
+    b0, b1 = runs.plan.decode, InstanceId("b1")
+    for n in range(5):  # Streams at the other one, so that it has more work.
+        harness.handle(StreamArrived(StreamId(f"s{n}"), 20))
+    harness.handle(StreamArrived(B, 20))
+    busy = next(s for s in of(harness.actions, Start) if s.stream != A and s.plan.decode == b0)
+    fail(harness, busy, b0, FailureKind.BUSY)
+
+    during = only(harness.handle(StreamArrived(StreamId("during"), 20), at_s=1.0), Start)
+    harness.handle(StreamEnded(A, 1))
+    after = only(harness.handle(StreamArrived(StreamId("after"), 20)), Start)
+
+    assert during.plan.decode == b1
+    assert after.plan.decode == b0
