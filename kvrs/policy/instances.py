@@ -1,15 +1,17 @@
 """Instance events: an instance comes up, is lost, or its streams are moved before it fails."""
 
 from collections.abc import Mapping
+from math import inf
 
 from kvrs.config.policy import Failing, PolicySettings
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy import quarantine
 from kvrs.policy.ledger import Ledger
 from kvrs.policy.model.cluster_view import Member, treatment_of
 from kvrs.policy.model.events import (
     DrainReported,
     GpuJudged,
+    HolderLost,
     InstanceLost,
     InstanceUp,
     LoadReported,
@@ -20,6 +22,9 @@ from kvrs.policy.model.streams import Stream
 from kvrs.policy.restarts import Restarts
 from kvrs.policy.starter import Starter
 from kvrs.policy.steps import Steps
+
+# An instance and the agent of its node that are lost within this time are lost with the node.
+_LOST_WITH_ITS_NODE_S = 2.0
 
 
 class InstanceEvents:
@@ -34,6 +39,7 @@ class InstanceEvents:
         self._restarts = Restarts()
         # Instances with an unhealthy GPU that are to be left; a new process is on the same GPU.
         self._gpu_degraded: set[InstanceId] = set()
+        self._agents_lost_s: dict[NodeId, float] = {}
 
     def reload(self, settings: PolicySettings) -> None:
         self._settings = settings
@@ -76,6 +82,16 @@ class InstanceEvents:
         if member is not None and event.epoch >= member.instance.epoch:
             victims = self._lose(member, event.cause, event.produced_tokens, now_s)
             self._starter.gather(victims, now_s)
+
+    def agent_lost(self, event: HolderLost, now_s: float) -> None:
+        """No request ends an agent: what dies with it on its node dies with the node."""
+        agent = self._view.agents.get(event.holder)
+        if agent is None or event.epoch < agent.epoch:
+            return
+        self._agents_lost_s[agent.node] = now_s
+        for stream in self._ledger.streams.values():
+            stream.recovery.note_node_lost(agent.node, now_s - _LOST_WITH_ITS_NODE_S)
+        self._ledger.kv_locations.agent_lost(event)
 
     def gpu_judged(self, event: GpuJudged, now_s: float) -> None:
         treatment = treatment_of(self._settings.gpu, event.state)
@@ -127,7 +143,9 @@ class InstanceEvents:
         self._restarts.died(member, now_s)
         wait_s = self._settings.recovery.wait_s
         streams = self._ledger.streams.values()
-        suspects = quarantine.note_death(self._view, streams, member, wait_s)
+        suspects = []
+        if not self._has_own_cause(member, now_s):
+            suspects = quarantine.note_death(self._view, streams, member, wait_s)
         waiting = [stream for stream in suspects if stream.stage is Stage.WAITING]
         for stream_id in list(member.held):
             self._ledger.kv_locations.forget(stream_id, member.instance.id)
@@ -135,6 +153,15 @@ class InstanceEvents:
         victims = self._leave(member, event, now_s)
         self._starter.clear_suspects(member.instance.id, cause)
         return [*victims, *waiting]
+
+    def _has_own_cause(self, member: Member, now_s: float) -> bool:
+        """Whether its death says nothing of its streams: it was about to end, its GPU fails, or its
+        node is lost.
+        """
+        agent_lost_s = self._agents_lost_s.get(member.instance.node, -inf)
+        return (
+            member.draining or member.gpu_degraded or now_s - agent_lost_s < _LOST_WITH_ITS_NODE_S
+        )
 
     def _leave(self, member: Member, event: InstanceLeft, now_s: float) -> list[Stream]:
         """What runs there, and what queues for a slot there, is to be placed again."""

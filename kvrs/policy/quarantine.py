@@ -6,6 +6,9 @@ had one there have shown that the instance can serve them. A suspected stream ru
 other stream waits for its first token, and nothing else is sent meanwhile. So the next death has
 one suspect only. A stream that is the only one at its second death is refused; any other has a
 token by then, and is suspected no longer.
+
+While a suspected stream runs apart on the last instance of a role, streams without a token wait:
+one that came along would be a second suspect, and the killer would have a third instance.
 """
 
 from collections.abc import Iterable
@@ -68,7 +71,19 @@ def begin(stream: Stream, members: Iterable[Member]) -> None:
     """Keep other streams from these instances until `end`, as long as there are others."""
     for member in members:
         member.quarantined_for = stream.id
+        member.quarantined_until_s = stream.recovery.apart_until_s
         stream.reserved = (*stream.reserved, member)
+
+
+def keeps_out(view: ClusterView, member: Member, stream: Stream) -> bool:
+    """Whether a stream rather waits than goes there, since a suspected one runs there apart. A
+    stream that flowed does not wait: it goes on elsewhere, and there if all else is lost.
+    """
+    return (
+        member.quarantined_for not in (None, stream.id)
+        and view.now_s < member.quarantined_until_s
+        and not stream.first_token_sent
+    )
 
 
 def end(stream: Stream) -> None:

@@ -173,7 +173,7 @@ class RecoveryPolicy:
             case HolderUp():
                 self._kv_locations.agent_up(event)
             case HolderLost():
-                self._kv_locations.agent_lost(event)
+                self._instances.agent_lost(event, now_s)
             case CheckpointsReported():
                 self._kv_locations.reported(event)
             case RetentionLost():

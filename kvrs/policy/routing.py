@@ -10,6 +10,7 @@ from kvrs.policy import handoff
 from kvrs.policy.dispatch import Victim
 from kvrs.policy.model.cluster_view import ClusterView, Member
 from kvrs.policy.model.streams import Stream
+from kvrs.policy.quarantine import keeps_out
 
 # How many targets are looked at per victim: a bound on the time of one decision.
 TARGETS_MAX = 4
@@ -114,6 +115,9 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
         excluded_epochs = frozenset(member.instance.id for member in targets if stream.bars(member))
         if barred_too and len(excluded_epochs) == len(targets):
             excluded_epochs = frozenset()
+    if not stream.first_token_sent:
+        kept = (each.instance.id for each in view.decoders() if keeps_out(view, each, stream))
+        excluded_epochs |= frozenset(kept)
     if stream.tokens and view.tokens_differ:
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
     # With equal pages an agent comes first: its checkpoint survives the instances beside it.
@@ -178,8 +182,10 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
 
 def hand_off_to(
     view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
-) -> Member:
-    """The decode instance that gets the hand-off of a prefill that is done."""
+) -> Member | None:
+    """The decode instance that gets the hand-off of a prefill that is done; None: it has to wait,
+    since a suspected stream runs apart on the only one.
+    """
     if planned.own_prefill == prefill.instance.id:
         return planned  # One call for both stages: it decodes already.
     if settings.handoff is Handoff.OWN_PAIR and planned.is_clear(view.now_s):
@@ -197,7 +203,7 @@ def hand_off_to(
     )
     is_kept = planned.quarantined_for not in (None, stream.id)
     if is_kept or (view.is_busy(planned) and planned.health.tried_by != stream.id):
-        return next(others, planned)
+        return next(others, None if keeps_out(view, planned, stream) else planned)
     if settings.handoff is Handoff.OWN_PAIR:
         return planned
     found = handoff.choose(
@@ -256,6 +262,8 @@ def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: 
     no pause, has not failed the stream, and a suspected stream would run apart there.
     """
     if view.is_busy(member) or member.instance.id in stream.shunned:
+        return False
+    if keeps_out(view, member, stream):
         return False
     return barred_too or not stream.bars(member)
 

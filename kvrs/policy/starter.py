@@ -26,6 +26,8 @@ from kvrs.policy.timers import SLACK_S, is_past
 _TRY_JITTER_S = 0.2
 # How often a stream that has not begun asks for a token that others do not need, with jitter.
 _SPARE_LOOK_S = 0.25
+# The same for one that a suspected stream keeps out.
+_KEPT_OUT_LOOK_S = 0.1
 
 
 class Starter:
@@ -108,6 +110,8 @@ class Starter:
         suspects = [stream for stream in ordered if stream.recovery.is_suspect]
         if suspects:
             ordered = [stream for stream in ordered if not stream.recovery.is_suspect]
+        for stream in ordered:  # Those that were suspected until now may run anywhere again.
+            stream.shunned = frozenset()
         victims = [
             victim_of(self._view, stream, barred_too=is_past(stream.recovery.retry_at_s, now_s))
             for stream in ordered
@@ -314,6 +318,9 @@ class Starter:
             alarms_s = [wait_ends_s, budget_ends_s, recovery.retry_at_s]
             if stream.shunned:
                 alarms_s.append(now_s + quarantine.LOOK_S)
+            members = self._view.members.values()
+            if any(quarantine.keeps_out(self._view, member, stream) for member in members):
+                alarms_s.append(now_s + _KEPT_OUT_LOOK_S * (1 + fraction(stream.id, now_s)))
             if next_try_s is not None:
                 # Never due at once: an alarm that came a little early would be the last one.
                 jitter = 0.1 + fraction(stream.id, next_try_s)

@@ -183,15 +183,17 @@ class Steps:
         assert prefill is not None, stream
         self._note_kv(stream, prefill, event.history_tokens)
         self._ledger.outliers.answered(stream, prefill)
-        planned = view.members.get(plan.decode)
-        if planned is None or (planned.draining and planned.is_drained):
+        planned, decode = view.members.get(plan.decode), None
+        cause = "the decode instance was lost during prefill, or is about to end"
+        if planned is not None and not (planned.draining and planned.is_drained):
+            decode = hand_off_to(view, stream, prefill, planned, self._settings)
+            cause = "a suspected request runs apart on the only decode instance"
+        if planned is None or decode is None:
             if planned is not None:
                 self._halt(stream)
-            cause = "the decode instance was lost during prefill, or is about to end"
             self._end_attempt(stream, cause, plan.decode, now_s)
             self._starter.place_all([stream], now_s)
             return
-        decode = hand_off_to(view, stream, prefill, planned, self._settings)
         if planned.own_prefill != prefill.instance.id:  # Else one call, which is at decode already.
             plan = self._redirect(stream, plan, prefill, decode)
         self._ledger.hand_off(stream, plan, prefill, decode)

@@ -135,6 +135,8 @@ class World:
         self.random = Random(seed)
         self.failure_rate = failure_rate
         self.one_timer = one_timer  # A driver may keep only the latest timer, or all of them.
+        # Streams that end every instance that works on them.
+        self.poisons = {StreamId("s0")} if seed % 5 == 0 else set()
         self.now_s = 0.0
         self.epochs: dict[InstanceId, int] = {InstanceId(name): 0 for name in names}
         self.nodes = {name: NodeId("n" + name[1]) for name in self.epochs}
@@ -240,11 +242,16 @@ class World:
     # Attempts.
 
     def _advance(self, whom: object) -> None:
-        """The attempt gets on by a stage, or breaks, or hangs until that is noticed."""
+        """The attempt gets on by a stage, or breaks, or hangs until that is noticed; that of a
+        poisoned stream ends its instance.
+        """
         assert isinstance(whom, tuple)
         stream, attempt = whom
         live = self.streams[stream]
         if self._running.get(stream) != attempt or live.instance is None:
+            return
+        if stream in self.poisons:
+            self._kill(live.instance)
             return
         assert live.plan is not None
         plan, is_first_call = live.plan, live.stage is StreamStage.PREFILL

@@ -1,10 +1,14 @@
 """Requests that may kill what they run on."""
 
+import pytest
+
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.actions import GiveUp, Reason, Start
+from kvrs.policy.model.actions import GiveUp, Halt, Reason, Start, WakeAt
 from kvrs.policy.model.events import (
     AttemptFailed,
     DrainReported,
+    GpuJudged,
+    HolderLost,
     InstanceUp,
     LoadReported,
     PrefillDone,
@@ -12,6 +16,7 @@ from kvrs.policy.model.events import (
     StreamResumed,
     TimerFired,
 )
+from kvrs.protocol.gpus import GpuState
 from tests.policy.policy_harness import PolicyHarness, instance, of, only
 
 A, B = StreamId("A"), StreamId("B")
@@ -165,3 +170,107 @@ def test_gathered_streams_whose_instance_lives_are_started_once() -> None:
     actions = harness.handle(LoadReported(D0, 0.0))
 
     assert sorted((start.stream, start.attempt) for start in of(actions, Start)) == [(A, 3), (B, 3)]
+
+
+def test_new_streams_wait_while_a_suspected_one_runs_apart_on_the_last_instance() -> None:
+    """One that came along would be a second suspect, so that neither would be refused."""
+    harness = PolicyHarness("p0", "d0", "d1")
+    first = harness.decoding("A", resumed=False).plan.decode
+    apart = only(harness.lose(first), Start)
+
+    newcomer = harness.handle(StreamArrived(B, 100))
+    given_up = only(harness.lose(apart.plan.decode), GiveUp)
+
+    assert of(newcomer, Start) == []
+    assert (given_up.stream, given_up.reason) == (A, Reason.POISON)
+    started = only(harness.handle(InstanceUp(instance("d2"))), Start)
+    assert started.stream == B
+
+
+def test_a_new_stream_starts_soon_after_the_suspected_one_has_a_token() -> None:
+    """And a second after the death at the latest, however long that one computes."""
+    for token_s, latest_s in ((0.1, 0.35), (None, 1.25)):
+        harness = PolicyHarness("p0", "d0", "d1")
+        harness.lose(harness.decoding("A", resumed=False).plan.decode)
+        harness.handle(StreamArrived(B, 100))
+        started: list[Start] = []
+        while not started:
+            if token_s is not None and harness.now_s >= token_s:
+                harness.handle(StreamResumed(A, 2))
+            started = of(harness.handle(TimerFired(), harness.now_s + 0.05), Start)
+
+        assert [start.stream for start in started] == [B]
+        assert (token_s or 1.0) <= harness.now_s < latest_s
+
+
+def test_a_stream_behind_its_prefill_waits_for_a_suspected_one_too() -> None:
+    """Its prefill was begun before; its pages are kept meanwhile."""
+    harness = PolicyHarness("p0", "p1", "d0", "d1")
+    first = harness.decoding("A", resumed=False).plan.decode
+    harness.handle(StreamArrived(B, 100))
+    harness.lose(first)
+
+    actions = harness.handle(PrefillDone(B, 1, 100))
+    harness.handle(StreamResumed(A, 2))
+    while not (started := of(harness.handle(TimerFired(), harness.now_s + 0.05), Start)):
+        assert harness.now_s < 1.0
+
+    assert [type(action) for action in actions if not isinstance(action, WakeAt)] == [Halt]
+    assert [(start.stream, start.attempt) for start in started] == [(B, 2)]
+
+
+def test_a_stream_that_flowed_does_not_wait_for_a_suspected_one() -> None:
+    """It goes on where that one runs, if nothing else is left."""
+    harness = PolicyHarness("p0", "d1", "d2", "d3")
+    flows = harness.decoding("B").plan.decode
+    first = harness.decoding("A", resumed=False).plan.decode
+    assert first != flows
+    harness.lose(first)
+
+    actions = harness.lose(flows, B=1)
+
+    assert only(actions, Start).stream == B
+
+
+@pytest.mark.parametrize("cause", ["drain", "gpu", "node before", "node after"])
+def test_a_death_with_a_cause_of_its_own_is_no_evidence(cause: str) -> None:
+    """An instance that was about to end, whose GPU fails, or that is lost with its node."""
+    harness = PolicyHarness("p0", "d1", "d2")
+    harness.agents("n0", "n1", "n2")
+    first = harness.decoding("A", resumed=False).plan.decode
+    agent_lost = HolderLost(InstanceId(f"agent-n{first[1:]}"), 1, "connection lost")
+    # What has no peer keeps its streams, also when it is about to end.
+    harness.lose({"d1": "d2", "d2": "d1"}[first])
+
+    match cause:
+        case "drain":
+            harness.handle(DrainReported(first, 1, {}))
+        case "gpu":
+            harness.handle(GpuJudged(first, GpuState.FAILING, "xid 79", {}))
+        case "node before":
+            harness.handle(agent_lost)
+        case _:
+            pass
+    harness.lose(first)
+    if cause == "node after":
+        harness.handle(agent_lost)
+    second = only(harness.handle(InstanceUp(instance("d3"))), Start).plan.decode
+    harness.lose(second)
+    third = only(harness.handle(InstanceUp(instance("d4"))), Start)
+
+    assert third.stream == A
+    assert of(harness.actions, GiveUp) == []
+
+
+def test_a_stream_whose_instance_turns_out_to_live_runs_anywhere_again() -> None:
+    """Where it would not have been apart, too."""
+    harness = PolicyHarness("p0", "d0")
+    for stream in (A, B):
+        harness.handle(StreamArrived(stream, 100))
+    p0 = InstanceId("p0")
+    harness.handle(AttemptFailed(A, 1, p0, "reset", 0, abrupt=True))
+
+    actions = harness.handle(LoadReported(p0, 0.0), at_s=0.4)
+    actions += harness.handle(TimerFired(), at_s=0.9)
+
+    assert only(actions, Start).stream == A

@@ -8,6 +8,7 @@ agent, are the larger of the two, because each misses part of what the other cou
 from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 from typing import Any, assert_never
 
@@ -57,6 +58,7 @@ class Member:
     is_drained: bool = False  # For either reason it gets nothing new: others have its role.
     # A suspected stream that runs there, or will, with no other that waits for its first token.
     quarantined_for: StreamId | None = None
+    quarantined_until_s: float = -inf  # Till then also if there is no other instance of its role.
     health: AnswerHealth = field(default_factory=AnswerHealth)
     # Capabilities, looked up once because every decision uses them.
     prefills: bool = field(init=False)

@@ -105,8 +105,9 @@ class RecoveryState:
     token_at_s: float = -inf  # When the token may be used.
     busy_since_s: float | None = None  # Since the first busy answer.
     retry_at_s: float = 0.0  # Not before this is an instance tried again that failed the stream.
-    # Instances, with their epochs, that died while the stream waited for its first token there.
-    deaths: frozenset[tuple[InstanceId, int]] = frozenset()
+    # Instances that died while the stream waited for its first token there, for no other known
+    # reason: with epoch, node and time.
+    deaths: frozenset[tuple[InstanceId, int, NodeId, float]] = frozenset()
     is_only_suspect: bool = False  # Of the last of these deaths.
     apart_until_s: float = -inf  # Until then it runs only where no other stream can be suspected.
     # Instances where an attempt broke that had brought nothing, and when: they may have died of it.
@@ -176,10 +177,16 @@ class RecoveryState:
         self, instance: Instance, suspects: int, now_s: float, first_wait_s: float, wait_s: float
     ) -> None:
         self.broken.pop((instance.id, instance.epoch), None)
-        self.deaths |= {(instance.id, instance.epoch)}
+        self.deaths |= {(instance.id, instance.epoch, instance.node, now_s)}
         self.is_only_suspect = suspects == 1
         is_first = len(self.deaths) < _DEATHS_OF_POISON
         self.apart_until_s = now_s + (first_wait_s if is_first else wait_s)
+
+    def note_node_lost(self, node: NodeId, since_s: float) -> None:
+        """Its instances died with the node, and not of the stream."""
+        self.deaths = frozenset(
+            death for death in self.deaths if death[2] != node or death[3] < since_s
+        )
 
     def pay_token(self, at_s: float) -> None:
         self.owes_token, self.token_at_s = False, at_s
