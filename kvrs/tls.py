@@ -27,6 +27,24 @@ _CLOSING_S = 2.0
 _LOG_INTERVAL_S = 1.0
 
 
+class ServerSide(ssl.SSLObject):
+    """The server's end of a connection, with the bytes that are to be sent."""
+
+    outgoing: ssl.MemoryBIO
+
+
+class _ServerContext(ssl.SSLContext):
+    sslobject_class = ServerSide
+
+    def wrap_bio(
+        self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **options: Any
+    ) -> ssl.SSLObject:
+        made = super().wrap_bio(incoming, outgoing, *args, **options)
+        assert isinstance(made, ServerSide)
+        made.outgoing = outgoing
+        return made
+
+
 class CertificateFiles(Protocol):
     @property
     def cert(self) -> str: ...
@@ -97,7 +115,7 @@ class Certificates:
         for name, file in (("cert", cert), ("key", key), ("client_ca", client_ca)):
             if file is not None:
                 self._check_file(name, file)
-        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server = _ServerContext(ssl.PROTOCOL_TLS_SERVER)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.minimum_version = ssl.TLSVersion.TLSv1_3
         for context in (server, client):

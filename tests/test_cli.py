@@ -1,13 +1,17 @@
 """What holds of the command line as a whole."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import kvrs
 from kvrs.cli import app
+from kvrs.load.command import ReplayOptions
+from tests import certificates
 
 
 def test_version_is_the_package_s_own() -> None:
@@ -50,3 +54,36 @@ def test_the_command_line_loads_only_what_every_command_needs() -> None:
     script = f"import sys, kvrs.cli; print(sorted(sys.modules.keys() & {heavy}))"
 
     assert subprocess.check_output([sys.executable, "-c", script]) == b"[]\n"
+
+
+@pytest.mark.process
+@pytest.mark.skipif(certificates.MISSING is not None, reason=str(certificates.MISSING))
+def test_replay_takes_secret_and_certificates_from_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For faults at instances with `security.tls`; a secret file of its own comes first."""
+    ca = certificates.Authority(tmp_path)
+    secrets = {name: tmp_path / name for name in ("of the file", "of the option")}
+    for name, file in secrets.items():
+        file.write_text(f"the secret {name}")
+        file.chmod(0o600)
+    config = tmp_path / "kvrs.yaml"
+    security = {"secret_file": str(secrets["of the file"]), "tls": ca.issue("n0").section(ca.cert)}
+    config.write_text(json.dumps({"security": security}))
+    given: list[ReplayOptions] = []
+
+    def run(options: ReplayOptions, *_: object) -> bool:
+        given.append(options)
+        return True
+
+    monkeypatch.setattr("kvrs.load.command.run_replay", run)
+    base = ["replay", "--url", "http://127.0.0.1:9", "--preset", "conversation"]
+    for more in ([], ["--secret-file", str(secrets["of the option"])]):
+        ran = CliRunner().invoke(app, [*base, "--config", str(config), *more])
+        assert ran.exit_code == 0, ran.output
+
+    assert [each.secret for each in given] == [
+        b"the secret of the file",
+        b"the secret of the option",
+    ]
+    assert all(each.tls is not None for each in given)

@@ -1,25 +1,33 @@
 """Heartbeats of a server whose event loop may stall."""
 
 import asyncio
+import os
 import select
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
+import uvloop
 from aiohttp import web
 
 from kvrs import heartbeats, http
+from kvrs.config.tls import PeerTlsSettings
 from kvrs.connections import ConnectionLimits
 from kvrs.http import HttpPort
 from kvrs.protocol.instance import Heartbeat
 from kvrs.protocol.secrets import Door, door_key
 from kvrs.proving import ProvingConnector
+from kvrs.tls import Certificates
+from tests import certificates
+from tests.certificates import Authority
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.process]
 
 KEY = door_key(b"a secret of the tests, long enough", Door.INSTANCE, "e0")
 
@@ -29,41 +37,60 @@ async def _stall(request: web.Request) -> web.Response:
     return web.Response()
 
 
-@pytest.fixture
-async def port() -> AsyncIterator[HttpPort]:
+@asynccontextmanager
+async def serving(
+    tls: Certificates | None = None,
+) -> AsyncIterator[tuple[HttpPort, web.Application]]:
     app = http.new_app(Door.INSTANCE)
     heartbeats.add_heartbeats(app)
     app.router.add_get("/stall", _stall)
-    port = HttpPort(app, ConnectionLimits(100, 100), shutdown_timeout_s=0.5, names=(), keys=[KEY])
+    limits = ConnectionLimits(100, 100)
+    port = HttpPort(app, limits, shutdown_timeout_s=0.5, names=(), keys=[KEY], tls=tls)
     await port.open("127.0.0.1", 0)
-    yield port
-    await port.close()
+    try:
+        yield port, app
+    finally:
+        await port.close()
 
 
-def _session(port: int) -> aiohttp.ClientSession:
-    connector = ProvingConnector({("127.0.0.1", port): KEY})
-    return aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector)
+@pytest.fixture
+async def port() -> AsyncIterator[HttpPort]:
+    async with serving() as (port, _):
+        yield port
+
+
+def _session(port: int, tls: Certificates | None = None) -> aiohttp.ClientSession:
+    connector = ProvingConnector({("127.0.0.1", port): KEY}, tls)
+    scheme = "http" if tls is None else "https"
+    return aiohttp.ClientSession(f"{scheme}://127.0.0.1:{port}", connector=connector)
 
 
 def _beats(raw: bytes) -> list[float]:
     return [msgspec.json.decode(line, type=Heartbeat).loop_age_s for line in raw.splitlines()]
 
 
-async def _read(port: int, query: str) -> bytes:
+async def _read(port: int, query: str, tls: Certificates | None = None) -> bytes:
     """What a client in a thread of its own reads of heartbeats while it makes the loop stall."""
 
     async def read() -> bytes:
         async with (
-            _session(port) as session,
+            _session(port, tls) as session,
             session.get(f"/kvrs/v1/heartbeat{query}") as response,
         ):
             assert response.status == 200
-            first = await response.content.readline()
+            # The second line is the thread's.
+            first = await response.content.readline() + await response.content.readline()
             stalling = asyncio.create_task(session.get("/stall"))
             await asyncio.sleep(0.8)
             raw = first + await response.content.readany()
             await stalling
-            return raw
+            assert response.connection is not None
+            assert response.connection.transport is not None
+            connection = response.connection.transport.get_extra_info("socket")
+        async with asyncio.timeout(10):
+            while connection.fileno() != -1:  # Over TLS the server takes part in the end.
+                await asyncio.sleep(0.02)
+        return raw
 
     return await asyncio.to_thread(asyncio.run, read())
 
@@ -74,6 +101,49 @@ async def test_heartbeats_go_on_while_the_event_loop_stalls(port: HttpPort) -> N
 
     assert len(ages_s) > 5
     assert ages_s[0] < 0.3 < max(ages_s)
+
+
+@pytest.mark.skipif(certificates.MISSING is not None, reason=str(certificates.MISSING))
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_heartbeats_over_tls_go_on_while_the_event_loop_stalls(
+    tmp_path: Path, run: Callable[[Coroutine[None, None, None]], None]
+) -> None:
+    """The thread encrypts them, whichever event loop serves; nothing is left when the watchers have
+    gone.
+    """
+    ca = Authority(tmp_path)
+    pair = ca.issue("member")
+    tls = Certificates("security.tls", PeerTlsSettings.model_validate(pair.section(ca.cert)))
+
+    raws: list[bytes] = []
+    left = -1
+
+    async def scenario() -> None:
+        nonlocal left
+        async with serving(tls) as (port, app):
+            for _ in range(2):
+                raws.append(await _read(port.port, "?watch=0.05", tls))
+            async with asyncio.timeout(10):
+                while http.watches(app):
+                    await asyncio.sleep(0.05)
+            left = sum(_is_of(port.port, number) for number in os.listdir("/proc/self/fd"))
+
+    run(scenario())
+
+    assert left == 1  # It listens.
+    for raw in raws:
+        ages_s = _beats(raw)
+        assert len(ages_s) > 5
+        assert ages_s[0] < 0.3 < max(ages_s)
+
+
+def _is_of(port: int, number: str) -> bool:
+    """Whether this descriptor is a socket of that port."""
+    try:
+        with socket.socket(fileno=os.dup(int(number))) as found:
+            return bool(found.getsockname()[1] == port)
+    except (OSError, IndexError):
+        return False
 
 
 async def test_heartbeats_need_the_key_and_a_time(port: HttpPort) -> None:

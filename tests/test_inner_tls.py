@@ -16,10 +16,13 @@ import pytest
 
 from kvrs import tls
 from kvrs.config.file import Config, parse_config
+from kvrs.config.tls import PeerTlsSettings
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.server import serve_http
 from kvrs.engine.tiny import write_tiny_model
+from kvrs.faults.orders import NoFault
 from kvrs.ids import InstanceId
+from kvrs.load.admin import AdminError, AdminPort
 from kvrs.proxy.server import Proxy
 from tests.agent.agents import SECRET, free_ports, running
 from tests.certificates import MISSING, Authority
@@ -60,7 +63,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(directory: Path, section: dict[str, str | None]) -> AsyncIterator[Cluster]:
+async def cluster(
+    directory: Path, section: dict[str, str | None], *, allow_faults: bool = False
+) -> AsyncIterator[Cluster]:
     """One engine, its agent, and two proxies that are peers."""
     write_tiny_model(directory / "tiny", seed=0)
     keys = ("engine", "engine pages", "agent", "agent pages", "gossip", "peer 0", "peer 1")
@@ -100,7 +105,7 @@ async def cluster(directory: Path, section: dict[str, str | None]) -> AsyncItera
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(running(config(0)))
         engine = EngineInstance(config(0), InstanceId("e0"), 1, SECRET)
-        await stack.enter_async_context(serve_http(engine, allow_faults=False))
+        await stack.enter_async_context(serve_http(engine, allow_faults=allow_faults))
         proxies = [Proxy(config(number), SECRET) for number in range(2)]
         for proxy in proxies:
             await proxy.start()
@@ -155,6 +160,26 @@ async def test_a_cluster_serves_over_tls_and_no_stranger_gets_a_connection(
     assert {name for (_, name), yes in reached.items() if yes} == {"member"}
     assert sum(reached.values()) == len(system.ports) == 4
     assert all(each.startswith("https://") for each in urls)
+
+
+async def test_faults_and_emptied_caches_reach_instances_over_tls(tmp_path: Path) -> None:
+    """As `kvrs replay --config` sends them; the secret without a certificate is not enough."""
+    ca = Authority(tmp_path)
+    section = ca.issue("n0").section(ca.cert)
+    certificates = tls.Certificates("security.tls", PeerTlsSettings.model_validate(section))
+    async with cluster(tmp_path, section, allow_faults=True) as system:
+        await system.until(system.all_up)
+        admin_url = f"http://127.0.0.1:{system.proxies[0].admin_port}"
+        (row,) = (await system.state(0))["instances"]
+
+        async with AdminPort(admin_url, SECRET, tls=certificates) as port:
+            emptied = await port.reset_caches()
+            await port.inject("e0", row["url"], NoFault())
+        async with AdminPort(admin_url, SECRET) as without:
+            with pytest.raises(AdminError, match="certificate"):
+                await without.inject("e0", row["url"], NoFault())
+
+    assert emptied
 
 
 async def test_a_ca_is_replaced_in_a_running_cluster(

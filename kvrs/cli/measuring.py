@@ -9,7 +9,13 @@ from rich.console import Console
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import filled, say
-from kvrs.config.file import ENV_NAME, SecuritySettings, read_admin_tokens, read_secret
+from kvrs.config.file import (
+    ENV_NAME,
+    SecuritySettings,
+    load_config,
+    read_admin_tokens,
+    read_secret,
+)
 from kvrs.errors import check_extras
 from kvrs.traces.records import Api
 
@@ -41,6 +47,7 @@ def replay(
     oracle: opt.Oracle = False,
     fault: opt.ReplayFault = None,
     admin_url: Annotated[str | None, typer.Option(help="The proxy's admin port")] = None,
+    config: opt.ReplayConfig = None,
     secret_file: opt.SecretFile = None,
     slo_ttft: Annotated[float, typer.Option(help="Seconds; counts for goodput")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="Seconds; counts for goodput")] = 0.2,
@@ -53,10 +60,14 @@ def replay(
     from kvrs.load.command import ReplayOptions, parse_window, run_replay
     from kvrs.load.open_loop import Dialect
     from kvrs.report.metrics import Slo
+    from kvrs.tls import load_certificates
 
+    security = SecuritySettings() if config is None else load_config(config).security
+    if secret_file is not None:
+        security = security.model_copy(update={"secret_file": secret_file})
     secret = None
-    if secret_file is not None or ENV_NAME in os.environ:
-        secret = read_secret(SecuritySettings(secret_file=secret_file), os.environ)
+    if security.secret_file is not None or ENV_NAME in os.environ:
+        secret = read_secret(security, os.environ)
     options = filled(
         ReplayOptions,
         given,
@@ -64,7 +75,8 @@ def replay(
         jitter_s=jitter,
         dialect=filled(Dialect, given, api_key=os.environ.get("OPENAI_API_KEY")),
         secret=secret,
-        admin_token=next(iter(read_admin_tokens(SecuritySettings(), os.environ)), None),
+        admin_token=next(iter(read_admin_tokens(security, os.environ)), None),
+        tls=load_certificates("security.tls", security.tls),
         slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt),
     )
     raise typer.Exit(0 if run_replay(options, inject_faults, check_faults) else 1)

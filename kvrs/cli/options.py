@@ -85,9 +85,13 @@ Oracle = Annotated[
     bool, typer.Option("--oracle", help="Repeat without faults and compare token by token")
 ]
 ReplayFault = Annotated[Path | None, typer.Option(help="YAML list of faults; needs --admin-url")]
+ReplayConfig = Annotated[
+    Path | None,
+    typer.Option(help="The cluster's configuration: secret, token and certificates for faults"),
+]
 SecretFile = Annotated[
     str | None,
-    typer.Option(help="Secret of the cluster; default: KVRS_SECRET of the environment"),
+    typer.Option(help="Secret of the cluster; default: --config, or KVRS_SECRET"),
 ]
 SloTbt = Annotated[float | None, typer.Option(help="Seconds; longest time between two tokens")]
 SimulateTrace = Annotated[

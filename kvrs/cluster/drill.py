@@ -13,6 +13,7 @@ from kvrs.faults.language import Fault
 from kvrs.load.admin import AdminPort
 from kvrs.load.passes import Run, Target, run_pass
 from kvrs.load.progress import LiveView
+from kvrs.tls import load_certificates
 from kvrs.traces.records import ReplayRequest
 
 __all__ = ["Run", "run_load"]
@@ -44,7 +45,8 @@ async def _run(
     seed: int,
     view: LiveView,
 ) -> Run:
-    async with AdminPort(cluster.admin_url, cluster.secret, cluster.admin_token) as port:
+    tls = load_certificates("security.tls", cluster.config.security.tls)
+    async with AdminPort(cluster.admin_url, cluster.secret, cluster.admin_token, tls) as port:
         await check_faults(faults, port)
         return await run_pass(
             Target(cluster.url, port=port, inject_faults=inject_faults),

@@ -13,6 +13,7 @@ from kvrs.errors import KvrsError
 from kvrs.faults.orders import FaultRequest
 from kvrs.protocol.secrets import Door, DoorKey, door_key
 from kvrs.proving import Address, ProvingConnector, UnprovenError, address_of
+from kvrs.tls import Certificates
 
 _TIMEOUT_S = 10.0
 _SHOWN_BYTES = 200
@@ -24,12 +25,19 @@ class AdminError(KvrsError):
 
 class AdminPort:
     """An async context manager. Without the secret it reads the state only; `token` is that of
-    the admin port, if it asks for one.
+    the admin port, if it asks for one, `tls` of the cluster's `security.tls`.
     """
 
-    def __init__(self, url: str, secret: bytes | None, token: bytes | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        secret: bytes | None,
+        token: bytes | None = None,
+        tls: Certificates | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.secret = secret
+        self._tls = tls
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.decode()}"}
         self._keys: dict[Address, DoorKey] = {}  # Of the instances and agents that were named.
 
@@ -37,7 +45,7 @@ class AdminPort:
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         self._session = aiohttp.ClientSession(timeout=timeout)
         self._to_members = aiohttp.ClientSession(
-            connector=ProvingConnector(self._keys), timeout=timeout
+            connector=ProvingConnector(self._keys, self._tls), timeout=timeout
         )
         return self
 

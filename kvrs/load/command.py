@@ -22,6 +22,7 @@ from kvrs.report.metrics import Slo
 from kvrs.report.output import claim_directory
 from kvrs.report.report import Report, build_report, write_report
 from kvrs.report.table import terminal_table
+from kvrs.tls import Certificates
 from kvrs.traces.formats import load_trace
 from kvrs.traces.generator import generate
 from kvrs.traces.mooncake import (
@@ -81,6 +82,7 @@ class ReplayOptions:
     admin_url: str | None = None
     secret: bytes | None = None
     admin_token: bytes | None = None
+    tls: Certificates | None = None
     slo: Slo = Slo()  # noqa: RUF009 - frozen
 
 
@@ -242,7 +244,7 @@ async def _run_all(
         port = None
         if options.admin_url is not None:
             port = await stack.enter_async_context(
-                AdminPort(options.admin_url, options.secret, options.admin_token)
+                AdminPort(options.admin_url, options.secret, options.admin_token, options.tls)
             )
             await check(faults, port)
         target = Target(options.url, options.dialect, options.timeout_s, port, inject_faults)

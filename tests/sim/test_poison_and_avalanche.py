@@ -65,6 +65,7 @@ def test_simulator_notices_tries_of_instances_that_are_busy(
 ) -> None:
     """Streams that do not wait for room ask the survivors again and again."""
     monkeypatch.setattr(AnswerHealth, "is_busy", lambda self, now_s: False)
+    monkeypatch.setattr(AnswerHealth, "note_room", lambda self, now_s: False)
 
     outcome = avalanche(0).run()
 
