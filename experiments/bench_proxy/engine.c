@@ -20,7 +20,7 @@
  *
  *     listen ID     take connections at its port
  *     kill ID       reset all its connections and take no more, as by SIGKILL
- *     calls         the calls of recoveries since the last kill
+ *     calls         calls of later attempts than the first, since the start or the last kill
  *     end           end the process; so does the end of stdin
  */
 #define _GNU_SOURCE

@@ -116,22 +116,24 @@ def held(setting: Setting, tree: Path, number: int) -> Row:
         settings["workers"] = workers = -(-wanted * 11 // (per_process * 10))
     elif workers > 1:
         wanted, workers = per_process, 1
-    ramp_ms, window_ms = wanted * 5 // 2, 5_000 if setting.quick else 10_000
+    ramp_ms, window_ms = wanted * 7 // 2, 5_000 if setting.quick else 10_000
     later = (ramp_ms + 3_000 + window_ms) // 5_000 + 1
     options = {"burst": 2000, "rate": 200, "restart": 0, "sources": 8, "window_ms": 100}
     options |= {"warm_ms": 0, "limit_ms": 10_000}
-    with _opened(setting, tree, _BUSY_PAIR, **settings) as (_, running):
+    with _opened(setting, tree, _BUSY_PAIR, **settings) as (engines, running):
         # What is loaded with the first streams is no cost of one.
         warm = setting.load(running, options | {"streams": 20, "tokens": 2000})
         options |= {"streams": wanted, "tokens": 2000 + later, "spread_ms": ramp_ms}
         options |= {"warm_ms": ramp_ms + 3_000, "window_ms": window_ms}
         options |= {"limit_ms": ramp_ms + 5_000 * later + 30_000}
         result = setting.load(running, options)
+        retries = engines.order("calls")["calls"]
     grown_kb = sum(each["rss_kb"] - each["rss_before_kb"] for each in result["processes"])
     return {
         "wanted": wanted,
         "workers": workers,
         "held": result["held"],
+        "retries": retries,
         "rss_kb_per_stream": grown_kb / max(1, result["held"]),
         "cpu_s_per_million": _cpu_s_per_million(
             result, [each["pid"] for each in result["processes"]]
@@ -243,6 +245,7 @@ SPECIAL = (
         (
             ("wanted", "wanted", ",.0f"),
             ("held", "held", ",.0f"),
+            ("retries", "retries", ",.0f"),
             ("workers", "workers", ".0f"),
             ("kB/stream", "rss_kb_per_stream", ".1f"),
             ("transit p50 us", "transit_us_p50", ",.0f"),

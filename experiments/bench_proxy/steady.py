@@ -84,11 +84,14 @@ def measure(setting: Setting, start: Start, subject: str, steadies: Sequence[Ste
     with ExitStack() as stack:
         engines = stack.enter_context(setting.engines())
         running = stack.enter_context(start(setting.bench(engines)))
-        return [
-            {"scenario": steady.name, "subject": subject}
-            | figures(setting.load(running, steady.of_length(setting.quick)))
-            for steady in steadies
-        ]
+        rows: list[Row] = []
+        for steady in steadies:
+            result = setting.load(running, steady.of_length(setting.quick))
+            retries = engines.order("calls")["calls"] - sum(row["retries"] for row in rows)
+            rows.append(
+                {"scenario": steady.name, "subject": subject, "retries": retries, **figures(result)}
+            )
+        return rows
 
 
 def figures(result: Row) -> Row:

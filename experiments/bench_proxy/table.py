@@ -31,6 +31,8 @@ def shown(rows: Sequence[Row]) -> str:
             lines.append(f"skipped: {where}: {row['skipped']}")
         if "failed" in row:
             lines.append(f"FAILED: {where}: {row['failed']}")
+        if row.get("retries"):
+            lines.append(f"RETRIED: {row['retries']} calls of healthy instances, {where}")
         if row.get("broken"):
             count = f"{row['broken']} of {row['started']} streams"
             lines.append(f"NOT WHOLE: {count}, {where}: {row['fault']}")
