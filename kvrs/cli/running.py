@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -53,13 +54,15 @@ def up(
     backend: Annotated[Backend | None, typer.Option(help="Kind of engine [embedded]")] = None,
     distserve_home: opt.DistserveHome = None,
     proxies: opt.Proxies = 1,
+    workers: opt.Workers = None,
 ) -> None:
     """Run a cluster behind its proxies until Ctrl-C."""
     from kvrs.cluster.launcher import Cluster
     from kvrs.cluster.upkeep import Upkeep
 
+    of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
     read_config = partial(
-        _up_config, config, proxies, model, nodes, port, admin_port, backend, distserve_home
+        _up_config, config, proxies, model, nodes, of_proxy, backend, distserve_home
     )
     settings = read_config()
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else "cluster")
@@ -85,8 +88,7 @@ def _up_config(
     proxies: int,
     model: Path | None,
     nodes: int | None,
-    port: int | None,
-    admin_port: int | None,
+    of_proxy: Mapping[str, int | None],
     backend: Backend | None,
     distserve_home: Path | None,
 ) -> Config:
@@ -119,7 +121,7 @@ def _up_config(
                 ["--distserve-home: given without --backend distserve; allowed: both, or neither"]
             )
         document["cluster"]["distserve"]["home"] = str(distserve_home.resolve())
-    for key, value in (("port", port), ("admin_port", admin_port)):
+    for key, value in of_proxy.items():
         if value is not None:
             document["proxy"][key] = value
     asked = parse_config(document)

@@ -52,6 +52,7 @@ FIXED_OF_PROXY = (
     "peer_port",
     "gossip_host",
     "gossip_port",
+    "workers",
     "peers",
     "event_log",
 )

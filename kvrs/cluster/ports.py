@@ -26,6 +26,8 @@ FIRST_PORT, LAST_PORT = 20_000, 32_000
 # Distance between the ports of consecutive proxies, where the file gives them.
 PORT_STEP = 10
 _PROXY_PORTS = ("port", "admin_port", "peer_port", "gossip_port")
+# Of these each worker of a proxy has one: so many that follow each other.
+_PORTS_OF_WORKERS = ("peer_port", "gossip_port")
 
 
 def several_proxies(proxy: ProxySettings, count: int) -> list[ProxySettings]:
@@ -77,7 +79,12 @@ def resolve_all(config: Config, proxies: Sequence[ProxySettings]) -> list[Config
     _choose(_wanted(config, document, sections))
     for section in sections if len(sections) > 1 else ():
         section["peers"] = [
-            {"id": other["id"], "host": other["peer_host"], "peer_port": other["peer_port"]}
+            {
+                "id": other["id"],
+                "host": other["peer_host"],
+                "peer_port": other["peer_port"],
+                "workers": other["workers"],
+            }
             for other in sections
             if other is not section
         ]
@@ -114,21 +121,31 @@ def _choose(wanted: list[tuple[Any, str, str]]) -> None:
     available.
     """
     faults: list[str] = []
-    taken = {section[key] for section, key, _ in wanted if section[key]}
+    taken = {port for section, key, _ in wanted if section[key] for port in _span(section, key)}
     names: dict[tuple[str, int], str] = {}
     with contextlib.ExitStack() as held:
         for section, key, name in wanted:
             host, port = section[HOST_OF_PORT[key]] or section["host"], section[key]
+            ports = _span(section, key)
             # The system would assign it to both, until one of them listens.
-            if port and (other := names.setdefault((host, port), name)) != name:
+            if port and (
+                other := next(
+                    (
+                        known
+                        for each in ports
+                        if (known := names.setdefault((host, each), name)) != name
+                    ),
+                    None,
+                )
+            ):
                 faults.append(
                     f"{name}: {host}:{port} is that of {other} too; allowed: a port of "
                     f"its own, or 0 for any"
                 )
                 continue
             try:
-                section[key] = held.enter_context(_bound(host, port, taken)).getsockname()[1]
-                taken.add(section[key])
+                section[key] = _bind_all(held, host, ports, taken)
+                taken.update(_span(section, key))
             except OSError as error:
                 why = "in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
                 faults.append(f"{name}: {host}:{port} is {why}; allowed: a free port, or 0 for any")
@@ -141,15 +158,30 @@ def _choose(wanted: list[tuple[Any, str, str]]) -> None:
         raise ConfigError(faults)
 
 
-def _bound(host: str, port: int, taken: Set[int]) -> socket.socket:
-    if port:
-        return _bind(host, port)
+def _span(section: Any, key: str) -> range:
+    """All ports that belong to one."""
+    count = section.get("workers", 1) if key in _PORTS_OF_WORKERS else 1
+    return range(section[key], section[key] + count)
+
+
+def _bind_all(held: contextlib.ExitStack, host: str, ports: range, taken: Set[int]) -> int:
+    """Bind these ports, from 0 on as many free ones; return the first."""
+    if ports[0]:
+        for port in ports:
+            held.enter_context(_bind(host, port))
+        return ports[0]
     while True:
+        first = random.randrange(FIRST_PORT, LAST_PORT)
+        chosen = range(first, first + len(ports))
         # Two of our own processes could both bind it: SO_REUSEADDR allows that until one listens.
-        if (chosen := random.randrange(FIRST_PORT, LAST_PORT)) in taken or not _reserve(chosen):
+        if not taken.isdisjoint(chosen) or not all(map(_reserve, chosen)):
             continue
         try:
-            return _bind(host, chosen)
+            with contextlib.ExitStack() as bound:
+                for port in chosen:
+                    bound.enter_context(_bind(host, port))
+                held.push(bound.pop_all())
+            return first
         except OSError as error:
             # On a host that is not this machine, no port is free.
             if error.errno != errno.EADDRINUSE:

@@ -163,6 +163,14 @@ class GuessLimit:
         bucket = self._buckets.get(address)
         return 0.0 if bucket is None else bucket.wait_s(1.0, now_s)
 
+    def guess(self, address: str, now_s: float) -> float:
+        """Note a failed key; returns how long the address has to wait before one counts, 0: not at
+        all.
+        """
+        if not (wait_s := self.wait_s(address, now_s)):
+            self.note_failure(address, now_s)
+        return wait_s
+
     def note_failure(self, address: str, now_s: float) -> None:
         bucket = self._buckets.pop(address, None) or RateBucket(
             _GUESSES_PER_S, _MOST_GUESSES, now_s

@@ -132,6 +132,7 @@ class Proxy:
             kept=control.policy.kept,
             stop=driver.end_early,
             count=lambda outcome: metrics.resumes.labels(outcome).inc(),
+            turn=None if self._link is None else self._link.shared.turn,
         )
         tenants, settings = self._open_tenants(), self._capacity.settings
         self._api = api = ClientApi(
@@ -187,7 +188,8 @@ class Proxy:
         self.port = await self._listen(api.application(), "port")
 
     def _open_tenants(self) -> Tenants:
-        self.tenants = Tenants(self._config, self._ring, time.monotonic)
+        shared = None if self._link is None else self._link.shared
+        self.tenants = Tenants(self._config, self._ring, time.monotonic, shared)
         self.reloads.add(ReloadingPart("keys", self.tenants.prepare))
         return self.tenants
 

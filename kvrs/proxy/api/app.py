@@ -63,6 +63,7 @@ class Admitted:
     is_generate: bool  # Of DistServe's endpoint, which has one choice.
     echo: str | None  # Prompt to send before the output.
     headers: Mapping[str, str]
+    use: Use
     resume: ResumeRequest | None
     found: Record | None  # Of the stream to be resumed; None: the stream is new.
 
@@ -160,8 +161,11 @@ class ClientApi:
         is_generate = request.path == generate.PATH
         echo = await self._echo(parsed, is_generate=is_generate)
         self._check_room(parsed.request.n)
-        self._take_streams(use, parsed, resume)
-        found = None if resume is None else await self._mirror.find(resume)
+        await self._take_streams(use, parsed, resume)
+        found = None
+        if resume is not None:
+            use.begin_turn(await self._mirror.begin_turn(resume))
+            found = await self._mirror.find(resume)
         self._check_room(parsed.request.n)  # Again: that took a while.
         if found is not None:
             journals = [reopened(found, parsed, self._clock())]
@@ -179,19 +183,21 @@ class ClientApi:
             client = SseClient(request, self._settings.write_timeout_s, headers)
         parsed.held = held
         parsed.strip()
-        return Admitted(parsed, journals, client, is_generate, echo, headers, resume, found)
+        return Admitted(parsed, journals, client, is_generate, echo, headers, use, resume, found)
 
-    def _take_streams(self, use: Use, parsed: ParsedRequest, resume: ResumeRequest | None) -> None:
+    async def _take_streams(
+        self, use: Use, parsed: ParsedRequest, resume: ResumeRequest | None
+    ) -> None:
         """Take streams and tokens from the tenant's limits. A stream that goes on was admitted
         before: the earlier connection of its client, if it is still open, is about to be closed.
         """
         streams, most_tokens = parsed.request.n, parsed.request.max_tokens or 0
         if resume is None:
-            use.open(streams, parsed.tokens_guess + streams * most_tokens)
+            await use.open(streams, parsed.tokens_guess + streams * most_tokens)
             return
         is_running = any(key in self._mirror.streams for key in resume.keys)
         expected = parsed.tokens_guess + most_tokens if resume.stream is None else 0
-        use.open(0 if is_running else streams, expected)
+        await use.open(streams, expected, key=resume.keys[0], runs=is_running)
 
     def _most_elements(self, size_bytes: int) -> int:
         """How many elements a body may have for the model that is served.
@@ -342,6 +348,7 @@ class ClientApi:
         gathered = WholeClient()
         journal.marks = []
         keyed = self._mirror.open(resume, journal, admitted.found, admitted.client or gathered)
+        admitted.use.end_turn()
         try:
             sends_echo = admitted.client is not None and not keyed.record.events
             outcome = await self._run_keyed(keyed, journal, echo if sends_echo else None)

@@ -23,12 +23,12 @@ async def read_body(request: web.Request, settings: ProxySettings, held: Held, u
             f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'", status=415
         )
     body = bytearray()
-    _take(request.content_length or 0, settings, held, use)
+    await _take(request.content_length or 0, settings, held, use)
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             while chunk := await request.content.readany():
                 body += chunk
-                _take(len(body), settings, held, use)
+                await _take(len(body), settings, held, use)
     except TimeoutError:
         raise RequestError(
             f"the body did not arrive within {settings.body_timeout_s} s", status=408
@@ -36,10 +36,10 @@ async def read_body(request: web.Request, settings: ProxySettings, held: Held, u
     return bytes(body)
 
 
-def _take(size_bytes: int, settings: ProxySettings, held: Held, use: Use) -> None:
+async def _take(size_bytes: int, settings: ProxySettings, held: Held, use: Use) -> None:
     if size_bytes > settings.max_body_bytes:
         raise RequestError(f"the body must be at most {settings.max_body_bytes} bytes", status=413)
-    use.grow(size_bytes)
+    await use.grow(size_bytes)
     if not held.grow(size_bytes):
         raise RequestError(
             "the requests that are open take up the memory for bodies", status=503, code="no_room"

@@ -6,11 +6,11 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -23,6 +23,7 @@ from kvrs.http import retry_after
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.responses import total_usage
+from kvrs.proxy.workers.limits import Give, Limits, Rates, Take, Taken
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +33,47 @@ _OPEN_PATHS = ("/healthz", "/readyz")
 _UNLIMITED = TenantSettings(keys=["0" * 64])
 
 
+class SharedMeters(Protocol):
+    """The limits of all workers of a proxy together."""
+
+    async def take(self, asked: Take) -> Taken: ...  # Raises RequestError.
+    def give(self, given: Give) -> None: ...
+    async def guess(self, address: str) -> float: ...  # As `SharedLimits.guess`.
+
+
 @dataclass(slots=True, eq=False)
 class Tenant:
     """`secret` is None where no keys are configured: everything is the same tenant, but for records
-    of streams, which belong to a value of `Authorization`.
+    of streams, which belong to a value of `Authorization`. `shared`: its limits hold for all
+    workers of the proxy, of which the meter counts this one.
     """
 
     name: str
     meter: TenantMeter
     secret: TenantSecret | None
+    shared: SharedMeters | None = None
+    _rates: Rates = field(default_factory=list)  # As last heard.
+
+    @property
+    def limits(self) -> Limits:
+        found = self.meter.limits
+        return Limits(found.streams, found.requests_per_s, found.open_bytes, found.tokens_per_min)
+
+    async def take_request(self, now_s: float) -> Excess | None:
+        if self.shared is not None and self.meter.limits.requests_per_s is not None:
+            excess = await self.take(self.shared, Take(self.name, self.limits, requests=1))
+            if excess is not None:
+                return excess
+        return self.meter.take_request(now_s)
+
+    async def take(self, shared: SharedMeters, asked: Take) -> Excess | None:
+        """Of what all workers share."""
+        taken = await shared.take(asked)
+        self._rates = taken.rates
+        if taken.excess is None:
+            return None
+        self.meter.refused += 1
+        return Excess(*taken.excess)
 
     @property
     def mark(self) -> str:
@@ -59,7 +92,8 @@ class Tenant:
     def rate_headers(self, now_s: float) -> dict[str, str]:
         """What is left of the limited rates, under the names that OpenAI uses."""
         headers: dict[str, str] = {}
-        for kind, limit, remaining, reset_s in self.meter.rates(now_s):
+        rates = self.meter.rates(now_s) if self.shared is None else self._rates
+        for kind, limit, remaining, reset_s in rates:
             headers[f"x-ratelimit-limit-{kind}"] = str(limit)
             headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
             headers[f"x-ratelimit-reset-{kind}"] = _duration(reset_s)
@@ -84,7 +118,10 @@ TENANT = web.RequestKey("tenant", Tenant)
 class Use:
     """What one request uses of its tenant's limits, until the block that it opens is left."""
 
-    __slots__ = ("_before", "_clock", "_expected", "_journals", "_size_bytes", "_streams", "tenant")
+    __slots__ = (
+        *("_before", "_clock", "_expected", "_given", "_journals", "_shared", "_size_bytes"),
+        *("_streams", "_turn_over", "tenant"),
+    )
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float]) -> None:
         self.tenant = tenant
@@ -94,6 +131,11 @@ class Use:
         self._expected = 0
         self._journals: Sequence[Journal] = ()
         self._before = 0
+        # What all workers share, and what was taken of it. Limits that begin to exist meanwhile
+        # are those of later requests.
+        self._shared = tenant.shared if tenant.limits.exist else None
+        self._given = Give(tenant.name, 0, 0, 0, 0)
+        self._turn_over: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -104,21 +146,53 @@ class Use:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.end_turn()
         journals, meter = self._journals, self.tenant.meter
         used = total_usage(journals).total_tokens - self._before if journals else 0
         meter.give_bytes(self._size_bytes)
         meter.end_streams(self._streams, self._expected, used, self._clock())
+        given = self._given
+        if self._shared is not None and (given.size_bytes or given.streams or given.tokens):
+            given.used = used
+            self._shared.give(given)
 
-    def grow(self, size_bytes: int) -> None:
+    async def grow(self, size_bytes: int) -> None:
         """Take what the body lacks to its size; raises RequestError, as the others do."""
         if (lacking_bytes := size_bytes - self._size_bytes) > 0:
+            await self._take_shared(size_bytes=lacking_bytes)
             self._check(self.tenant.meter.take_bytes(lacking_bytes))
             self._size_bytes = size_bytes
 
-    def open(self, streams: int, expected: int) -> None:
-        """`expected`: as many tokens as they may need."""
-        self._check(self.tenant.meter.take_streams(streams, expected, self._clock()))
-        self._streams, self._expected = streams, expected
+    async def open(self, streams: int, expected: int, *, key: str = "", runs: bool = False) -> None:
+        """`expected`: as many tokens as they may need; `key`: of the record of the only stream,
+        which `runs` at this worker already.
+        """
+        await self._take_shared(streams=streams, tokens=expected, key=key)
+        own = 0 if runs else streams
+        self._check(self.tenant.meter.take_streams(own, expected, self._clock()))
+        self._streams, self._expected = own, expected
+
+    async def _take_shared(
+        self, size_bytes: int = 0, streams: int = 0, tokens: int = 0, key: str = ""
+    ) -> None:
+        if self._shared is None:
+            return
+        tenant, given = self.tenant, self._given
+        asked = Take(tenant.name, tenant.limits, 0, size_bytes, streams, tokens, key)
+        self._check(await tenant.take(self._shared, asked))
+        given.size_bytes += size_bytes
+        given.streams += streams
+        given.tokens += tokens
+        given.key = key
+
+    def begin_turn(self, over: Callable[[], None] | None) -> None:
+        """No other request looks for the stream of the same key until `end_turn`."""
+        self._turn_over = over
+
+    def end_turn(self) -> None:
+        if (over := self._turn_over) is not None:
+            self._turn_over = None
+            over()
 
     def begin(self, journals: Sequence[Journal], *, is_resumed: bool) -> None:
         """The tokens of these count; of a resumed stream those that it had are counted already."""
@@ -132,9 +206,16 @@ class Use:
 class Tenants:
     """`ring`: the cluster's secrets, the one in use first."""
 
-    def __init__(self, config: Config, ring: Sequence[bytes], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ring: Sequence[bytes],
+        clock: Callable[[], float],
+        shared: SharedMeters | None = None,
+    ) -> None:
         """Raises ConfigError: the keys cannot be read."""
         self._config = config
+        self._shared = shared
         self._ring = ring
         self._clock = clock
         self._guesses = GuessLimit()
@@ -151,9 +232,9 @@ class Tenants:
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give each request its tenant; count it, before anything of its body is read."""
         if request.path not in _OPEN_PATHS:
-            request[TENANT] = tenant = self._tenant_of(request)
+            request[TENANT] = tenant = await self._tenant_of(request)
             now_s = self._clock()
-            tenant.check(tenant.meter.take_request(now_s), now_s)
+            tenant.check(await tenant.take_request(now_s), now_s)
         return await handler(request)
 
     def secret_of(self, request: web.Request) -> TenantSecret:
@@ -164,19 +245,19 @@ class Tenants:
         owner = b"authorization\0" + given.encode("utf-8", "surrogateescape")
         return TenantSecret(self._ring, owner)
 
-    def _tenant_of(self, request: web.Request) -> Tenant:
+    async def _tenant_of(self, request: web.Request) -> Tenant:
         """Raises RequestError: the key is missing or unknown, or its tenant is not enabled."""
         if self._settings is None:
             return self._anonymous
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = key.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:
-            raise self._refused(request, "no API key; allowed: Authorization: Bearer KEY")
+            raise await self._refused(request, "no API key; allowed: Authorization: Bearer KEY")
         digest = key_hash(given)
         # What a search by the hash takes tells nothing of a key: hashes cannot be steered.
         tenant = self._by_hash.get(digest)
         if tenant is None:
-            raise self._refused(request, "incorrect API key", "invalid_api_key")
+            raise await self._refused(request, "incorrect API key", "invalid_api_key")
         if not tenant.meter.limits.enabled:
             raise RequestError(
                 "the tenant of this API key is not enabled",
@@ -186,12 +267,13 @@ class Tenants:
             )
         return tenant
 
-    def _refused(self, request: web.Request, message: str, code: str | None = None) -> RequestError:
+    async def _refused(
+        self, request: web.Request, message: str, code: str | None = None
+    ) -> RequestError:
         """Beyond some failures an address gets 429. A right key is accepted from there still:
         others may share the address, and a key is too long to be guessed.
         """
-        now_s, address = self._clock(), _network(request.remote)
-        if wait_s := self._guesses.wait_s(address, now_s):
+        if wait_s := await self._guess(_network(request.remote)):
             return RequestError(
                 "too many requests without a right API key from this address",
                 status=429,
@@ -199,8 +281,12 @@ class Tenants:
                 kind="requests",
                 headers={"Retry-After": retry_after(wait_s)},
             )
-        self._guesses.note_failure(address, now_s)
         return RequestError(message, status=401, code=code, headers={"WWW-Authenticate": "Bearer"})
+
+    async def _guess(self, address: str) -> float:
+        if self._shared is not None:
+            return await self._shared.guess(address)
+        return self._guesses.guess(address, self._clock())
 
     # Keys.
 
@@ -246,7 +332,7 @@ class Tenants:
             tenant = self._by_name.get(name)
             if tenant is None:
                 secret = TenantSecret(self._ring, b"tenant\0" + name.encode())
-                tenant = Tenant(name, TenantMeter(limits, now_s), secret)
+                tenant = Tenant(name, TenantMeter(limits, now_s), secret, self._shared)
             else:
                 tenant.meter.change(limits, now_s)
             by_name[name] = tenant

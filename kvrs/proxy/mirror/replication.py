@@ -8,7 +8,7 @@ proxy that is the only one with a record sends a copy to a live peer.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
@@ -53,6 +53,8 @@ _MOST_BATCH_BYTES = 8 << 20
 _TRIES = 4
 _RETRY_S = 0.05
 
+Turn = Callable[[str], Awaitable[Callable[[], None]]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Outgoing:
@@ -63,7 +65,9 @@ class _Outgoing:
 
 
 class Mirror:
-    """`name` identifies this run of this proxy; `stop` ends a stream of the driver's."""
+    """`name` identifies this run of this proxy; `stop` ends a stream of the driver's; `turn` waits
+    until no other worker of this proxy looks for the stream of a key.
+    """
 
     def __init__(
         self,
@@ -76,8 +80,10 @@ class Mirror:
         kept: Callable[[StreamId], tuple[Kept, ...]],
         stop: Callable[[StreamId, Failed], None],
         count: Callable[[str], None],
+        turn: Turn | None = None,
     ) -> None:
         self.name = name
+        self._turn = turn
         self._id = settings.id
         self.book = RecordBook(most_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
         self.peers = Peers(Hello(settings.id, name), peers, self._peer_lost, self._peer_up)
@@ -343,6 +349,14 @@ class Mirror:
             del self._closing[keyed.record.key]
 
     # Finding streams.
+
+    async def begin_turn(self, resume: ResumeRequest) -> Callable[[], None] | None:
+        """Before `find`; what is returned is called after `open`.
+
+        Raises:
+            RequestError: another request has its turn for too long.
+        """
+        return None if self._turn is None else await self._turn(resume.keys[0])
 
     async def find(self, resume: ResumeRequest) -> Record | None:
         """Claim a stream, and return its record under the new owner epoch; None: no proxy knows the

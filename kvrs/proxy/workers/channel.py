@@ -68,19 +68,26 @@ class Channel(asyncio.Protocol):
         Raises:
             ChannelError: there is none.
         """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.question(name, body)
+        except TimeoutError:
+            raise ChannelError(f"no answer to {name!r} within {timeout_s} s") from None
+
+    def question(self, name: str, body: bytes) -> asyncio.Future[bytes]:
+        """What becomes the answer, or ChannelError.
+
+        Raises:
+            ChannelError: the other process is gone.
+        """
         if self._transport is None or self._transport.is_closing():
             raise ChannelError("the other process is gone")
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
+        answer.add_done_callback(lambda _: self._asked.pop(number, None))
         self._send(_Frame(_ASKED, number, name, body))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError:
-            raise ChannelError(f"no answer to {name!r} within {timeout_s} s") from None
-        finally:
-            self._asked.pop(number, None)
+        return answer
 
     # asyncio.Protocol.
 
@@ -89,7 +96,7 @@ class Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        for answer in self._asked.values():
+        for answer in list(self._asked.values()):
             if not answer.done():
                 answer.set_exception(ChannelError("the other process is gone"))
         for task in self._answering:

@@ -10,6 +10,7 @@ import msgspec
 
 from kvrs.errors import ConfigError
 from kvrs.proxy.api.admin import OwnSource
+from kvrs.proxy.workers.asking import Asking
 from kvrs.proxy.workers.channel import Channel
 from kvrs.proxy.workers.messages import (
     DRAIN,
@@ -53,6 +54,7 @@ class WorkerLink:
             },
             _end,
         )
+        self.shared = Asking(self.channel)
 
     async def open(self, end: socket.socket) -> WorkerPlan:
         await self.channel.open(end)

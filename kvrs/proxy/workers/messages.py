@@ -13,6 +13,11 @@ PING = "ping"
 DRAIN = "drain"  # The whole proxy drains; a second time: at once.
 # From a worker:
 READY = "ready"
+TAKE = "take"
+GIVE = "give"
+GUESS = "guess"
+TURN = "turn"
+TURN_OVER = "turn_over"
 
 
 class WorkerPlan(msgspec.Struct):

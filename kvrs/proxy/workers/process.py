@@ -30,13 +30,19 @@ class PlaceState(StrEnum):
 
 
 class WorkerPlace:
-    """`changed` is called when its state changes. `fault`: how its process ended that has never
-    been ready.
+    """`changed` is called when its state changes, `ended` when its process has ended and all that
+    it has said is read. `fault`: how its process ended that has never been ready.
     """
 
     def __init__(
-        self, plan: WorkerPlan, name: str, handlers: dict[str, Handler], changed: Callable[[], None]
+        self,
+        plan: WorkerPlan,
+        name: str,
+        handlers: dict[str, Handler],
+        changed: Callable[[], None],
+        ended: Callable[[], None],
     ) -> None:
+        self._ended = ended
         self.plan = plan
         self.name = name
         self.totals = Totals()
@@ -115,14 +121,16 @@ class WorkerPlace:
                 start_new_session=True,
             )
         self.starts += 1
-        channel = Channel({**self._handlers, READY: ready}, lambda: None)
+        all_read = asyncio.Event()
+        channel = Channel({**self._handlers, READY: ready}, all_read.set)
         await channel.open(own_end)
         self.channel = channel
         channel.tell(PLAN, packed(self.plan))
         if self._ending:
             channel.tell(DRAIN)
         self.status = await process.wait()
-        channel.close()
+        await all_read.wait()
+        self._ended()
         self.channel, self.state = None, PlaceState.DOWN
         self.totals.end()
         if not was_ready:

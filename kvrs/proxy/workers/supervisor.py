@@ -8,7 +8,9 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Container
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from kvrs.proxy.workers.ports import KeptPorts, check_shared_ports
 from kvrs.proxy.workers.process import PlaceState, WorkerPlace
 from kvrs.proxy.workers.running import Stop, run_service
 from kvrs.proxy.workers.series import Added
+from kvrs.proxy.workers.shared import SharedByWorkers
 from kvrs.proxy.workers.states import added_states
 
 log = logging.getLogger(__name__)
@@ -75,6 +78,7 @@ class Supervisor:
         self.places: list[WorkerPlace] = []
         self.port = 0
         self.admin_port = 0
+        self._shared = SharedByWorkers(time.monotonic)
         self._registry = CollectorRegistry()
         self._added = Added()
         self._registry.register(self._added)
@@ -123,7 +127,8 @@ class Supervisor:
             plan = WorkerPlan(
                 worker, str(self._path), self._no_env, proxy.names, self.port, peer_ports
             )
-            self.places.append(WorkerPlace(plan, name, {}, self._changed.set))
+            handlers, ended = self._shared.handlers(worker), partial(self._shared.end, worker)
+            self.places.append(WorkerPlace(plan, name, handlers, self._changed.set, ended))
             self._up.labels(str(worker))
             self._restarts.follow(0, str(worker))
         self._added.workers = [place.totals for place in self.places]
