@@ -1,0 +1,75 @@
+"""`kvrs up --proxies 2 --workers 2`: every worker is a peer of those of the other proxy, and any of
+them serves.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from experiments.resuming import Clients, Way, bodies, is_exact, quiet_run, verdict
+from tests.cluster.launches import END_S, Launch
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+REQUESTS = 6
+
+
+def state_of(admin_url: str) -> Any:
+    with urllib.request.urlopen(f"{admin_url}/kvrs/v1/state", timeout=END_S) as answer:
+        return json.load(answer)
+
+
+async def test_workers_of_several_proxies_are_one_cluster(tmp_path: Path) -> None:
+    """Streams of a killed worker, and of a killed supervisor, go on without a lost token."""
+    launch = Launch(tmp_path, "--proxies", "2", "--workers", "2")
+    try:
+        await asyncio.to_thread(launch.wait_for_output, "Ctrl-C ends it")
+        rows = [state_of(admin)["proxies"][0] for _, admin in launch.all_urls]
+        assert [row["id"] for row in rows] == ["proxy-0", "proxy-1"]
+        for row in rows:
+            assert [worker["state"] for worker in row["workers"]] == ["up", "up"]
+            assert set(row["peers"].values()) == {"up"}
+            assert {"proxy-0.0", "proxy-0.1", "proxy-1.0", "proxy-1.1"} == {*row["peers"]}
+
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            clients = Clients(
+                session, lambda: [url for url, _ in launch.all_urls], bodies(REQUESTS, 120, seed=1)
+            )
+            quiet = await quiet_run(clients, REQUESTS)
+            for turn, victim in enumerate((rows[0]["workers"][0]["pid"], rows[0]["pid"])):
+                ways = [Way.CONTINUE, Way.REPLAY] * (REQUESTS // 2)
+                reading = [
+                    asyncio.create_task(clients.read(n, way, f"k{turn}-{n}", proxy=0))
+                    for n, way in enumerate(ways)
+                ]
+                await asyncio.sleep(0.3)
+                os.kill(victim, signal.SIGKILL)
+                found = await asyncio.gather(*reading)
+                assert is_exact(verdict(found, quiet)), verdict(found, quiet)
+                await asyncio.to_thread(until_all_up, launch.all_urls[0][1])
+    finally:
+        launch.process.terminate()
+        launch.process.wait(END_S)
+    launch.assert_nothing_left()
+
+
+def until_all_up(admin_url: str) -> None:
+    give_up_s = time.monotonic() + END_S
+    while True:
+        try:
+            row = state_of(admin_url)["proxies"][0]
+            if {each["state"] for each in row["workers"]} | {*row["peers"].values()} == {"up"}:
+                return
+        except OSError:
+            pass
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
