@@ -164,7 +164,8 @@ class ClientApi:
         await self._take_streams(use, parsed, resume)
         found = None
         if resume is not None:
-            use.begin_turn(await self._mirror.begin_turn(resume))
+            if (turn := self._mirror.turn) is not None:
+                use.begin_turn(await turn(resume.keys[0]))
             found = await self._mirror.find(resume)
         self._check_room(parsed.request.n)  # Again: that took a while.
         if found is not None:

@@ -23,7 +23,7 @@ from kvrs.http import retry_after
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.responses import total_usage
-from kvrs.proxy.workers.limits import Give, Limits, Rates, Take, Taken
+from kvrs.proxy.workers.limits import Give, Rates, Take, Taken, TenantLimits
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,11 @@ class Tenant:
     _rates: Rates = field(default_factory=list)  # As last heard.
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TenantLimits:
         found = self.meter.limits
-        return Limits(found.streams, found.requests_per_s, found.open_bytes, found.tokens_per_min)
+        return TenantLimits(
+            found.streams, found.requests_per_s, found.open_bytes, found.tokens_per_min
+        )
 
     async def take_request(self, now_s: float) -> Excess | None:
         if self.shared is not None and self.meter.limits.requests_per_s is not None:
@@ -185,7 +187,7 @@ class Use:
         given.tokens += tokens
         given.key = key
 
-    def begin_turn(self, over: Callable[[], None] | None) -> None:
+    def begin_turn(self, over: Callable[[], None]) -> None:
         """No other request looks for the stream of the same key until `end_turn`."""
         self._turn_over = over
 

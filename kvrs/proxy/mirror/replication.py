@@ -66,7 +66,8 @@ class _Outgoing:
 
 class Mirror:
     """`name` identifies this run of this proxy; `stop` ends a stream of the driver's; `turn` waits
-    until no other worker of this proxy looks for the stream of a key.
+    until no other request looks for the stream of a key, at any worker of this proxy, and returns
+    what is called after `open`.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Mirror:
         turn: Turn | None = None,
     ) -> None:
         self.name = name
-        self._turn = turn
+        self.turn = turn
         self._id = settings.id
         self.book = RecordBook(most_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
         self.peers = Peers(Hello(settings.id, name), peers, self._peer_lost, self._peer_up)
@@ -349,14 +350,6 @@ class Mirror:
             del self._closing[keyed.record.key]
 
     # Finding streams.
-
-    async def begin_turn(self, resume: ResumeRequest) -> Callable[[], None] | None:
-        """Before `find`; what is returned is called after `open`.
-
-        Raises:
-            RequestError: another request has its turn for too long.
-        """
-        return None if self._turn is None else await self._turn(resume.keys[0])
 
     async def find(self, resume: ResumeRequest) -> Record | None:
         """Claim a stream, and return its record under the new owner epoch; None: no proxy knows the

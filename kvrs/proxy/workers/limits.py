@@ -16,7 +16,7 @@ from kvrs.control.tenants import Excess, GuessLimit, TenantMeter
 Rates = list[tuple[str, int, int, float]]  # As `TenantMeter.rates`.
 
 
-class Limits(msgspec.Struct, frozen=True, array_like=True):
+class TenantLimits(msgspec.Struct, frozen=True, array_like=True):
     """Those of a tenant, as in the key file."""
 
     streams: int | None
@@ -33,7 +33,7 @@ class Take(msgspec.Struct, array_like=True):
     """What a request needs of a tenant's limits; zeros are not asked for."""
 
     tenant: str
-    limits: Limits
+    limits: TenantLimits
     requests: int = 0
     size_bytes: int = 0
     streams: int = 0
@@ -73,7 +73,7 @@ class SharedLimits:
 
     def __init__(self) -> None:
         self._meters: dict[str, TenantMeter] = {}
-        self._limits: dict[str, Limits] = {}
+        self._limits: dict[str, TenantLimits] = {}
         self._open: dict[int, dict[str, _Open]] = {}  # By worker, then tenant.
         self._guesses = GuessLimit()
 
@@ -122,7 +122,7 @@ class SharedLimits:
         """A key from the address was wrong: seconds until its next try, 0: this one counts."""
         return self._guesses.guess(address, now_s)
 
-    def _meter(self, tenant: str, limits: Limits, now_s: float) -> TenantMeter:
+    def _meter(self, tenant: str, limits: TenantLimits, now_s: float) -> TenantMeter:
         meter = self._meters.get(tenant)
         if meter is None or self._limits[tenant] != limits:
             settings = TenantSettings.model_construct(

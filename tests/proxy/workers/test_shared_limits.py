@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from kvrs.proxy.workers.limits import Give, Limits, SharedLimits, Take, Turns
+from kvrs.proxy.workers.limits import Give, SharedLimits, Take, TenantLimits, Turns
 
-NONE = Limits(None, None, None, None)
+NONE = TenantLimits(None, None, None, None)
 
 
 def limits(
@@ -14,8 +14,8 @@ def limits(
     requests_per_s: float | None = None,
     open_bytes: int | None = None,
     tokens_per_min: int | None = None,
-) -> Limits:
-    return Limits(streams, requests_per_s, open_bytes, tokens_per_min)
+) -> TenantLimits:
+    return TenantLimits(streams, requests_per_s, open_bytes, tokens_per_min)
 
 
 def stream(most: int, key: str = "", streams: int = 1) -> Take:
