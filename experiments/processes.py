@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from kvrs.cluster.guard import start_guard
 from kvrs.cluster.ports import resolve_ports
@@ -37,6 +37,19 @@ _LOOK_AGAIN_S = 0.05
 
 class ProcessFailedError(KvrsError):
     """A process ended, or was not ready in time; the message ends with its last log lines."""
+
+
+def nodes_with_pairs(count: int = 2) -> list[dict[str, Any]]:
+    """Nodes n0, n1 ... of a configuration, each with a prefill instance and a decode instance of
+    its number: p0 and d0 on n0.
+    """
+    return [
+        {
+            "id": f"n{n}",
+            "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}],
+        }
+        for n in range(count)
+    ]
 
 
 class Processes:

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from experiments.processes import nodes_with_pairs
 from experiments.record import Record
 from experiments.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.cluster.fault_injection import rows_of
@@ -32,13 +33,7 @@ WAYS = [Way.CONTINUE, Way.PLAIN, Way.REPLAY, Way.PLAIN] * 4
 def settings(seed: int) -> Config:
     # Decode instances first: their streams would have ended by themselves while the prefill
     # instance of their node drained.
-    nodes = [
-        {
-            "id": f"n{n}",
-            "instances": [{"id": f"d{n}", "role": "decode"}, {"id": f"p{n}", "role": "prefill"}],
-        }
-        for n in range(2)
-    ]
+    nodes = [node | {"instances": node["instances"][::-1]} for node in nodes_with_pairs()]
     return parse_config(
         {
             "proxy": {"port": 0, "admin_port": 0},

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from experiments.processes import Processes
+from experiments.processes import Processes, nodes_with_pairs
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.report.student import t975
@@ -34,17 +34,10 @@ VICTIMS = ("p0", "d0", "agent-n0")
 
 
 def settings() -> Config:
-    nodes = [
-        {
-            "id": f"n{n}",
-            "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}],
-        }
-        for n in range(2)
-    ]
     return parse_config(
         {
             "proxy": {"port": 0, "admin_port": 0},
-            "cluster": {"nodes": nodes},
+            "cluster": {"nodes": nodes_with_pairs()},
             "backup": {"mode": "both", "capacity_bytes": 64 << 20},
         }
     )

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from experiments.processes import Processes
+from experiments.processes import Processes, nodes_with_pairs
 from experiments.record import Record
 from kvrs.config.file import parse_config
 from kvrs.config.transfer import TransferSettings
@@ -228,14 +228,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    nodes = [
-        {
-            "id": f"n{n}",
-            "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}],
-        }
-        for n in range(2)
-    ]
-    config = parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": {"nodes": nodes}})
+    config = parse_config(
+        {"proxy": {"port": 0, "admin_port": 0}, "cluster": {"nodes": nodes_with_pairs()}}
+    )
     record = Record(options.seed)
     with Processes(config) as processes:
         names = [str(each.id) for _, each in processes.config.cluster.instances()]
