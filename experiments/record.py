@@ -32,10 +32,15 @@ _SAMPLE_S = 1.0
 
 
 class Record:
-    """One run of an experiment, from its beginning on: commit, machine, load, command, seeds."""
+    """One run of an experiment, from its beginning on: commit, machine, load, command, seeds.
 
-    def __init__(self, *seeds: int) -> None:
+    Args:
+        timed: a figure or a bar depends on time, so that other processes make the result void.
+    """
+
+    def __init__(self, *seeds: int, timed: bool = True) -> None:
         self._seeds = list(seeds)
+        self._timed = timed
         self._commit = commit_of(ROOT)
         self._at, self._begun_s = time.gmtime(), time.monotonic()
         self._load_before = os.getloadavg()[0]
@@ -79,7 +84,9 @@ class Record:
 
     def _circumstances(self) -> dict[str, Any]:
         during, commit = self._use.others(), commit_of(ROOT)
-        reasons = self._reasons + reasons_against(self.others_before, during)
+        reasons = list(self._reasons)
+        if self._timed:
+            reasons += reasons_against(self.others_before, during)
         if self._commit != commit and not _same_code(self._commit, commit):
             reasons.append(f"the tree went from {self._commit} to {commit} during the run")
         run = {

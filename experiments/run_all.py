@@ -207,6 +207,7 @@ ALL = (
     ),
     _plain("gossip_fuzz", 1),
     _plain("fuzz", 8),
+    _plain("placement_spread", 1),
     _plain("simulated_deaths", 5),
     *_kinds(
         "distserve_kill_series",

@@ -186,6 +186,16 @@ def test_a_copy_without_a_repository_is_told_its_commit(
 
 
 @pytest.mark.process
+def test_a_busy_machine_voids_only_what_depends_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulations and counts are the same on every machine."""
+    monkeypatch.setattr(CpuUse, "others", lambda use: 0.5)
+    monkeypatch.setattr(record, "_SAMPLE_S", 0.01)
+
+    assert record.Record().keep(None, "a", {}, "")
+    assert not record.Record(timed=False).keep(None, "a", {}, "")
+
+
+@pytest.mark.process
 def test_a_run_keeps_its_figures_with_the_circumstances(tmp_path: Path) -> None:
     """JSON for programs, text for readers, the same circumstances in both."""
     script = (

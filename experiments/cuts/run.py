@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    record, started_s = Record(arguments.seed), time.monotonic()
+    record, started_s = Record(arguments.seed, timed=False), time.monotonic()
     if arguments.real:
         from experiments.cuts.real import real  # Starts processes; the other mode needs none.
 

@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=HERE / "results")
     arguments = parser.parse_args()
-    record = Record(arguments.seed)
+    record = Record(arguments.seed, timed=False)
     rows: dict[str, Any] = {}
     for target in TARGETS:  # Warm, so that growth is not that of the first use.
         fuzz(target, 200, arguments.seed + 1, None)

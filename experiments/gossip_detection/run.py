@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     os.nice(19 - os.nice(0))
-    results = Results(arguments.out, Record())
+    results = Results(arguments.out, Record(timed=False))
     for row, measure in rows.items():
         if row in arguments.rows:
             begun_s = time.process_time()

@@ -419,7 +419,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=6)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    record, seed = Record(arguments.seed), arguments.seed
+    record, seed = Record(arguments.seed, timed=False), arguments.seed
     result: dict[str, Any] = {
         "opener": fuzz_opener(arguments.packets, seed),
         "datagrams": uvloop.run(fuzz_datagrams(arguments.datagrams, seed + 1)),

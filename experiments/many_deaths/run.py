@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    record = Record()
+    record = Record(timed=False)
     rows = [
         asyncio.run(measure(options.deaths, streams)) for streams in sorted({1, options.streams})
     ]

@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    record = Record(arguments.first, arguments.first + arguments.seeds - 1)
+    record = Record(arguments.first, arguments.first + arguments.seeds - 1, timed=False)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     begun_s, outcomes, broken = time.process_time(), list[Outcome](), dict[int, str]()
     for done, seed in enumerate(seeds, 1):
