@@ -28,9 +28,11 @@ from distserve_patches.jobs import Job, Stage, StageState
 from distserve_patches.watch import cause_of
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
+from kvrs.elastic import grain
 from kvrs.engine.chat import load_chat_template
 from kvrs.engine.instance import WARM_UP_REPEATS, warm_up_lengths
 from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.models.probe import probe_digest
 from kvrs.engine.page_port import EPOCHS_PER_START, InstancePlace
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedModel
@@ -39,7 +41,7 @@ from kvrs.errors import ConfigError, KvrsError
 from kvrs.http import cut_watches
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
-from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs.protocol.instance import Role
 from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
@@ -231,11 +233,16 @@ def _fingerprint(
         if name != "eos_token_ids"
     }
     arithmetic = (
-        [torch.backends.cpu.get_cpu_capability(), str(torch.__version__)]
+        [
+            torch.backends.cpu.get_cpu_capability(),
+            str(torch.__version__),
+            grain.VERSION,
+            probe_digest(config, geometry.page_size_tokens, torch.device("cpu")).hex(),
+        ]
         if off_gpu
         else ["SwiftTransformer"]
     )
-    total.update(msgspec.json.encode([fields, geometry, arithmetic], order="sorted"))
+    total.update(msgspec.json.encode([fields, geometry, PAGE_LAYOUT, arithmetic], order="sorted"))
     weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
     if not weights:
         raise ConfigError(

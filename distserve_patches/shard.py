@@ -60,9 +60,9 @@ class PageShard:
         for slot, page in zip(slots, pages, strict=True):
             assert 0 <= page < blocks, f"there is no block {page}"
             number, index = divmod(slot, file.slots_per_segment)
-            part = self._segment(file, number)[index, layers, :, heads]
-            yield self.k_cache[page], part[:, 0]
-            yield self.v_cache[page], part[:, 1]
+            part = self._segment(file, number)[index, layers, heads]
+            yield self.k_cache[page], part[:, :, 0]
+            yield self.v_cache[page], part[:, :, 1]
 
     def _part(self) -> tuple[slice, slice]:
         """The layers and KV heads of the model that this rank holds."""
@@ -72,7 +72,7 @@ class PageShard:
         return slice(first_layer, first_layer + layers), slice(first_head, first_head + heads)
 
     def _segment(self, file: StagingFile, number: int) -> Tensor:
-        """`[slots, layers, 2, kv_heads, block_size, head_dim]` of the whole model."""
+        """`[slots, layers, kv_heads, 2, block_size, head_dim]` of the whole model."""
         found = self._segments.get((file, number))
         if found is None:
             found = self._segments[file, number] = self._map(file, number)
@@ -82,7 +82,7 @@ class PageShard:
         _, layers, heads, block_size, head_dim = self.k_cache.shape
         layers *= self.parallel_config.pipeline_parallel_size
         heads *= self.parallel_config.tensor_parallel_size
-        whole = (file.slots_per_segment, layers, 2, heads, block_size, head_dim)
+        whole = (file.slots_per_segment, layers, heads, 2, block_size, head_dim)
         page_bytes = layers * 2 * heads * block_size * head_dim * self.k_cache.itemsize
         assert page_bytes == file.page_bytes, (
             f"a page of this stage has {page_bytes} bytes, one to be staged {file.page_bytes}"

@@ -1,6 +1,6 @@
 """Pages of a whole model in shared memory, by which a stage's workers and its server exchange them.
 
-Every rank of a stage has a part of each page; a slot holds one page whole, `[layers, 2, kv_heads,
+Every rank of a stage has a part of each page; a slot holds one page whole, `[layers, kv_heads, 2,
 page_size_tokens, head_dim]`, so it means the same to stages of any tensor and pipeline parallel
 degree, and to the embedded engine.
 

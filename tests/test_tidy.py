@@ -24,6 +24,7 @@ RANK = {
     "text": 2,
     "http": 2,
     "config": 3,
+    "elastic": 3,
     "heartbeats": 3,
     "faults": 4,
     "proving": 4,
@@ -56,7 +57,7 @@ ALLOWED_ROOTS = {
 
 PURE = {
     *(f"kvrs.{name}" for name in ("ids", "errors", "protocol", "config", "faults", "policy")),
-    *(f"kvrs.{name}" for name in ("profiles", "scheduling", "control")),
+    *(f"kvrs.{name}" for name in ("profiles", "scheduling", "control", "elastic")),
     *(
         f"kvrs.transfer.{name}"
         for name in ("meter", "limiter", "send_faults", "store.book", "store.store_slots")

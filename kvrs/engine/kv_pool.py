@@ -35,7 +35,7 @@ class KvStore(Protocol):
 
 
 class KvPool:
-    """Pages `0 .. pages - 1` as `[layers, 2, kv_heads, page_size_tokens, head_dim]`, in float32 or
+    """Pages `0 .. pages - 1` as `[layers, kv_heads, 2, page_size_tokens, head_dim]`, in float32 or
     bfloat16 by their geometry.
 
     One more page lies behind them: it is always zero and fills up blocks of pages that a sequence
@@ -49,8 +49,8 @@ class KvPool:
         shape = (
             pages + 1,
             geometry.layers,
-            2,
             geometry.kv_heads,
+            2,
             geometry.page_size_tokens,
             geometry.head_dim,
         )
@@ -84,17 +84,17 @@ class KvPool:
     def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put `[rows, kv_heads, head_dim]` at (page, slot) of each row."""
         by_slot = self.tensor[:, layer].permute(0, 3, 1, 2, 4)
-        by_slot[pages, slots] = torch.stack((keys, values), 1)
+        by_slot[pages, slots] = torch.stack((keys, values), 2)
 
     def first_runs(self, pages: Tensor) -> Tensor:
         """Indices for `gather` of every KV head of every page, `[..., kv_heads]`."""
-        per_page = self.geometry.layers * 2 * self.geometry.kv_heads
-        return pages.unsqueeze(-1) * per_page + torch.arange(self.geometry.kv_heads)
+        per_page = self.geometry.layers * self.geometry.kv_heads * 2
+        return pages.unsqueeze(-1) * per_page + torch.arange(self.geometry.kv_heads) * 2
 
     def gather(self, layer: int, runs: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[len(runs), page_size_tokens * head_dim]` of one layer at indices from
         `first_runs`.
         """
-        first = layer * 2 * self.geometry.kv_heads
+        first = layer * self.geometry.kv_heads * 2
         keys = self._runs[first:].index_select(0, runs)
-        return keys, self._runs[first + self.geometry.kv_heads :].index_select(0, runs)
+        return keys, self._runs[first + 1 :].index_select(0, runs)

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
+from kvrs.elastic import grain
 from kvrs.engine.allocator import keep_freed_memory
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.layers.step import build_step, pages_per_block
 from kvrs.engine.layers.tiles import TILE_ROWS, check_batched_products
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.loading import load_decoder
+from kvrs.engine.models.probe import probe_digest
 from kvrs.engine.models.weights import Weights
 from kvrs.errors import ConfigError
-from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs.scheduling.sequences import Chunk
 
 _DTYPE_BYTES = 4  # Everything is computed and kept in float32.
@@ -67,7 +69,7 @@ class Worker:
         # Outside of inference mode: `store` writes into the pool from other threads too.
         self.pool = KvPool(self.geometry, settings.pages, device)
         with torch.inference_mode():
-            self._model = load_decoder(config, weights, self.max_positions, device)
+            self.model = load_decoder(config, weights, self.max_positions, device)
             check_attention(config, settings.page_size_tokens, device)
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -85,7 +87,7 @@ class Worker:
                 "token ids are checked on arrival"
             )
         with torch.inference_mode():
-            return self._model.forward(build_step(chunks, self.pool), self.pool).cpu()
+            return self.model.forward(build_step(chunks, self.pool), self.pool).cpu()
 
 
 def _device(name: str) -> torch.device:
@@ -126,8 +128,8 @@ def _fingerprint(
 
     The same weights on other hardware, or under another release of torch, give nearly the same
     numbers: near enough to look right, not near enough to continue a stream exactly. So the
-    arithmetic is part of the fingerprint. So are the names of the fields of ModelConfig and
-    KvGeometry, but no name of a class or module.
+    arithmetic is part of the fingerprint: its names, and results of it. So are the names of the
+    fields of ModelConfig and KvGeometry, but no name of a class or module.
     """
     total = hashlib.blake2b(digest_size=16, person=b"kvrs-model")
     # A set has no order of its own, and the end token is no part of what KV means.
@@ -143,7 +145,12 @@ def _fingerprint(
     )
     total.update(
         msgspec.json.encode(
-            [fields, geometry, device.type, where, str(torch.__version__)], order="sorted"
+            [
+                *(fields, geometry, PAGE_LAYOUT, grain.VERSION),
+                *(device.type, where, str(torch.__version__)),
+                probe_digest(config, geometry.page_size_tokens, device).hex(),
+            ],
+            order="sorted",
         )
     )
     total.update(weights.digest())

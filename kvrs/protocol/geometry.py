@@ -4,14 +4,19 @@ from typing import Annotated
 
 import msgspec
 
+# Version of the order of bytes in a page; part of an engine's fingerprint.
+PAGE_LAYOUT = 2
+
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class KvGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The shape of one model's KV cache.
 
-    A page holds `page_size_tokens` tokens as `[layers, 2 (key, value), kv_heads, page_size_tokens,
-    head_dim]`. The names of the fields are part of an engine's fingerprint.
+    A page holds `page_size_tokens` tokens as `[layers, kv_heads, 2 (key, value), page_size_tokens,
+    head_dim]`: what a layer has of a KV head, a cell, is one run of bytes, so that any share of a
+    page that a process holds is whole cells. The names of the fields are part of an engine's
+    fingerprint.
     """
 
     layers: Positive

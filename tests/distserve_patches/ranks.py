@@ -85,17 +85,17 @@ class Stage:
         """Every rank gets its part of the pages of an embedded engine, by cutting its tensor up."""
         by_page = pool.tensor[: self.blocks]
         for rank, (layers, heads) in zip(self.ranks, self._parts(), strict=True):
-            rank.k_cache.copy_(by_page[:, layers, 0, heads])
-            rank.v_cache.copy_(by_page[:, layers, 1, heads])
+            rank.k_cache.copy_(by_page[:, layers, heads, 0])
+            rank.v_cache.copy_(by_page[:, layers, heads, 1])
 
     def whole(self) -> torch.Tensor:
-        """The stage's pages put together again, `[blocks, layers, 2, kv_heads, page_size_tokens,
+        """The stage's pages put together again, `[blocks, layers, kv_heads, 2, page_size_tokens,
         head_dim]`.
         """
         together = KvPool(self.geometry, self.blocks, torch.device("cpu")).tensor[: self.blocks]
         for rank, (layers, heads) in zip(self.ranks, self._parts(), strict=True):
-            together[:, layers, 0, heads] = rank.k_cache
-            together[:, layers, 1, heads] = rank.v_cache
+            together[:, layers, heads, 0] = rank.k_cache
+            together[:, layers, heads, 1] = rank.v_cache
         return together
 
     def _parts(self) -> list[tuple[slice, slice]]:

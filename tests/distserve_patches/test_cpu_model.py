@@ -87,13 +87,13 @@ class Stage:
         return answer
 
     def whole(self, block: int) -> Tensor:
-        """As the embedded engine lays a page out, `[layers, 2, heads, block, head_dim]`."""
-        page = torch.zeros(tiny.LAYERS, 2, tiny.KV_HEADS, BLOCK, tiny.HEAD_DIM)
+        """As the embedded engine lays a page out, `[layers, heads, 2, block, head_dim]`."""
+        page = torch.zeros(tiny.LAYERS, tiny.KV_HEADS, 2, BLOCK, tiny.HEAD_DIM)
         for (pipeline, tensor), caches in zip(self.places, self.caches, strict=True):
             layers = slice(pipeline * self.layers, (pipeline + 1) * self.layers)
             heads = slice(tensor * self.heads, (tensor + 1) * self.heads)
             for kind, cache in enumerate(caches):
-                page[layers, kind, heads] = cache[block]
+                page[layers, heads, kind] = cache[block]
         return page
 
 

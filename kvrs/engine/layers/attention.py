@@ -14,8 +14,8 @@ from kvrs.engine.layers.tiles import TILE_ROWS, batched_product, fold_sum, pair_
 
 
 def attend(queries: Tensor, pool: KvStore, layer: int, step: BatchStep) -> Tensor:
-    """Results `[rows, heads * head_dim]` for queries `[rows, heads, head_dim]`; the batch's own KV
-    is in the pool already.
+    """Results `[rows, heads * head_dim]` for queries `[rows, kv_heads, heads of each, head_dim]`;
+    the batch's own KV is in the pool already.
     """
     results = [_attend_group(queries, pool, layer, group) for group in step.groups]
     joined = results[0] if len(results) == 1 else torch.cat(results)
@@ -24,9 +24,8 @@ def attend(queries: Tensor, pool: KvStore, layer: int, step: BatchStep) -> Tenso
 
 def _attend_group(queries: Tensor, pool: KvStore, layer: int, group: TileGroup) -> Tensor:
     """`[tiles * rows used, heads * head_dim]`."""
-    _, heads, head_dim = queries.shape
-    kv_heads = pool.geometry.kv_heads
-    shared = heads // kv_heads  # Query heads of one KV head stand below each other in one matrix.
+    # Query heads of one KV head stand below each other in one matrix.
+    _, kv_heads, shared, head_dim = queries.shape
     tiles, blocks, used = group.mask.shape[0], group.blocks, group.rows_used
     keys, values = pool.gather(layer, group.runs)
     keys, values = (kv.view(tiles * blocks * kv_heads, -1, head_dim) for kv in (keys, values))
@@ -54,4 +53,4 @@ def _attend_group(queries: Tensor, pool: KvStore, layer: int, group: TileGroup) 
     )
     parts = weighted.view(tiles, blocks, kv_heads, shared, TILE_ROWS, head_dim)[..., :used, :]
     mixed = pair_sum(parts) / total
-    return mixed.permute(0, 3, 1, 2, 4).reshape(tiles * used, heads * head_dim)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(tiles * used, -1)

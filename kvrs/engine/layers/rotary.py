@@ -61,14 +61,14 @@ class RotaryTable:
         self._sin = torch.cat((-sin, sin), 1).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables `[rows, 1, head_dim]` for `rotate`."""
-        return self._cos.index_select(0, positions).unsqueeze(1), self._sin.index_select(
-            0, positions
-        ).unsqueeze(1)
+        """Tables `[rows, 1, 1, head_dim]` for `rotate`."""
+        shape = (positions.shape[0], 1, 1, -1)
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return cos.view(shape), sin.view(shape)
 
 
 def rotate(heads: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn `[rows, heads, head_dim]` by each row's position."""
+    """Turn `[rows, units, heads, head_dim]` by each row's position."""
     cos, sin = tables
     half = heads.shape[-1] // 2
     swapped = torch.cat((heads[..., half:], heads[..., :half]), -1)

@@ -19,8 +19,8 @@ def padded_rows(rows: int) -> int:
     return -(-rows // TILE_ROWS) * TILE_ROWS
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows @ weight (+ bias)` tile by tile: `[whole tiles, in] x [in, out]`; `rows` must be
+def linear(rows: Tensor, weight: Tensor) -> Tensor:
+    """`rows @ weight` tile by tile: `[whole tiles, in] x [in, out]`; `rows` must be
     contiguous.
     """
     out = rows.new_empty(rows.shape[0], weight.shape[1])
@@ -29,7 +29,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     else:
         for tile, result in zip(_tiles(rows), _tiles(out), strict=True):
             torch.mm(tile, weight, out=result)
-    return out if bias is None else out.add_(bias)
+    return out
 
 
 def batched_product(left: Tensor, right: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvrs.elastic.grain import Grain
 from kvrs.engine.layers.rotary import RopeScaling
 from kvrs.engine.models.fields import Fields
 
@@ -48,6 +49,15 @@ class ModelConfig:
     mlp_bias: bool
     tied_embeddings: bool
     eos_token_ids: frozenset[int]
+
+    @property
+    def grain(self) -> Grain:
+        return Grain.of(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            intermediate=self.intermediate,
+            vocab=self.vocab,
+        )
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from kvrs.engine.kv_pool import KvStore
 from kvrs.engine.layers.attention import attend
@@ -17,17 +15,17 @@ from kvrs.engine.layers.norm import layer_norm, rms_norm
 from kvrs.engine.layers.rotary import RotaryTable, rotate
 from kvrs.engine.layers.step import BatchStep
 from kvrs.engine.layers.tiles import linear
+from kvrs.engine.layers.units import CANONICAL, ColumnUnits, Form, Mlp, RowUnits
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One matrix `[in, out]`, possibly several of a checkpoint side by side, with their biases."""
+    """One matrix `[in, out]` that is no unit: every process that needs it has a copy."""
 
     weight: Tensor
-    bias: Tensor | None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return linear(rows, self.weight, self.bias)
+        return linear(rows, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +68,21 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
+class Forms:
+    """In which form this machine computes each kind of block."""
+
+    qkv: Form = CANONICAL
+    output: Form = CANONICAL
+    mlp: Form = CANONICAL
+    head: Form = CANONICAL
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
-    qkv: Projection
-    output: Projection
-    head_norm: RmsNorm | None  # Of queries and keys, weights `[heads + kv_heads, head_dim]`.
-    heads: int
-    kv_heads: int
+    # Of each unit its query heads, then its key, then its value.
+    qkv: ColumnUnits
+    output: RowUnits
+    head_norm: RmsNorm | None  # Over a unit's queries and its key, weights `[heads + 1, head_dim]`.
     head_dim: int
 
     def __call__(
@@ -85,38 +92,26 @@ class Attention:
         tables: tuple[Tensor, Tensor] | None,
         step: BatchStep,
         pool: KvStore,
+        forms: Forms,
     ) -> Tensor:
-        turned = self.heads + self.kv_heads
-        by_head = self.qkv(rows).view(rows.shape[0], turned + self.kv_heads, self.head_dim)
-        queries_and_keys, values = by_head[:, :turned], by_head[:, turned:]
+        by_unit = self.qkv.side_by_side(rows, forms.qkv)
+        heads = by_unit.view(*by_unit.shape[:2], -1, self.head_dim)
+        queries, keys, values = self.split(heads, tables)
+        pool.write(layer, step.pages, step.slots, keys[: step.real_rows], values[: step.real_rows])
+        return self.output(attend(queries, pool, layer, step), forms.output)
+
+    def split(
+        self, heads: Tensor, tables: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `[rows, units, heads of each, head_dim]` the queries, normalised and turned, `[rows,
+        units, heads, head_dim]`, and keys and values `[rows, units, head_dim]`.
+        """
+        queries_and_keys, values = heads[:, :, :-1], heads[:, :, -1]
         if self.head_norm is not None:
             queries_and_keys = self.head_norm(queries_and_keys)
         if tables is not None:
             queries_and_keys = rotate(queries_and_keys, tables)
-        queries, keys = queries_and_keys[:, : self.heads], queries_and_keys[:, self.heads :]
-        pool.write(layer, step.pages, step.slots, keys[: step.real_rows], values[: step.real_rows])
-        return self.output(attend(queries, pool, layer, step))
-
-
-@dataclass(frozen=True, slots=True)
-class GatedMlp:
-    gate_up: Projection
-    down: Projection
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        # The gate is a slice of every row, so silu runs row by row: where its SIMD vectors end
-        # depends on the column alone.
-        gate, up = self.gate_up(rows).chunk(2, 1)
-        return self.down(silu(gate) * up)
-
-
-@dataclass(frozen=True, slots=True)
-class ReluMlp:
-    up: Projection
-    down: Projection
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(rows)))
+        return queries_and_keys[:, :, :-1], queries_and_keys[:, :, -1], values
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +119,7 @@ class Layer:
     attention_norm: Norm
     attention: Attention
     mlp_norm: Norm
-    mlp: GatedMlp | ReluMlp
+    mlp: Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +132,8 @@ class Decoder:
     norm_first: bool
     final_norm: Norm | None
     projection: Projection | None  # Back to the width of the embeddings, where they are narrower.
-    head: Projection
+    head: ColumnUnits
+    forms: Forms
 
     def forward(self, step: BatchStep, pool: KvStore) -> Tensor:
         """Write the batch's KV into the pool; return logits `[step.logits, vocab]`."""
@@ -145,15 +141,19 @@ class Decoder:
         hidden = self.embedding(step)
         tables = None if self.rotary is None else self.rotary.at(step.positions)
         for index, layer in enumerate(self.layers):
-            attention = partial(layer.attention, layer=index, tables=tables, step=step, pool=pool)
-            hidden = self._add(hidden, layer.attention_norm, attention)
-            hidden = self._add(hidden, layer.mlp_norm, layer.mlp)
-        last = hidden.index_select(0, step.logit_rows)
-        if self.final_norm is not None:
-            last = self.final_norm(last)
-        if self.projection is not None:
-            last = self.projection(last)
-        return self.head(last)[: step.logits]
+            attention = partial(
+                layer.attention, layer=index, tables=tables, step=step, pool=pool, forms=self.forms
+            )
+            hidden = self.add(hidden, layer.attention_norm, attention)
+            hidden = self.add(hidden, layer.mlp_norm, partial(layer.mlp, form=self.forms.mlp))
+        last = self.last(hidden.index_select(0, step.logit_rows))
+        return self.head.joined(last, self.forms.head)[: step.logits]
 
-    def _add(self, hidden: Tensor, norm: Norm, block: Callable[[Tensor], Tensor]) -> Tensor:
+    def last(self, hidden: Tensor) -> Tensor:
+        """What the head's units take."""
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        return hidden if self.projection is None else self.projection(hidden)
+
+    def add(self, hidden: Tensor, norm: Norm, block: Callable[[Tensor], Tensor]) -> Tensor:
         return hidden + block(norm(hidden)) if self.norm_first else norm(hidden + block(hidden))

@@ -1,25 +1,28 @@
 """From a checkpoint's tensors to the parts of a decoder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from kvrs.engine.layers.rotary import RotaryTable, inverse_frequencies
 from kvrs.engine.layers.tiles import check_tile_products
+from kvrs.engine.layers.units import ColumnUnits, Mlp, RowUnits, gated_silu
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.decoder import (
     Attention,
     Decoder,
     Embedding,
-    GatedMlp,
+    Forms,
     Layer,
     LayerNorm,
     Norm,
     Projection,
-    ReluMlp,
     RmsNorm,
 )
+from kvrs.engine.models.forms import choose_forms
 from kvrs.engine.models.weights import Weights
 
 # OPT's table of positions begins with two rows that were meant for padding.
@@ -69,17 +72,10 @@ def load_decoder(
         KvrsError: this machine's matrix library cannot compute exactly.
     """
     decoder = _DecoderLoader(config, weights, device).decoder(positions)
-    first = decoder.layers[0]
-    up = first.mlp.gate_up if isinstance(first.mlp, GatedMlp) else first.mlp.up
-    used = [first.attention.qkv, first.attention.output, up, first.mlp.down, decoder.head]
-    used += [
-        projection
-        for projection in (decoder.embedding.projection, decoder.projection)
-        if projection is not None
-    ]
-    for projection in used:
-        check_tile_products(projection.weight)
-    return decoder
+    for projection in (decoder.embedding.projection, decoder.projection):
+        if projection is not None:
+            check_tile_products(projection.weight)
+    return replace(decoder, forms=choose_forms(decoder.layers[0], decoder.head))
 
 
 class _DecoderLoader:
@@ -87,6 +83,7 @@ class _DecoderLoader:
         self._config = config
         self._weights = weights
         self._device = device
+        self._grain = config.grain
         self._names = _OPT if config.family == "opt" else _LLAMA
         # Some checkpoints of OPT were saved without their head, whose weights are the embeddings'.
         short = replace(self._names, trunk=self._names.trunk.removeprefix("model."))
@@ -97,19 +94,18 @@ class _DecoderLoader:
         config, trunk = self._config, self._names.trunk
         tokens = self._tensor(f"{trunk}.embed_tokens.weight", config.vocab, config.embedding)
         narrow = config.embedding != config.hidden
-        if config.tied_embeddings:
-            head = Projection(tokens.t(), None)
-        else:
-            head = self._projection(["lm_head"], config.embedding, [config.vocab], bias=False)
+        rows = (
+            tokens
+            if config.tied_embeddings
+            else self._tensor("lm_head.weight", config.vocab, config.embedding)
+        )
         into = (
-            self._projection([f"{trunk}.project_in"], config.embedding, [config.hidden], bias=False)
+            self._projection(f"{trunk}.project_in", config.embedding, config.hidden)
             if narrow
             else None
         )
         back = (
-            self._projection(
-                [f"{trunk}.project_out"], config.hidden, [config.embedding], bias=False
-            )
+            self._projection(f"{trunk}.project_out", config.hidden, config.embedding)
             if narrow
             else None
         )
@@ -122,7 +118,8 @@ class _DecoderLoader:
             if config.final_norm
             else None,
             projection=back,
-            head=head,
+            head=ColumnUnits.of(rows, self._grain.vocabulary),
+            forms=Forms(),
         )
 
     def _layer(self, prefix: str) -> Layer:
@@ -135,46 +132,34 @@ class _DecoderLoader:
         )
 
     def _attention(self, prefix: str) -> Attention:
-        config = self._config
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        config, width = self._config, self._config.head_dim
+        queries = _scaled(self._grain.attention, width)
+        keys = [range(at * width, (at + 1) * width) for at in range(config.kv_heads)]
+        names = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
         return Attention(
-            qkv=self._projection(
-                [f"{prefix}.self_attn.{name}_proj" for name in "qkv"],
-                config.hidden,
-                [queries, keys, keys],
-                bias=config.qkv_bias,
-            ),
-            output=self._projection(
-                [f"{prefix}.{self._names.output}"],
-                queries,
-                [config.hidden],
-                bias=config.output_bias,
+            qkv=self._column_units(names, [queries, keys, keys], bias=config.qkv_bias),
+            output=self._row_units(
+                f"{prefix}.{self._names.output}", queries, bias=config.output_bias
             ),
             head_norm=self._head_norm(f"{prefix}.self_attn") if config.head_norm else None,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            head_dim=width,
         )
 
     def _head_norm(self, prefix: str) -> RmsNorm:
         config = self._config
-        queries = self._tensor(f"{prefix}.q_norm.weight", config.head_dim).expand(config.heads, -1)
-        keys = self._tensor(f"{prefix}.k_norm.weight", config.head_dim).expand(config.kv_heads, -1)
+        heads = len(self._grain.attention[0])
+        queries = self._tensor(f"{prefix}.q_norm.weight", config.head_dim).expand(heads, -1)
+        keys = self._tensor(f"{prefix}.k_norm.weight", config.head_dim).expand(1, -1)
         return RmsNorm(torch.cat((queries, keys)), config.norm_eps)
 
-    def _mlp(self, prefix: str) -> GatedMlp | ReluMlp:
-        config = self._config
+    def _mlp(self, prefix: str) -> Mlp:
+        config, tiles = self._config, self._grain.mlp
         names = [f"{prefix}.{name}" for name in self._names.up]
-        up = self._projection(
-            names, config.hidden, [config.intermediate] * len(names), bias=config.mlp_bias
+        return Mlp(
+            self._column_units(names, [tiles] * len(names), bias=config.mlp_bias),
+            gated_silu if config.mlp == "gated silu" else torch.relu,
+            self._row_units(f"{prefix}.{self._names.down}", tiles, bias=config.mlp_bias),
         )
-        down = self._projection(
-            [f"{prefix}.{self._names.down}"],
-            config.intermediate,
-            [config.hidden],
-            bias=config.mlp_bias,
-        )
-        return GatedMlp(up, down) if config.mlp == "gated silu" else ReluMlp(up, down)
 
     def _norm(self, name: str) -> Norm:
         config = self._config
@@ -206,22 +191,53 @@ class _DecoderLoader:
         table = self._tensor(f"{self._names.trunk}.embed_positions.weight", rows, config.hidden)
         return table[_OPT_POSITIONS_OFFSET : _OPT_POSITIONS_OFFSET + positions]
 
-    def _projection(
-        self, names: list[str], inner: int, outer: list[int], *, bias: bool
-    ) -> Projection:
-        """The matrices `names` beside each other: one product instead of several, of the same fixed
-        shape every time.
-        """
+    def _projection(self, name: str, inner: int, outer: int) -> Projection:
+        return Projection(self._tensor(f"{name}.weight", outer, inner).t())
+
+    def _column_units(
+        self, names: list[str], columns: list[Sequence[range]], *, bias: bool
+    ) -> ColumnUnits:
+        """Of each unit its columns of all these matrices beside each other."""
+        sizes = [ranges[-1].stop for ranges in columns]
+        hidden = self._config.hidden
         matrices = [
-            self._tensor(f"{name}.weight", size, inner)
-            for name, size in zip(names, outer, strict=True)
+            self._tensor(f"{name}.weight", size, hidden)
+            for name, size in zip(names, sizes, strict=True)
         ]
-        biases = (
-            [self._tensor(f"{name}.bias", size) for name, size in zip(names, outer, strict=True)]
+        biases = [
+            self._tensor(f"{name}.bias", size)
+            for name, size in zip(names, sizes, strict=True)
             if bias
-            else []
+        ]
+        widths = [sum(map(len, of)) for of in zip(*columns, strict=True)]
+        bounds = pairwise(accumulate(widths, initial=0))
+        return ColumnUnits.of(
+            _by_unit(matrices, columns),
+            [range(first, last) for first, last in bounds],
+            _by_unit(biases, columns) if bias else None,
         )
-        return Projection(torch.cat(matrices).t(), torch.cat(biases) if bias else None)
+
+    def _row_units(self, name: str, columns: Sequence[range], *, bias: bool) -> RowUnits:
+        matrix = self._tensor(f"{name}.weight", self._config.hidden, columns[-1].stop)
+        return RowUnits.of(
+            [matrix[:, own.start : own.stop] for own in columns],
+            self._tensor(f"{name}.bias", self._config.hidden) if bias else None,
+        )
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
         return self._weights.take(name, shape).to(self._device)
+
+
+def _scaled(ranges: Sequence[range], factor: int) -> list[range]:
+    return [range(each.start * factor, each.stop * factor) for each in ranges]
+
+
+def _by_unit(tensors: Sequence[Tensor], columns: Sequence[Sequence[range]]) -> Tensor:
+    """Unit after unit, its rows of all tensors, one below the other."""
+    return torch.cat(
+        [
+            tensor[own.start : own.stop]
+            for of in zip(*columns, strict=True)
+            for tensor, own in zip(tensors, of, strict=True)
+        ]
+    )

@@ -1,0 +1,241 @@
+"""A model that is divided among ranks at random, all of them in one process.
+
+Each rank has copies of its own units at addresses of its own, and the cells of its own KV heads in
+pools of its own. It computes with nothing else, and what it hands over are the sums of its largest
+subtrees.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvrs.elastic.trees import Node, combine, cover, steps
+from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.layers.attention import attend
+from kvrs.engine.layers.step import BatchStep, build_step
+from kvrs.engine.layers.units import CANONICAL, TALL, ColumnUnits, RowUnits, product
+from kvrs.engine.models.decoder import Decoder
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.scheduling.sequences import Chunk
+
+_VECTOR_FLOATS = 16
+Place = tuple[str, int, int]  # Kind of a unit, its layer and its number.
+
+
+@dataclass
+class Rank:
+    heights: tuple[int, ...]
+    units: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    weights: dict[Place, Tensor] = field(default_factory=dict)
+    pools: dict[int, KvPool] = field(default_factory=dict)
+
+    def owned(self, kind: str, layer: int) -> list[int]:
+        """In an order of its own."""
+        return self.units.get((kind, layer), [])
+
+    def times(self, rows: Tensor, kind: str, layer: int, unit: int) -> Tensor:
+        return product(rows, self.weights[kind, layer, unit], self.heights)
+
+
+class Formation:
+    """The ranks of one instance. `in_order`: sums are added in the order of ranks, which is wrong,
+    to show that the comparison sees it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        geometry: KvGeometry,
+        pages: int,
+        choose: random.Random,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        self.decoder, self._geometry, self._pages = decoder, geometry, pages
+        self._choose, self._in_order = choose, in_order
+        self.ranks: list[Rank] = []
+        self.stages = 0
+        self.deal()
+
+    def deal(self) -> None:
+        """Give every unit an owner; cells that are there go where their heads go."""
+        before = self.ranks
+        count = self._choose.randint(1, 6)
+        self.stages = self._choose.randint(1, min(4, count, self._geometry.layers))
+        self.ranks = [
+            Rank(self._choose.choice((TALL, CANONICAL.heights, (64, 16)))) for _ in range(count)
+        ]
+        # Each stage has a rank, and the others are anywhere.
+        stage_of = [*range(self.stages)]
+        stage_of += [self._choose.randrange(self.stages) for _ in range(count - self.stages)]
+        inner = range(1, self._geometry.layers)
+        cuts = [0, *sorted(self._choose.sample(inner, self.stages - 1)), self._geometry.layers]
+        for stage in range(self.stages):
+            members = [rank for rank, of in zip(self.ranks, stage_of, strict=True) if of == stage]
+            for layer in range(cuts[stage], cuts[stage + 1]):
+                self._deal_layer(layer, members)
+        self._give("head", 0, self.decoder.head.weights, members)
+        for layer in range(self._geometry.layers):
+            self._move_cells(layer, before)
+
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits of all rows of a batch, `[rows, vocab]`."""
+        by_heads = {
+            pool.geometry.kv_heads: build_step(chunks, pool)
+            for rank in self.ranks
+            for pool in rank.pools.values()
+        }
+        step = next(iter(by_heads.values()))
+        for rank in self.ranks:
+            for pool in rank.pools.values():
+                pool.begin(step.begun_pages)
+        hidden = self.decoder.embedding(step)
+        tables = None if self.decoder.rotary is None else self.decoder.rotary.at(step.positions)
+        for index, layer in enumerate(self.decoder.layers):
+            attention = partial(self._attention, index, tables, by_heads)
+            hidden = self.decoder.add(hidden, layer.attention_norm, attention)
+            hidden = self.decoder.add(hidden, layer.mlp_norm, partial(self._mlp, index))
+        last = self.decoder.last(hidden)
+        parts = {
+            unit: rank.times(last, "head", 0, unit)
+            for rank in self.ranks
+            for unit in rank.owned("head", 0)
+        }
+        return torch.cat([parts[unit] for unit in sorted(parts)], 1)[: step.real_rows]
+
+    def cell(self, layer: int, head: int) -> Tensor:
+        """Of all pages, `[pages, 2, page_size_tokens, head_dim]`."""
+        (found,) = (
+            rank.pools[layer].tensor[:, 0, rank.owned("heads", layer).index(head)]
+            for rank in self.ranks
+            if head in rank.owned("heads", layer)
+        )
+        return found
+
+    def _attention(
+        self,
+        layer: int,
+        tables: tuple[Tensor, Tensor] | None,
+        by_heads: Mapping[int, BatchStep],
+        rows: Tensor,
+    ) -> Tensor:
+        block = self.decoder.layers[layer].attention
+        sums: dict[Node, Tensor] = {}
+        for rank in self.ranks:
+            owned = rank.owned("heads", layer)
+            if not owned:
+                continue
+            step, pool = by_heads[len(owned)], rank.pools[layer]
+            columns = [
+                _biased(rank.times(rows, "heads", layer, unit), block.qkv, unit) for unit in owned
+            ]
+            heads = torch.stack(columns, 1).view(rows.shape[0], len(owned), -1, block.head_dim)
+            queries, keys, values = block.split(heads, tables)
+            real = slice(step.real_rows)
+            pool.write(0, step.pages, step.slots, keys[real], values[real])
+            mixed = attend(queries, pool, 0, step).view(rows.shape[0], len(owned), -1)
+            summands = {
+                unit: rank.times(mixed[:, at], "output", layer, unit)
+                for at, unit in enumerate(owned)
+            }
+            sums |= _node_sums(summands, len(block.output.weights))
+        return self._total(sums, block.output)
+
+    def _mlp(self, layer: int, rows: Tensor) -> Tensor:
+        block = self.decoder.layers[layer].mlp
+        sums: dict[Node, Tensor] = {}
+        for rank in self.ranks:
+            summands = {}
+            for unit in rank.owned("up", layer):
+                up = _biased(rank.times(rows, "up", layer, unit), block.up, unit)
+                summands[unit] = rank.times(block.activation(up), "down", layer, unit)
+            sums |= _node_sums(summands, len(block.down.weights))
+        return self._total(sums, block.down)
+
+    def _total(self, sums: dict[Node, Tensor], block: RowUnits) -> Tensor:
+        if self._in_order:
+            first, *others = sums.values()
+            total = sum(others, start=first)
+        else:
+            arrived = self._choose.sample(list(sums.items()), len(sums))
+            total = combine(dict(arrived), len(block.weights), torch.add)
+        return total if block.bias is None else total + block.bias
+
+    def _deal_layer(self, layer: int, members: list[Rank]) -> None:
+        block = self.decoder.layers[layer]
+        owners = self._give("heads", layer, block.attention.qkv.weights, members)
+        self._give("output", layer, block.attention.output.weights, members, owners)
+        owners = self._give("up", layer, block.mlp.up.weights, members)
+        self._give("down", layer, block.mlp.down.weights, members, owners)
+
+    def _give(
+        self,
+        kind: str,
+        layer: int,
+        weights: Sequence[Tensor],
+        members: list[Rank],
+        owners: list[int] | None = None,
+    ) -> list[int]:
+        if owners is None:
+            owners = [self._choose.randrange(len(members)) for _ in weights]
+        for unit in self._choose.sample(range(len(weights)), len(weights)):
+            rank = members[owners[unit]]
+            rank.units.setdefault((kind, layer), []).append(unit)
+            rank.weights[kind, layer, unit] = self._placed(weights[unit])
+        return owners
+
+    def _placed(self, weight: Tensor) -> Tensor:
+        """A copy of `[in, out]` at some multiple of 64 bytes."""
+        offset = self._choose.randrange(64) * _VECTOR_FLOATS
+        memory = weight.new_empty(offset + weight.numel())
+        return memory[offset:].view(weight.shape[1], weight.shape[0]).copy_(weight.t()).t()
+
+    def _move_cells(self, layer: int, before: Sequence[Rank]) -> None:
+        for rank in self.ranks:
+            owned = rank.owned("heads", layer)
+            if not owned:
+                continue
+            geometry = replace_heads(self._geometry, len(owned))
+            pool = rank.pools[layer] = KvPool(geometry, self._pages, torch.device("cpu"))
+            pool.tensor[: self._pages] = torch.nan  # The worst that an earlier owner can leave.
+            for old in before:
+                for at, head in enumerate(old.owned("heads", layer)):
+                    if head in owned:
+                        pool.tensor[:, 0, owned.index(head)] = old.pools[layer].tensor[:, 0, at]
+
+
+def replace_heads(geometry: KvGeometry, kv_heads: int) -> KvGeometry:
+    """One layer of that many KV heads."""
+    return KvGeometry(
+        layers=1,
+        kv_heads=kv_heads,
+        head_dim=geometry.head_dim,
+        dtype_bytes=geometry.dtype_bytes,
+        page_size_tokens=geometry.page_size_tokens,
+    )
+
+
+def all_rows(step: BatchStep) -> BatchStep:
+    """The same batch with logits of every row."""
+    rows = torch.arange(step.token_ids.shape[0])
+    return replace(step, logit_rows=rows, logits=step.real_rows)
+
+
+def _node_sums(summands: dict[int, Tensor], units: int) -> dict[Node, Tensor]:
+    found = {}
+    for node in cover(summands, units):
+        sums: dict[int, Tensor] = {}
+        for unit, additions in steps(node, units):
+            sums[unit] = summands[unit]
+            for into, other in additions:
+                sums[into] = sums[into] + sums.pop(other)
+        (found[node],) = sums.values()
+    return found
+
+
+def _biased(columns: Tensor, units: ColumnUnits, unit: int) -> Tensor:
+    return columns + units.biases[unit] if units.biases else columns
