@@ -1,9 +1,13 @@
 """Log lines: one event, one line, its facts as key=value."""
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
+
+LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Also for the processes that a process starts.
+LEVELS = ("debug", "info", "warning", "error")
 
 # What every record has; the rest came with `extra=` and is shown.
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -28,12 +32,15 @@ def _shown(value: Any) -> str:
 
 
 def log_to_stderr(**facts: str) -> None:
-    """Log everything from INFO on; each line has these facts too."""
+    """Log everything from the environment's level on; each line has these facts too."""
     log_to(sys.stderr, **facts)
 
 
 def log_to(stream: TextIO, **facts: str) -> None:
-    """Log everything from INFO on to a stream."""
+    """Log everything from the environment's level on to a stream; without one from INFO on."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_KeyValueFormatter(facts))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    level = os.environ.get(LEVEL_ENV_NAME, "").lower()
+    logging.basicConfig(
+        level=level.upper() if level in LEVELS else logging.INFO, handlers=[handler]
+    )

@@ -1,6 +1,8 @@
 """What holds of the command line as a whole."""
 
+import io
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import kvrs
-from kvrs.cli import app
+import kvrs.cli.options as opt
+from kvrs.cli import app, config_app
 from kvrs.load.command import ReplayOptions
+from kvrs.logs import LEVEL_ENV_NAME, log_to
 from tests import certificates
 
 
@@ -45,6 +49,48 @@ def test_help_of_every_command_is_one_sentence_on_one_line() -> None:
 
         assert len(lines) == 1, command.name
         assert lines[0].endswith("."), command.name
+
+
+def test_help_of_every_command_has_an_example_that_parses() -> None:
+    """Copied from there, a command runs: its options exist."""
+    groups = {"": app, "config ": config_app}
+    for prefix, group in groups.items():
+        for command in group.registered_commands:
+            assert command.callback is not None
+            name = prefix + (command.name or command.callback.__name__)
+            shown = CliRunner().invoke(app, [*name.split(), "--help"], terminal_width=200).stdout
+            lines = [line for line in (command.epilog or "").split("\n\n") if "kvrs " in line]
+
+            assert lines, name
+            for line in lines:
+                words = line.partition("kvrs ")[2].split()
+                assert " ".join(words).startswith(name), line
+                assert all(word in shown for word in words if word.startswith("--")), line
+
+
+def test_options_of_a_replay_are_grouped() -> None:
+    """31 options in one list are not read."""
+    shown = CliRunner().invoke(app, ["replay", "--help"], terminal_width=120).stdout
+
+    assert all(title in shown for title in (opt.TRACE, opt.REQUESTS, opt.FAULTS, opt.REPORT))
+    assert "mooncake-conversation" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "level"), [(["--log-level", "debug"], "DEBUG"), ([], "INFO"), (None, "WARNING")]
+)
+def test_the_log_level_reaches_the_processes_that_are_started(
+    monkeypatch: pytest.MonkeyPatch, given: list[str] | None, level: str
+) -> None:
+    """By the environment, which may have it already."""
+    monkeypatch.setenv(LEVEL_ENV_NAME, "nonsense" if given is not None else "warning")
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.NOTSET)
+
+    assert CliRunner().invoke(app, [*(given or []), "config", "schema"]).exit_code == 0
+    log_to(io.StringIO())
+
+    assert logging.getLevelName(logging.root.level) == level
 
 
 @pytest.mark.process

@@ -4,7 +4,9 @@ Packages that a command needs are imported inside it, so that `kvrs --version` a
 fast.
 """
 
+import os
 import sys
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -12,9 +14,19 @@ import typer
 import kvrs
 from kvrs.cli import configuring, inspecting, measuring, running
 from kvrs.cli.common import console
+from kvrs.cli.examples import examples
 from kvrs.errors import KvrsError
+from kvrs.logs import LEVEL_ENV_NAME
 
 INTERRUPTED = 130  # The exit status after Ctrl-C.
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,7 +47,7 @@ for command in (
     inspecting.key,
     measuring.profile,
 ):
-    app.command()(command)
+    app.command(epilog=examples(command.__name__))(command)
 for of_files in (
     configuring.check,
     configuring.show,
@@ -43,7 +55,7 @@ for of_files in (
     configuring.init,
     configuring.schema,
 ):
-    config_app.command()(of_files)
+    config_app.command(epilog=examples(f"config {of_files.__name__}"))(of_files)
 app.add_typer(config_app, name="config")
 
 
@@ -74,5 +86,11 @@ def _options(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version"),
     ] = False,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="Of all processes that are started; also KVRS_LOG_LEVEL [info]"),
+    ] = None,
 ) -> None:
     """Options of `kvrs` itself; `--version` has ended the process before any command runs."""
+    if log_level is not None:
+        os.environ[LEVEL_ENV_NAME] = log_level.value

@@ -24,35 +24,60 @@ def replay(
     url: opt.Url,
     trace: opt.ReplayTrace = None,
     preset: opt.Preset = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many requests of a preset")] = 100,
+    requests: Annotated[
+        int, typer.Option(min=1, help="How many requests of a preset", rich_help_panel=opt.TRACE)
+    ] = 100,
     skip_bad_lines: opt.SkipBadLines = False,
     window: opt.Window = None,
     sample: opt.Sample = None,
-    time_scale: Annotated[float, typer.Option(help="0.1: ten times as fast")] = 1.0,
+    time_scale: Annotated[
+        float, typer.Option(help="0.1: ten times as fast", rich_help_panel=opt.TRACE)
+    ] = 1.0,
     rate: opt.Rate = None,
     jitter: opt.Jitter = 0.0,
     length_scale: opt.LengthScale = 1.0,
-    max_input: Annotated[int | None, typer.Option(min=1, help="Longer prompts are cut")] = None,
-    max_output: Annotated[int | None, typer.Option(min=1, help="Longer outputs are cut")] = None,
-    write_trace: Annotated[Path | None, typer.Option(help="File for the shaped trace")] = None,
+    max_input: Annotated[
+        int | None, typer.Option(min=1, help="Longer prompts are cut", rich_help_panel=opt.TRACE)
+    ] = None,
+    max_output: Annotated[
+        int | None, typer.Option(min=1, help="Longer outputs are cut", rich_help_panel=opt.TRACE)
+    ] = None,
+    write_trace: Annotated[
+        Path | None, typer.Option(help="File for the shaped trace", rich_help_panel=opt.TRACE)
+    ] = None,
     api: opt.Endpoint = Api.COMPLETIONS,
     model: opt.ReplayModel = None,
     plain: opt.Plain = False,
     text_prompts: opt.TextPrompts = False,
-    vocab_size: Annotated[int, typer.Option(min=16, help="Prompt ids are below it")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: greedy")] = 0.0,
+    vocab_size: Annotated[
+        int, typer.Option(min=16, help="Prompt ids are below it", rich_help_panel=opt.REQUESTS)
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="0: greedy", rich_help_panel=opt.REQUESTS)
+    ] = 0.0,
     seed: opt.ReplaySeed = 0,
-    timeout_s: Annotated[float, typer.Option(help="Time limit of a stream")] = 300.0,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; means get 95 % intervals")] = 1,
+    timeout_s: Annotated[
+        float, typer.Option(help="Time limit of a stream", rich_help_panel=opt.REQUESTS)
+    ] = 300.0,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Runs; means get 95 % intervals", rich_help_panel=opt.FAULTS)
+    ] = 1,
     oracle: opt.Oracle = False,
     fault: opt.ReplayFault = None,
-    admin_url: Annotated[str | None, typer.Option(help="The proxy's admin port")] = None,
+    admin_url: Annotated[
+        str | None, typer.Option(help="The proxy's admin port", rich_help_panel=opt.FAULTS)
+    ] = None,
     config: opt.ReplayConfig = None,
     secret_file: opt.SecretFile = None,
-    slo_ttft: Annotated[float, typer.Option(help="Seconds; counts for goodput")] = 2.0,
-    slo_tpot: Annotated[float, typer.Option(help="Seconds; counts for goodput")] = 0.2,
+    slo_ttft: Annotated[
+        float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=opt.REPORT)
+    ] = 2.0,
+    slo_tpot: Annotated[
+        float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=opt.REPORT)
+    ] = 0.2,
     slo_tbt: opt.SloTbt = None,
     out: opt.Out = Path("out/replay"),
+    json: opt.Json = False,
 ) -> None:
     """Replay a trace against an OpenAI endpoint, inject faults if asked to, and write a report."""
     given = locals()
@@ -62,7 +87,7 @@ def replay(
     from kvrs.report.metrics import Slo
     from kvrs.tls import load_certificates
 
-    security = SecuritySettings() if config is None else load_config(config).security
+    security = SecuritySettings() if config is None else load_config(config, os.environ).security
     if secret_file is not None:
         security = security.model_copy(update={"secret_file": secret_file})
     secret = None
@@ -113,7 +138,7 @@ def profile(
     out: opt.ProfileOut,
     model: opt.Model = None,
     label: opt.Label = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Annotated[opt.Device, typer.Option(help="Where it computes")] = opt.Device.CPU,
     longest_tokens: opt.LongestTokens = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Largest decode batch")] = 16,
     max_batch_tokens: opt.MaxBatchTokens = 256,

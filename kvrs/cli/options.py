@@ -1,5 +1,6 @@
 """Options of the commands that take more than a line: type, bounds and help text."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,20 @@ import typer
 
 from kvrs.config.proxy import MOST_WORKERS
 from kvrs.explain.decision import CheckpointAt
+from kvrs.traces.presets import PRESETS
 from kvrs.traces.records import Api
+
+# Groups of the options of `kvrs replay`.
+TRACE = "The trace, and what is done to it"
+REQUESTS = "The requests"
+FAULTS = "Faults, and the comparison with a run without them"
+REPORT = "The report"
+
+
+class Device(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
 
 ConfigFile = Annotated[
     Path, typer.Option("--config", help="YAML file; `kvrs config init` writes a first one")
@@ -23,7 +37,12 @@ DemoTrace = Annotated[
     ),
 ]
 SkipBadLines = Annotated[
-    bool, typer.Option("--skip-bad-lines", help="Count a trace's bad lines, go on without them")
+    bool,
+    typer.Option(
+        "--skip-bad-lines",
+        help="Count a trace's bad lines, go on without them",
+        rich_help_panel=TRACE,
+    ),
 ]
 DemoFault = Annotated[
     Path | None,
@@ -32,7 +51,9 @@ DemoFault = Annotated[
 DemoSeed = Annotated[
     int, typer.Option(min=0, help="Seed of the model, the trace and the choice of victims")
 ]
-Out = Annotated[Path, typer.Option(help="Directory of report.json and report.html")]
+Out = Annotated[
+    Path, typer.Option(help="Directory of report.json and report.html", rich_help_panel=REPORT)
+]
 DemoConfig = Annotated[
     Path | None, typer.Option(help="YAML file; without it, the cluster of the demo")
 ]
@@ -60,40 +81,91 @@ Workers = Annotated[
 Url = Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http://127.0.0.1:8000")]
 ReplayTrace = Annotated[
     Path | None,
-    typer.Option(help="Mooncake JSONL, Azure CSV or BurstGPT CSV, told apart by content"),
+    typer.Option(
+        help="Mooncake JSONL, Azure CSV or BurstGPT CSV, told apart by content",
+        rich_help_panel=TRACE,
+    ),
 ]
-Preset = Annotated[str | None, typer.Option(help="Or a generated trace with published statistics")]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"Or a generated trace: {', '.join(PRESETS)}", rich_help_panel=TRACE),
+]
 Window = Annotated[
-    str | None, typer.Option(metavar="A:B", help="Requests number A up to but without B")
+    str | None,
+    typer.Option(
+        metavar="A:B", help="Requests number A up to but without B", rich_help_panel=TRACE
+    ),
 ]
-Sample = Annotated[int | None, typer.Option(min=1, help="A random sample of so many requests")]
-Rate = Annotated[float | None, typer.Option(help="Requests per second, in place of a time scale")]
-Jitter = Annotated[float, typer.Option(help="Seconds; Mooncake's times come in batches of 3 s")]
+Sample = Annotated[
+    int | None,
+    typer.Option(min=1, help="A random sample of so many requests", rich_help_panel=TRACE),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(help="Requests per second, in place of a time scale", rich_help_panel=TRACE),
+]
+Jitter = Annotated[
+    float,
+    typer.Option(help="Seconds; Mooncake's times come in batches of 3 s", rich_help_panel=TRACE),
+]
 LengthScale = Annotated[
-    float, typer.Option(help="Blocks shrink alike, so that shared prefixes stay shared")
+    float,
+    typer.Option(
+        help="Blocks shrink alike, so that shared prefixes stay shared", rich_help_panel=TRACE
+    ),
 ]
-Endpoint = Annotated[Api, typer.Option(help="Endpoint that the requests are sent to")]
+Endpoint = Annotated[
+    Api, typer.Option(help="Endpoint that the requests are sent to", rich_help_panel=REQUESTS)
+]
 ReplayModel = Annotated[
-    str | None, typer.Option(help="Model name; default: the only model of the server")
+    str | None,
+    typer.Option(
+        help="Model name; default: the only model of the server", rich_help_panel=REQUESTS
+    ),
 ]
-Plain = Annotated[bool, typer.Option("--plain", help="Without return_token_ids and ignore_eos")]
-TextPrompts = Annotated[bool, typer.Option("--text-prompts", help="Words instead of token ids")]
+Plain = Annotated[
+    bool,
+    typer.Option(
+        "--plain", help="Without return_token_ids and ignore_eos", rich_help_panel=REQUESTS
+    ),
+]
+TextPrompts = Annotated[
+    bool,
+    typer.Option("--text-prompts", help="Words instead of token ids", rich_help_panel=REQUESTS),
+]
 ReplaySeed = Annotated[
-    int, typer.Option(min=0, help="Seed of prompts, sample, jitter and random victims")
+    int,
+    typer.Option(
+        min=0, help="Seed of prompts, sample, jitter and random victims", rich_help_panel=REQUESTS
+    ),
 ]
 Oracle = Annotated[
-    bool, typer.Option("--oracle", help="Repeat without faults and compare token by token")
+    bool,
+    typer.Option(
+        "--oracle", help="Repeat without faults and compare token by token", rich_help_panel=FAULTS
+    ),
 ]
-ReplayFault = Annotated[Path | None, typer.Option(help="YAML list of faults; needs --admin-url")]
+ReplayFault = Annotated[
+    Path | None, typer.Option(help="YAML list of faults; needs --admin-url", rich_help_panel=FAULTS)
+]
 ReplayConfig = Annotated[
     Path | None,
-    typer.Option(help="The cluster's configuration: secret, token and certificates for faults"),
+    typer.Option(
+        help="The cluster's configuration: secret, token and certificates for faults",
+        rich_help_panel=FAULTS,
+    ),
 ]
 SecretFile = Annotated[
     str | None,
-    typer.Option(help="Secret of the cluster; default: --config, or KVRS_SECRET"),
+    typer.Option(
+        help="Secret of the cluster; default: --config, or KVRS_SECRET",
+        rich_help_panel=FAULTS,
+    ),
 ]
-SloTbt = Annotated[float | None, typer.Option(help="Seconds; longest time between two tokens")]
+SloTbt = Annotated[
+    float | None,
+    typer.Option(help="Seconds; longest time between two tokens", rich_help_panel=REPORT),
+]
 SimulateTrace = Annotated[
     Path | None,
     typer.Option(help="Mooncake JSONL, Azure CSV or BurstGPT CSV; without it, generated"),

@@ -2,8 +2,12 @@
 clean run, and write the report.
 """
 
+import asyncio
+import json
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -14,10 +18,11 @@ from rich.console import Console
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
 from kvrs.faults.language import Fault, load_faults
 from kvrs.load.admin import AdminPort
+from kvrs.load.fitting import fitted, served_tokens, too_long
 from kvrs.load.open_loop import Dialect
 from kvrs.load.passes import FaultInjector, Run, Target, run_pass
 from kvrs.load.progress import LiveView
-from kvrs.report.measures import combine_reports
+from kvrs.report.measures import combine_reports, outline
 from kvrs.report.metrics import Slo
 from kvrs.report.output import claim_directory
 from kvrs.report.report import Report, build_report, write_report
@@ -38,7 +43,7 @@ from kvrs.traces.mooncake import (
     write_mooncake,
 )
 from kvrs.traces.presets import PRESETS
-from kvrs.traces.records import ReplayRequest
+from kvrs.traces.records import Api, ReplayRequest
 
 # Every model has so many tokens; the first few are often special.
 SMALLEST_VOCAB_SIZE = 512
@@ -84,6 +89,7 @@ class ReplayOptions:
     admin_token: bytes | None = None
     tls: Certificates | None = None
     slo: Slo = Slo()  # noqa: RUF009 - frozen
+    json: bool = False  # The outline of the report on stdout, and what people read on stderr.
 
 
 # Checks beforehand whether faults can be carried out; see `kvrs.cluster.fault_injection`.
@@ -113,12 +119,21 @@ def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Chec
         AdminError, FaultError: the state cannot be read, or a fault cannot be carried out.
     """
     faults = _faults(options)
-    console = Console()
-    requests = load_requests(options, console)
+    console = Console(stderr=options.json)
+    _check(options)
     claim_directory(options.out)
-    reports = uvloop.run(_run_all(options, requests, faults, inject_faults, check, console))
-    report = combine_reports(reports)
-    _write(report, reports, options.out, console)
+    served = uvloop.run(served_tokens(options.url, options.dialect))
+    requests = load_requests(options, console, served)
+    reports, interrupted = uvloop.run(
+        _run_all(options, requests, faults, inject_faults, check, console)
+    )
+    if reports:
+        report = combine_reports(reports)
+        _write(report, reports, options.out, console)
+        if options.json:
+            print(json.dumps(outline(report), indent=2))
+    if interrupted:
+        raise KeyboardInterrupt
     return not report["reasons"] and not report["faults_never_due"]
 
 
@@ -135,8 +150,11 @@ def _faults(options: ReplayOptions) -> list[Fault]:
     return load_faults(options.fault)
 
 
-def load_requests(options: ReplayOptions, console: Console | None = None) -> list[ReplayRequest]:
-    """The trace as it will be sent; the number of skipped bad lines is printed on the console.
+def load_requests(
+    options: ReplayOptions, console: Console | None = None, served: int | None = None
+) -> list[ReplayRequest]:
+    """The trace as it will be sent. What was skipped, or done to a preset without any options of
+    length for a server that takes `served` tokens, is printed on the console.
 
     Raises:
         ConfigError, TraceError: options or the file are wrong.
@@ -165,6 +183,7 @@ def load_requests(options: ReplayOptions, console: Console | None = None) -> lis
         _keep_trace(trace, options.write_trace)
     trace = scale_lengths(trace, options.length_scale) if options.length_scale != 1 else trace
     trace = clip(trace, options.max_input or _LARGEST_LENGTH, options.max_output or _LARGEST_LENGTH)
+    trace = _for_server(trace, options, served, console)
     requests = replay_requests(trace, options.vocab_size, options.seed, options.first_token)
     if options.temperature:
         return [
@@ -172,6 +191,28 @@ def load_requests(options: ReplayOptions, console: Console | None = None) -> lis
             for i, r in enumerate(requests)
         ]
     return requests
+
+
+def _for_server(
+    trace: Trace, options: ReplayOptions, served: int | None, console: Console | None
+) -> Trace:
+    dialect = options.dialect
+    in_words = dialect.text_prompts or dialect.api is Api.CHAT
+    if served is None or in_words or not (long := too_long(trace, served)):
+        return trace
+    as_it_is = (
+        options.length_scale == 1 and options.max_input is None and options.max_output is None
+    )
+    if options.preset is not None and as_it_is:
+        trace, words = fitted(trace, served)
+    else:
+        words = (
+            f"{long} of {len(trace.requests)} requests are longer than the {served} tokens that "
+            f"the server takes: --length-scale, --max-input and --max-output make them shorter"
+        )
+    if console is not None:
+        console.print(f"  {words}", style="yellow", markup=False, soft_wrap=True)
+    return trace
 
 
 def _keep_trace(trace: Trace, path: Path) -> None:
@@ -238,9 +279,13 @@ async def _run_all(
     inject_faults: FaultInjector,
     check: Check,
     console: Console,
-) -> list[Report]:
-    """One report per repeat."""
+) -> tuple[list[Report], bool]:
+    """One report per repeat, and whether Ctrl-C ended the run. What ran before it is kept: the
+    repeats that are whole, or else the part of the first.
+    """
+    stop = asyncio.Event()
     async with AsyncExitStack() as stack:
+        stack.enter_context(_on_interrupt(stop))
         port = None
         if options.admin_url is not None:
             port = await stack.enter_async_context(
@@ -248,21 +293,50 @@ async def _run_all(
             )
             await check(faults, port)
         target = Target(options.url, options.dialect, options.timeout_s, port, inject_faults)
-        reports = []
+        reports: list[Report] = []
         for number in range(options.repeat):
             label = f" {number + 1}/{options.repeat}" if options.repeat > 1 else ""
             # Each repeat has its own random victims; the requests are the same.
             run = await _pass(
-                target, requests, faults, options.seed + number, console, f"replay{label}"
+                target, requests, faults, options.seed + number, console, f"replay{label}", stop
             )
             clean = None
-            if options.oracle:
+            if options.oracle and not run.interrupted:
                 await _all_up(port)
-                clean = await _pass(target, requests, [], options.seed, console, f"oracle{label}")
+                clean = await _pass(
+                    target, requests, [], options.seed, console, f"oracle{label}", stop
+                )
+            if stop.is_set():
+                part = _report(options, run, None, _part(run, requests))
+                return reports or ([part] if run.records else []), True
             reports.append(_report(options, run, clean))
             if number + 1 < options.repeat:
                 await _all_up(port)
-        return reports
+        return reports, False
+
+
+def _part(run: Run, requests: list[ReplayRequest]) -> str:
+    ended = f"{len(run.records)} of {len(requests)} streams had ended"
+    return ended if run.interrupted else f"{ended}, the oracle had not"
+
+
+@contextmanager
+def _on_interrupt(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C sets `stop`, the second one ends the process."""
+    loop = asyncio.get_running_loop()
+
+    def first() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # No signal can be handled here.
+        return
+    loop.add_signal_handler(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 async def _pass(
@@ -272,9 +346,10 @@ async def _pass(
     seed: int,
     console: Console,
     title: str,
+    stop: asyncio.Event,
 ) -> Run:
     with LiveView(console, title, len(requests)) as view:
-        return await run_pass(target, requests, faults, seed, view.show)
+        return await run_pass(target, requests, faults, seed, view.show, stop)
 
 
 async def _all_up(port: AdminPort | None) -> None:
@@ -283,7 +358,9 @@ async def _all_up(port: AdminPort | None) -> None:
         await port.wait_all_up(_BACK_UP_S, _LOOK_AGAIN_S)
 
 
-def _report(options: ReplayOptions, run: Run, clean: Run | None) -> Report:
+def _report(
+    options: ReplayOptions, run: Run, clean: Run | None, interrupted: str | None = None
+) -> Report:
     caches = "empty" if run.cold else "as they were found"
     settings = {
         "url": options.url,
@@ -302,6 +379,7 @@ def _report(options: ReplayOptions, run: Run, clean: Run | None) -> Report:
         "seed": options.seed,
         "fault": options.fault.name if options.fault else None,
         "caches_at_the_start": caches,
+        "interrupted": interrupted,
     }
     records = None if clean is None else clean.records
     never_due = [fault.label for fault in run.never_due]

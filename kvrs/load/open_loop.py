@@ -95,6 +95,7 @@ async def replay(
     timeout_s: float = 300.0,
     progress: Progress | None = None,
     bodies: Sequence[bytes] | None = None,
+    ended: list[StreamRecord] | None = None,
 ) -> list[StreamRecord]:
     """Send all requests to `url`/v1/completions, or its chat, and wait until each has ended,
     complete or not.
@@ -105,7 +106,7 @@ async def replay(
         for callers that act on the same clock; default: now. timeout_s: after this long a stream is
         given up with an error of kind `timeout`. progress: to be kept current, for callers that
         look at it themselves. bodies: of the requests, from `encode`, for callers whose clock runs
-        already.
+        already. ended: gets each record as its stream ends, for callers that cancel the rest.
     """
     dialect = dialect or Dialect()
     # Before the clock runs: it must not delay what is due.
@@ -114,6 +115,7 @@ async def replay(
     if start_s is None:
         start_s = time.monotonic()
     run = _Run(url, dialect, on_progress, progress or Progress(len(requests)), start_s)
+    run.records = [] if ended is None else ended
     # A connection of its own for each stream: an error is then the server's doing, never that of a
     # stale connection.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -179,6 +181,7 @@ class _Run:
         self._on_progress = on_progress
         self._progress = progress
         self._start_s = start_s
+        self.records: list[StreamRecord] = []  # Of streams that have ended.
 
     async def stream(
         self, session: aiohttp.ClientSession, index: int, request: ReplayRequest, body: bytes
@@ -210,6 +213,7 @@ class _Run:
             self._progress.gap_s.append(
                 max(later - earlier for earlier, later in pairwise(times_s))
             )
+        self.records.append(record)
         self._report()
         return record
 

@@ -23,6 +23,7 @@ class Run:
     never_due: list[Fault] = field(default_factory=list)  # Whose conditions were never met.
     cold: bool = False  # It began with empty prefix caches.
     proxy: dict[str, Any] = field(default_factory=dict)  # The proxy's row in its state.
+    interrupted: bool = False  # The records are those of the streams that had ended by then.
 
     @property
     def faults_left(self) -> int:
@@ -62,9 +63,10 @@ async def run_pass(
     faults: list[Fault],
     seed: int,
     on_progress: Callable[[Progress], None] | None = None,
+    stop: asyncio.Event | None = None,
 ) -> Run:
     """Replay the requests, on empty caches where possible, and carry the faults out when they are
-    due.
+    due. Once `stop` is set the rest is given up.
 
     Raises:
         AdminError, and whatever the injector raises: the load is given up then.
@@ -75,6 +77,7 @@ async def run_pass(
     progress, dialect = Progress(len(requests)), target.dialect or Dialect()
     bodies = encode(requests, dialect)
     start_s, start_wall_s = time.monotonic(), time.time()
+    ended: list[StreamRecord] = []
     load = asyncio.create_task(
         replay(
             target.url,
@@ -85,22 +88,38 @@ async def run_pass(
             timeout_s=target.timeout_s,
             progress=progress,
             bodies=bodies,
+            ended=ended,
         )
     )
-    if faults:
-        assert target.port is not None
-        assert target.inject_faults is not None
-        schedule = FaultSchedule(faults, seed, Random)
-        injection = Injection(target.port, schedule, start_s, lambda: progress.sent, run.faults)
-        run.records = await _beside(load, target.inject_faults(injection))
-        run.never_due = list(schedule.pending)
-    else:
-        run.records = await load
+    stopping = asyncio.create_task(_stop(load, stop))
+    try:
+        if faults:
+            assert target.port is not None
+            assert target.inject_faults is not None
+            schedule = FaultSchedule(faults, seed, Random)
+            injection = Injection(target.port, schedule, start_s, lambda: progress.sent, run.faults)
+            run.records = await _beside(load, target.inject_faults(injection))
+            run.never_due = list(schedule.pending)
+        else:
+            run.records = await load
+    except asyncio.CancelledError:
+        if stop is None or not stop.is_set():
+            raise
+        run.records = sorted(ended, key=lambda record: record.index)
+        run.interrupted = True
+    finally:
+        stopping.cancel()
     if target.port is not None:
         state = await target.port.state()
         run.recoveries = _recoveries(state, run.records, start_wall_s)
         run.proxy = next(iter(state.get("proxies", ())), {})
     return run
+
+
+async def _stop(load: asyncio.Task[list[StreamRecord]], stop: asyncio.Event | None) -> None:
+    if stop is not None:
+        await stop.wait()
+        load.cancel()
 
 
 async def _beside(

@@ -112,8 +112,12 @@ def error_lines(report: Report) -> list[str]:
 
 
 def never_due_lines(report: Report) -> list[str]:
-    """Warnings, since a run without its faults must not look like one that survived them."""
-    return [f"A fault never came due: {label}" for label in report["faults_never_due"]]
+    """Warnings, since a run without its faults must not look like one that survived them, nor the
+    part of a run like the whole.
+    """
+    lines = [f"A fault never came due: {label}" for label in report["faults_never_due"]]
+    part = report["settings"].get("interrupted")
+    return [f"Interrupted: {part}", *lines] if part else lines
 
 
 def milliseconds(seconds: float | None) -> str:

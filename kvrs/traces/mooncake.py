@@ -1,8 +1,10 @@
 """Traces in Mooncake form: when requests arrive, how long they are, and which blocks of their
 prompts are equal.
 
-A prompt is a row of blocks of 512 tokens, each named by a hash id: equal ids are equal tokens. All
-functions here that make requests shorter, fewer or faster keep that sharing.
+A prompt is a row of blocks, each named by a hash id: equal ids are equal tokens. Mooncake's blocks
+have 512 tokens; other traces of this form have other blocks (Bailian's 16), which are told by the
+number of ids of their prompts. All functions here that make requests shorter, fewer or faster keep
+that sharing.
 """
 
 import hashlib
@@ -19,6 +21,8 @@ from kvrs.errors import TraceError
 from kvrs.traces.records import ReplayRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
+# Mooncake's first: it is the one that a trace has if nothing tells it from another.
+BLOCK_TOKENS = (512, 16, 32, 64, 128, 256)
 LENGTH_MAX = 1 << 24
 _TIMESTAMP_MAX_MS = 1e12
 
@@ -57,6 +61,14 @@ class _Line(msgspec.Struct):
     input_length: _Length
     output_length: _Length
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
+    chat_id: int | None = None  # Of Bailian's traces, whose times are seconds.
+
+    @property
+    def arrival_s(self) -> float:
+        return self.timestamp / 1000 if self.chat_id is None else self.timestamp
+
+    def fits(self, block_tokens: int) -> bool:
+        return len(self.hash_ids) == -(-self.input_length // block_tokens)
 
 
 _DECODER = msgspec.json.Decoder(_Line)
@@ -73,47 +85,57 @@ def load_mooncake(path: Path, skip_bad_lines: bool = False) -> Trace:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from None
-    requests, skipped = [], 0
+    found: list[tuple[int, _Line]] = []
+    faults: list[tuple[int, str]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            requests.append(_parse_line(line))
+            found.append((number, _parse_line(line)))
         except ValueError as error:
-            if not skip_bad_lines:
-                raise TraceError(f"{path}:{number}: {error}") from None
-            skipped += 1
+            faults.append((number, str(error)))
+    block_tokens = max(BLOCK_TOKENS, key=lambda size: sum(line.fits(size) for _, line in found))
+    faults += [
+        (number, _misfit(line, block_tokens))
+        for number, line in found
+        if not line.fits(block_tokens)
+    ]
+    if faults and not skip_bad_lines:
+        number, reason = min(faults)
+        raise TraceError(f"{path}:{number}: {reason}")
+    requests = [
+        TraceRequest(line.arrival_s, line.input_length, line.output_length, tuple(line.hash_ids))
+        for _, line in found
+        if line.fits(block_tokens)
+    ]
     if not requests:
-        raise TraceError(f"{path}: no request in the file ({skipped} bad lines skipped)")
-    return Trace(_by_arrival(requests), skipped)
+        raise TraceError(f"{path}: no request in the file ({len(faults)} bad lines skipped)")
+    return Trace(_by_arrival(requests), len(faults), block_tokens)
 
 
-def _parse_line(line: bytes) -> TraceRequest:
-    """One request; ValueError with the reason where the line is bad."""
+def _parse_line(line: bytes) -> _Line:
+    """One line; ValueError with the reason where it is bad."""
     try:
-        fields = _DECODER.decode(line)
+        return _DECODER.decode(line)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `$.")
         raise ValueError(f"{where.rstrip('`')}: {reason}" if where else reason) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from None
-    blocks = -(-fields.input_length // MOONCAKE_BLOCK_TOKENS)
-    if len(fields.hash_ids) != blocks:
-        raise ValueError(
-            f"hash_ids: got {len(fields.hash_ids)}; input_length {fields.input_length} "
-            f"needs {blocks}, "
-            f"one per block of {MOONCAKE_BLOCK_TOKENS} tokens"
-        )
-    return TraceRequest(
-        fields.timestamp / 1000, fields.input_length, fields.output_length, tuple(fields.hash_ids)
+
+
+def _misfit(line: _Line, block_tokens: int) -> str:
+    return (
+        f"hash_ids: got {len(line.hash_ids)}; input_length {line.input_length} needs "
+        f"{-(-line.input_length // block_tokens)}, one per block of {block_tokens} tokens"
     )
 
 
 def write_mooncake(trace: Trace, path: Path) -> None:
-    """Write a trace of 512-token blocks as Mooncake JSONL; times are rounded to milliseconds, as
-    the format has them.
+    """Write a trace as Mooncake JSONL; times are rounded to milliseconds, as the format has
+    them.
     """
-    assert trace.block_tokens == MOONCAKE_BLOCK_TOKENS, "a scaled trace has no Mooncake form"
+    assert trace.block_tokens in BLOCK_TOKENS, "a scaled trace has no Mooncake form"
     lines = (
         msgspec.json.encode(
             {

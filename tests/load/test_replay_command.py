@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,10 +47,16 @@ class Server:
         self.says_ids = True
         self.spoiled: set[int] = set()  # Requests, counted from the first, that get a wrong token.
         self.seen = 0
+        self.busy = False
+        self.max_model_len: int | None = None
+        self.longest = 0  # Tokens of prompt and output of one request.
         self.recoveries: list[dict[str, Any]] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if self.busy:
+            return web.json_response({"error": {"message": "come back later"}}, status=503)
+        self.longest = max(self.longest, len(body.get("prompt") or ()) + body["max_tokens"])
         prompt = json.dumps(body.get("prompt") or body.get("messages"))
         number, self.seen = self.seen, self.seen + 1
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -67,6 +76,12 @@ class Server:
             )
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def models(self, request: web.Request) -> web.Response:
+        model: dict[str, Any] = {"id": "m", "object": "model"}
+        if self.max_model_len is not None:
+            model["max_model_len"] = self.max_model_len
+        return web.json_response({"object": "list", "data": [model]})
 
     async def state(self, request: web.Request) -> web.Response:
         up = {
@@ -88,6 +103,7 @@ def serving(server: Server) -> Iterator[str]:
     app.router.add_post("/v1/completions", server.complete)
     app.router.add_post("/v1/chat/completions", server.complete)
     app.router.add_get("/kvrs/v1/state", server.state)
+    app.router.add_get("/v1/models", server.models)
     runner = web.AppRunner(app, shutdown_timeout=1)
     loop.run_until_complete(runner.setup())
     loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
@@ -404,12 +420,15 @@ def test_skipped_lines_of_a_trace_are_counted_aloud(
 
 def test_errors_are_listed_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Counts by kind with the first message of each, in the terminal and in the page."""
-    assert not run_replay(small("http://127.0.0.1:9", tmp_path, oracle=False), no_faults, no_check)
+    server = Server()
+    server.busy = True
+    with serving(server) as url:
+        assert not run_replay(small(url, tmp_path, oracle=False), no_faults, no_check)
 
-    assert "connect: 12 streams, first number 0: Cannot connect to host 127.0.0.1:9" in " ".join(
+    assert "http: 12 streams, first number 0: come back later" in " ".join(
         capsys.readouterr().out.split()
     )
-    assert "Cannot connect to host 127.0.0.1:9" in (tmp_path / "report.html").read_text()
+    assert "come back later" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -442,3 +461,106 @@ def test_what_is_no_report_of_this_version_is_not_compared(
         compare_reports([tmp_path, tmp_path])
     with pytest.raises(ReportError, match="at least two"):
         compare_reports([tmp_path])
+
+
+def test_a_server_that_does_not_answer_is_named_before_the_schedule_runs(tmp_path: Path) -> None:
+    """Not one failed stream per request."""
+    with pytest.raises(ConfigError, match=r"--url: got 'http://127\.0\.0\.1:9', .*; allowed: a s"):
+        run_replay(small("http://127.0.0.1:9", tmp_path), no_faults, no_check)
+
+
+def test_a_preset_is_scaled_to_what_the_server_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first replay needs no options of length; what was done is said."""
+    server = Server()
+    server.max_model_len = 256
+    options = small("", tmp_path, oracle=False, length_scale=1.0, max_output=None, vocab_size=4096)
+    with serving(server) as url:
+        assert run_replay(replace(options, url=url), no_faults, no_check)
+
+    assert 64 < server.longest <= 256
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the server takes 256 tokens, 12 of 12 requests are longer: blocks of 512" in shown
+    assert re.search(
+        r"blocks of 512 tokens became \d+, \d+ of \d+ blocks of prompts were cut", shown
+    )
+
+
+def test_lengths_that_were_chosen_are_kept_and_questioned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a file, or with any option of length, nothing is changed unasked."""
+    server = Server()
+    server.max_model_len = 32
+    with serving(server) as url:
+        assert run_replay(small(url, tmp_path, oracle=False), no_faults, no_check)
+
+    assert server.longest > 32
+    assert "requests are longer than the 32 tokens that the server takes" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def interrupted(options: ReplayOptions, server: Server, ended: int) -> None:
+    """A replay that gets SIGINT once the server has had so many requests."""
+
+    def watch() -> None:
+        while server.seen < ended:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=watch)
+    with serving(server) as url:
+        watcher.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_replay(replace(options, url=url), no_faults, no_check)
+        watcher.join()
+
+
+def test_ctrl_c_keeps_the_part_that_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Report and table are those of the streams that had ended, and say so."""
+    server = Server()
+
+    interrupted(small("", tmp_path, rate=20.0), server, 6)
+
+    report = report_of(tmp_path)
+    assert 0 < report["streams"] < 12
+    assert report["completed"] == report["streams"]
+    assert report["exact"] is None
+    said = f"{report['streams']} of 12 streams had ended"
+    assert report["settings"]["interrupted"] == said
+    assert f"Interrupted: {said}" in capsys.readouterr().out
+    assert said in (tmp_path / "report.html").read_text()
+
+
+def test_ctrl_c_in_the_oracle_keeps_the_run(tmp_path: Path) -> None:
+    """The run is whole, and compared with nothing."""
+    interrupted(small("", tmp_path, rate=40.0), Server(), 15)
+
+    report = report_of(tmp_path)
+    assert (report["streams"], report["completed"], report["exact"]) == (12, 12, None)
+    assert report["settings"]["interrupted"] == "12 of 12 streams had ended, the oracle had not"
+
+
+def test_ctrl_c_keeps_the_repeats_that_are_whole(tmp_path: Path) -> None:
+    """A part of a repeat is not averaged with whole ones."""
+    interrupted(small("", tmp_path, rate=40.0, repeat=3, oracle=False), Server(), 28)
+
+    report = report_of(tmp_path)
+    assert len(report["repeats"]) == 2
+    assert report["streams"] == 24
+
+
+def test_json_is_the_outline_of_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone on stdout; tables and progress are on stderr."""
+    with serving(Server()) as url:
+        assert run_replay(small(url, tmp_path, json=True), no_faults, no_check)
+
+    found = json.loads(capsys.readouterr().out)
+    assert (found["streams"], found["exact"]) == (12, True)
+    assert "per_stream" not in found

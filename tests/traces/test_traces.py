@@ -1,5 +1,6 @@
 """Reading, cutting and scaling traces, and the tokens made from them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -276,3 +277,34 @@ def test_replay_requests_carry_arrival_prompt_and_length() -> None:
         request.temperature,
     ) == (2.0, 5, 9, 0.0)
     assert min(request.prompt_ids) >= 10
+
+
+def bailian(tokens: int, ids: int, at_s: float) -> str:
+    line = {"chat_id": 1, "parent_chat_id": -1, "timestamp": at_s, "input_length": tokens}
+    return json.dumps(line | {"output_length": 3, "turn": 1, "hash_ids": list(range(ids))})
+
+
+def test_other_block_sizes_are_told_by_the_number_of_ids(tmp_path: Path) -> None:
+    """Bailian's blocks have 16 tokens, and its times are seconds."""
+    trace = load_mooncake(written(tmp_path, bailian(16, 1, 0.0), bailian(521, 33, 61.114)))
+
+    assert trace.block_tokens == 16
+    assert [request.arrival_s for request in trace.requests] == [0.0, 61.114]
+    assert len(prompt_token_ids(trace.requests[1], 16, 512, seed=0)) == 521
+
+
+def test_a_line_of_another_block_size_is_bad(tmp_path: Path) -> None:
+    """The size of most lines counts."""
+    lines = (bailian(521, 33, 0.0), bailian(521, 33, 1.0), bailian(521, 2, 2.0))
+
+    with pytest.raises(TraceError, match=r":3: hash_ids: got 2; input_length 521 needs 33, one"):
+        load_mooncake(written(tmp_path, *lines))
+    assert load_mooncake(written(tmp_path, *lines), skip_bad_lines=True).skipped == 1
+
+
+def test_a_trace_of_other_blocks_is_written_and_read_again(tmp_path: Path) -> None:
+    """`--write-trace` keeps them."""
+    trace = load_mooncake(written(tmp_path, bailian(521, 33, 0.0), bailian(700, 44, 1.0)))
+    write_mooncake(trace, tmp_path / "again.jsonl")
+
+    assert load_mooncake(tmp_path / "again.jsonl") == trace

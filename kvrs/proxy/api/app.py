@@ -398,7 +398,10 @@ class ClientApi:
         return _json(msgspec.json.encode(self._described(model)))
 
     def _described(self, model: str) -> dict[str, Any]:
-        return {"id": model, "object": "model", "created": self._created, "owned_by": "kvrs"}
+        found = {"id": model, "object": "model", "created": self._created, "owned_by": "kvrs"}
+        # As vLLM has it: clients fit their requests to it.
+        most = self._driver.control.instances.max_model_len
+        return found if most is None else found | {"max_model_len": most}
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")

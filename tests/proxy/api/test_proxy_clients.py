@@ -178,7 +178,9 @@ async def test_only_the_served_model_is_accepted(build: ProxyClusterBuilder) -> 
     async with openai.AsyncOpenAI(
         base_url=f"{system.url}/v1", api_key="none", max_retries=0
     ) as client:
-        assert (await client.models.retrieve("scripted")).id == "scripted"
+        model = await client.models.retrieve("scripted")
+        assert model.id == "scripted"
+        assert model.model_extra == {"max_model_len": 4096}
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("org/another")
         with pytest.raises(openai.NotFoundError) as refusal:

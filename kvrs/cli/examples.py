@@ -1,0 +1,32 @@
+"""Examples below the help of each command."""
+
+_EXAMPLES = {
+    "demo": ["kvrs demo --policy rom --requests 100"],
+    "up": ["kvrs up --nodes 3", "kvrs up --config kvrs.yaml --proxies 2"],
+    "proxy": ["KVRS_SECRET=... kvrs proxy --config vllm.yaml"],
+    "agent": ["KVRS_SECRET=... kvrs agent --config kvrs.yaml --node n0"],
+    "replay": [
+        "kvrs replay --url http://127.0.0.1:8000 --preset mooncake-conversation",
+        "kvrs replay --url http://127.0.0.1:8000 --trace conversation_trace.jsonl --window 0:500 "
+        "--rate 10 --oracle",
+    ],
+    "simulate": ["kvrs simulate --config kvrs.yaml --deaths 3 --seeds 20"],
+    "report": ["kvrs report out/auto out/recompute"],
+    "explain": [
+        "kvrs explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 --bandwidth 25Gbit/s",
+        "kvrs explain --log events.jsonl",
+    ],
+    "key": ["kvrs key team-a"],
+    "profile": ["kvrs profile --out table.json --model /models/Llama-3.2-1B"],
+    "config check": ["kvrs config check kvrs.yaml"],
+    "config show": ["KVRS_PROXY__PORT=8080 kvrs config show kvrs.yaml"],
+    "config diff": ["kvrs config diff kvrs.yaml new.yaml"],
+    "config init": ["kvrs config init vllm.yaml --for vllm"],
+    "config schema": ["kvrs config schema > kvrs.schema.json"],
+}
+
+
+def examples(command: str) -> str | None:
+    """Those of a command, a paragraph each; None: it has none."""
+    lines = _EXAMPLES.get(command)
+    return None if lines is None else "\n\n".join(["Examples:", *lines])
