@@ -24,57 +24,33 @@ def replay(
     url: opt.Url,
     trace: opt.ReplayTrace = None,
     preset: opt.Preset = None,
-    requests: Annotated[
-        int, typer.Option(min=1, help="How many requests of a preset", rich_help_panel=opt.TRACE)
-    ] = 100,
+    requests: opt.Requests = 100,
     skip_bad_lines: opt.SkipBadLines = False,
     window: opt.Window = None,
     sample: opt.Sample = None,
-    time_scale: Annotated[
-        float, typer.Option(help="0.1: ten times as fast", rich_help_panel=opt.TRACE)
-    ] = 1.0,
+    time_scale: opt.TimeScale = 1.0,
     rate: opt.Rate = None,
     jitter: opt.Jitter = 0.0,
     length_scale: opt.LengthScale = 1.0,
-    max_input: Annotated[
-        int | None, typer.Option(min=1, help="Longer prompts are cut", rich_help_panel=opt.TRACE)
-    ] = None,
-    max_output: Annotated[
-        int | None, typer.Option(min=1, help="Longer outputs are cut", rich_help_panel=opt.TRACE)
-    ] = None,
-    write_trace: Annotated[
-        Path | None, typer.Option(help="File for the shaped trace", rich_help_panel=opt.TRACE)
-    ] = None,
+    max_input: opt.MaxInput = None,
+    max_output: opt.MaxOutput = None,
+    write_trace: opt.WriteTrace = None,
     api: opt.Endpoint = Api.COMPLETIONS,
     model: opt.ReplayModel = None,
     plain: opt.Plain = False,
     text_prompts: opt.TextPrompts = False,
-    vocab_size: Annotated[
-        int, typer.Option(min=16, help="Prompt ids are below it", rich_help_panel=opt.REQUESTS)
-    ] = 512,
-    temperature: Annotated[
-        float, typer.Option(min=0, max=2, help="0: greedy", rich_help_panel=opt.REQUESTS)
-    ] = 0.0,
+    vocab_size: opt.VocabSize = 512,
+    temperature: opt.Temperature = 0.0,
     seed: opt.ReplaySeed = 0,
-    timeout_s: Annotated[
-        float, typer.Option(help="Time limit of a stream", rich_help_panel=opt.REQUESTS)
-    ] = 300.0,
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Runs; means get 95 % intervals", rich_help_panel=opt.FAULTS)
-    ] = 1,
+    timeout_s: opt.TimeoutS = 300.0,
+    repeat: opt.Repeat = 1,
     oracle: opt.Oracle = False,
     fault: opt.ReplayFault = None,
-    admin_url: Annotated[
-        str | None, typer.Option(help="The proxy's admin port", rich_help_panel=opt.FAULTS)
-    ] = None,
+    admin_url: opt.AdminUrl = None,
     config: opt.ReplayConfig = None,
     secret_file: opt.SecretFile = None,
-    slo_ttft: Annotated[
-        float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=opt.REPORT)
-    ] = 2.0,
-    slo_tpot: Annotated[
-        float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=opt.REPORT)
-    ] = 0.2,
+    slo_ttft: opt.SloTtft = 2.0,
+    slo_tpot: opt.SloTpot = 0.2,
     slo_tbt: opt.SloTbt = None,
     out: opt.Out = Path("out/replay"),
     json: opt.Json = False,

@@ -162,6 +162,34 @@ SecretFile = Annotated[
         rich_help_panel=FAULTS,
     ),
 ]
+Requests = Annotated[
+    int, typer.Option(min=1, help="How many requests of a preset", rich_help_panel=TRACE)
+]
+TimeScale = Annotated[float, typer.Option(help="0.1: ten times as fast", rich_help_panel=TRACE)]
+MaxInput = Annotated[
+    int | None, typer.Option(min=1, help="Longer prompts are cut", rich_help_panel=TRACE)
+]
+MaxOutput = Annotated[
+    int | None, typer.Option(min=1, help="Longer outputs are cut", rich_help_panel=TRACE)
+]
+WriteTrace = Annotated[
+    Path | None, typer.Option(help="File for the shaped trace", rich_help_panel=TRACE)
+]
+VocabSize = Annotated[
+    int, typer.Option(min=16, help="Prompt ids are below it", rich_help_panel=REQUESTS)
+]
+Temperature = Annotated[
+    float, typer.Option(min=0, max=2, help="0: greedy", rich_help_panel=REQUESTS)
+]
+TimeoutS = Annotated[float, typer.Option(help="Time limit of a stream", rich_help_panel=REQUESTS)]
+Repeat = Annotated[
+    int, typer.Option(min=1, help="Runs; means get 95 % intervals", rich_help_panel=FAULTS)
+]
+AdminUrl = Annotated[
+    str | None, typer.Option(help="The proxy's admin port", rich_help_panel=FAULTS)
+]
+SloTtft = Annotated[float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=REPORT)]
+SloTpot = Annotated[float, typer.Option(help="Seconds; counts for goodput", rich_help_panel=REPORT)]
 SloTbt = Annotated[
     float | None,
     typer.Option(help="Seconds; longest time between two tokens", rich_help_panel=REPORT),
