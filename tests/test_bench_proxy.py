@@ -5,11 +5,21 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from experiments.bench_proxy import table
-from experiments.bench_proxy.engines import Engines, Load, Programs, compile_programs, run_load
+from experiments.bench_proxy import proxies, table
+from experiments.bench_proxy.engines import (
+    PAIR,
+    VLLM_PAIR,
+    Engines,
+    Instance,
+    Load,
+    Programs,
+    compile_programs,
+    run_load,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
@@ -72,6 +82,25 @@ def test_a_burst_is_counted_token_by_token(programs: Programs) -> None:
 
     assert (result["whole"], result["broken"]) == (3, 0), result["fault"]
     assert result["window_tokens"] == 3 * 255
+
+
+@pytest.mark.parametrize("instances", [PAIR, VLLM_PAIR], ids=["embedded", "vllm"])
+def test_a_proxy_takes_the_mocks_for_engines(
+    programs: Programs, instances: tuple[Instance, ...], tmp_path: Path
+) -> None:
+    """It proves its identity to them, hands off between them, and needs no second attempt."""
+    with (
+        Engines(programs, instances) as engines,
+        proxies.kvrs()(proxies.Bench(engines, tmp_path, tmp_path, None)) as running,
+    ):
+        options = {"streams": 4, "tokens": 20, "rate": 100_000, "warm_ms": 100, "window_ms": 400}
+        result = run_load(programs, running.port, options, running.pids)
+        retried = engines.order("calls")["calls"]
+
+    assert result["broken"] == 0, result["fault"]
+    assert result["whole"] == result["started"] > 4
+    assert retried == 0
+    assert result["processes"][0]["cpu_s"] > 0
 
 
 def test_a_killed_instance_breaks_its_streams(programs: Programs) -> None:

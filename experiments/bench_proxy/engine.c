@@ -4,8 +4,8 @@
  *
  * INSTANCES is a file with three lines per instance:
  *
- *     instance ID PORT KEY KEY_ID     the key of its door in hexadecimal, "-" without one;
- *                                     port 0 is any free one, and "later" waits for "listen ID"
+ *     instance ID PORT KEY KEY_ID     the key of its door in hexadecimal; "-": it is a vLLM, without
+ *                                     one; port 0 is any free one, "later" waits for "listen ID"
  *     info JSON                       answer of GET /kvrs/v1/instance
  *     load JSON                       answer of GET /kvrs/v1/load
  *
@@ -30,6 +30,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -97,6 +98,17 @@ static char *reserve(struct buffer *b, size_t more)
 static void put(struct buffer *b, const char *s, size_t n)
 {
     memcpy(reserve(b, n), s, n);
+    b->size += n;
+}
+
+__attribute__((format(printf, 2, 3))) static void print(struct buffer *b, const char *form, ...)
+{
+    va_list list;
+    va_start(list, form);
+    int n = vsnprintf(reserve(b, 512), 512, form, list);
+    va_end(list);
+    if (n < 0 || n >= 512)
+        abort();
     b->size += n;
 }
 
@@ -286,9 +298,38 @@ static int token_id(int sequence)
     return (int)((uint32_t)sequence * 2654435761u >> 8) % 50000 + 3;
 }
 
+/* As the embedded engine writes it, or a vLLM, which names the prompt's ids in the first one. */
+static void put_event(struct buffer *b, struct connection *c, int count, bool is_last)
+{
+    bool is_vllm = !c->instance->has_key;
+    print(b, "data: {\"id\":\"%s\",%s\"created\":%lld,\"model\":\"bench\",\"choices\":[{%s", c->name,
+          is_vllm ? "\"object\":\"text_completion\"," : "", (long long)created,
+          is_vllm ? "\"index\":0," : "");
+    print(b, "\"text\":\"k%d+%d.%lld;\",%s\"logprobs\":null,\"finish_reason\":%s,\"stop_reason\":null",
+          c->sequence, count, (long long)now_ns(), is_vllm ? "" : "\"index\":0,",
+          is_last ? "\"length\"" : "null");
+    if (c->gives_ids && is_vllm) {
+        print(b, ",\"prompt_token_ids\":");
+        if (c->answer.size)
+            put(b, c->answer.at, c->answer.size);
+        else
+            print(b, "null");
+        drop(&c->answer);
+    }
+    if (c->gives_ids) {
+        print(b, ",\"token_ids\":[%d", token_id(c->sequence));
+        for (int i = 1; i < count; i++)
+            print(b, ",%d", token_id(c->sequence + i));
+        print(b, "]");
+    }
+    print(b, is_vllm ? "}]}\n\n" : "}],\"object\":\"text_completion\"}\n\n");
+    if (is_last)
+        print(b, "data: [DONE]\n\n");
+}
+
 static bool write_tokens(struct connection *c)
 {
-    static char event[512 + 8 * IDS_PER_EVENT];
+    static struct buffer event;
     int count = c->sequence == 0 && c->burst > 1 ? c->burst : 1;
     if (!c->begun) {
         static const char head[] = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -300,23 +341,9 @@ static bool write_tokens(struct connection *c)
         int some = count < IDS_PER_EVENT ? count : IDS_PER_EVENT;
         if (some > c->tokens - c->sequence)
             some = c->tokens - c->sequence;
-        bool last = c->sequence + some == c->tokens;
-        int n = sprintf(event,
-                        "data: {\"id\":\"%s\",\"created\":%lld,\"model\":\"bench\",\"choices\":"
-                        "[{\"text\":\"k%d+%d.%lld;\",\"index\":0,\"logprobs\":null,"
-                        "\"finish_reason\":%s,\"stop_reason\":null",
-                        c->name, (long long)created, c->sequence, some, (long long)now_ns(),
-                        last ? "\"length\"" : "null");
-        if (c->gives_ids) {
-            n += sprintf(event + n, ",\"token_ids\":[");
-            for (int i = 0; i < some; i++)
-                n += sprintf(event + n, i ? ",%d" : "%d", token_id(c->sequence + i));
-            event[n++] = ']';
-        }
-        n += sprintf(event + n, "}],\"object\":\"text_completion\"}\n\n");
-        if (last)
-            n += sprintf(event + n, "data: [DONE]\n\n");
-        put_chunk(c, event, n);
+        event.size = 0;
+        put_event(&event, c, some, c->sequence + some == c->tokens);
+        put_chunk(c, event.at, event.size);
         c->sequence += some;
         count -= some;
     }
@@ -446,18 +473,45 @@ static void note_recovery(struct connection *c, const char *body)
     recovered_ns[recovered_count++] = now_ns();
 }
 
+/* The answer of a prefill instance. */
+static void put_whole(struct buffer *b, struct connection *c, const struct buffer *ids, int count)
+{
+    bool is_vllm = !c->instance->has_key;
+    print(b, "{\"id\":\"%s\",\"created\":%lld,\"model\":\"bench\",\"choices\":[{\"text\":\" k\",",
+          c->name, (long long)created);
+    print(b, "\"index\":0,\"logprobs\":null,\"finish_reason\":\"length\",\"stop_reason\":null,"
+             "\"prompt_token_ids\":");
+    put(b, ids->at, ids->size);
+    print(b, ",\"token_ids\":[%d]}],\"object\":\"text_completion\",\"usage\":{\"prompt_tokens\":%d,"
+             "\"completion_tokens\":1,\"total_tokens\":%d},",
+          token_id(0), count, count + 1);
+    print(b, "\"kv_transfer_params\":{\"do_remote_decode\":false,\"do_remote_prefill\":true,"
+             "\"remote_engine_id\":\"%s\",\"remote_host\":\"127.0.0.1\",\"remote_port\":1,"
+             "\"remote_request_id\":\"%s\",\"remote_block_ids\":[%s",
+          c->instance->id, c->name + 5, is_vllm ? "[" : "");
+    /* Blocks of 16 tokens, the last one partial; or tags of the full pages. */
+    for (int i = 0; i < (is_vllm ? (count + 15) / 16 : count / 16); i++) {
+        print(b, i ? "," : "");
+        if (is_vllm)
+            print(b, "%d", i + 1);
+        else
+            print(b, "\"%016x%016x\"", c->cmpl, i);
+    }
+    print(b, is_vllm ? "]],\"tp_size\":1}}" : "]}}");
+}
+
 static bool complete(struct connection *c, const char *body)
 {
-    const char *user = value_of(body, "\"user\"");
+    const char *user = value_of(body, "\"user\""), *kvrs = value_of(body, "\"kvrs\"");
     long rate = 20000, burst = 1, prefill_us = 0;
+    struct buffer ids = {0};
     if (user && *user == '"')
         sscanf(user + 1, "%ld,%ld,%ld", &rate, &burst, &prefill_us);
     name_stream(c, body);
     note_recovery(c, body);
     c->begun = false;
-    struct buffer ids = {0};
+    c->answer.size = 0;
     int history = put_prompt_ids(&ids, body);
-    const char *kvrs = value_of(body, "\"kvrs\"");
     if (is_true(body, "\"stream\"")) {
         long prompt = kvrs ? number_of(kvrs, "\"prompt_tokens\"", 0) : 0;
         c->kind = STREAM;
@@ -466,36 +520,11 @@ static bool complete(struct connection *c, const char *body)
         c->burst = (int)burst;
         c->gives_ids = is_true(body, "\"return_token_ids\"");
         c->interval_ns = rate > 0 ? 1000000000000 / rate : 0;
+        if (!c->instance->has_key)
+            put(&c->answer, ids.at, ids.size);
     } else {
-        struct buffer *b = &c->answer;
-        b->size = 0;
         c->kind = WHOLE;
-        char *at = reserve(b, 2048);
-        b->size += sprintf(at,
-                           "{\"id\":\"%s\",\"created\":%lld,\"model\":\"bench\",\"choices\":"
-                           "[{\"text\":\" k\",\"index\":0,\"logprobs\":null,"
-                           "\"finish_reason\":\"length\",\"stop_reason\":null,"
-                           "\"prompt_token_ids\":",
-                           c->name, (long long)created);
-        put(b, ids.at, ids.size);
-        at = reserve(b, 2048);
-        b->size += sprintf(at,
-                           ",\"token_ids\":[%d]}],\"object\":\"text_completion\",\"usage\":{"
-                           "\"prompt_tokens\":%d,\"completion_tokens\":1,\"total_tokens\":%d},"
-                           "\"kv_transfer_params\":{\"do_remote_decode\":false,"
-                           "\"do_remote_prefill\":true,\"remote_engine_id\":\"%s\","
-                           "\"remote_block_ids\":[",
-                           token_id(0), history, history + 1, c->instance->id);
-        for (int i = 0; i < history / 16; i++) { /* Tags of full pages, 16 bytes each. */
-            at = reserve(b, 64);
-            b->size += sprintf(at, "%s\"%016llx%016llx\"", i ? "," : "",
-                               (unsigned long long)c->cmpl, (unsigned long long)i);
-        }
-        at = reserve(b, 256);
-        b->size += sprintf(at,
-                           "],\"remote_host\":\"127.0.0.1\",\"remote_port\":1,"
-                           "\"remote_request_id\":\"%s\"}}",
-                           c->name + 5);
+        put_whole(&c->answer, c, &ids, history);
     }
     drop(&ids);
     schedule(c, now_ns() + prefill_us * 1000);
@@ -513,10 +542,31 @@ static bool watch(struct connection *c, enum kind kind, const char *query, const
     return write_report(c);
 }
 
+/* Those of a vLLM that a proxy reads. */
+static bool answer_metrics(struct connection *c)
+{
+    struct buffer b = {0};
+    int running = 0;
+    for (struct connection *each = connections; each; each = each->next)
+        running += each->instance == c->instance && each->kind == STREAM;
+    print(&b, "# started\nprocess_start_time_seconds %lld.0\n", (long long)created);
+    print(&b, "vllm:num_requests_running{engine=\"0\"} %d.0\n", running);
+    print(&b, "vllm:num_requests_waiting{engine=\"0\"} 0.0\nvllm:kv_cache_usage_perc 0.1\n");
+    print(&b, "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"1000000\","
+              "enable_prefix_caching=\"True\"} 1.0\n");
+    print(&b, "vllm:request_prefill_time_seconds_sum 1.0\n"
+              "vllm:request_prefill_time_seconds_count 1000.0\n"
+              "vllm:nixl_num_failed_transfers_total 0.0\nvllm:nixl_bytes_transferred_sum 0.0\n");
+    bool is_open = answer_json(c, b.at, b.size);
+    drop(&b);
+    return is_open;
+}
+
 static bool serve(struct connection *c, const char *method, const char *path, const char *body)
 {
     static const char models[] = "{\"object\":\"list\",\"data\":[{\"id\":\"bench\",\"object\":"
-                                 "\"model\",\"owned_by\":\"bench\",\"max_model_len\":131072}]}";
+                                 "\"model\",\"owned_by\":\"bench\",\"root\":\"bench\",\"parent\":null,"
+                                 "\"max_model_len\":131072}]}";
     struct instance *i = c->instance;
     const char *query;
     if (!strcmp(method, "POST") && !strncmp(path, "/v1/completions", 15))
@@ -532,7 +582,11 @@ static bool serve(struct connection *c, const char *method, const char *path, co
         return answer_json(c, "{\"unknown\":[]}", 14);
     if (!strncmp(path, "/v1/models", 10))
         return answer_json(c, models, sizeof models - 1);
-    if (!strncmp(path, "/health", 7) || !strncmp(path, "/metrics", 8))
+    if (!strncmp(path, "/version", 8))
+        return answer_json(c, "{\"version\":\"0.32.0\"}", 20);
+    if (!strncmp(path, "/metrics", 8))
+        return answer_metrics(c);
+    if (!strncmp(path, "/health", 7))
         return answer_status(c, "200 OK");
     return answer_status(c, "404 Not Found");
 }

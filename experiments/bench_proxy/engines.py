@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,6 +37,7 @@ class Instance:
     node: str
     listens: bool = True  # Else from the order `listen` on.
     queued: int = 0  # What it reports: more streams than it can run at a time.
+    is_vllm: bool = False  # Else it speaks the instance protocol.
 
     def lines(self) -> str:
         """Its part of the engine's file."""
@@ -65,14 +66,16 @@ class Instance:
             fetched_pages=0,
         )
         port = "0" if self.listens else "later"
+        keys = "- -" if self.is_vllm else f"{key.key.hex()} {key.id.hex()}"
         return (
-            f"instance {self.id} {port} {key.key.hex()} {key.id.hex()}\n"
+            f"instance {self.id} {port} {keys}\n"
             f"info {msgspec.json.encode(info).decode()}\n"
             f"load {msgspec.json.encode(load).decode()}\n"
         )
 
 
 PAIR = (Instance("p0", Role.PREFILL, "n0"), Instance("d0", Role.DECODE, "n1"))
+VLLM_PAIR = tuple(replace(each, is_vllm=True) for each in PAIR)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,15 @@ http {{
 }}
 """
 
+# Of the model of the vLLMs, for the size of its KV.
+_MODEL_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 32,
+    "torch_dtype": "bfloat16",
+}
+
 
 class MissingError(BenchError):
     """A peer is not here; the message says why."""
@@ -245,7 +254,7 @@ def kvrs(tree: Path = HERE, *, mirrored: bool = False, **settings: Any) -> Start
                         if m != n
                     ]
                 config = bench.directory / f"{tree.name}-{ids[n]}.yaml"
-                config.write_text(json.dumps({"proxy": proxy, "cluster": _cluster(bench.engines)}))
+                config.write_text(json.dumps({"proxy": proxy, **_cluster(bench)}))
                 running = stack.enter_context(
                     _started(
                         bench,
@@ -265,7 +274,9 @@ def kvrs(tree: Path = HERE, *, mirrored: bool = False, **settings: Any) -> Start
     return start
 
 
-def _cluster(engines: Engines) -> dict[str, Any]:
+def _cluster(bench: Bench) -> dict[str, Any]:
+    """Sections of the configuration."""
+    engines = bench.engines
     nodes: dict[str, list[dict[str, Any]]] = {}
     for page_port, instance in enumerate(engines.instances, 1):
         row = {
@@ -275,7 +286,16 @@ def _cluster(engines: Engines) -> dict[str, Any]:
             "page_port": page_port,
         }
         nodes.setdefault(instance.node, []).append(row)
-    return {"nodes": [{"id": node, "instances": rows} for node, rows in nodes.items()]}
+    cluster: dict[str, Any] = {
+        "nodes": [{"id": node, "instances": rows} for node, rows in nodes.items()]
+    }
+    if not engines.instances[0].is_vllm:
+        return {"cluster": cluster}
+    model = bench.directory / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(_MODEL_CONFIG))
+    cluster |= {"backend": "vllm", "model": str(model)}
+    return {"cluster": cluster, "profiles": {"prefill": "opt-13b-a100-distserve-tp1"}}
 
 
 def state(running: Running) -> Any:

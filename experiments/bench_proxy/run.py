@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments.bench_proxy import proxies, table
-from experiments.bench_proxy.engines import BenchError, compile_programs
+from experiments.bench_proxy.engines import VLLM_PAIR, BenchError, compile_programs
 from experiments.bench_proxy.proxies import HERE, MissingError, Start
 from experiments.bench_proxy.special import SPECIAL, SkippedError, Special
 from experiments.bench_proxy.steady import STEADY, Cores, Row, Setting, Steady, measure
@@ -36,7 +36,10 @@ PEERS: dict[str, Start] = {
     "vllm-router P/D": proxies.router(disaggregated=True),
 }
 QUICK = ("no proxy", "nginx", "vllm-router P/D")
-_KVRS = "kvrs"
+_KVRS, _VLLM = "kvrs", "kvrs, vLLM"
+# No bar names these: the first round has them.
+ONCE = ("aiohttp relay", "vllm-router", _VLLM)
+SUBJECTS = (*PEERS, _KVRS, _VLLM)
 
 
 def main() -> int:
@@ -70,7 +73,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short round of few proxies")
     parser.add_argument("--rounds", type=int, help=f"of all subjects; default {ROUNDS}")
     parser.add_argument("--only", help=f"scenarios, of {','.join(SCENARIOS)}")
-    parser.add_argument("--subjects", help=f"of {_KVRS},{','.join(PEERS)}; default all")
+    parser.add_argument("--subjects", help=f"of {';'.join(SUBJECTS)}; default all")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvrs-bench"
     parser.add_argument("--peers", type=Path, default=cache, help="where peers are installed")
@@ -78,14 +81,24 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    for given, allowed in ((arguments.only, SCENARIOS), (arguments.subjects, (_KVRS, *PEERS))):
-        unknown = set(given.split(",") if given else ()) - set(allowed)
-        if unknown:
-            parser.error(f"got {','.join(sorted(unknown))}; allowed: {','.join(allowed)}")
+    arguments.only = _chosen(parser, arguments.only, ",", SCENARIOS)
+    arguments.subjects = _chosen(parser, arguments.subjects, ";", SUBJECTS)
     for tree in arguments.tree:
         if not (tree / "kvrs/proxy").is_dir():
             parser.error(f"--tree: got {tree}; allowed: a checkout of kvrs")
     return arguments
+
+
+def _chosen(
+    parser: argparse.ArgumentParser, given: str | None, separator: str, allowed: Sequence[str]
+) -> list[str] | None:
+    """The names; None: none was given."""
+    if given is None:
+        return None
+    names = given.split(separator)
+    if unknown := [name for name in names if name not in allowed]:
+        parser.error(f"got {separator.join(unknown)}; allowed: {separator.join(allowed)}")
+    return names
 
 
 @contextlib.contextmanager
@@ -123,6 +136,7 @@ class Bench:
     rounds: int
     peers: dict[str, Start]
     trees: dict[str, Path]  # Of kvrs.
+    with_vllm: bool
     steadies: Sequence[Steady]
     specials: Sequence[Special]
     rows: list[Row] = field(default_factory=list)
@@ -130,15 +144,16 @@ class Bench:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Bench":
-        names = arguments.only.split(",") if arguments.only else SCENARIOS
-        default = [*(QUICK if arguments.quick else PEERS), _KVRS]
-        wanted = arguments.subjects.split(",") if arguments.subjects else default
+        names = arguments.only or SCENARIOS
+        default = (*QUICK, _KVRS) if arguments.quick else SUBJECTS
+        wanted = arguments.subjects or default
         trees = {_KVRS: HERE} if _KVRS in wanted else {}
         trees |= {f"{_KVRS} of {path.name}": path for path in map(Path.resolve, arguments.tree)}
         return cls(
             arguments.rounds or (1 if arguments.quick else ROUNDS),
             {name: start for name, start in PEERS.items() if name in wanted},
             trees,
+            _VLLM in wanted,
             [each for each in STEADY if each.name in names],
             [each for each in SPECIAL if each.name in names],
         )
@@ -171,7 +186,14 @@ class Bench:
         steady = [
             Step(name, None, partial(measure, setting, start, name, self.steadies))
             for name, start in starts.items()
-            if self.steadies
+        ]
+        if self.with_vllm:
+            on_vllm = partial(
+                measure, setting, proxies.kvrs(), _VLLM, self.steadies, instances=VLLM_PAIR
+            )
+            steady.append(Step(_VLLM, None, on_vllm))
+        steady = [
+            each for each in steady if self.steadies and (number == 0 or each.name not in ONCE)
         ]
         shift = number * 2 % max(1, len(steady))
         special = [

@@ -161,11 +161,11 @@ def workers(setting: Setting, tree: Path, number: int) -> Row:
         raise SkippedError("it has no setting proxy.workers")
     options = {
         "streams": 256,
-        "tokens": 200,
+        "tokens": 150,
         "rate": 100_000,
         "spread_ms": 800,
-        "warm_ms": 1500,
-        "window_ms": 1500 if setting.quick else 4000,
+        "warm_ms": 1200,
+        "window_ms": 1500 if setting.quick else 3000,
         "limit_ms": 60_000,
     }
     results: dict[int, Row] = {}
@@ -195,7 +195,7 @@ def death(setting: Setting, tree: Path, number: int) -> Row:
     """All streams are on d0; d1 comes up, and d0 is killed."""
     options = {
         "streams": _VICTIMS,
-        "tokens": 120,
+        "tokens": 80,
         "rate": 20_000,
         "restart": 0,
         "spread_ms": 500,
@@ -210,7 +210,7 @@ def death(setting: Setting, tree: Path, number: int) -> Row:
             engines.order("listen d1")
             _until(partial(_is_up, running, "d1"), "d1 did not come up")
             killed = engines.order("kill d0")
-            time.sleep(1.5)
+            time.sleep(1.0)
             calls = engines.order("calls")
             result = load.result()
     since_ns = killed["begun_ns"]

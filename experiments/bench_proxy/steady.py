@@ -48,7 +48,7 @@ class Steady:
     name: str
     title: str
     options: dict[str, int] = field(hash=False)
-    window_ms: int = 4000
+    window_ms: int
 
     def of_length(self, quick: bool) -> dict[str, int]:
         window_ms = self.window_ms // 3 if quick else self.window_ms
@@ -59,30 +59,37 @@ IDLE = Steady(
     "idle",
     "one stream of 4 tokens at a time",
     {"streams": 1, "tokens": 4, "rate": 1_000_000, "pause_us": 2000, "warm_ms": 500},
-    window_ms=3000,
+    window_ms=2500,
 )
 S200 = Steady(
     "s200",
     "200 streams x 20 tokens/s, 60 tokens each",
     {"streams": 200, "tokens": 60, "rate": 20_000, "spread_ms": 800, "warm_ms": 1500},
-    window_ms=6000,
+    window_ms=5000,
 )
 S256 = Steady(
     "s256",
-    "256 streams x 200 tokens/s, 400 tokens each",
-    {"streams": 256, "tokens": 400, "rate": 200_000, "spread_ms": 800, "warm_ms": 1500},
+    "256 streams x 200 tokens/s, 300 tokens each",
+    {"streams": 256, "tokens": 300, "rate": 200_000, "spread_ms": 800, "warm_ms": 1500},
+    window_ms=3000,
 )
 STEADY = (IDLE, S200, S256)
 
 
-def measure(setting: Setting, start: Start, subject: str, steadies: Sequence[Steady]) -> list[Row]:
+def measure(
+    setting: Setting,
+    start: Start,
+    subject: str,
+    steadies: Sequence[Steady],
+    instances: Sequence[Instance] = PAIR,
+) -> list[Row]:
     """One proxy under each of the loads, as one process of it.
 
     Raises:
         MissingError: the proxy is not here.
     """
     with ExitStack() as stack:
-        engines = stack.enter_context(setting.engines())
+        engines = stack.enter_context(setting.engines(instances))
         running = stack.enter_context(start(setting.bench(engines)))
         rows: list[Row] = []
         for steady in steadies:

@@ -50,7 +50,7 @@ def judged(rows: Sequence[Row]) -> list[Row]:
     """Each bar for each kvrs."""
     medians, found = Medians(rows), []
     for subject in _subjects(rows):
-        for bar in BARS if subject.startswith("kvrs") else ():
+        for bar in BARS if _is_judged(subject) else ():
             value, verdict = bar.judged(medians, subject)
             found.append(
                 {
@@ -63,6 +63,11 @@ def judged(rows: Sequence[Row]) -> list[Row]:
                 }
             )
     return found
+
+
+def _is_judged(subject: str) -> bool:
+    """Bars are of the main path: kvrs in front of its own engine."""
+    return subject == "kvrs" or subject.startswith("kvrs of ")
 
 
 def _subjects(rows: Sequence[Row]) -> list[str]:
