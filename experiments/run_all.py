@@ -209,6 +209,7 @@ ALL = (
     _plain("fuzz", 8),
     _plain("placement_spread", 1),
     _plain("simulated_deaths", 5),
+    _plain("placement_spread", 1),
     *_kinds(
         "distserve_kill_series",
         5,
