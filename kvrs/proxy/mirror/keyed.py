@@ -98,7 +98,7 @@ class KeyedStream:
         journal.marks = []
         for event, mark in zip(events, marks, strict=True):
             self._record_event(event, mark)
-        self._publish_state()
+        self.mark_dirty()
         if self._gone is not None:
             raise ClientGoneError(self._gone)
 
@@ -112,20 +112,19 @@ class KeyedStream:
         self._recorded_ids = max(self._recorded_ids, reached)
         self._book.add(record, StreamEvent(mark, pack_ids(ids), event))
 
-    def _publish_state(self) -> None:
-        """Update the state in the record, and schedule an update of the mirror."""
-        journal, record = self.journal, self.record
+    def note_state(self) -> None:
+        """Bring the state in the record up to date, before it goes anywhere."""
+        journal, before = self.journal, self.record.state
         locations = tuple(KvLocation(each.holder, each.epoch, each.pages) for each in self._kept())
-        record.state = msgspec.structs.replace(
-            record.state,
+        self.record.state = msgspec.structs.replace(
+            before,
             finish_reason=journal.finish_reason,
             stop_reason=journal.stop_reason,
             text_sent=journal.text_sent,
             usage_sent=journal.usage_sent,
             inexact=journal.inexact,
-            kv_locations=locations or record.state.kv_locations,
+            kv_locations=locations or before.kv_locations,
         )
-        self.mark_dirty()
 
     def mark_dirty(self) -> None:
         self.outbox.dirty = self.outbox.mirror is not None
@@ -142,8 +141,7 @@ class KeyedStream:
         """
         for event in missing:
             self._record_event(event, self.journal.seq)
-        self.record.state = msgspec.structs.replace(self.record.state, complete=True)
-        self._publish_state()
+        self._set_state(complete=True)
         while self._cursor < len(self.record.events):
             if self._gone is not None:
                 raise ClientGoneError(self._gone)
@@ -155,8 +153,13 @@ class KeyedStream:
     def release(self) -> None:
         """Let the next claim succeed at once."""
         if not self.record.state.released:
-            self.record.state = msgspec.structs.replace(self.record.state, released=True)
-            self._publish_state()
+            self._set_state(released=True)
+
+    def _set_state(self, **changes: bool) -> None:
+        """Record an end, and schedule an update of the mirror."""
+        self.record.state = msgspec.structs.replace(self.record.state, **changes)
+        self.note_state()
+        self.mark_dirty()
 
     async def flushed(self, timeout_s: float) -> None:
         """Wait until the mirror, if there is one, and the client have everything."""
@@ -241,6 +244,11 @@ class KeyedStream:
         """
         events, batch = self.record.events, []
         before = events[self._cursor - 1].seq if self._cursor else -1
+        if self.after < 0 or before > self.after:
+            until = self.outbox.sendable(self._clock(), sync=self._sync)
+            batch = events[self._cursor : min(until, self._cursor + _MOST_AT_ONCE)]
+            self._cursor += len(batch)
+            return batch
         for event in events[self._cursor : self.outbox.sendable(self._clock(), sync=self._sync)]:
             delivery = delivery_of(before, event, self.after)
             if delivery is Delivery.CUT and self._tokenizer is None:

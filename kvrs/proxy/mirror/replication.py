@@ -8,7 +8,7 @@ proxy that is the only one with a record sends a copy to a live peer.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
@@ -43,7 +43,7 @@ from kvrs.proxy.streams.tokenizer import LazyTokenizer
 
 log = logging.getLogger(__name__)
 
-_GATHER_S = 0.01
+_GATHER_S = 0.02
 # Silent streams are updated too, so that an owner learns that its stream was granted elsewhere.
 _HEARTBEAT_S = 1.0
 _REREPLICATE_S = 0.25
@@ -97,6 +97,8 @@ class Mirror:
         self.streams: dict[str, KeyedStream] = {}  # Those that run here, by key of the record.
         # Those that have ended, until their mirror has everything.
         self._closing: dict[str, KeyedStream] = {}
+        # Streams with something new for a peer, in the order in which they have had it.
+        self._dirty: dict[str, dict[KeyedStream, None]] = {peer: {} for peer in peers}
         self._copies = CopyQueue(self.book)
         self._wake = {peer: asyncio.Event() for peer in peers}
         self._flush_now = {peer: asyncio.Event() for peer in peers}
@@ -216,6 +218,8 @@ class Mirror:
         return received.ack
 
     def grant(self, claim: Claim) -> ClaimAnswer:
+        if (keyed := self.streams.get(claim.key)) is not None:
+            keyed.note_state()
         answer = self.book.claim(claim, self._clock())
         if answer.granted is not None and not answer.granted.state.complete:
             self._supersede(claim.key)
@@ -236,12 +240,14 @@ class Mirror:
         outbox, state = keyed.outbox, keyed.record.state
         if outbox.mirror is None:
             return
+        self._dirty[outbox.mirror][keyed] = None
         self._wake[outbox.mirror].set()
         if state.released or state.complete or outbox.waits(self._clock(), sync=self._sync):
             self._flush_now[outbox.mirror].set()
 
     def _peer_lost(self, peer: str) -> None:
         self.book.lose(peer)
+        self._dirty[peer].clear()
         for keyed in self.streams.values():
             if keyed.outbox.mirror == peer:
                 self._assign(keyed)
@@ -326,8 +332,16 @@ class Mirror:
 
     def _outgoing(self, peer: str) -> Iterator[_Outgoing]:
         now_s = self._clock()
-        for keyed in (*self.streams.values(), *self._closing.values()):
-            if keyed.outbox.mirror == peer and keyed.outbox.dirty:
+        waiting = self._dirty[peer]
+        while waiting:
+            keyed = next(iter(waiting))
+            del waiting[keyed]
+            if (
+                keyed.outbox.mirror == peer
+                and keyed.outbox.dirty
+                and _is_in(keyed, self.streams, self._closing)
+            ):
+                keyed.note_state()
                 yield _Outgoing(keyed, keyed.outbox.next(now_s))
         for record in self._copies.records_for(peer):
             yield _Outgoing(record, record.copy(now_s))
@@ -337,10 +351,9 @@ class Mirror:
         if outbox.mirror is None or outbox.record.mirror_no != mirror_no:
             return
         if ack.status is AckStatus.SUPERSEDED:
-            key = keyed.record.key
-            if keyed in (self.streams.get(key), self._closing.get(key)):
-                self._supersede(key)
-                self.book.forget(key)
+            if _is_in(keyed, self.streams, self._closing):
+                self._supersede(keyed.record.key)
+                self.book.forget(keyed.record.key)
             return
         outbox.take(ack)
         keyed.wake()
@@ -404,6 +417,11 @@ class Mirror:
                 f"{unreachable[0]} cannot be reached"
             )
         raise failures.unknown_stream()
+
+
+def _is_in(keyed: KeyedStream, *books: Mapping[str, KeyedStream]) -> bool:
+    """Whether it is the stream of its key in one of these, and not one before it."""
+    return any(book.get(keyed.record.key) is keyed for book in books)
 
 
 def _touch(streams: Iterable[KeyedStream], now_s: float) -> None:

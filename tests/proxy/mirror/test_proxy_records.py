@@ -364,13 +364,13 @@ async def test_a_broken_disk_ends_the_log_and_nothing_else(
 
 async def test_a_disk_that_hangs_stops_no_stream(tmp_path: Path) -> None:
     """Events are written by a thread; the event loop notes them and goes on."""
-    opened = EventLog(tmp_path / "events", 4096, header)
+    opened = EventLog(tmp_path / "events", 1 << 20, header)
     opened.open()
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     _replace(opened, str(tmp_path / "pipe"))
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
-    for _ in range(200):
+    for _ in range(1000):  # More than the pipe and the file's buffer hold.
         opened.note(1.0, TimerFired(), ())
 
     flushing = asyncio.create_task(opened.flush())
