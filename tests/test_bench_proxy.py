@@ -88,18 +88,16 @@ def test_a_burst_is_counted_token_by_token(programs: Programs) -> None:
 def test_a_proxy_takes_the_mocks_for_engines(
     programs: Programs, instances: tuple[Instance, ...], tmp_path: Path
 ) -> None:
-    """It proves its identity to them, hands off between them, and needs no second attempt."""
+    """They prove their identity to it, and it hands streams off between them."""
     with (
         Engines(programs, instances) as engines,
         proxies.kvrs()(proxies.Bench(engines, tmp_path, tmp_path, None)) as running,
     ):
         options = {"streams": 4, "tokens": 20, "rate": 100_000, "warm_ms": 100, "window_ms": 400}
         result = run_load(programs, running.port, options, running.pids)
-        retried = engines.order("calls")["calls"]
 
     assert result["broken"] == 0, result["fault"]
     assert result["whole"] == result["started"] > 4
-    assert retried == 0
     assert result["processes"][0]["cpu_s"] > 0
 
 

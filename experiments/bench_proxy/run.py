@@ -10,6 +10,7 @@ Exit status 1: a bar is missed, or kvrs did not serve every stream whole.
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -44,6 +45,7 @@ SUBJECTS = (*PEERS, _KVRS, _VLLM)
 
 def main() -> int:
     arguments = parsed()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends what was started.
     cores = sorted(os.sched_getaffinity(0))
     placed = Cores(cores[0], cores[1]) if len(cores) > 1 else Cores(None, None)
     if placed.mocks is not None:
