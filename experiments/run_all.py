@@ -122,6 +122,14 @@ ALL = (
     _plain("decision", 1),
     _plain("request_path", 1),
     _plain("malloc_trim", 3),
+    _plain("elastic_bits", 5, options="--seconds 40"),
+    Experiment(
+        "units_cost",
+        ("units_cost",),
+        4,
+        "python -m experiments.units_cost.run --before $KVRS_BEFORE",
+        (BEFORE,),
+    ),
     _plain("page_transfer", 1),
     Experiment(
         "page_transfer",

@@ -5,19 +5,19 @@ and, at the end of a trial, every position of every cell.
 """
 
 import argparse
-import os
 import random
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.elastic_bits.formation import Formation, all_rows
 from experiments.elastic_bits.models import MODELS, write_model
-from experiments.record import keep
+from experiments.record import Record
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.layers.step import build_step
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    load, rows = os.getloadavg()[0], []
+    record, rows = Record(options.seed, timed=False), []
     for number, name in enumerate(MODELS):
         with tempfile.TemporaryDirectory() as scratch:
             size = write_model(name, Path(scratch), options.seed)
@@ -126,12 +126,33 @@ def main() -> None:
             bench.trial(choose, control, in_order=True)
             while time.monotonic() < until_s:
                 bench.trial(choose, count)
-        rows.append({"model": name, **vars(count), "control_different": control.rows_different})
+        seen = {"control_rows": control.rows, "control_different": control.rows_different}
+        rows.append({"model": name, **vars(count), **seen})
         print(rows[-1], flush=True)
+    text = as_text(rows)
+    print(text)
     different = sum(row["rows_different"] + row["cells_different"] for row in rows)
-    print(f"{sum(row['rows'] for row in rows)} rows, {different} rows or cells differ")
-    keep(options.out, "elastic_bits", options.seed, load, rows)
-    raise SystemExit(1 if different else 0)
+    blind = all(row["control_different"] == 0 for row in rows)
+    void = record.keep(options.out, "elastic_bits", {"rows": rows}, text)
+    raise SystemExit(1 if different or blind or void else 0)
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        lines += [
+            row["model"],
+            f"  {row['rows']:,} rows, {row['rows_different']} differ; {row['cells']:,} cells, "
+            f"{row['cells_different']} differ; {row['deals']} ownerships, {row['batches']} batches",
+            f"  control, sums in the order of ranks: {row['control_different']} of "
+            f"{row['control_rows']} rows differ",
+        ]
+    total = {key: sum(row[key] for row in rows) for key in vars(Count())}
+    lines.append(
+        f"in all {total['rows']:,} rows, {total['rows_different']} differ; {total['cells']:,} "
+        f"cells, {total['cells_different']} differ; {total['deals']} ownerships"
+    )
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

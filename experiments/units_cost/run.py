@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.record import keep
+from experiments.record import Record
 
 ROOT = Path(__file__).parent.parent.parent
 # Name of a step: sequences in the batch, tokens of each, positions before them, repeats in a turn.
@@ -44,7 +44,7 @@ def main() -> None:
         return
     if options.before is None:
         parser.error("--before: missing; allowed: a checkout of kvrs")
-    load, rows = os.getloadavg()[0], []
+    record, rows = Record(options.seed), []
     with tempfile.TemporaryDirectory() as scratch:
         for name, steps, write in (
             ("tiny", STEPS, write_tiny),
@@ -55,7 +55,15 @@ def main() -> None:
             for row in compare(model, steps, options.before.resolve(), options.rounds):
                 rows.append({"model": name, **row})
                 print(rows[-1], flush=True)
-    keep(options.out, "units_cost", options.seed, load, rows)
+    record.keep(options.out, "units_cost", {"rows": rows}, as_text(rows))
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    return "".join(
+        f"{row['model']}, {row['step']}: {row['ratio_p50']} of the CPU time before "
+        f"({row['after_ms']} ms against {row['before_ms']} ms)\n"
+        for row in rows
+    )
 
 
 def compare(
@@ -69,9 +77,14 @@ def compare(
             for index in ((0, 1), (1, 0))[number % 2]:
                 times[index].extend(_ask(processes[index], step))
         old, new = (statistics.median(each) for each in times)
-        ratio = round(new / old, 3)
+        before_ms, after_ms = round(old * 1e3, 2), round(new * 1e3, 2)
         rows.append(
-            {"step": name, "before_ms": old * 1e3, "after_ms": new * 1e3, "ratio_p50": ratio}
+            {
+                "step": name,
+                "before_ms": round(old * 1e3, 2),
+                "after_ms": round(new * 1e3, 2),
+                "ratio_p50": ratio,
+            }
         )
     for process in processes:
         assert process.stdin is not None
