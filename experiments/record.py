@@ -269,22 +269,3 @@ class CpuUse:
         return user + nice + system + steal, (
             user + nice + system + idle + wait + irq + softirq + steal
         )
-
-
-def keep(out: Path | None, name: str, seed: int, load: float, rows: list[dict[str, Any]]) -> None:
-    """Rows of a script that has no `Record`, with fewer circumstances."""
-    if out is None:
-        return
-    run = {
-        "commit": commit_of(ROOT),
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": machine(),
-        "python": platform.python_version(),
-        "command": command(sys.argv[1:]),
-        "seeds": [seed],
-        "load_before": round(load, 2),
-        "load_after": round(os.getloadavg()[0], 2),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    document = {"run": run, "rows": rows}
-    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -77,7 +77,7 @@ def compare(
             for index in ((0, 1), (1, 0))[number % 2]:
                 times[index].extend(_ask(processes[index], step))
         old, new = (statistics.median(each) for each in times)
-        before_ms, after_ms = round(old * 1e3, 2), round(new * 1e3, 2)
+        ratio = round(new / old, 3)
         rows.append(
             {
                 "step": name,
