@@ -15,6 +15,7 @@ from kvrs.policy.model.events import (
     InstanceLost,
     InstanceUp,
     LoadReported,
+    OthersBooked,
     SelfTested,
 )
 from kvrs.policy.model.lifecycle import InstanceLeft, Stage
@@ -76,6 +77,11 @@ class InstanceEvents:
         for stream in freed:
             if stream.id in idle:  # Else it was gathered, and placed with one before it.
                 self._starter.place_again(stream, now_s)
+
+    def others_booked(self, event: OthersBooked) -> None:
+        if (member := self._view.members.get(event.instance)) is not None:
+            self._view.count_stream(member, event.streams - member.others_streams)
+            member.others_streams, member.others_work_s = event.streams, event.work_s
 
     def lost(self, event: InstanceLost, now_s: float) -> None:
         member = self._view.members.get(event.instance)

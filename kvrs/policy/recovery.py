@@ -14,7 +14,7 @@ from typing import Any, assert_never
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.ids import StreamId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.checkpoints import Checkpoints, protection
 from kvrs.policy.decisions import Decisions
 from kvrs.policy.instances import InstanceEvents
@@ -34,6 +34,7 @@ from kvrs.policy.model.events import (
     Kept,
     LinkMeasured,
     LoadReported,
+    OthersBooked,
     PrefillDone,
     RetentionLost,
     SelfTested,
@@ -99,6 +100,13 @@ class RecoveryPolicy:
     def kept(self, stream_id: StreamId) -> tuple[Kept, ...]:
         """Where KV of a stream is kept, for the proxy that may have to go on with it."""
         return self._kv_locations.of(stream_id)
+
+    def booked(self) -> dict[InstanceId, tuple[float, int]]:
+        """What this proxy has sent to each instance, as `OthersBooked` tells it to others."""
+        return {
+            member.instance.id: (member.work_s, member.streams - member.others_streams)
+            for member in self._view.members.values()
+        }
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for people: the view of the cluster, slots, and the streams that run or
@@ -166,6 +174,8 @@ class RecoveryPolicy:
                 self._instances.self_tested(event)
             case LoadReported():
                 self._instances.reported(event, now_s)
+            case OthersBooked():
+                self._instances.others_booked(event)
             case LinkMeasured():
                 if event.bytes_per_s > 0:
                     link = self._view.link(event.source, event.target)

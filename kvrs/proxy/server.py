@@ -168,6 +168,8 @@ class Proxy:
             work.append(gossip_view.run())
         if event_log is not None:
             work.append(event_log.run())
+        if self._link is not None:
+            work.append(self._link.share_load(control))
         self._background = [loop.create_task(each) for each in work]
         if self._link is not None:
             await self._join_workers(api, driver)

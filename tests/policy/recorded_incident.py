@@ -25,6 +25,7 @@ from kvrs.policy.model.events import (
     Kept,
     LinkMeasured,
     LoadReported,
+    OthersBooked,
     PrefillDone,
     RetentionLost,
     SelfTested,
@@ -178,7 +179,7 @@ class Rough:
         elif drawn < 0.8:
             self.handle(LinkMeasured(node, NodeId(f"n{name[-1]}"), self.random.uniform(1e6, 1e10)))
         elif drawn < 0.85 and not name.startswith("agent"):
-            self.handle(LoadReported(name, self.random.random()))
+            self.handle(self.load(name, int(drawn * 1e6), self.random.random()))
         elif drawn < 0.9 and name.startswith("agent"):
             self.handle(
                 CheckpointsReported(
@@ -199,6 +200,12 @@ class Rough:
             self.fall(name)
         else:
             self.rise(name)
+
+    def load(self, name: InstanceId, drawn: int, seconds: float) -> Event:
+        """What waits at an instance, as it reports it or as other workers have sent it."""
+        if drawn < 815_000:
+            return OthersBooked(name, seconds, drawn % 4)
+        return LoadReported(name, seconds)
 
     def said(self, name: InstanceId, drawn: int, stream: StreamId) -> Event:
         """What an instance has said of itself."""

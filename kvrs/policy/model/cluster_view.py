@@ -49,7 +49,10 @@ class Member:
     reported_queue_s: float = 0.0
     work_s: float = 0.0  # Predicted compute time of what was sent there and has no answer yet.
     bookings: int = 0
-    streams: int = 0  # Streams that decode there or will after their prefill.
+    # Streams that decode there or will after their prefill, those of the other workers included.
+    streams: int = 0
+    others_streams: int = 0  # Of the other workers of this proxy, as `others_work_s`.
+    others_work_s: float = 0.0
     # Streams of which the current stage, or the only call, runs there.
     running: set[StreamId] = field(default_factory=set)
     held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
@@ -97,7 +100,8 @@ class Member:
 
     @property
     def queue_s(self) -> float:
-        return self.work_s if self.work_s > self.reported_queue_s else self.reported_queue_s
+        booked_s = self.work_s + self.others_work_s
+        return booked_s if booked_s > self.reported_queue_s else self.reported_queue_s
 
     def count(self, change: int) -> None:
         self.streams += change
@@ -281,7 +285,7 @@ class ClusterView:
             member.is_drained = is_drained
 
     def count_stream(self, member: Member, change: int) -> None:
-        """Keep the order of the decode instances while one gains or loses a stream."""
+        """Keep the order of the decode instances while one gains or loses streams."""
         if not member.is_ranked:
             member.count(change)
             return

@@ -4,15 +4,22 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Set
+from typing import Any
 
 import msgspec
 
+from kvrs.control.core import Control
 from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+from kvrs.policy.model.events import OthersBooked
 from kvrs.proxy.api.admin import OwnSource
 from kvrs.proxy.workers.asking import Asking
 from kvrs.proxy.workers.channel import Channel
+from kvrs.proxy.workers.loads import Booked, booked_now, changes
 from kvrs.proxy.workers.messages import (
+    BOOKED,
     DRAIN,
     METRICS,
     PING,
@@ -28,6 +35,8 @@ from kvrs.proxy.workers.messages import (
 from kvrs.proxy.workers.series import families_of
 
 log = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.02  # How often workers tell each other what they have sent to instances.
 
 
 class WorkerLink:
@@ -51,10 +60,12 @@ class WorkerLink:
                 RELOAD: self._reload,
                 PING: lambda body: body,
                 DRAIN: self._drain,
+                BOOKED: self._take_others,
             },
             _end,
         )
         self.shared = Asking(self.channel)
+        self._control: Control[Any] | None = None
 
     async def open(self, end: socket.socket) -> WorkerPlan:
         await self.channel.open(end)
@@ -63,6 +74,25 @@ class WorkerLink:
     def show(self, source: OwnSource) -> None:
         """From now on questions about this worker are answered."""
         self._source.set_result(source)
+
+    async def share_load(self, control: Control[Any]) -> None:
+        """Tell the other workers what this one sends to instances, until cancelled."""
+        self._control = control
+        told: dict[str, Booked] = {}
+        while True:
+            booked = booked_now(control.policy.booked())
+            if changed := changes(told, booked):
+                self.channel.tell(BOOKED, packed(changed))
+            told = booked
+            await asyncio.sleep(LOAD_INTERVAL_S)
+
+    def _take_others(self, body: bytes) -> bytes:
+        now_s = time.monotonic()
+        if self._control is not None:
+            for name, each in unpacked(body, dict[str, Booked]).items():
+                sent = OthersBooked(InstanceId(name), each.work_ms / 1000, each.streams)
+                self._control.tell(sent, now_s)
+        return b""
 
     def ready(self) -> None:
         """It takes requests of clients."""

@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 
+from kvrs.proxy.workers.loads import Booked
+
 # Names of messages. From the supervisor:
 PLAN = "plan"  # The first one.
 STATE = "state"
@@ -13,6 +15,9 @@ PING = "ping"
 DRAIN = "drain"  # The whole proxy drains; a second time: at once.
 # From a worker:
 READY = "ready"
+# From a worker what it has sent to instances, from the supervisor what the others have.
+BOOKED = "booked"
+# To be granted by the supervisor (`limits.py`):
 TAKE = "take"
 GIVE = "give"
 GUESS = "guess"
@@ -54,7 +59,7 @@ class Reloaded(msgspec.Struct):
     faults: list[str] = []
 
 
-def packed(message: msgspec.Struct | list[Family]) -> bytes:
+def packed(message: msgspec.Struct | list[Family] | dict[str, Booked]) -> bytes:
     return msgspec.msgpack.encode(message)
 
 

@@ -8,7 +8,8 @@ import msgspec
 
 from kvrs.proxy.workers.channel import Handler
 from kvrs.proxy.workers.limits import Give, SharedLimits, Take, Turns
-from kvrs.proxy.workers.messages import GIVE, GUESS, TAKE, TURN, TURN_OVER, packed, unpacked
+from kvrs.proxy.workers.loads import Booked, Loads
+from kvrs.proxy.workers.messages import BOOKED, GIVE, GUESS, TAKE, TURN, TURN_OVER, packed, unpacked
 
 
 class SharedByWorkers:
@@ -16,6 +17,7 @@ class SharedByWorkers:
         self._clock = clock
         self._limits = SharedLimits()
         self._turns = Turns()
+        self.loads = Loads()
 
     def handlers(self, worker: int) -> dict[str, Handler]:
         """Of the channel to this worker."""
@@ -25,12 +27,14 @@ class SharedByWorkers:
             GUESS: self._guess,
             TURN: partial(self._begin_turn, worker),
             TURN_OVER: self._end_turn,
+            BOOKED: partial(self._note_booked, worker),
         }
 
     def end(self, worker: int) -> None:
         """Its process has ended."""
         self._limits.end(worker, self._clock())
         self._turns.end_all(worker)
+        self.loads.end(worker)
 
     def _take(self, worker: int, body: bytes) -> bytes:
         return packed(self._limits.take(worker, unpacked(body, Take), self._clock()))
@@ -54,4 +58,8 @@ class SharedByWorkers:
 
     def _end_turn(self, body: bytes) -> bytes:
         self._turns.end(body.decode())
+        return b""
+
+    def _note_booked(self, worker: int, body: bytes) -> bytes:
+        self.loads.note(worker, unpacked(body, dict[str, Booked]))
         return b""

@@ -28,7 +28,9 @@ from kvrs.proxy.streams.metrics import Total
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
 from kvrs.proxy.workers.channel import ChannelError
+from kvrs.proxy.workers.link import LOAD_INTERVAL_S
 from kvrs.proxy.workers.messages import (
+    BOOKED,
     METRICS,
     PING,
     RELOAD,
@@ -36,6 +38,7 @@ from kvrs.proxy.workers.messages import (
     Family,
     Reloaded,
     WorkerPlan,
+    packed,
     unpacked,
 )
 from kvrs.proxy.workers.ports import KeptPorts, check_shared_ports
@@ -51,6 +54,7 @@ _ANSWER_S = 2.0
 # What a worker has counted since it was last asked is lost when it is killed.
 _ASK_INTERVAL_S = 1.0
 _RELOAD_S = 30.0
+_REPEAT_S = 1.0
 _LAST_WORDS_S = 2.0
 _ENDED_WITHIN_S = 10.0  # After the second signal.
 
@@ -135,10 +139,8 @@ class Supervisor:
         work = [place.run() for place in self.places]
         self._tasks = [asyncio.create_task(each) for each in work]
         await self._all_up()
-        self._tasks += [
-            asyncio.create_task(each)
-            for each in (self._keep_counting(), *(file.run() for file in tls.all))
-        ]
+        beside = (self._keep_counting(), self._spread_load(), *(file.run() for file in tls.all))
+        self._tasks += [asyncio.create_task(each) for each in beside]
 
     async def _open_admin(self, tls: TlsOfPorts) -> None:
         proxy, security = self._config.proxy, self._config.security
@@ -271,6 +273,23 @@ class Supervisor:
             if worker in answers and place.state is PlaceState.UP:
                 place.totals.note(unpacked(answers[worker], list[Family]))
             self._restarts.follow(max(0, place.starts - 1), str(worker))
+
+    async def _spread_load(self) -> None:
+        """Tell each worker what the others have sent to instances."""
+        repeat_s = 0.0
+        while True:
+            await asyncio.sleep(LOAD_INTERVAL_S)
+            if (now_s := time.monotonic()) >= repeat_s:
+                # For workers that did not know the instance when they were told.
+                self._shared.loads.repeat()
+                repeat_s = now_s + _REPEAT_S
+            channels = {
+                place.plan.worker: place.channel
+                for place in self.places
+                if place.state is PlaceState.UP and place.channel is not None
+            }
+            for worker, news in self._shared.loads.news(channels).items():
+                channels[worker].tell(BOOKED, packed(news))
 
     async def _keep_counting(self) -> None:
         while True:

@@ -228,6 +228,32 @@ async def test_bytes_that_are_open_are_limited_over_all_workers(
         assert after == 200
 
 
+async def test_streams_of_all_workers_are_spread_evenly_over_instances(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """Each counts what the others have sent; by itself each would begin with the same instance."""
+    system = await build()
+    async with open_workers(system, tmp_path, workers=3) as proxy:
+        system.script.gate, system.script.gate_at = asyncio.Event(), 2
+        begun = []
+        for count in range(1, 13):
+            begun.append(await begin(proxy))
+            async with asyncio.timeout(10):
+                while {
+                    sum(row["decode_streams"] for row in each["instances"])
+                    for each in (await proxy.state())["policy"]["workers"]
+                } != {count}:
+                    await asyncio.sleep(0.01)
+            running = [system.instances[name].running for name in ("d0", "d1")]
+            assert max(running) - min(running) <= 1, running
+        workers = {row["worker"] for row in (await proxy.state())["streams"]}
+        system.script.gate.set()
+        for each in begun:
+            await each.read()
+
+        assert len(workers) > 1
+
+
 async def test_targets_have_no_more_transfers_than_slots_over_all_workers(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
