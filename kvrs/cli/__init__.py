@@ -42,6 +42,7 @@ for command in (
     running.agent,
     measuring.replay,
     measuring.simulate,
+    measuring.compare,
     measuring.report,
     inspecting.explain,
     inspecting.key,

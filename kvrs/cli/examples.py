@@ -11,6 +11,10 @@ _EXAMPLES = {
         "--rate 10 --oracle",
     ],
     "simulate": ["kvrs simulate --config kvrs.yaml --deaths 3 --seeds 20"],
+    "compare": [
+        "kvrs compare --policies auto,rom,always_recompute --deaths 3 --seeds 20",
+        "kvrs compare --policies auto,rom --trace conversation_trace.jsonl --fault faults.yaml",
+    ],
     "report": ["kvrs report out/auto out/recompute"],
     "explain": [
         "kvrs explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 --bandwidth 25Gbit/s",

@@ -93,12 +93,38 @@ def simulate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first simulation")] = 0,
     seeds: opt.Seeds = 1,
     proxies: opt.SimulateProxies = 1,
+    policy: opt.Policies = None,
+    out: opt.SimulationOut = None,
+    json: opt.Json = False,
 ) -> None:
     """Simulate a cluster in virtual time, with faults, and check the invariants as it runs."""
     given = locals()
     from kvrs.sim.command import SimulateOptions, run_simulation
 
-    raise typer.Exit(run_simulation(filled(SimulateOptions, given)))
+    raise typer.Exit(run_simulation(filled(SimulateOptions, given, policy=tuple(policy or ()))))
+
+
+def compare(
+    policies: opt.Compared,
+    config: opt.DemoConfig = None,
+    trace: opt.SimulateTrace = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many streams")] = 100,
+    rate: Annotated[float, typer.Option(help="Requests per second")] = 8.0,
+    fault: Annotated[Path | None, typer.Option(help="YAML list of faults")] = None,
+    deaths: Annotated[int, typer.Option(min=0, help="Or so many random deaths")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first simulation")] = 0,
+    seeds: opt.ComparedSeeds = 10,
+    proxies: opt.SimulateProxies = 1,
+    out: opt.SimulationOut = None,
+    json: opt.Json = False,
+) -> None:
+    """Simulate several policies under the same load and faults, and tell which one is better."""
+    given = locals()
+    from kvrs.sim.command import SimulateOptions
+    from kvrs.sim.comparison import parse_policies, run_comparison
+
+    options = filled(SimulateOptions, given, policy=parse_policies(policies))
+    raise typer.Exit(run_comparison(options))
 
 
 def report(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MOST_WORKERS
 from kvrs.explain.decision import CheckpointAt
 from kvrs.traces.presets import PRESETS
@@ -199,6 +200,15 @@ SimulateTrace = Annotated[
     typer.Option(help="Mooncake JSONL, Azure CSV or BurstGPT CSV; without it, generated"),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")]
+Policies = Annotated[
+    list[PolicyName] | None,
+    typer.Option(help="In place of the configuration's; several are shown side by side"),
+]
+Compared = Annotated[str, typer.Option(metavar="A,B,...", help="Policies, with commas between")]
+ComparedSeeds = Annotated[
+    int, typer.Option(min=1, help="Pairs of runs; more make the interval narrower")
+]
+SimulationOut = Annotated[Path | None, typer.Option(help="Directory for the outcomes as JSON")]
 SimulateProxies = Annotated[
     int, typer.Option(min=1, help="Each with a policy object and a view of its own")
 ]

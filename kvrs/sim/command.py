@@ -1,13 +1,16 @@
 """`kvrs simulate`: a configuration's cluster in virtual time, hit by a file's faults or at random,
-for one seed or many.
+for one seed or many, under one policy or several.
 """
 
+import json
+import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,10 +18,13 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from kvrs import __version__
 from kvrs.config.backup import BackupMode
-from kvrs.config.file import Config, load_config
+from kvrs.config.file import Config, config_digest, load_config
+from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError
 from kvrs.faults.language import Fault, load_faults
+from kvrs.report.output import claim_directory
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
 from kvrs.sim.streams import Arrival
@@ -44,14 +50,21 @@ class SimulateOptions:
     seed: int = 0
     seeds: int = 1  # So many, from `seed` on; a seed draws the trace, the victims and every delay.
     proxies: int = 1
+    policy: Sequence[PolicyName] = ()  # One after the other; none: the configuration's.
+    json: bool = False
+    out: Path | None = None  # Directory for simulation.json.
 
 
 @dataclass(slots=True)
 class Simulated:
-    """All seeds together."""
+    """All seeds together, under one policy."""
 
-    outcomes: list[Outcome]
+    by_seed: dict[int, Outcome]
     broken: dict[int, str]  # By seed: the violated invariant.
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return list(self.by_seed.values())
 
 
 def run_simulation(options: SimulateOptions) -> int:
@@ -61,39 +74,79 @@ def run_simulation(options: SimulateOptions) -> int:
     Raises:
         ConfigError, TraceError: a file is wrong.
     """
-    if not 0 < options.rate < inf:
-        raise ConfigError([f"--rate: got {options.rate}; allowed: above 0"])
-    config = Config() if options.config is None else load_config(options.config)
-    faults = _faults(options, config)
-    simulated = simulate(options, config, faults)
-    Console().print(summary(simulated))
-    missed = (
-        Counter(name for outcome in simulated.outcomes for name in outcome.never_due)
-        if faults
-        else {}
-    )
+    config, faults, found = simulate_policies(options)
+    document = described(options, config, found)
+    if options.out is not None:
+        (options.out / "simulation.json").write_text(json.dumps(document, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(document, indent=2))
+    elif len(found) == 1:
+        Console().print(summary(*found.values()))
+    else:
+        Console().print(side_by_side(found))
+    missed = missed_faults(found, faults)
     for name, count in sorted(missed.items()):
         Console(stderr=True).print(
-            f"never due in {count} of {options.seeds} runs: {name}", style="yellow", markup=False
+            f"never due in {count} of {options.seeds * len(found)} runs: {name}",
+            style="yellow",
+            markup=False,
         )
-    return 1 if simulated.broken or missed else 0
+    return 1 if missed or any(each.broken for each in found.values()) else 0
 
 
-def simulate(options: SimulateOptions, config: Config, faults: Sequence[Fault]) -> Simulated:
-    simulated = Simulated([], {})
+def simulate_policies(
+    options: SimulateOptions,
+) -> tuple[Config, list[Fault], dict[PolicyName, Simulated]]:
+    """The same arrivals and faults under each policy, with the configuration and the faults.
+
+    Raises:
+        ConfigError, TraceError: an option or a file is wrong.
+    """
+    if not 0 < options.rate < inf:
+        raise ConfigError([f"--rate: got {options.rate}; allowed: above 0"])
+    config = load_config(options.config, os.environ)
+    faults = _faults(options, config)
+    if options.out is not None:
+        claim_directory(options.out)
+    policies = dict.fromkeys(options.policy or (config.policy.name,))
+    return (
+        config,
+        faults,
+        {name: simulate(options, _under(config, name), faults, name.value) for name in policies},
+    )
+
+
+def missed_faults(found: Mapping[PolicyName, Simulated], faults: Sequence[Fault]) -> Counter[str]:
+    """How often each fault of a file did not come due."""
+    return Counter(
+        name
+        for simulated in (found.values() if faults else ())
+        for outcome in simulated.outcomes
+        for name in outcome.never_due
+    )
+
+
+def _under(config: Config, policy: PolicyName) -> Config:
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"name": policy})})
+
+
+def simulate(
+    options: SimulateOptions, config: Config, faults: Sequence[Fault], title: str = ""
+) -> Simulated:
+    simulated = Simulated({}, {})
     seeds = range(options.seed, options.seed + options.seeds)
     console = Console(stderr=True)
     shown = track(
         seeds,
-        "simulating",
+        f"simulating {title}",
         console=console,
         transient=True,
-        disable=options.seeds == 1 or not console.is_terminal,
+        disable=not console.is_terminal,
     )
     for seed in shown:
         world = make_world(options, config, faults, seed)
         try:
-            simulated.outcomes.append(world.run())
+            simulated.by_seed[seed] = world.run()
         except AssertionError as error:
             simulated.broken[seed] = str(error) or repr(error)
     return simulated
@@ -197,6 +250,66 @@ def summary(simulated: Simulated) -> RenderableType:
         table,
         *([deaths] if deaths.row_count else []),
     )
+
+
+def side_by_side(found: Mapping[PolicyName, Simulated]) -> RenderableType:
+    """The rows of each policy beside those of the others."""
+    broken = [
+        Text(f"{policy.value}, seed {seed}: {what}", style="red")
+        for policy, simulated in found.items()
+        for seed, what in sorted(simulated.broken.items())
+    ]
+    columns = {policy: dict(rows(simulated.outcomes)) for policy, simulated in found.items()}
+    table = Table("", box=box.SIMPLE)
+    for policy in found:
+        table.add_column(policy.value, justify="right")
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
+        table.add_row(name, *(column.get(name, "-") for column in columns.values()))
+    verdict = "All invariants held." if not broken else "Invariants were violated."
+    return Group(Text(verdict, style="red" if broken else "green"), *broken, table)
+
+
+def described(
+    options: SimulateOptions, config: Config, found: Mapping[PolicyName, Simulated]
+) -> dict[str, Any]:
+    """What was simulated, and the outcome of each seed, as JSON."""
+    return {
+        "kvrs_version": __version__,
+        "config_digest": config_digest(config),
+        "trace": None if options.trace is None else options.trace.name,
+        "requests": options.requests,
+        "rate": options.rate,
+        "fault": None if options.fault is None else options.fault.name,
+        "deaths": options.deaths,
+        "proxies": options.proxies,
+        "policies": {
+            policy.value: {
+                "broken": {str(seed): what for seed, what in simulated.broken.items()},
+                "totals": dict(rows(simulated.outcomes)),
+                "seeds": {
+                    str(seed): _measured(outcome) for seed, outcome in simulated.by_seed.items()
+                },
+            }
+            for policy, simulated in found.items()
+        },
+    }
+
+
+def _measured(outcome: Outcome) -> dict[str, Any]:
+    pauses_s = sorted(outcome.pauses_s)
+    return {
+        "streams": sum(outcome.ended.values()),
+        "ended": dict(outcome.ended),
+        "recovered_streams": outcome.recovered_streams,
+        "recoveries": {str(option): count for option, count in outcome.recoveries.items()},
+        "tokens": outcome.tokens,
+        "dropped_tokens": outcome.dropped_tokens,
+        "pause_p50_s": _percentile(pauses_s, 50) if pauses_s else None,
+        "pause_p99_s": _percentile(pauses_s, 99) if pauses_s else None,
+        "waited_s": sum(pauses_s),
+        "span_s": outcome.span_s,
+        "never_due": outcome.never_due,
+    }
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
