@@ -303,7 +303,13 @@ async def _begin(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = error(400, "HTTP/1.0 has no Transfer-Encoding")
         response.force_close()
         return response
-    return await handler(request)
+    try:
+        return await handler(request)
+    except web.HTTPClientError as fault:  # No such path or method, or a body that is too large.
+        response = error(fault.status, f"{request.method} {request.path:.200}: {fault.reason}")
+        if "Allow" in fault.headers:
+            response.headers["Allow"] = fault.headers["Allow"]
+        return response
 
 
 def retry_after(seconds: float) -> str:

@@ -142,11 +142,11 @@ _CHAT = msgspec.json.Decoder(ChatRequest)
 _MESSAGES = msgspec.json.Decoder(list[_Message])
 
 _NO_TOOLS = re.compile(rb"null|\[\s*\]")
-_HIGHEST_ID = (1 << 32) - 1  # They are kept in 4 bytes each.
+HIGHEST_ID = (1 << 32) - 1  # They are kept in 4 bytes each.
 _MISSING = re.compile("Object missing required field `(.*)`")
 
 # field: (lowest, highest) allowed value
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 1 << 24),
     "min_tokens": (0, 1 << 24),
     "temperature": (0.0, 2.0),
@@ -159,7 +159,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-6, 2.0),
     "n": (1, MAX_CHOICES),
 }
-_LOGPROBS_RANGE = (0, MAX_TOP_LOGPROBS)
+LOGPROBS_RANGE = (0, MAX_TOP_LOGPROBS)
 
 
 def parse_completion_request(body: bytes, backend: str = EMBEDDED) -> CompletionRequest:
@@ -177,7 +177,7 @@ def read_completion(
     """As `parse_completion_request`, with the fields that concern the backend, undecoded."""
     request, fields = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
     _check(request)
-    _check_range("logprobs", request.logprobs, *_LOGPROBS_RANGE)
+    _check_range("logprobs", request.logprobs, *LOGPROBS_RANGE)
     if len(request.prompt) == 0:
         raise RequestError("prompt must not be empty", param="prompt")
     if not isinstance(request.prompt, str):
@@ -215,7 +215,7 @@ def read_chat(
             )
         request.max_tokens, request.max_completion_tokens = request.max_completion_tokens, None
     _check(request)
-    _check_range("top_logprobs", request.top_logprobs, *_LOGPROBS_RANGE)
+    _check_range("top_logprobs", request.top_logprobs, *LOGPROBS_RANGE)
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     is_guided = "structured_outputs" in takes(ApiKind.CHAT, backend)
@@ -312,7 +312,7 @@ def _decode(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = ""
 def _check(request: CompletionRequest | ChatRequest) -> None:
     if request.stream_options is not None and request.stream_options.continuous_usage_stats:
         raise not_supported("stream_options.continuous_usage_stats", b"true", (False,))
-    for name, (lowest, highest) in _RANGES.items():
+    for name, (lowest, highest) in RANGES.items():
         _check_range(name, getattr(request, name), lowest, highest)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise RequestError(
@@ -356,7 +356,7 @@ def _check_ids(name: str, token_ids: list[int]) -> None:
         raise RequestError(f"{name} must not be empty", param=name)
     if min(token_ids) < 0:
         raise RequestError(f"token ids must not be negative, got {min(token_ids)}", param=name)
-    if max(token_ids) > _HIGHEST_ID:
+    if max(token_ids) > HIGHEST_ID:
         raise RequestError(
-            f"token ids must be at most {_HIGHEST_ID}, got {max(token_ids)}", param=name
+            f"token ids must be at most {HIGHEST_ID}, got {max(token_ids)}", param=name
         )

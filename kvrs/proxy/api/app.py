@@ -484,12 +484,8 @@ async def _errors_as_openai(request: web.Request, handler: Handler) -> web.Strea
         if not request.content.at_eof():  # The rest of the body is not read.
             response.force_close()
         return response
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        message = f"{request.method} {request.path:.200}: {error.reason}"
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        return _json(error_body(message), error.status, allow)
+    except web.HTTPException:  # As at every port.
+        raise
     except Exception:
         # An internal error. After the headers only the end of the connection can signal it.
         log.exception("request ended by a bug")

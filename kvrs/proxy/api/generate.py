@@ -34,7 +34,7 @@ _SAMPLING = (
     ),
     *("stop", "ignore_eos", "max_tokens", "logprobs"),
 )
-_ALLOWED = ("prompt", "stream", *_SAMPLING)
+ALLOWED = ("prompt", "stream", *_SAMPLING)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -50,9 +50,9 @@ def read_generate(
         fields = _FIELDS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
-    if unknown := sorted(fields.keys() - set(_ALLOWED)):
+    if unknown := sorted(fields.keys() - set(ALLOWED)):
         raise RequestError(
-            f"{unknown[0]!r:.80} is not known; allowed: {', '.join(_ALLOWED)}",
+            f"{unknown[0]!r:.80} is not known; allowed: {', '.join(ALLOWED)}",
             param=unknown[0][:80],
         )
     # DistServe decodes greedily, whatever its default says.

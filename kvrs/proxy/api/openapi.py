@@ -9,7 +9,14 @@ import msgspec
 from aiohttp import web
 
 from kvrs import __version__
-from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
+from kvrs.protocol.openai.requests import (
+    HIGHEST_ID,
+    LOGPROBS_RANGE,
+    RANGES,
+    ChatRequest,
+    CompletionRequest,
+)
+from kvrs.proxy.api.generate import ALLOWED
 
 PATH = "/openapi.json"
 
@@ -47,12 +54,48 @@ _ANSWER = {
         "usage": {"type": "object"},
     },
 }
+_COMPLETION = "A completion, whole or as a stream of events"
+_TEXT = {
+    "type": "object",
+    "required": ["text", "timestamps", "lifetime_events"],
+    "properties": {
+        "text": {"type": "string"},
+        "timestamps": {"type": "array", "items": {"type": "number"}},
+        "lifetime_events": {"type": "array"},
+    },
+}
 _RELOAD = {
     "type": "object",
     "required": ["applied", "restart_needed"],
     "properties": {
         name: {"type": "array", "items": {"type": "string"}}
         for name in ("applied", "restart_needed")
+    },
+}
+_REFERENCE = "#/components/schemas/{name}"
+# Between processes of the cluster; dropped where a client sends them.
+_INTERNAL = ("kvrs", "kv_transfer_params")
+# What only the engine's template reads, and prompts, in the form that is checked.
+_OBJECTS = {"type": ["array", "null"], "items": {"type": "object"}}
+_ID = {"type": "integer", "minimum": 0, "maximum": HIGHEST_ID}
+_UNDECODED: Mapping[str, dict[str, Any]] = {
+    "messages": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "required": ["role"],
+            "properties": {"role": {"type": "string"}},
+        },
+    },
+    "tools": _OBJECTS,
+    "documents": _OBJECTS,
+    "chat_template_kwargs": {"type": ["object", "null"]},
+    "prompt": {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "minItems": 1, "items": _ID},
+        ]
     },
 }
 
@@ -62,9 +105,13 @@ def clients_document() -> dict[str, Any]:
     return _document(
         "kvrs",
         {
-            "/v1/completions": {"post": _completion(_request(CompletionRequest))},
-            "/v1/chat/completions": {"post": _completion(_request(ChatRequest))},
-            "/generate": {"post": _operation("DistServe's endpoint", {}, _request(None))},
+            "/v1/completions": {
+                "post": _streamed(_COMPLETION, _ANSWER, _request(CompletionRequest))
+            },
+            "/v1/chat/completions": {
+                "post": _streamed(_COMPLETION, _ANSWER, _request(ChatRequest))
+            },
+            "/generate": {"post": _streamed("DistServe's endpoint", _TEXT, _generate())},
             "/v1/models": {
                 "get": _operation(
                     "Served models",
@@ -125,7 +172,11 @@ def _document(title: str, paths: Mapping[str, Any]) -> dict[str, Any]:
         "info": {"title": title, "version": __version__},
         "paths": {**paths, **own},
         "components": {
-            "schemas": {"Error": _ERROR},
+            "schemas": {
+                "Error": _ERROR,
+                **_components(CompletionRequest),
+                **_components(ChatRequest),
+            },
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"bearer": []}],
@@ -157,26 +208,69 @@ def _operation(
     return operation
 
 
-def _completion(request: Mapping[str, Any]) -> dict[str, Any]:
-    operation = _operation("A completion, whole or as a stream of events", _ANSWER, request)
-    operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+def _streamed(
+    summary: str, answer: Mapping[str, Any], request: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An answer that is whole or a stream of events, as the request says."""
+    operation = _operation(summary, answer, request)
+    operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return operation
 
 
-def _request(kind: type[msgspec.Struct] | None) -> dict[str, Any]:
+def _request(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """The body as a struct reads it; further fields may be taken, by backend (docs/openai.md)."""
-    if kind is None:
-        return {"type": "object", "required": ["prompt"], "properties": {"prompt": {}}}
-    fields = msgspec.structs.fields(kind)
+    fields = _fields(kind)
     return {
         "type": "object",
         "required": [field.encode_name for field in fields if field.required],
-        "properties": {field.encode_name: _schema(field.type) for field in fields},
+        "properties": {field.encode_name: _field(field) for field in fields},
     }
 
 
-def _schema(kind: Any) -> dict[str, Any]:
+def _generate() -> dict[str, Any]:
+    """A completion with one text and no place for more."""
+    own = {
+        "prompt": {"type": "string", "minLength": 1},
+        "n": {"const": 1},
+        "logprobs": {"type": "null"},
+    }
+    fields = [each for each in _fields(CompletionRequest) if each.encode_name in ALLOWED]
+    properties = {field.encode_name: _field(field) for field in fields} | own
+    return {
+        "type": "object",
+        "required": ["prompt"],
+        "properties": properties | {"best_of": {"const": 1}, "use_beam_search": {"const": False}},
+        "additionalProperties": False,
+    }
+
+
+def _fields(kind: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:
+    return [each for each in msgspec.structs.fields(kind) if each.encode_name not in _INTERNAL]
+
+
+def _field(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
+    name = field.encode_name
+    if (known := _UNDECODED.get(name)) is not None:
+        return known
+    limits = LOGPROBS_RANGE if name in ("logprobs", "top_logprobs") else RANGES.get(name)
+    schema, _ = _schema(field.type)
+    if limits is None:
+        return schema
+    return schema | {"minimum": limits[0], "maximum": limits[1]}
+
+
+def _components(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Structs within the fields, by name."""
+    found: dict[str, Any] = {}
+    for field in _fields(kind):
+        found |= _schema(field.type)[1]
+    return found
+
+
+def _schema(kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With the components that it refers to. What is not decoded is any JSON."""
     try:
-        return msgspec.json.schema(kind, ref_template="#/components/schemas/{name}")
+        (schema,), components = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
     except TypeError:
-        return {}  # Raw JSON, which only the engine's template reads.
+        return {}, {}
+    return schema, components
