@@ -3,16 +3,72 @@ token.
 """
 
 import asyncio
+import heapq
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from weakref import WeakKeyDictionary
 
 from kvrs.control.silence import SilenceTimer
 from kvrs.errors import UpstreamError
 
+_TICK_S = 0.02  # A look is at most this late.
+
 
 class SilentError(UpstreamError):
     """Nothing was heard for too long, although the connection stands."""
+
+
+class _Looks:
+    """The looks that are due, of all watchdogs of one event loop: one timer for them all."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._due: dict[int, set[Watchdog]] = {}  # By tick.
+        self._ticks: list[int] = []  # Those of `_due`, as a heap.
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, watchdog: "Watchdog", at_s: float) -> int:
+        """Have it look at this time, or a little later; returns the tick."""
+        tick = math.ceil(at_s / _TICK_S)
+        if (due := self._due.get(tick)) is not None:
+            due.add(watchdog)
+            return tick
+        self._due[tick] = {watchdog}
+        is_next = not self._ticks or tick < self._ticks[0]
+        heapq.heappush(self._ticks, tick)
+        if is_next:
+            self._arm()
+        return tick
+
+    def remove(self, watchdog: "Watchdog", tick: int) -> None:
+        if (due := self._due.get(tick)) is not None:
+            due.discard(watchdog)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._ticks[0] * _TICK_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now_s = self._loop.time()
+        # A timer may fire a moment before its time.
+        while self._ticks and self._ticks[0] * _TICK_S <= now_s + _TICK_S / 2:
+            for watchdog in self._due.pop(heapq.heappop(self._ticks)):
+                watchdog.look_in_turn()
+        if self._ticks and self._timer is None:
+            self._arm()
+
+
+_looks: WeakKeyDictionary[asyncio.AbstractEventLoop, _Looks] = WeakKeyDictionary()
+
+
+def _looks_of(loop: asyncio.AbstractEventLoop) -> _Looks:
+    if (found := _looks.get(loop)) is None:
+        found = _looks[loop] = _Looks(loop)
+    return found
 
 
 class Watchdog:
@@ -24,7 +80,8 @@ class Watchdog:
         self._limit_s = limit_s
         self._paused = paused
         self._silence = SilenceTimer(self._loop.time())
-        self._timer: asyncio.TimerHandle | None = None
+        self._looks = _looks_of(self._loop)
+        self._tick: int | None = None  # Of the next look.
         self.exceeded_s = 0.0  # The limit that ended the block.
 
     def heard(self) -> None:
@@ -39,7 +96,12 @@ class Watchdog:
             self.expire()
             return
         self.stop()
-        self._timer = self._loop.call_at(next_s, self.look)
+        self._tick = self._looks.add(self, next_s)
+
+    def look_in_turn(self) -> None:
+        if self._tick is not None:  # Else it was closed in this very turn.
+            self._tick = None
+            self.look()
 
     def expire(self) -> None:
         """End the block now, as if the limit were passed."""
@@ -49,15 +111,15 @@ class Watchdog:
             self._scope.reschedule(now_s)
 
     def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._tick is not None:
+            self._looks.remove(self, self._tick)
+            self._tick = None
 
     def close(self) -> None:
-        """The block is over. A timer keeps its context, and so this watchdog: what belongs to a
-        stream is let go here.
+        """The block is over. The task's context keeps this watchdog: what belongs to a stream is
+        let go here.
         """
         self.stop()
-        self._timer = None
         del self._limit_s, self._paused
 
 
