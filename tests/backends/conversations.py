@@ -13,6 +13,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import PageRange
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport
 from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import Backend, Prefilled
 from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.streams.journal import Journal
@@ -153,7 +154,7 @@ class Conversation:
             StreamId(secrets.token_hex(16)), read(COMPLETIONS, msgspec.json.encode(body)), 0.0
         )
         self.journal.prompt_ids = self.journal.parsed.prompt_ids
-        self.journal.output_ids = list(produced)
+        self.journal.output_ids = packed(produced)
 
     async def prefill(self, at: InstanceId = P0) -> Prefilled:
         exact = self._cluster.can(at, Capability.EXACT_RESUME)

@@ -15,6 +15,7 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import PageRange
 from kvrs.protocol.instance import Capability, LeaseUpdate, Role
+from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import RefusedError
 from tests.backends.conversations import D0, D1, P0, PATIENCE_S, BackendCluster, Conversation
 
@@ -179,7 +180,7 @@ async def test_retained_pages_are_fetched_by_another(system: BackendCluster) -> 
     await talk.prefill()
     pages = len(PROMPT) // system.infos[P0].geometry.page_size_tokens
 
-    talk.journal.output_ids, talk.attempt = expected[:5], 2
+    talk.journal.output_ids, talk.attempt = packed(expected[:5]), 2
     run = PageRange(P0, 0, pages, system.infos[P0].epoch)
     tail = await talk.ids(D0, None, [run])
 

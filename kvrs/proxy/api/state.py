@@ -44,8 +44,9 @@ def describe(
 
 
 def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
-    """Set the gauges that need not be set at every change."""
+    """Set the series that need not be set at every change."""
     control = driver.control
+    metrics.tokens.follow(metrics.relayed_tokens)
     metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
     metrics.unprotected.set(control.checkpoints.count_unprotected())
     for known in control.instances.known.values():

@@ -110,7 +110,7 @@ class KeyedStream:
         reached = min(mark, len(journal.output_ids))
         ids = journal.output_ids[self._recorded_ids : reached]
         self._recorded_ids = max(self._recorded_ids, reached)
-        self._book.add(record, StreamEvent(mark, pack_ids(ids), event))
+        self._book.add(record, StreamEvent(mark, ids.tobytes(), event))
 
     def note_state(self) -> None:
         """Bring the state in the record up to date, before it goes anywhere."""

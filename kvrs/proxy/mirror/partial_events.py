@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from kvrs.protocol.mirror import StreamEvent, pack_ids, unpack_ids
 from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.continuation import Continuation
 from kvrs.proxy.streams.journal import Journal
 
@@ -28,7 +29,7 @@ def rest_of(
     assert choices
     whole, own = choices[0], unpack_ids(event.ids).tolist()
     continuation = Continuation(
-        replace(journal, output_ids=[*ids, *own[:has]], text_sent=None), tokenizer
+        replace(journal, output_ids=packed([*ids, *own[:has]]), text_sent=None), tokenizer
     )
     missing = own[has:]
     piece = (

@@ -4,6 +4,7 @@ A record holds a prefix of the events of its stream, in order and each once. The
 by one with each grant, the mirror number whenever the owner takes another mirror.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -74,8 +75,8 @@ class Record:
         return self.events[-1].seq if self.events else -1
 
     @property
-    def output_ids(self) -> list[int]:
-        return unpack_ids(b"".join(event.ids for event in self.events)).tolist()
+    def output_ids(self) -> "array[int]":
+        return unpack_ids(b"".join(event.ids for event in self.events))
 
     @property
     def version(self) -> RecordVersion:

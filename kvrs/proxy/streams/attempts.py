@@ -4,6 +4,7 @@ decides what follows.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -40,7 +41,7 @@ class AttemptDriver(Protocol):
     clock: Callable[[], float]
 
     def suspect_instance(self, instance: InstanceId) -> bool: ...
-    def relayed(self, instance: InstanceId, tokens: int) -> None: ...
+    def relayed(self, instance: InstanceId, tokens: int, now_s: float) -> None: ...
     def resumed(self, live: OpenStream, attempt: int) -> None: ...
     def attempt_failed(
         self,
@@ -296,7 +297,7 @@ class Attempt:
             self._attempt,
             clock=self._driver.clock,
             resumed=self._resumed,
-            relayed=lambda tokens: self._driver.relayed(self._plan.decode, tokens),
+            relayed=partial(self._driver.relayed, self._plan.decode),
             completed=lambda: self._driver.completed(live),
             exact=self._instances.resumes_exactly(self._plan.decode),
             continuation=continuation,

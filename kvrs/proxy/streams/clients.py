@@ -85,20 +85,19 @@ class SseClient:
         return await self._finish(sse(error))
 
     async def _finish(self, data: bytes) -> web.StreamResponse:
-        self._write(data)
+        self._write(data, is_last=True)
         assert self.response is not None
-        self.response.finish()
         if self._is_blocked:
             read = asyncio.Event()
             self.when_free(read.set)
             await read.wait()
         return self.response
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, *, is_last: bool = False) -> None:
         response = self.response or self._open()
         if not response.is_open:
             raise ClientGoneError(self._gone or "the client closed its connection")
-        response.send(data)
+        response.send(data, is_last=is_last)
 
     def _open(self) -> StreamedResponse:
         try:

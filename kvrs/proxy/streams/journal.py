@@ -28,7 +28,7 @@ class Journal:
     seed: int | None = None  # What every attempt samples with; None: as greedy needs none.
     wants_usage: bool = False  # Of several choices none does: theirs is counted together.
     prompt_ids: Sequence[int] | None = None  # None until an engine has tokenised the prompt.
-    output_ids: list[int] = field(default_factory=list)
+    output_ids: "array[int]" = field(default_factory=lambda: array("I"))
     owner_epoch: int = (
         0  # How often the stream has gone from one proxy, or one request of its client, to another.
     )

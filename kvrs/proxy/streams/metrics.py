@@ -66,7 +66,8 @@ class Metrics:
         self.unprotected = gauge(
             "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none."
         )
-        self.tokens = counter("kvrs_tokens_relayed", "Output tokens written to clients.")
+        self.relayed_tokens = 0  # `tokens` follows when the series are read.
+        self.tokens = Total(counter("kvrs_tokens_relayed", "Output tokens written to clients."))
         self.ttft = histogram("kvrs_ttft_seconds", "Time to the first token of a stream.")
         self.gap = histogram(
             "kvrs_client_gap_seconds", "Longest pause between two writes of a stream."

@@ -4,6 +4,7 @@ The healthy path of a token: one search, one small list decoded, one append, one
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from kvrs.errors import UpstreamError
@@ -24,6 +25,7 @@ from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
     EventSplitter,
+    EventTemplate,
     cut_list,
     head_of,
     next_token_ids,
@@ -34,6 +36,9 @@ from kvrs.proxy.wire.upstream import Flow, Need
 # Any other reason means that the stream is broken (vLLM: the request was aborted, or its engine
 # failed).
 _COMPLETE_REASONS = frozenset({"stop", "length", "tool_calls"})
+
+# Events from which a template is tried to be learnt: a chat may begin with its reasoning.
+_MOST_LESSONS = 4
 
 
 class ErrorEventError(UpstreamError):
@@ -60,7 +65,7 @@ class Relay:
         *,
         clock: Callable[[], float],
         resumed: Callable[[], None],
-        relayed: Callable[[int], None],
+        relayed: Callable[[int, float], None],
         completed: Callable[[], None] = lambda: None,
         exact: bool = True,
         continuation: Continuation | EngineText | None = None,
@@ -78,7 +83,10 @@ class Relay:
         self._continuation = continuation
         self._counts_text = not exact and continuation is None
         self._reads_all = self._counts_text or continuation is not None
+        self._most_tokens = inf if journal.max_tokens is None else journal.max_tokens
         self._splitter = EventSplitter()
+        self._template: EventTemplate | None = None
+        self._lessons = 0 if self._reads_all else _MOST_LESSONS
         self._first_event = True
         self._foreign_head = (
             False  # A later attempt's events carry another time of creation: exchange it.
@@ -178,8 +186,9 @@ class Relay:
             if self._client.blocked:
                 self._wait_for_room()
         if new_tokens:
-            self._journal.wrote(self._clock())
-            self._relayed(new_tokens)
+            now_s = self._clock()
+            self._journal.wrote(now_s)
+            self._relayed(new_tokens, now_s)
         if fault is not None:
             raise fault
         return done
@@ -200,9 +209,18 @@ class Relay:
 
     def _take(self, data: bytes) -> bytes | None:
         """Append one event to the journal; returns the client's form of it, if it gets any."""
+        if self._template is not None and (found := self._template.read(data)) is not None:
+            token_id, ids_at = found
+            self._append([token_id])
+            if self._foreign_head or self._journal.wants_ids:
+                return self._trim(data)
+            return data[:ids_at] + self._template.rest
         ids = None if self._reads_all else next_token_ids(data)
         if not ids:
             return self._take_rare(data)
+        if self._lessons and self._template is None and not self._first_event:
+            self._lessons -= 1
+            self._template = EventTemplate.of(data)
         event = self._trim(data)
         self._append(ids)
         return event
@@ -283,12 +301,9 @@ class Relay:
         journal = self._journal
         if journal.finished:
             raise UpstreamError("went on after its finish reason")
-        if (
-            journal.max_tokens is not None
-            and len(journal.output_ids) + len(ids) > journal.max_tokens
-        ):
+        if len(journal.output_ids) + len(ids) > self._most_tokens:
             raise UpstreamError("sent more than max_tokens tokens")
-        journal.output_ids += ids
+        journal.output_ids.extend(ids)
 
     def _trim(self, data: bytes) -> bytes:
         """The client's form of an event: with ids only if it wants them, and with the stream's

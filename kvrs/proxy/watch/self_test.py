@@ -169,7 +169,7 @@ class SelfTester:
     async def _migrate(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
         """As a target that fetches pages brings back a stream that was prefilled at the holder."""
         await self._prefill(holder, journal)
-        journal.output_ids += list(_PROMPT_IDS)[:CUT]
+        journal.output_ids.extend(list(_PROMPT_IDS)[:CUT])
         info = self._info(holder)
         pages = journal.prompt_tokens // info.geometry.page_size_tokens
         await self._stream(target, journal, [PageRange(holder, 0, pages, info.epoch)])
@@ -251,7 +251,7 @@ class SelfTester:
         await self._driver.backends[instance].decode(call, events)
         for payload in events.payloads:
             if payload != b"[DONE]":
-                journal.output_ids += _ids_of(payload)
+                journal.output_ids.extend(_ids_of(payload))
         if b"[DONE]" not in events.payloads:
             raise UpstreamError("ended without [DONE]")
 

@@ -60,16 +60,13 @@ class StreamedResponse(web.StreamResponse):
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, *, is_last: bool = False) -> None:
         if self._is_chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
+            end = _LAST_CHUNK if is_last else b""
+            data = b"%x\r\n%b\r\n%b" % (len(data), data, end)
         if self._head:
             data, self._head = self._head + data, b""
         self._transport.write(data)
-
-    def finish(self) -> None:
-        if self._is_chunked:
-            self._transport.write(_LAST_CHUNK)
 
     def abort(self) -> None:
         self._transport.abort()

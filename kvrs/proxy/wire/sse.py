@@ -25,6 +25,8 @@ PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
 _INDEX = re.compile(rb'(?<=[{,]"index":)0')
 _UNFINISHED = b',"finish_reason":null'
 _CHOICES = b',"choices":['
+_TEXT = re.compile(rb'[{,]"(?:text|content)":"')
+_ZERO = ord("0")
 _IDS = msgspec.json.Decoder(list[TokenId])
 _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 
@@ -44,6 +46,12 @@ class EventSplitter:
         """
         if self._rest:
             chunk = self._rest + chunk
+        elif (
+            chunk.startswith(b"data: {")
+            and chunk.find(b"\n") == len(chunk) - 2
+            and chunk.endswith(b"}\n\n")
+        ):
+            return [chunk[6:-2]]  # The usual read: one event, and all of it.
         parts = chunk.split(b"\n\n") if b"\r" not in chunk else _BOUNDARY.split(chunk)
         self._rest = parts.pop()
         if len(self._rest) > self._max_event_bytes:
@@ -63,6 +71,46 @@ def next_token_ids(data: bytes) -> list[int] | None:
         return _IDS.decode(data[start : data.index(b"]", start) + 1])
     except ValueError:  # msgspec's errors are ValueErrors too.
         raise UpstreamError("sent token ids that are not a list of integers") from None
+
+
+class EventTemplate:
+    """What the plain token events of one engine's stream share: all but the text and one id. An
+    event that fits is read with two comparisons and a search; every other one is for the exact
+    readers below and above.
+    """
+
+    def __init__(self, before: bytes, between: bytes, after: bytes) -> None:
+        self._before = before  # Up to the text's first character.
+        self._between = between  # From the text's last quote to the id.
+        self._after = after  # From the end of the ids.
+        self._ids_bytes = len(between) - len(TOKEN_IDS)
+        self._text_at = len(before)
+        self.rest = after[1:]  # What follows the list of ids.
+
+    @classmethod
+    def of(cls, data: bytes) -> "EventTemplate | None":
+        """The template of an event that `next_token_ids` has read; None: it has another form."""
+        if (found := _TEXT.search(data)) is None:
+            return None
+        ids_at, text_end = data.find(TOKEN_IDS), data.find(b'"', found.end())
+        between = data[text_end : ids_at + len(TOKEN_IDS)]
+        if _UNFINISHED not in between or b"\\" in data[found.end() : text_end]:
+            return None
+        return cls(data[: found.end()], between, data[data.index(b"]", ids_at) :])
+
+    def read(self, data: bytes) -> tuple[int, int] | None:
+        """The one id of an event, and where its list of ids begins; None: it does not fit."""
+        if not (data.startswith(self._before) and data.endswith(self._after)):
+            return None
+        # A quote within the text would be escaped: so this is the text's end.
+        text_end = data.find(b'"', self._text_at)
+        if not data.startswith(self._between, text_end):
+            return None
+        digits = data[text_end + len(self._between) : -len(self._after)]
+        # Of JSON's numbers those that need no look: natural, below 2^32.
+        if not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
+            return None
+        return int(digits), text_end + self._ids_bytes
 
 
 def cut_list(data: bytes, key: bytes) -> bytes:

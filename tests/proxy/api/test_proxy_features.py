@@ -10,6 +10,7 @@ import pytest
 
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
+from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.continuation import Continuation
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.responses import WholeClient
@@ -399,7 +400,7 @@ def test_a_continuation_begins_where_the_client_s_text_ends() -> None:
                 parsed,
                 arrived_s=0.0,
                 prompt_ids=[1],
-                output_ids=ids[:cut],
+                output_ids=packed(ids[:cut]),
                 text_sent=sent,
             )
             continuation = Continuation(journal, known.tokenizer)
@@ -426,7 +427,12 @@ def test_foreign_text_before_the_cut_costs_none_of_the_output() -> None:
         COMPLETIONS, msgspec.json.encode({"prompt": [1], "max_tokens": 500, "temperature": 0})
     )
     journal = Journal(
-        StreamId("1"), parsed, arrived_s=0.0, prompt_ids=[1], output_ids=ids[:3], text_sent=200
+        StreamId("1"),
+        parsed,
+        arrived_s=0.0,
+        prompt_ids=[1],
+        output_ids=packed(ids[:3]),
+        text_sent=200,
     )
     continuation = Continuation(journal, known.tokenizer)
 

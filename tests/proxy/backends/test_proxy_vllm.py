@@ -14,6 +14,7 @@ from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Role
+from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.bodies import decode_call
 from kvrs.proxy.backends.vllm import Named, VllmBackend
 from kvrs.proxy.streams.journal import Journal
@@ -390,7 +391,7 @@ async def test_a_chat_without_a_limit_has_none_after_a_cut_either(
     parsed = read(
         CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 0, "stream": true}'
     )
-    journal = Journal(StreamId("A"), parsed, 0.0, prompt_ids=PROMPT, output_ids=[8])
+    journal = Journal(StreamId("A"), parsed, 0.0, prompt_ids=PROMPT, output_ids=packed([8]))
     server = system.servers["d1"]
     async with EngineLinks(Access()) as links:
         named = Named(InstanceId("d1"), NodeId("n1"), Role.DECODE, vllm_model)

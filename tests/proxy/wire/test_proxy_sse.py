@@ -21,6 +21,7 @@ from kvrs.protocol.openai.chunks import (
     error_body,
     sse,
 )
+from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.wire.requests import COMPLETIONS, read
@@ -28,6 +29,7 @@ from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
     EventSplitter,
+    EventTemplate,
     cut_list,
     head_of,
     next_token_ids,
@@ -88,6 +90,67 @@ def test_cutting_ids_equals_encoding_without_them(
     assert cut_list(event(text, None, finish=finish, model=model), TOKEN_IDS) == event(
         text, None, finish=finish, model=model
     )
+
+
+def chat_event(text: str, ids: list[int], finish: str | None = None) -> bytes:
+    choice = ChatChunkChoice(
+        delta=ChatDelta(content=text), finish_reason=finish, token_ids=ids or msgspec.UNSET
+    )
+    chunk = {"id": "chatcmpl-1", "created": 1, "model": "m", "choices": [choice], "object": "c"}
+    return msgspec.json.encode(chunk)
+
+
+# What another event of the same stream may differ in, and what only looks like an id.
+_CHANGES = [
+    (b"", b""),
+    (b"null", b'"stop"'),
+    (b'"logprobs":null', b'"logprobs":{"tokens":["a"]}'),
+    (b'"model":"m"', b'"model":"n"'),
+    (b'"cmpl-1"', b'"cmpl-2"'),
+    (b"]}]", b',8]}],"usage":null'),
+    *((b":[", b":[" + more) for more in (b"-", b"0", b"+", b" ", b"1_", b"4294967", b'"', b"1.")),
+    (b'"index":0', b'"text":"","index":0'),
+]
+
+
+@SETTINGS
+@given(
+    is_chat=st.booleans(),
+    first=st.tuples(TEXTS, IDS),
+    texts=st.lists(st.tuples(TEXTS, st.integers(0, 1 << 33)), max_size=4),
+    change=st.sampled_from(_CHANGES),
+)
+def test_a_template_reads_what_the_exact_reader_reads_or_nothing(
+    is_chat: bool,
+    first: tuple[str, list[int]],
+    texts: list[tuple[str, int]],
+    change: tuple[bytes, bytes],
+) -> None:
+    """What does not fit it to the byte is left to the exact reader."""
+    make = chat_event if is_chat else event
+    learnt = make(*first)
+    template = EventTemplate.of(learnt) if next_token_ids(learnt) else None
+
+    for text, token_id in texts:
+        data = make(text, [token_id]).replace(*change)
+        found = None if template is None else template.read(data)
+        if found is not None:
+            assert template is not None
+            assert next_token_ids(data) == [found[0]]
+            assert cut_list(data, TOKEN_IDS) == data[: found[1]] + template.rest
+
+
+def test_a_template_fits_the_plain_events_of_its_stream() -> None:
+    """Those that are not plain do not fit."""
+    for make in (event, chat_event):
+        template = EventTemplate.of(make("a", [1]))
+        assert template is not None
+
+        assert template.read(make(" word", [70000])) is not None
+        assert template.read(make("", [7])) is not None
+        assert template.read(make('"', [7])) is None
+        assert template.read(make("a", [1, 2])) is None
+        assert template.read(make("a", [1], finish="stop")) is None
 
 
 @SETTINGS
@@ -206,7 +269,7 @@ def relay(
 ) -> list[bytes]:
     client = client or Collector()
     copier = Relay(
-        journal, client, attempt, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None
+        journal, client, attempt, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda *_: None
     )
     for chunk in chunks:
         if copier.feed(chunk) is not Need.MORE:
@@ -219,7 +282,7 @@ def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
     """One writer per stream: the journal's attempt."""
     journal, client = journal_of(), Collector()
     copier = Relay(
-        journal, client, 1, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None
+        journal, client, 1, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda *_: None
     )
     copier.feed(sse(event("a", [1])))
     journal.attempt = 2
@@ -227,7 +290,7 @@ def test_a_late_token_of_an_older_attempt_is_dropped() -> None:
     need = copier.feed(sse(event("late", [2])))
 
     assert need is Need.NOTHING
-    assert journal.output_ids == [1]
+    assert journal.output_ids.tolist() == [1]
     assert len(client.events) == 1
 
 
@@ -246,7 +309,7 @@ def test_an_attempt_has_resumed_before_its_first_token_is_written() -> None:
         1,
         clock=lambda: 0.0,
         resumed=lambda: told.append("resumed"),
-        relayed=lambda _: told.append("relayed"),
+        relayed=lambda *_: told.append("relayed"),
     )
     for chunk in (sse(event("a", [1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")):
         copier.feed(chunk)
@@ -281,7 +344,7 @@ def test_a_client_that_does_not_read_stops_the_engines_bytes_until_it_does() -> 
             waiting.append(resume)
 
     copier = Relay(
-        journal, Slow(), 1, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda _: None
+        journal, Slow(), 1, clock=lambda: 0.0, resumed=lambda: None, relayed=lambda *_: None
     )
     copier.begin(tap)
     copier.feed(sse(event("a", [1])))
@@ -324,14 +387,14 @@ def test_tokens_before_a_fault_in_the_same_chunk_reach_the_client() -> None:
     with pytest.raises(UpstreamError):
         relay(journal, sse(event("a", [1])) + sse(b'{"error":"x"}'), client=client)
 
-    assert journal.output_ids == [1]
+    assert journal.output_ids.tolist() == [1]
     assert len(client.events) == 1
 
 
 def test_an_empty_opening_of_a_later_attempt_is_not_passed_on() -> None:
     """The stream was opened long ago."""
     journal = journal_of()
-    journal.head, journal.output_ids = head_of(event("a", [1])), [1]
+    journal.head, journal.output_ids = head_of(event("a", [1])), packed([1])
 
     events = relay(
         journal, sse(event("", [], [1, 1])), sse(event("b", [2], finish="stop")), sse(b"[DONE]")
