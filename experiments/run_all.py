@@ -35,6 +35,7 @@ EXPERIMENTS = ROOT / "experiments"
 _LEAST_LIMIT_S = 300.0
 _TELL_S = 60.0
 _END_S = 60.0
+_REST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +331,7 @@ def run_all(experiments: Sequence[Experiment], logs: Path) -> bool:
         if why := each.missing():
             print(f"    cannot run here: {'; '.join(why)}")
             continue
+        time.sleep(_REST_S)  # What ends of the one before is not load of this one.
         log = logs / f"{each.name.replace('/', '-')}.log"
         how = run(each, log)
         put_into_readmes()
@@ -338,9 +340,7 @@ def run_all(experiments: Sequence[Experiment], logs: Path) -> bool:
         if not how.startswith("done") or after != "current":
             all_good = False
             last = log.read_text(errors="replace").splitlines()[-10:]
-            print(
-                "\n".join(f"    | {line}" for line in last), f"\n    all of it: {log}", flush=True
-            )
+            print(*(f"    | {line}" for line in last), sep="\n", flush=True)
     return all_good
 
 
@@ -381,6 +381,9 @@ def main() -> int:
         return 0
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="kvrs-experiments-"))
     logs.mkdir(parents=True, exist_ok=True)
+    can = [each for each in experiments if not each.missing()]
+    minutes = sum(each.minutes for each in can)
+    print(f"{len(can)} of {len(experiments)} can run here: about {minutes:g} min; output in {logs}")
     return 0 if run_all(experiments, logs) else 1
 
 
