@@ -216,7 +216,6 @@ ALL = (
     ),
     _plain("gossip_fuzz", 1),
     _plain("fuzz", 8),
-    _plain("placement_spread", 1),
     _plain("simulated_deaths", 5),
     _plain("placement_spread", 1),
     *_kinds(
