@@ -41,15 +41,16 @@ def chunked(*events: str) -> str:
 
 
 @contextmanager
-def answering(answer: str) -> Iterator[int]:
-    """A server that gives one connection this answer, and closes it; its port."""
+def answering(*answers: str) -> Iterator[int]:
+    """A server that gives one connection after the other its answer, and closes it; its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(answer.encode())
+            for answer in answers:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer.encode())
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -151,6 +152,17 @@ def test_a_broken_answer_is_not_whole(programs: Programs, answer: str) -> None:
 
     assert (result["whole"], result["broken"]) == (0, 1)
     assert result["fault"]
+
+
+def test_a_broken_stream_does_not_break_the_next_one(programs: Programs) -> None:
+    """Nothing of an answer that was cut within a chunk is left."""
+    whole = chunked(FIRST, LAST, "[DONE]")
+    options = {"tokens": 2, "warm_ms": 0, "window_ms": 2000, "pause_us": 1_200_000}
+    with answering(whole[: len(HEAD) + 20], whole, whole) as port:
+        result = run_load(programs, port, options)
+        one_stream(programs, port)
+
+    assert (result["whole"], result["broken"]) == (1, 1), result["fault"]
 
 
 def test_the_fault_is_named(programs: Programs) -> None:

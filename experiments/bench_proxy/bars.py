@@ -59,7 +59,7 @@ def _ratio(what: str, scenario: str, name: str, limit: float, **options: Any) ->
 def _figure(
     what: str, scenario: str, name: str, limit: float, unit: str, *, at_least: bool = False
 ) -> Bar:
-    return Bar(what, at_least, limit, unit, lambda medians, who: medians.of(scenario, who, name))
+    return Bar(what, at_least, limit, unit, lambda medians, kvrs: medians.of(scenario, kvrs, name))
 
 
 def _held(medians: Medians, subject: str) -> float | None:

@@ -4,17 +4,17 @@
  *
  * INSTANCES is a file with three lines per instance:
  *
- *     instance ID PORT KEY KEY_ID     the key of its door in hexadecimal; "-": it is a vLLM, without
- *                                     one; port 0 is any free one, "later" waits for "listen ID"
+ *     instance ID PORT KEY KEY_ID     the key of its door in hexadecimal; "-": it is a vLLM and has
+ *                                     none; port 0 is any free one, "later" waits for "listen ID"
  *     info JSON                       answer of GET /kvrs/v1/instance
  *     load JSON                       answer of GET /kvrs/v1/load
  *
  * Each instance serves completions as prefill instance, decode instance and plain engine: a request
  * with "stream":true gets events, any other a whole answer with prompt ids and kv_transfer_params.
- * The field "user" of a request sets its pace: "RATE,BURST,PREFILL", tokens per 1,000 s, tokens sent
- * at once at the start (100 to an event), microseconds until an answer begins. A token's text is
- * kSEQ+COUNT.NS; : its number in the stream, how many tokens the event has, when it was sent on the
- * monotonic clock in ns.
+ * The field "user" of a request sets its pace: "RATE,BURST,PREFILL", tokens per 1,000 s, tokens
+ * sent at once at the start (100 to an event), microseconds until an answer begins. A token's text
+ * is kSEQ+COUNT.NS; : its number in the stream, how many tokens the event has, when it was sent on
+ * the monotonic clock in ns.
  *
  * Commands on stdin, each answered by one line on stdout:
  *
@@ -25,12 +25,9 @@
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
-#include <ctype.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -43,118 +40,16 @@
 #include <time.h>
 #include <unistd.h>
 
+/* Each stands on the ones before it. */
+#include "text.h"
+#include "connections.h"
 #include "sha256.h"
 
-#define MAX_INSTANCES 16
 #define MAX_REQUEST_BYTES (64u << 20)
 #define IDS_PER_EVENT 100
 #define PREFIX "KVRS-PROOF/1 "
 #define JSON_HEAD "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n"
 
-static void fail(const char *what)
-{
-    perror(what);
-    exit(1);
-}
-
-static int64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-static void to_hex(const uint8_t *b, size_t n, char *out)
-{
-    for (size_t i = 0; i < n; i++)
-        sprintf(out + 2 * i, "%02x", b[i]);
-}
-
-static bool from_hex(const char *s, uint8_t *b, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        if (!isxdigit((unsigned char)s[2 * i]) || sscanf(s + 2 * i, "%2hhx", b + i) != 1)
-            return false;
-    return true;
-}
-
-/* Buffers. */
-
-struct buffer {
-    char *at;
-    size_t size, room;
-};
-
-static char *reserve(struct buffer *b, size_t more)
-{
-    if (b->size + more > b->room) {
-        b->room = (b->size + more) * 3 / 2 + 512;
-        if (!(b->at = realloc(b->at, b->room)))
-            fail("realloc");
-    }
-    return b->at + b->size;
-}
-
-static void put(struct buffer *b, const char *s, size_t n)
-{
-    memcpy(reserve(b, n), s, n);
-    b->size += n;
-}
-
-__attribute__((format(printf, 2, 3))) static void print(struct buffer *b, const char *form, ...)
-{
-    va_list list;
-    va_start(list, form);
-    int n = vsnprintf(reserve(b, 512), 512, form, list);
-    va_end(list);
-    if (n < 0 || n >= 512)
-        abort();
-    b->size += n;
-}
-
-static void drop(struct buffer *b)
-{
-    free(b->at);
-    *b = (struct buffer){0};
-}
-
-/* Instances and connections. */
-
-struct instance {
-    char id[65];
-    int port, listener;
-    bool has_key;
-    uint8_t key[32];
-    char key_id[17];
-    char *info, *load;
-};
-
-enum kind { NOTHING, STREAM, WHOLE, LOAD_WATCH, BEAT_WATCH };
-enum proof { UNPROVEN, CLAIMED, OPEN };
-
-struct connection {
-    int fd;
-    struct instance *instance;
-    enum proof proof;
-    uint8_t expected_mac[32];
-    struct buffer in, out;
-    bool wants_out;
-    enum kind kind; /* What it writes next, at `due_ns`. */
-    int64_t due_ns, interval_ns;
-    int heap_index; /* -1: not in the heap. */
-    int sequence, tokens, burst, cmpl;
-    bool begun, gives_ids;
-    char name[72];
-    struct buffer answer;
-    struct connection *previous, *next;
-};
-
-static struct instance instances[MAX_INSTANCES];
-static int instance_count, epoll_fd;
-static struct connection *connections; /* All open ones. */
-static struct connection *closed;      /* Freed after the events of one wait. */
-static struct connection **heap;       /* By `due_ns`. */
-static int heap_size, heap_room;
 static int completions;
 static time_t created;
 
@@ -163,107 +58,11 @@ static uint64_t *recovered;
 static int64_t *recovered_ns;
 static int recovered_count, recovered_room;
 
-static void heap_set(int i, struct connection *c)
+static int64_t now_ns(void)
 {
-    heap[i] = c;
-    c->heap_index = i;
-}
-
-static void heap_sift(int i)
-{
-    struct connection *c = heap[i];
-    for (; i > 0 && heap[(i - 1) / 2]->due_ns > c->due_ns; i = (i - 1) / 2)
-        heap_set(i, heap[(i - 1) / 2]);
-    for (int child; (child = 2 * i + 1) < heap_size; i = child) {
-        if (child + 1 < heap_size && heap[child + 1]->due_ns < heap[child]->due_ns)
-            child++;
-        if (heap[child]->due_ns >= c->due_ns)
-            break;
-        heap_set(i, heap[child]);
-    }
-    heap_set(i, c);
-}
-
-static void unschedule(struct connection *c)
-{
-    int i = c->heap_index;
-    if (i < 0)
-        return;
-    c->heap_index = -1;
-    struct connection *last = heap[--heap_size];
-    if (last != c) {
-        heap_set(i, last);
-        heap_sift(i);
-    }
-}
-
-static void schedule(struct connection *c, int64_t due_ns)
-{
-    c->due_ns = due_ns;
-    if (c->heap_index < 0) {
-        if (heap_size == heap_room) {
-            heap_room = heap_room * 2 + 64;
-            if (!(heap = realloc(heap, heap_room * sizeof *heap)))
-                fail("realloc");
-        }
-        heap_set(heap_size++, c);
-    }
-    heap_sift(c->heap_index);
-}
-
-static void end_connection(struct connection *c, bool reset)
-{
-    if (c->fd < 0)
-        return;
-    if (reset) {
-        struct linger hard = {1, 0};
-        setsockopt(c->fd, SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
-    }
-    close(c->fd);
-    c->fd = -1;
-    unschedule(c);
-    drop(&c->in);
-    drop(&c->out);
-    drop(&c->answer);
-    if (c->previous)
-        c->previous->next = c->next;
-    else
-        connections = c->next;
-    if (c->next)
-        c->next->previous = c->previous;
-    c->next = closed;
-    closed = c;
-}
-
-static void want(struct connection *c, bool out)
-{
-    if (c->wants_out == out)
-        return;
-    c->wants_out = out;
-    struct epoll_event e = {EPOLLIN | (out ? EPOLLOUT : 0), {.ptr = c}};
-    epoll_ctl(epoll_fd, EPOLL_CTL_MOD, c->fd, &e);
-}
-
-/* False: the connection has ended. */
-static bool flush(struct connection *c)
-{
-    size_t sent = 0;
-    while (sent < c->out.size) {
-        ssize_t n = send(c->fd, c->out.at + sent, c->out.size - sent, MSG_NOSIGNAL);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0 && errno == EAGAIN)
-            break;
-        if (n < 0) {
-            end_connection(c, true);
-            return false;
-        }
-        sent += n;
-    }
-    c->out.size -= sent;
-    memmove(c->out.at, c->out.at + sent, c->out.size);
-    want(c, c->out.size > 0);
-    return true;
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 static bool answer_json(struct connection *c, const char *body, size_t size)
@@ -283,14 +82,6 @@ static bool answer_status(struct connection *c, const char *status)
     return flush(c);
 }
 
-static void put_chunk(struct connection *c, const char *data, size_t size)
-{
-    char line[24];
-    put(&c->out, line, sprintf(line, "%zx\r\n", size));
-    put(&c->out, data, size);
-    put(&c->out, "\r\n", 2);
-}
-
 /* Events. */
 
 static int token_id(int sequence)
@@ -302,10 +93,11 @@ static int token_id(int sequence)
 static void put_event(struct buffer *b, struct connection *c, int count, bool is_last)
 {
     bool is_vllm = !c->instance->has_key;
-    print(b, "data: {\"id\":\"%s\",%s\"created\":%lld,\"model\":\"bench\",\"choices\":[{%s", c->name,
-          is_vllm ? "\"object\":\"text_completion\"," : "", (long long)created,
+    print(b, "data: {\"id\":\"%s\",%s\"created\":%lld,\"model\":\"bench\",\"choices\":[{%s",
+          c->name, is_vllm ? "\"object\":\"text_completion\"," : "", (long long)created,
           is_vllm ? "\"index\":0," : "");
-    print(b, "\"text\":\"k%d+%d.%lld;\",%s\"logprobs\":null,\"finish_reason\":%s,\"stop_reason\":null",
+    print(b, "\"text\":\"k%d+%d.%lld;\",%s\"logprobs\":null,\"finish_reason\":%s,"
+             "\"stop_reason\":null",
           c->sequence, count, (long long)now_ns(), is_vllm ? "" : "\"index\":0,",
           is_last ? "\"length\"" : "null");
     if (c->gives_ids && is_vllm) {
@@ -385,59 +177,6 @@ static bool write_due(struct connection *c)
 }
 
 /* Requests. */
-
-static const char *value_of(const char *json, const char *key)
-{
-    const char *at = strstr(json, key);
-    if (!at)
-        return NULL;
-    at += strlen(key);
-    while (*at == ' ' || *at == ':')
-        at++;
-    return at;
-}
-
-/* Anywhere: an object within may have the key as well, with another kind of value. */
-static bool is_true(const char *json, const char *key)
-{
-    const char *value = json;
-    while ((value = value_of(value, key)))
-        if (!strncmp(value, "true", 4))
-            return true;
-    return false;
-}
-
-static long number_of(const char *json, const char *key, long otherwise)
-{
-    const char *value = value_of(json, key);
-    return value && isdigit((unsigned char)*value) ? strtol(value, NULL, 10) : otherwise;
-}
-
-/* The prompt's ids as a JSON list, and how many: a text has one per four bytes. */
-static int put_prompt_ids(struct buffer *b, const char *body)
-{
-    const char *prompt = value_of(body, "\"prompt\"");
-    int count = 0;
-    put(b, "[", 1);
-    if (prompt && *prompt == '[') {
-        const char *end = strchr(prompt, ']');
-        size_t size = end ? (size_t)(end - prompt - 1) : 0;
-        put(b, prompt + 1, size);
-        count = size > 0;
-        for (size_t i = 0; i < size; i++)
-            count += prompt[1 + i] == ',';
-    } else if (prompt && *prompt == '"') {
-        for (prompt++; *prompt && *prompt != '"'; count++) {
-            uint32_t id = 0;
-            for (int i = 0; i < 4 && *prompt && *prompt != '"'; i++)
-                id = id * 31 + (unsigned char)*prompt++;
-            char text[16];
-            put(b, text, sprintf(text, count ? ",%u" : "%u", id % 50000 + 3));
-        }
-    }
-    put(b, "]", 1);
-    return count;
-}
 
 static void name_stream(struct connection *c, const char *body)
 {
@@ -565,8 +304,8 @@ static bool answer_metrics(struct connection *c)
 static bool serve(struct connection *c, const char *method, const char *path, const char *body)
 {
     static const char models[] = "{\"object\":\"list\",\"data\":[{\"id\":\"bench\",\"object\":"
-                                 "\"model\",\"owned_by\":\"bench\",\"root\":\"bench\",\"parent\":null,"
-                                 "\"max_model_len\":131072}]}";
+                                 "\"model\",\"owned_by\":\"bench\",\"root\":\"bench\","
+                                 "\"parent\":null,\"max_model_len\":131072}]}";
     struct instance *i = c->instance;
     const char *query;
     if (!strcmp(method, "POST") && !strncmp(path, "/v1/completions", 15))
@@ -634,7 +373,7 @@ static bool read_proof(struct connection *c)
     size_t prefix = sizeof PREFIX - 1;
     struct instance *i = c->instance;
     if (c->proof == UNPROVEN && c->in.size && c->in.at[0] != PREFIX[0]) {
-        c->proof = OPEN; /* A stranger, whose requests are served all the same. */
+        c->proof = OPEN; /* A stranger; its requests are served all the same. */
         return true;
     }
     if (!end)

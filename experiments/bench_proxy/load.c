@@ -6,10 +6,10 @@
  * connection until the window ends; then all streams run to their end. In the first round with
  * `restart` the streams have lengths spread over 1..tokens, so that later starts are spread evenly.
  *
- * A stream is whole when its answer is 200, its token numbers are 0, 1, ... without gap or repeat, it
- * has a finish reason at the last token, [DONE], and the end of the HTTP body. Within the window, which
- * begins after the warm-up, the times of tokens and requests and the CPU of the processes `pids`
- * are counted. A line {"open":N} is printed when all slots have their burst.
+ * A stream is whole when its answer is 200, its token numbers are 0, 1, ... without gap or repeat,
+ * it has a finish reason at the last token, [DONE], and the end of the HTTP body. Within the
+ * window, which begins after the warm-up, the times of tokens and requests and the CPU of the
+ * processes `pids` are counted. A line {"open":N} is printed when all slots have their burst.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -240,6 +240,7 @@ static void send_request(struct slot *s)
     size += n;
     s->part = HEAD;
     s->next_token = 0;
+    s->chunk_left = 0;
     s->was_burst = s->said_done = s->finished = s->closes = s->waits = false;
     if (s->fd < 0 && !connect_slot(s)) {
         started++;
@@ -473,7 +474,8 @@ static void print_samples(const char *name, struct samples *s)
 {
     static const double shares[] = {0.5, 0.9, 0.99, 0.999};
     static const char *const names[] = {"p50", "p90", "p99", "p999"};
-    qsort(s->at, s->size, sizeof *s->at, compare);
+    if (s->size)
+        qsort(s->at, s->size, sizeof *s->at, compare);
     printf("\"%s\":{\"count\":%zu", name, s->size);
     for (int i = 0; i < 4 && s->size; i++)
         printf(",\"%s\":%.1f", names[i], s->at[(size_t)((s->size - 1) * shares[i])] / 10.0);
