@@ -15,7 +15,7 @@ _EXAMPLES = {
         "kvrs compare --policies auto,rom,always_recompute --deaths 3 --seeds 20",
         "kvrs compare --policies auto,rom --trace conversation_trace.jsonl --fault faults.yaml",
     ],
-    "report": ["kvrs report out/auto out/recompute"],
+    "report": ["kvrs report out/replay --out page", "kvrs report out/auto out/rom --out page"],
     "explain": [
         "kvrs explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 --bandwidth 25Gbit/s",
         "kvrs explain --log events.jsonl",

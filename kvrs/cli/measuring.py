@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import filled, say
@@ -129,11 +128,13 @@ def compare(
 
 def report(
     files: opt.Files,
+    out: opt.PageOut = None,
+    json: opt.Json = False,
 ) -> None:
-    """Compare reports: every measure, its ratio to the first report, and the ratio's interval."""
-    from kvrs.report.compare import compare_reports
+    """Compare reports, every measure with its ratio to the first one; of one, draw the page."""
+    from kvrs.report.command import run_report
 
-    Console().print(compare_reports(files))
+    run_report(files, out, json)
 
 
 def profile(

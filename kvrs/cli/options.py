@@ -209,12 +209,15 @@ ComparedSeeds = Annotated[
     int, typer.Option(min=1, help="Pairs of runs; more make the interval narrower")
 ]
 SimulationOut = Annotated[Path | None, typer.Option(help="Directory for the outcomes as JSON")]
+PageOut = Annotated[
+    Path | None, typer.Option(help="Directory for the page: report.html, or compare.html")
+]
 SimulateProxies = Annotated[
     int, typer.Option(min=1, help="Each with a policy object and a view of its own")
 ]
 Files = Annotated[
     list[Path],
-    typer.Argument(help="Two or more report.json; the others are compared with the first"),
+    typer.Argument(help="report.json, or its directory; the others are compared with the first"),
 ]
 ProfileOut = Annotated[
     Path, typer.Option(help="The table, as JSON; `profiles.prefill` takes its path")

@@ -1,8 +1,9 @@
-"""Reports side by side in the terminal: every measure, its ratio to the first report's, and the
-interval of the ratio.
+"""Reports side by side: every measure, its ratio to the first report's, and the interval of the
+ratio.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvrs.report.measures import MEASURES, Report, ReportError, load_report, values_of
+from kvrs.report.measures import MEASURES, Report, ReportError, load_report, outline, values_of
 from kvrs.report.report import SCHEMA_VERSION
 from kvrs.report.student import Interval, interval, ratio
 from kvrs.report.table import recoveries_by_option
 
-_NOTE = (
+NOTE = (
     "Times count from arrival. ± and [ ] are 95 % intervals (Student) over repeated "
     "runs; one run has none. "
     "A ratio is green where it is better and red where it is worse, if its interval excludes 1."
@@ -29,13 +30,59 @@ def compare_reports(paths: Sequence[Path]) -> RenderableType:
     Raises:
         ReportError: fewer than two, or a file that is no report of this version.
     """
+    reports = load_reports(paths)
+    return Group(_table(names_of(paths), reports), Text(NOTE, style="dim"))
+
+
+def load_reports(paths: Sequence[Path]) -> list[Report]:
+    """Two or more reports.
+
+    Raises:
+        ReportError: fewer than two, or a file that is no report of this version.
+    """
     if len(paths) < 2:
         raise ReportError(f"got {len(paths)} report(s); allowed: at least two to compare")
-    reports = [load_report(path, SCHEMA_VERSION) for path in paths]
-    return Group(_table(_names(paths), reports), Text(_NOTE, style="dim"))
+    return [load_report(path, SCHEMA_VERSION) for path in paths]
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def comparison(names: Sequence[str], reports: Sequence[Report]) -> dict[str, Any]:
+    """The same as JSON: each report's outline, and each measure with its ratios to the first."""
+    measures = []
+    for name, title, _, more_is_better in MEASURES:
+        values = [values_of(report, name) for report in reports]
+        if any(values):
+            ratios = [ratio(own, values[0]) for own in values[1:]]
+            measures.append(
+                {
+                    "measure": name,
+                    "title": title,
+                    "more_is_better": more_is_better,
+                    "values": [_plain(interval(own)) for own in values],
+                    "ratios": [None, *map(_plain, ratios)],
+                }
+            )
+    return {
+        "reports": [
+            {"name": name, **outline(report)} for name, report in zip(names, reports, strict=True)
+        ],
+        "measures": measures,
+        "differing_settings": differing_settings(reports),
+    }
+
+
+def comparison_rows(names: Sequence[str], reports: Sequence[Report]) -> list[list[str]]:
+    """The table of the terminal as text, its header first."""
+    table = _table(names, reports)
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    headers = [str(column.header) for column in table.columns]
+    return [headers, *map(list, zip(*columns, strict=True))]
+
+
+def _plain(found: Interval | None) -> dict[str, Any] | None:
+    return None if found is None else asdict(found)
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
     """Names as short as possible while they differ."""
     folders = [
         path if path.is_dir() else path.parent if path.name == "report.json" else path
@@ -71,7 +118,7 @@ def _table(names: Sequence[str], reports: Sequence[Report]) -> Table:
         values = [values_of(report, name) for report in reports]
         if any(values):
             table.add_row(title, *_cells(name, values, more_is_better))
-    for key in _differing_settings(reports):
+    for key in differing_settings(reports):
         _add(
             table, f"setting: {key}", [str(report["settings"].get(key, "-")) for report in reports]
         )
@@ -116,7 +163,7 @@ def _ratio(found: Interval | None, more_is_better: bool) -> Text:
     return Text(f"{found.mean:.2f} [{low:.2f}, {high:.2f}]", style=style)
 
 
-def _differing_settings(reports: Sequence[dict[str, Any]]) -> list[str]:
+def differing_settings(reports: Sequence[dict[str, Any]]) -> list[str]:
     keys = sorted({key for report in reports for key in report["settings"]})
     return [
         key for key in keys if len({str(report["settings"].get(key)) for report in reports}) > 1

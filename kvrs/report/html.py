@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.report import plots
+from kvrs.report.compare import NOTE, comparison_rows
 from kvrs.report.report import Report
 from kvrs.report.style import CSS
 from kvrs.report.table import (
@@ -73,11 +74,52 @@ def render_html(report: Report) -> str:
             _made_with(report),
         )
     )
+    return _page(f"kvrs report: {_VERDICTS[report['exact']]}", body)
+
+
+def render_comparison(names: Sequence[str], reports: Sequence[Report]) -> str:
+    """Two or more reports laid over each other, in one page."""
+    origins = "".join(
+        f"<p class=words><b>{escape(name)}</b>: {escape(verdict_sentence(report))} "
+        f"{escape(origin_sentence(report))}</p>"
+        for name, report in zip(names, reports, strict=True)
+    )
+    header, *rows = comparison_rows(names, reports)
+    body = "".join(
+        (
+            f"<header class=good><p class=kicker>kvrs comparison</p>"
+            f"<h1>{escape(' / '.join(names))}</h1>{origins}</header>",
+            _figure(
+                "Throughput",
+                "Tokens per second that all clients together received; a dotted line is a fault.",
+                plots.overlaid_throughput_svg(names, reports),
+            ),
+            "<div class=pair>",
+            _figure(
+                "Time to first token",
+                "From arrival; share of streams at or below.",
+                plots.overlaid_cdf_svg(names, reports, "arrival_ttft_s"),
+            ),
+            _figure(
+                "Maximum time between tokens",
+                "Of each stream; share at or below.",
+                plots.overlaid_cdf_svg(names, reports, "max_gap_s"),
+            ),
+            "</div>",
+            f"<section><h2>Every measure</h2><p class=words>{escape(NOTE)}</p>"
+            f"{_table(header, rows)}</section>",
+            *(_made_with(report, name) for name, report in zip(names, reports, strict=True)),
+        )
+    )
+    return _page(f"kvrs comparison: {' / '.join(names)}", body)
+
+
+def _page(title: str, body: str) -> str:
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         "<meta name=color-scheme content='light dark'>"
-        f"<title>kvrs report: {escape(_VERDICTS[report['exact']])}</title>"
+        f"<title>{escape(title)}</title>"
         f"<style>{CSS}</style></head><body><main>{body}</main></body></html>\n"
     )
 
@@ -353,11 +395,12 @@ def _recoveries(report: Report) -> str:
     )
 
 
-def _made_with(report: Report) -> str:
+def _made_with(report: Report, name: str = "") -> str:
     keys = ("date", "policy", "config_digest", "kvrs_version", "proxy_version", "machine")
     shown = {key: report[key] for key in (*keys, "settings")}
     text = escape(json.dumps(shown, indent=2, default=str))
-    return f"<section><details><summary>Made with</summary><pre>{text}</pre></details></section>"
+    title = escape(f"{name} was made with" if name else "Made with")
+    return f"<section><details><summary>{title}</summary><pre>{text}</pre></details></section>"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], kind: str = "numbers") -> str:

@@ -334,6 +334,72 @@ def _color(option: str) -> str:
     return _COLORS.get(option, _COLORS["other"])
 
 
+def overlaid_throughput_svg(names: Sequence[str], reports: Sequence[Report]) -> str:
+    """Tokens per second of several runs over the time since the start of each."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 2.8), layout="constrained")
+        axes = figure.add_subplot()
+        for name, report, (color, dashes) in zip(names, reports, _lines(len(names)), strict=True):
+            rates = report["throughput"]
+            edges = np.arange(len(rates["tokens_per_s"]) + 1) * rates["bin_s"]
+            axes.stairs(
+                rates["tokens_per_s"],
+                edges,
+                baseline=None,
+                color=color,
+                label=name.replace("$", r"\$"),  # It is no formula.
+                linewidth=1.6,
+                linestyle=dashes,
+            )
+            for fault in report["faults"]:
+                axes.axvline(fault["at_s"], color=color, linewidth=0.8, linestyle=":")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("seconds since the start of the run")
+        axes.set_ylabel("tokens per second")
+        figure.legend(loc="outside upper left", ncols=4)
+    return _svg(figure, "throughput of each run", wide=True)
+
+
+def overlaid_cdf_svg(names: Sequence[str], reports: Sequence[Report], measure: str) -> str:
+    """Share of the streams of each run at or below a time."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5, 3.1), layout="constrained")
+        axes = figure.add_subplot()
+        everything: list[float] = []
+        for name, report, (color, dashes) in zip(names, reports, _lines(len(names)), strict=True):
+            values = sorted(
+                stream[measure] for stream in report["per_stream"] if stream[measure] is not None
+            )
+            everything += values
+            if values:
+                share = np.arange(1, len(values) + 1) / len(values)
+                axes.step(
+                    [values[0], *values],
+                    [0.0, *share],
+                    where="post",
+                    color=color,
+                    label=name.replace("$", r"\$"),  # It is no formula.
+                    linewidth=1.6,
+                    linestyle=dashes,
+                )
+        _scale_seconds(axes, everything, "x")
+        axes.set_xlabel("seconds")
+        axes.set_ylim(0, 1.02)
+        if everything:
+            axes.legend(loc="lower right")
+    return _svg(figure, f"{measure} of each run")
+
+
+def _lines(count: int) -> list[tuple[str, str]]:
+    """A colour and a dash pattern for each of several runs."""
+    colors = [_COLORS[name] for name in ("migrate", "recompute", "other", "ink")]
+    dashes = ("-", "--", "-.", ":")
+    return [
+        (colors[number % len(colors)], dashes[number // len(colors) % len(dashes)])
+        for number in range(count)
+    ]
+
+
 def _svg(figure: Figure, name: str, *, wide: bool = False) -> str:
     """Inline SVG: no prologue, no metadata, colours by variable, ids that stay unique beside other
     figures.
@@ -349,7 +415,7 @@ def _svg(figure: Figure, name: str, *, wide: bool = False) -> str:
     svg = svg.replace(
         "<svg", f'<svg role="img" aria-label="{name}" class="{"wide" if wide else "small"}"', 1
     )
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", svg)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name.replace(' ', '-')}-", svg)
     for variable, color in _COLORS.items():
         svg = svg.replace(color, f"var(--{variable})")
     return svg

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 import kvrs
+from kvrs.cli import app
 from kvrs.report.html import render_html, write_html
+from kvrs.report.measures import ReportError
 from kvrs.report.report import Report, build_report, write_report
 from kvrs.report.table import terminal_table
 from kvrs.traces.records import ErrorKind, StreamRecord
@@ -331,3 +334,66 @@ def test_both_colour_schemes_reach_the_plots() -> None:
     assert "prefers-color-scheme: dark" in page
     assert "var(--migrate)" in plots
     assert not re.findall(r"#[0-9a-f]{6}\b(?!\))", plots.replace('href="#', ""))
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> list[Path]:
+    """Two runs as `kvrs replay` keeps them; the second took twice as long."""
+    paths = [tmp_path / "auto", tmp_path / "r$o$m <b>"]
+    for path, report in zip(paths, (exact_report(), broken_report()), strict=True):
+        write_report(report, path / "report.json")
+    return paths
+
+
+def test_the_page_of_one_report_is_drawn_again(kept: list[Path], tmp_path: Path) -> None:
+    """From report.json alone, the same page."""
+    out = tmp_path / "page"
+    result = CliRunner().invoke(app, ["report", str(kept[0]), "--out", str(out)])
+
+    assert result.exit_code == 0, result.output
+    report = json.loads((kept[0] / "report.json").read_text())
+    assert (out / "report.html").read_text() == render_html(report)
+    assert "Exact" in result.output
+
+
+def test_several_reports_are_laid_over_each_other(kept: list[Path], tmp_path: Path) -> None:
+    """One page, nothing from outside, names escaped, a line per run in each plot."""
+    out = tmp_path / "page"
+    result = CliRunner().invoke(app, ["report", *map(str, kept), "--out", str(out)])
+
+    assert result.exit_code == 0, result.output
+    page = (out / "compare.html").read_text()
+    seen = parsed(page)
+    assert seen.tags.count("svg") == 3
+    assert len(seen.ids) == len(set(seen.ids))
+    assert "script" not in seen.tags
+    assert page.count("r$o$m &lt;b&gt;") >= 5  # Title, headline, table and legends.
+    assert "rom <b>" not in page
+    assert page.count("TTFT mean") >= 1
+    plots = page[page.index("<svg") :]
+    assert not re.findall(r"#[0-9a-f]{6}\b(?!\))", plots.replace('href="#', ""))
+
+
+def test_comparisons_are_json_too(kept: list[Path]) -> None:
+    """Each measure with the values and the ratios to the first report."""
+    result = CliRunner().invoke(app, ["report", *map(str, kept), "--json"])
+
+    found = json.loads(result.stdout)
+    assert [each["name"] for each in found["reports"]] == ["auto", "r$o$m <b>"]
+    (ttft,) = [each for each in found["measures"] if each["measure"] == "ttft_mean_s"]
+    first, second = (each["mean"] for each in ttft["values"])
+    assert ttft["ratios"][0] is None
+    assert ttft["ratios"][1]["mean"] == pytest.approx(second / first)
+    assert "per_stream" not in found["reports"][0]
+
+
+def test_a_report_that_lacks_what_the_page_shows_is_named(kept: list[Path], tmp_path: Path) -> None:
+    """Files come from outside: one line, no traceback."""
+    report = json.loads((kept[0] / "report.json").read_text())
+    del report["throughput"]
+    write_report(report, kept[0] / "report.json")
+
+    result = CliRunner().invoke(app, ["report", str(kept[0]), "--out", str(tmp_path / "page")])
+
+    assert isinstance(result.exception, ReportError)
+    assert "lacks what a page shows: 'throughput'" in str(result.exception)

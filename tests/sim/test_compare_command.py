@@ -93,6 +93,17 @@ def test_policies_meet_the_same_load_and_faults() -> None:
         assert [hit.death for hit in rom.hits] == [hit.death for hit in auto.hits]
 
 
+def test_each_policy_decides_its_own_runs() -> None:
+    """The configuration's is replaced."""
+    _, _, found = simulate_policies(
+        SimulateOptions(policy=(RECOMPUTE, PolicyName.ALWAYS_MIGRATE), deaths=3, requests=30)
+    )
+    recoveries = {policy: set(each.outcomes[0].recoveries) for policy, each in found.items()}
+
+    assert "migrate" not in recoveries[RECOMPUTE]
+    assert "migrate" in recoveries[PolicyName.ALWAYS_MIGRATE]
+
+
 def test_compare_prints_a_verdict_and_keeps_json(tmp_path: Path) -> None:
     """The file holds every seed, and what was compared."""
     given = ["compare", "--policies", "rom,auto", "--deaths", "2", "--requests", "15"]
