@@ -88,7 +88,8 @@ class Record:
         if self._timed:
             reasons += reasons_against(self.others_before, during)
         if self._commit != commit and not _same_code(self._commit, commit):
-            reasons.append(f"the tree went from {self._commit} to {commit} during the run")
+            went = f"the tree went from {shown(self._commit)} to {shown(commit)}"
+            reasons.append(f"{went} during the run")
         run = {
             "commit": self._commit,
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", self._at),

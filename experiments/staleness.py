@@ -34,8 +34,8 @@ def state(result: Path, folder: str, root: Path = ROOT) -> str:
         return "stale: of an unknown commit"
     if commit.endswith("-dirty"):
         return f"stale: {shown(commit)} had changes that no commit has"
-    if _git(root, "cat-file", "-e", f"{commit}^{{commit}}").returncode:
-        return f"stale: commit {shown(commit)} is not in this repository"
+    if _git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode:
+        return f"stale: commit {shown(commit)} is not in this history"
     paths = ["--", *sorted(paths_of(folder)), *NOT_CODE]
     if not _git(root, "diff", "--quiet", commit, *paths).returncode:
         return "current"

@@ -107,7 +107,7 @@ def test_a_result_is_stale_when_what_it_depends_on_has_changed(tmp_path: Path) -
     assert state(tmp_path / "none.json", "decision", tmp_path) == "no result"
     assert found() == "stale: of an unknown commit"
     assert found(commit=f"{commit}-dirty").startswith("stale: ")
-    assert "is not in this repository" in found(commit="0" * 40)
+    assert "is not in this history" in found(commit="0" * 40)
     assert found(commit=commit, void="busy") == "void: busy"
     assert found(commit=commit) == "current"
     for name in others:
@@ -118,6 +118,9 @@ def test_a_result_is_stale_when_what_it_depends_on_has_changed(tmp_path: Path) -
     assert found(commit=commit) == "stale: changes without a commit"
     git("commit", "-q", "-a", "-m", "c")
     assert found(commit=commit) == "stale: 1 commits since"
+    former = git("rev-parse", "HEAD")
+    git("commit", "-q", "--amend", "-m", "d")  # As a rebase leaves it.
+    assert "is not in this history" in found(commit=former)
 
 
 def test_names_choose_folders_and_single_results() -> None:
