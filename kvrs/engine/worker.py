@@ -17,6 +17,7 @@ from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.layers.step import build_step, pages_per_block
 from kvrs.engine.layers.tiles import TILE_ROWS, check_batched_products
 from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.models.digests import weights_digest
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.probe import probe_digest
 from kvrs.engine.models.weights import Weights
@@ -65,12 +66,13 @@ class Worker:
         )
         self.max_positions = min(settings.max_model_len, config.max_positions)
         self.gpus = _gpus(device)
-        self.fingerprint = _fingerprint(config, weights, self.geometry, device)
         # Outside of inference mode: `store` writes into the pool from other threads too.
         self.pool = KvPool(self.geometry, settings.pages, device)
         with torch.inference_mode():
             self.model = load_decoder(config, weights, self.max_positions, device)
             check_attention(config, settings.page_size_tokens, device)
+            root = weights_digest(self.model, model_directory, weights.files)
+        self.fingerprint = _fingerprint(config, root, self.geometry, device)
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute one batch: its KV goes into the chunks' pages.
@@ -122,7 +124,7 @@ def check_attention(config: ModelConfig, page_size_tokens: int, device: torch.de
 
 
 def _fingerprint(
-    config: ModelConfig, weights: Weights, geometry: KvGeometry, device: torch.device
+    config: ModelConfig, weights_root: bytes, geometry: KvGeometry, device: torch.device
 ) -> str:
     """Equal for two workers exactly when their KV pages are the same bits.
 
@@ -153,5 +155,5 @@ def _fingerprint(
             order="sorted",
         )
     )
-    total.update(weights.digest())
+    total.update(weights_root)
     return total.hexdigest()

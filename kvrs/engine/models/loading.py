@@ -110,7 +110,7 @@ class _DecoderLoader:
             else None
         )
         return Decoder(
-            embedding=Embedding(tokens, into, self._learned_positions(positions)),
+            embedding=Embedding(tokens, into, self._learned_positions()),
             rotary=self._rotary(positions),
             layers=[self._layer(f"{trunk}.layers.{index}") for index in range(config.layers)],
             norm_first=config.norm_first,
@@ -183,13 +183,13 @@ class _DecoderLoader:
             self._device,
         )
 
-    def _learned_positions(self, positions: int) -> Tensor | None:
+    def _learned_positions(self) -> Tensor | None:
         config = self._config
         if config.rope is not None:
             return None
         rows = config.max_positions + _OPT_POSITIONS_OFFSET
         table = self._tensor(f"{self._names.trunk}.embed_positions.weight", rows, config.hidden)
-        return table[_OPT_POSITIONS_OFFSET : _OPT_POSITIONS_OFFSET + positions]
+        return table[_OPT_POSITIONS_OFFSET:]
 
     def _projection(self, name: str, inner: int, outer: int) -> Projection:
         return Projection(self._tensor(f"{name}.weight", outer, inner).t())

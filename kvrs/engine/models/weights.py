@@ -1,6 +1,5 @@
 """Reading a model's tensors from safetensors files, one or several."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,13 +55,9 @@ class Weights:
             )
         return tensor.to(torch.float32, copy=True)
 
-    def digest(self) -> bytes:
-        """Hash of the bytes of every weight file, in order of their names."""
-        total = hashlib.blake2b(digest_size=32)
-        for path in sorted(set(self._files.values())):
-            with path.open("rb") as file:
-                total.update(hashlib.file_digest(file, hashlib.blake2b).digest())
-        return total.digest()
+    @property
+    def files(self) -> list[Path]:
+        return sorted(set(self._files.values()))
 
 
 def _files_by_tensor(directory: Path) -> Mapping[str, Path]:
