@@ -54,13 +54,12 @@ def main() -> int:
     bench = Bench.of(arguments)
     with opened(arguments, placed) as setting:
         bench.carry_out(setting, arguments.limit_s)
-    if bench.ended_early:
-        record.void(bench.ended_early)
-    text = table.shown(bench.rows)
+    text = "\n".join(filter(None, [table.shown(bench.rows), bench.ended_early]))
     print(text)
     figures = {
         "trees": {name: commit_of(tree) for name, tree in bench.trees.items()},
         "rounds": bench.rounds,
+        "ended_early": bench.ended_early,
         "bars": table.judged(bench.rows),
         "rows": bench.rows,
     }
@@ -170,7 +169,9 @@ class Bench:
                     continue
                 before_s = time.monotonic()
                 if before_s - begun_s + took_s.get(step.name, 0.0) > limit_s:
-                    self.ended_early = f"the limit of {limit_s:g} s ended it in round {number + 1}"
+                    self.ended_early = (
+                        f"round {number + 1} ended before {step.name}: --limit-s {limit_s:g}"
+                    )
                     return
                 try:
                     self.rows += [{"round": number, **row} for row in step.rows()]
