@@ -108,7 +108,10 @@ _CHANGES = [
     (b'"model":"m"', b'"model":"n"'),
     (b'"cmpl-1"', b'"cmpl-2"'),
     (b"]}]", b',8]}],"usage":null'),
-    *((b":[", b":[" + more) for more in (b"-", b"0", b"+", b" ", b"1_", b"4294967", b'"', b"1.")),
+    *(
+        (TOKEN_IDS, TOKEN_IDS + more)
+        for more in (b"-", b"0", b"+", b" ", b"1_", b"4294967", b'"', b"1.")
+    ),
     (b'"index":0', b'"text":"","index":0'),
 ]
 

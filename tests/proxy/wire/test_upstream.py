@@ -65,6 +65,7 @@ class Gathering:
 
     def __init__(self, need: Need = Need.MORE) -> None:
         self.need = need
+        self.pauses = False
         self.fault: Exception | None = None
         self.data = b""
         self.flow: Flow | None = None
@@ -78,6 +79,8 @@ class Gathering:
             raise self.fault
         self.data += data
         self.begun.set()
+        if self.pauses and self.flow is not None:
+            self.flow.pause()
         return self.need
 
 
@@ -301,13 +304,29 @@ async def test_a_paused_response_does_not_flow() -> None:
     assert reader.data == b"abcabc"
 
 
+async def test_a_pause_ends_with_its_response() -> None:
+    """The next call on the connection flows."""
+    instance = Instance([WHOLE, WHOLE], holds=True)
+
+    async with serving(instance) as backend:
+        paused, second = Gathering(), Gathering()
+        paused.pauses = True
+        await backend.decode(call(), paused)
+        async with asyncio.timeout(5):
+            await backend.decode(call(), second)
+
+    assert second.data == b"abc"
+    assert len(instance.connections) == 1
+
+
 async def test_a_large_body_ends_with_an_early_answer() -> None:
     """An instance that refuses it at once takes no more of it, and its connection ends."""
-    taken = 0
+    taken, connections = 0, 0
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal taken
-        taken = len(await reader.readuntil(b"\r\n\r\n"))
+        nonlocal taken, connections
+        connections += 1
+        taken += len(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 413 No\r\nContent-Length: 2\r\n\r\n{}")
         while data := await reader.read(1 << 16):
             taken += len(data)
@@ -322,23 +341,37 @@ async def test_a_large_body_ends_with_an_early_answer() -> None:
     async with server, EngineLinks(Access()) as links:
         large = Call(CALL, {"prompt": "x" * size_bytes})
         with pytest.raises(RefusedError):
-            await PdBackend(links, url).decode(large, Gathering())
+            await (backend := PdBackend(links, url)).decode(large, Gathering())
         await ended.wait()
+        ended.clear()
+        with pytest.raises(RefusedError):
+            await backend.decode(call(), Gathering())
+    await ended.wait()
 
     assert taken < size_bytes
+    assert connections == 2
 
 
-async def test_kept_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In number, and in the time for which no call uses them."""
+async def test_kept_connections_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it the one is closed that has been idle for longest."""
     monkeypatch.setattr(pools, "MOST_KEPT", 2)
-    monkeypatch.setattr(pools, "KEPT_S", 0.1)
-    instance = Instance([WHOLE] * 5, holds=True)
+    instance = Instance([WHOLE] * 7, holds=True)
 
     async with serving(instance) as backend:
         await asyncio.gather(*(backend.decode(call(), Gathering()) for _ in range(5)))
-        beyond = instance.closed
         await until_closed(instance, 3)
-        await until_closed(instance, 5)
+        await asyncio.gather(*(backend.decode(call(), Gathering()) for _ in range(2)))
 
-    assert beyond <= 3
     assert len(instance.connections) == 5
+
+
+async def test_kept_connections_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a call they end."""
+    monkeypatch.setattr(pools, "KEPT_S", 0.1)
+    instance = Instance([WHOLE] * 3, holds=True)
+
+    async with serving(instance) as backend:
+        await asyncio.gather(*(backend.decode(call(), Gathering()) for _ in range(3)))
+        await until_closed(instance, 3)
+
+    assert len(instance.connections) == 3
