@@ -264,10 +264,10 @@ class Proxy:
         """
         if self._api is None or self._mirror is None or self._driver is None:
             return
-        self._api.draining = True
-        log.info("draining", extra={"streams": len(self._driver.streams)})
         if self._link is not None and not self._link.all_drain:
             await self._stop_taking_clients()  # The other workers take them.
+        self._api.draining = True
+        log.info("draining", extra={"streams": len(self._driver.streams)})
         if self._remaining_peers():
             self._mirror.hand_over()
         until_s = time.monotonic() + self._config.proxy.drain_s

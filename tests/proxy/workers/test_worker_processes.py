@@ -224,12 +224,14 @@ async def test_a_worker_that_is_signalled_alone_hands_its_clients_to_the_others(
 
         os.kill(first["pid"], signal.SIGTERM)
         await proxy.until_logged(b"draining")
+        answers = [await proxy.ask(REQUEST | {"max_tokens": 1}) for _ in range(20)]
         assert system.script.gate is not None
         system.script.gate.set()
         ended = [await each.read() for each in begun]
         await until_gone(first["pid"])
         await proxy.until_up()
 
+        assert {status for status, _ in answers} == {200}
         assert all(body.endswith(b"data: [DONE]\n\n") for body in ended)
         assert [row["restarts"] for row in await proxy.workers()] == [1, 0]
 
