@@ -4,7 +4,10 @@ hand-off.
 
 from collections.abc import Callable
 
+import numpy as np
+
 from kvrs.engine.staging import PagePool
+from kvrs.protocol.geometry import KvGeometry
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.peers import PinnedPages, PullRequest
 
@@ -24,13 +27,15 @@ class EnginePages:
         them.
         """
         held = self._pages.match(request.tags)
-        tail = None
+        tail, tail_tokens = None, 0
         if (
             request.handoff is not None
             and request.tail_index is not None
             and len(held) == len(request.tags)
         ):
             tail = self._pages.retained_page(request.handoff, request.tail_index)
+            before = request.tail_index * self._pool.geometry.page_size_tokens
+            tail_tokens = self._pages.retained_tokens(request.handoff) - before
         pinned = list(held)
         if tail is not None:
             self._pages.pin(tail)
@@ -39,6 +44,8 @@ class EnginePages:
             staged = self._pool.stage(pinned)
             try:
                 await staged.save()
+                if tail is not None:
+                    _clear_behind(staged.views[-1], self._pool.geometry, tail_tokens)
             except BaseException:
                 staged.free()
                 raise
@@ -61,3 +68,12 @@ class EnginePages:
     def _release(self, pages: list[int]) -> None:
         self._pages.release(pages)
         self._released()
+
+
+def _clear_behind(page: memoryview, geometry: KvGeometry, tokens: int) -> None:
+    """Zero a partial page behind its tokens: what another request, perhaps of another tenant, has
+    left there is not sent.
+    """
+    bytes_per_head = geometry.head_dim * geometry.dtype_bytes
+    positions = np.frombuffer(page, np.uint8).reshape(-1, geometry.page_size_tokens, bytes_per_head)
+    positions[:, max(0, tokens) :] = 0

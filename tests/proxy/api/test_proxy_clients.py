@@ -3,6 +3,7 @@
 import asyncio
 import re
 import socket
+from collections import Counter
 from typing import Any
 
 import aiohttp
@@ -256,6 +257,33 @@ async def test_more_streams_than_allowed_get_503(build: ProxyClusterBuilder) -> 
     assert status == 503
     assert "1 of 1 streams are open" in msgspec.json.decode(body)["error"]["message"]
     assert (await first)[0] == 200
+
+
+async def test_a_storm_of_requests_is_refused_and_does_not_come_back_together(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Each request of a burst is served or told a time to come back, and the times are spread; the
+    proxy serves on.
+    """
+    system = await build(pairs=1, proxy={"max_streams": 8})
+    system.script.gate = asyncio.Event()
+
+    async def ask() -> tuple[int, str | None]:
+        url = f"{system.url}/v1/completions"
+        async with system.http.post(url, json=REQUEST) as answer:
+            await answer.read()
+            return answer.status, answer.headers.get("Retry-After")
+
+    storm = [asyncio.create_task(ask()) for _ in range(400)]
+    await system.until(lambda: _truth(sum(each.done() for each in storm) == 392))
+    system.script.gate.set()
+    answers = await asyncio.gather(*storm)
+
+    refused = [after for status, after in answers if status == 503]
+    assert Counter(status for status, _ in answers) == {200: 8, 503: 392}
+    assert len(set(refused)) > 1
+    assert None not in refused
+    assert (await system.complete(**REQUEST))[0] == 200
 
 
 async def test_an_engine_s_refusal_reaches_the_client(build: ProxyClusterBuilder) -> None:
