@@ -207,11 +207,7 @@ def router(*, disaggregated: bool) -> Start:
     def start(bench: Bench) -> Iterator[Running]:
         program = bench.peers / "vllm-router/bin/vllm-router"
         if not program.exists():
-            venv = program.parents[1]
-            raise MissingError(
-                f"vllm-router is not installed (python -m venv {venv}; "
-                f"{venv}/bin/pip install vllm-router)"
-            )
+            raise MissingError("vllm-router is not installed below --peers (README.md)")
         port, metrics = free_ports(2)
         urls = {name: f"http://127.0.0.1:{port}" for name, port in bench.engines.ports.items()}
         command = [str(program), "--port", str(port), "--prometheus-port", str(metrics)]
