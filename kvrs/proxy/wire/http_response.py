@@ -17,6 +17,7 @@ from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 _END_OF_HEAD = b"\r\n\r\n"
 _END_OF_CHUNK = b"\r\n"
+_HEAD_OF_CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _CHUNK = re.compile(rb"([0-9a-fA-F]{1,7})\r\n")
 _BEGUN_CHUNK = re.compile(rb"[0-9a-fA-F]{0,7}\r?")
@@ -62,13 +63,9 @@ class HttpResponse:
         self._left = 0  # Bytes of the body, or of the current chunk, that are still to come.
         self._is_closing = False  # A chunk's bytes have come, the end of its line has not.
         self._rest = b""  # The last bytes, if they may be the beginning of a mark.
-        self._parser = HttpResponseParser(
-            BaseProtocol(loop),
-            loop,
-            _UNLIMITED_BYTES,
-            read_until_eof=True,
-            auto_decompress=False,
-        )
+        self._loop = loop
+        # None: the framing is a usual one, and needs none of its state.
+        self._parser: HttpResponseParser | None = _new_parser(loop)
         self._payload: StreamReader | None = None
 
     @property
@@ -103,6 +100,7 @@ class HttpResponse:
             return
         self._keeps_open = False
         if self._framing is _Framing.PARSER:
+            assert self._parser is not None
             try:
                 self._parser.feed_eof()
             except HttpProcessingError:
@@ -131,6 +129,7 @@ class HttpResponse:
         return b""
 
     def _parse_head(self, head: bytes) -> RawResponseMessage | None:
+        assert self._parser is not None
         try:
             messages, _, _ = self._parser.feed_data(head)
         except HttpProcessingError as error:
@@ -158,6 +157,8 @@ class HttpResponse:
         else:
             self._framing = _Framing.PARSER
         self._keeps_open = self._framing is not _Framing.PARSER and not message.should_close
+        if self._framing is not _Framing.PARSER:
+            self._parser = self._payload = None
         if self._framing is _Framing.LENGTH:
             return self._feed_length(data)
         if self._framing is _Framing.CHUNKS:
@@ -215,18 +216,22 @@ class HttpResponse:
             return b""
         self._keeps_open = False
         self._framing = _Framing.PARSER
+        # A new parser at the same place: behind a head, or behind a chunk, which is the same.
+        self._parser = _new_parser(self._loop)
+        ((_, self._payload),), _, _ = self._parser.feed_data(_HEAD_OF_CHUNKS)
         return self._feed_parser(data)
 
     def _feed_parser(self, data: bytes) -> bytes:
-        payload = self._payload
-        assert payload is not None
         if self.is_complete or self.fault is not None:
             self._keeps_open = self._keeps_open and not data
             return b""
+        payload, parser = self._payload, self._parser
+        assert payload is not None
+        assert parser is not None
         is_broken = False
         try:
             if data:
-                self._parser.feed_data(data)
+                parser.feed_data(data)
         except HttpProcessingError:
             is_broken = True
         body = b"" if payload is EMPTY_PAYLOAD else payload.read_nowait()
@@ -240,3 +245,9 @@ class HttpResponse:
         self.fault = BrokenBody()
         self._keeps_open = False
         self._framing = _Framing.PARSER
+
+
+def _new_parser(loop: asyncio.AbstractEventLoop) -> HttpResponseParser:
+    return HttpResponseParser(
+        BaseProtocol(loop), loop, _UNLIMITED_BYTES, read_until_eof=True, auto_decompress=False
+    )

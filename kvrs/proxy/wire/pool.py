@@ -112,7 +112,9 @@ class Pool:
         if not upstream.leave():
             return
         if len(self._kept) >= MOST_KEPT:
-            next(iter(self._kept)).close()
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            oldest.close()
         loop = asyncio.get_running_loop()
         self._kept[upstream] = loop.time()
         if self._sweep is None:
