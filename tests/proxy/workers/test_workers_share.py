@@ -139,37 +139,38 @@ async def test_a_tenants_streams_are_limited_over_all_workers(
     frees what it had.
     """
     system = await build()
-    security = {"key_file": key_file(tmp_path, streams=6)}
+    security = {"key_file": key_file(tmp_path, streams=12)}
     async with open_workers(system, tmp_path, workers=3, security=security) as proxy:
+        workers = set()
         for _ in range(3):
             system.script.gate, system.script.gate_at = asyncio.Event(), 2
             begun = await asyncio.gather(*(begin(proxy, KEY) for _ in range(20)))
             taken = [each for each in begun if each.status == 200]
             refused = [each for each in begun if each.status == 429]
             (row,) = (await proxy.proxy_row())["tenants"]
-            assert (len(taken), len(refused), row["open_streams"]) == (6, 14, 6)
+            assert (len(taken), len(refused), row["open_streams"]) == (12, 8, 12)
 
-            workers = {each["worker"] for each in (await proxy.state())["streams"]}
+            workers |= {each["worker"] for each in (await proxy.state())["streams"]}
             system.script.gate.set()
             for each in begun:
                 await each.read()
             async with asyncio.timeout(10):
                 while (await proxy.proxy_row())["tenants"][0]["open_streams"]:
                     await asyncio.sleep(0.01)
-        assert row["refused"] == 42
+        assert row["refused"] == 24
         assert len(workers) > 1
 
         system.script.gate = asyncio.Event()
-        begun = await asyncio.gather(*(begin(proxy, KEY) for _ in range(6)))
+        begun = await asyncio.gather(*(begin(proxy, KEY) for _ in range(12)))
         rows = (await proxy.state())["streams"]
         worker = rows[0]["worker"]
         lost = sum(each["worker"] == worker for each in rows)
         os.kill((await proxy.workers())[worker]["pid"], signal.SIGKILL)
         await proxy.until_up()
 
-        again = [(await begin(proxy, KEY)).status for _ in range(6)]
+        again = [(await begin(proxy, KEY)).status for _ in range(12)]
 
-        assert again == [200] * lost + [429] * (6 - lost)
+        assert again == [200] * lost + [429] * (12 - lost)
         system.script.gate.set()
 
 
@@ -178,7 +179,7 @@ async def test_a_tenants_rates_are_limited_over_all_workers(
 ) -> None:
     """What is left of them is the same in the headers of every worker."""
     system = await build()
-    security = {"key_file": key_file(tmp_path, requests_per_s=5.0, tokens_per_min=10_000)}
+    security = {"key_file": key_file(tmp_path, requests_per_s=0.001)}
     async with open_workers(system, tmp_path, workers=3, security=security) as proxy:
         answers = await asyncio.gather(
             *(
@@ -187,13 +188,11 @@ async def test_a_tenants_rates_are_limited_over_all_workers(
             )
         )
 
-        passed = [each for each in answers if each.status == 200]
-        # Five at once, and what a second refills while the others are asked.
-        assert 5 <= len(passed) <= 10
-        assert {each.status for each in answers} == {200, 429}
-        assert {each.headers["x-ratelimit-limit-requests"] for each in answers} == {"5"}
-        left = [int(each.headers["x-ratelimit-remaining-tokens"]) for each in passed]
-        assert min(left) <= 10_000 - 11 * (len(passed) - 1)
+        statuses = [each.status for each in answers]
+        assert (statuses.count(200), statuses.count(429)) == (1, 29)
+        for name, value in (("limit", "1"), ("remaining", "0")):
+            found = {each.headers[f"x-ratelimit-{name}-requests"] for each in answers}
+            assert found == {value}
 
 
 async def test_bytes_that_are_open_are_limited_over_all_workers(
