@@ -370,7 +370,8 @@ def test_several_reports_are_laid_over_each_other(kept: list[Path], tmp_path: Pa
     assert "<h1>auto / r$o$m &lt;b&gt;</h1>" in page
     assert "r$o$m <b>" not in page
     assert page.count("TTFT mean") >= 1
-    plots = page[page.index("<svg") :]
+    plots = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert plots.count(">r$o$m &lt;b&gt;<") == 3  # A name is text in a legend, and no formula.
     assert not re.findall(r"#[0-9a-f]{6}\b(?!\))", plots.replace('href="#', ""))
 
 
