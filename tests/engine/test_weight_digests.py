@@ -11,12 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.models import digests
-from kvrs.engine.models.digests import units_root
+from kvrs.engine.models.digests import NOTE_NAME, units_root
 from kvrs.engine.worker import Worker
 
 pytestmark = pytest.mark.engine
 
-NAME = ".kvrs-weights.json"
 OPT = {
     "num_hidden_layers": 2,
     "hidden_size": 72,
@@ -107,11 +106,11 @@ def test_the_root_is_computed_once_for_files_as_they_are(
 )
 def test_a_damaged_note_is_not_believed(tiny_copy: Path, lie: bytes) -> None:
     """The root is computed and noted again."""
-    fingerprint, note = worker(tiny_copy).fingerprint, (tiny_copy / NAME).read_bytes()
-    (tiny_copy / NAME).write_bytes(lie)
+    fingerprint, note = worker(tiny_copy).fingerprint, (tiny_copy / NOTE_NAME).read_bytes()
+    (tiny_copy / NOTE_NAME).write_bytes(lie)
 
     assert worker(tiny_copy).fingerprint == fingerprint
-    assert (tiny_copy / NAME).read_bytes() == note
+    assert (tiny_copy / NOTE_NAME).read_bytes() == note
 
 
 @pytest.mark.parametrize(("field", "value"), [("grain", 0), ("files", []), ("root", "00")])
@@ -120,8 +119,8 @@ def test_a_note_of_something_else_is_not_believed(
 ) -> None:
     """Of another version, of other files, or no hash."""
     fingerprint = worker(tiny_copy).fingerprint
-    note = json.loads((tiny_copy / NAME).read_text())
-    (tiny_copy / NAME).write_text(json.dumps(note | {"root": "11" * 32, field: value}))
+    note = json.loads((tiny_copy / NOTE_NAME).read_text())
+    (tiny_copy / NOTE_NAME).write_text(json.dumps(note | {"root": "11" * 32, field: value}))
 
     assert worker(tiny_copy).fingerprint == fingerprint
 
@@ -145,7 +144,7 @@ def test_a_directory_that_cannot_be_written_remembers_nothing(
 def tiny_copy(tmp_path: Path, tiny_model: Path) -> Path:
     """A directory of its own, without a note."""
     for path in tiny_model.iterdir():
-        if path.name != NAME:
+        if path.name != NOTE_NAME:
             (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
 

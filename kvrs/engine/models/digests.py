@@ -20,7 +20,7 @@ from kvrs.engine.layers.units import ColumnUnits, RowUnits
 from kvrs.engine.models.decoder import Decoder, Layer, Norm, Projection, RmsNorm
 
 _DIGEST_BYTES = 32
-_REMEMBERED = ".kvrs-weights.json"
+NOTE_NAME = ".kvrs-weights.json"
 
 
 def weights_digest(decoder: Decoder, directory: Path, files: Sequence[Path]) -> bytes:
@@ -30,13 +30,13 @@ def weights_digest(decoder: Decoder, directory: Path, files: Sequence[Path]) -> 
     any change of them it is computed again.
     """
     state = _state([directory / "config.json", *files])
-    remembered = _read(directory / _REMEMBERED, state)
+    remembered = _read(directory / NOTE_NAME, state)
     if remembered is not None:
         return remembered
     root = units_root(decoder)
     # A file that changed while it was loaded has another state by now.
     if _state([directory / "config.json", *files]) == state:
-        _write(directory / _REMEMBERED, state, root)
+        _write(directory / NOTE_NAME, state, root)
     return root
 
 
