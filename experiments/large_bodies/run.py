@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -82,10 +83,10 @@ class Watched:
     first_s: list[float] = field(default_factory=list)
     failed: int = 0
 
-    async def run(self, http: aiohttp.ClientSession, url: str) -> None:
+    async def run(self, http: aiohttp.ClientSession, url: str, stream: Mapping[str, Any]) -> None:
         while True:
             last_s, is_first = time.monotonic(), True
-            async with http.post(f"{url}/v1/completions", json=STREAM) as response:
+            async with http.post(f"{url}/v1/completions", json=stream) as response:
                 body = b""
                 async for chunk in response.content.iter_any():
                     now_s = time.monotonic()
@@ -95,15 +96,22 @@ class Watched:
 
 
 async def measure(
-    http: aiohttp.ClientSession, url: str, name: str | None, count: int
+    http: aiohttp.ClientSession,
+    url: str,
+    name: str | None,
+    count: int,
+    *,
+    bodies: Mapping[str, bytes] = BODIES,
+    path: str = "/v1/chat/completions",
+    stream: Mapping[str, Any] = STREAM,
 ) -> dict[str, Any]:
-    body = BODIES[name] if name else b""
+    body = bodies[name] if name else b""
     child = None
     if name is not None:
         # Another process, which is ready before the measurement begins.
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _CHILD),
-            *(f"{url}/v1/chat/completions", str(count), str(len(body))),
+            *(f"{url}{path}", str(count), str(len(body))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -112,7 +120,7 @@ async def measure(
         child.stdin.write(body)
         await child.stdout.readline()
     watched = Watched()
-    watching = asyncio.create_task(watched.run(http, url))
+    watching = asyncio.create_task(watched.run(http, url, stream))
     statuses = ""
     await asyncio.sleep(1.0)
     begun_s = time.monotonic()
