@@ -6,6 +6,7 @@ recovery of the victims of a death.
 
 import argparse
 import asyncio
+import gc
 import logging
 import statistics
 import sys
@@ -14,7 +15,6 @@ from array import array
 from collections import Counter
 from collections.abc import (
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Mapping,
@@ -90,12 +90,30 @@ def make_info(name: str, node: str, role: Role) -> InstanceInfo:
     )  # fmt: skip
 
 
+class Calls:
+    """The decode calls that all backends have had."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._all = asyncio.Event()
+
+    async def until(self, number: int) -> None:
+        self._left = number
+        self._all.clear()
+        await self._all.wait()
+
+    def note(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.last_s, self.last_cpu_s = time.monotonic(), time.thread_time()
+            self._all.set()
+
+
 class SilentBackend:
     """An instance that notes its calls, and answers prefill only."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.called_s: list[float] = []
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
         self.url = ""
 
     async def prefill(self, call: Call) -> Prefilled:
@@ -106,7 +124,7 @@ class SilentBackend:
 
     async def decode(self, call: Call, reader: Reader) -> None:
         call.spend()
-        self.called_s.append(self._clock())
+        self._calls.note()
         await asyncio.Event().wait()
 
 
@@ -230,40 +248,37 @@ def mean_us(run: Callable[[], object], calls: int) -> float:
 
 
 async def measure_recovery() -> dict[str, float]:
-    """Milliseconds from the notice of a death to the last recovery call of its victims; `gather_s`
-    is part of it.
+    """Milliseconds from the notice of a death to the last recovery call of its victims, `gather_s`
+    among them, and of CPU in that time.
     """
     config = make_config(1 + SURVIVORS)
     instances = [instance.id for _, instance in config.cluster.instances()]
-    backends = {name: SilentBackend(time.monotonic) for name in instances}
+    calls = Calls()
+    backends = {name: SilentBackend(calls) for name in instances}
     used = cast(Mapping[InstanceId, Backend], backends)  # Nothing watches them.
     driver = Driver(config, used, {}, Metrics(), time.monotonic, time.time)
     bring_up(driver, instances[:2])
     body, client = bodies()["ids"], NoClient()
     tasks = [asyncio.create_task(driver.run(journal_of(n, body), client)) for n in range(VICTIMS)]
-    await until_called(backends.values())
+    await calls.until(VICTIMS)
     for live in list(driver.streams.values()):
         live.journal.output_ids.extend(range(PRODUCED_TOKENS))
         driver.resumed(live, live.journal.attempt)
     bring_up(driver, instances[2:])
-    begun_s = time.monotonic()
+    gc.collect()
+    begun_s, begun_cpu_s = time.monotonic(), time.thread_time()
     driver.control.instance_lost(driver.control.instances.known[LOST], "killed", begun_s)
     noticed_s = time.monotonic()
-    await until_called(backends.values())
-    last_s = max(at_s for backend in backends.values() for at_s in backend.called_s)
+    await calls.until(VICTIMS)
     options = Counter(each.option.value for each in driver.recoveries.entries)
     assert options.total() == VICTIMS, options
     await driver.close()
     await asyncio.gather(*tasks)
-    return {"notice_ms": (noticed_s - begun_s) * 1e3, "last_call_ms": (last_s - begun_s) * 1e3}
-
-
-async def until_called(backends: Collection[SilentBackend]) -> None:
-    """Until every stream has its decode call, of which none is known before."""
-    for backend in backends:
-        backend.called_s.clear()
-    while sum(len(backend.called_s) for backend in backends) < VICTIMS:
-        await asyncio.sleep(0)
+    return {
+        "notice_ms": (noticed_s - begun_s) * 1e3,
+        "last_call_ms": (calls.last_s - begun_s) * 1e3,
+        "cpu_ms": (calls.last_cpu_s - begun_cpu_s) * 1e3,
+    }
 
 
 def journal_of(number: int, body: bytes) -> Journal:
@@ -299,11 +314,13 @@ def main() -> int:
     requests = measure_bodies(options.rounds)
     recovery = measured_recoveries(options.deaths)
     lines = [
-        f"{nodes} + {nodes} instances{', idle' * is_idle}, us: {as_text(took)}"
-        for (nodes, is_idle), took in events.items()
+        *(
+            f"{nodes} + {nodes} instances{', idle' * is_idle}, us: {as_text(took)}"
+            for (nodes, is_idle), took in events.items()
+        ),
+        *(f"prompt of {name}, us: {as_text(took)}" for name, took in requests.items()),
+        f"{VICTIMS} victims, {SURVIVORS} targets: {as_text(recovery)}",
     ]
-    lines += [f"{name}, us: {as_text(took)}" for name, took in requests.items()]
-    lines.append(f"{VICTIMS} victims, {SURVIVORS} targets: {as_text(recovery)}")
     print(*lines, sep="\n")
     rows: list[dict[str, Any]] = [
         *(

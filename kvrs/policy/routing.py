@@ -240,15 +240,16 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
     best: Member | None = None
     for member in view.on_node(target.instance.node):
         if (
-            not member.prefills
-            or member.is_drained
-            or not view.takes_recovery(member)
-            or not _may_have(view, member, stream, barred_too=False)
+            member.prefills
+            and not member.is_drained
+            and (best is None or member.queue_s < best.queue_s)
+            and view.takes_recovery(member)
+            and _may_have(view, member, stream, barred_too=False)
         ):
-            continue
-        if best is None or member.queue_s < best.queue_s:
             best = member
-    best = best or least_work(view, stream, barred_too=False)
+    if best is not None:
+        return best
+    best = least_work(view, stream, barred_too=False)
     return target if best is None or not view.takes_recovery(best) else best
 
 
@@ -261,11 +262,14 @@ def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: 
     """Whether an instance may get this stream at all, however well or ill it does: it has asked for
     no pause, has not failed the stream, and a suspected stream would run apart there.
     """
-    if view.is_busy(member) or member.instance.id in stream.shunned:
+    busy_until_s = member.health.busy_until_s
+    if busy_until_s is not None and view.now_s < busy_until_s:
         return False
-    if keeps_out(view, member, stream):
+    if stream.shunned and member.instance.id in stream.shunned:
         return False
-    return barred_too or not stream.bars(member)
+    if member.quarantined_for is not None and keeps_out(view, member, stream):
+        return False
+    return barred_too or not stream.excluded_epochs or not stream.bars(member)
 
 
 def _takes(view: ClusterView, member: Member, stream: Stream) -> bool:

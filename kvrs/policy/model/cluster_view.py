@@ -304,15 +304,22 @@ class ClusterView:
 
     def takes_start(self, member: Member) -> bool:
         """Whether its answers allow a new request."""
-        return member.quarantined_for is None and member.health.takes_start(
-            self.now_s, member.reported_queue_s
-        )
+        health = member.health
+        if member.quarantined_for is not None:
+            return False
+        # Open, or due for a probe and none runs.
+        if health.until_s is not None and (health.probe is not None or self.now_s < health.until_s):
+            return False
+        return not health.awaited or not health.is_overdue(self.now_s, member.reported_queue_s)
 
     def takes_recovery(self, member: Member) -> bool:
-        """Whether its answers allow an interrupted stream."""
-        return member.quarantined_for is None and member.health.takes_recovery(
-            self.now_s, member.reported_queue_s
-        )
+        """Whether its answers allow an interrupted stream, which is never a probe."""
+        health = member.health
+        if member.quarantined_for is not None or health.is_ejected:
+            return False
+        if health.until_s is not None and self.now_s < health.until_s:
+            return False
+        return not health.awaited or not health.is_overdue(self.now_s, member.reported_queue_s)
 
     def is_busy(self, member: Member) -> bool:
         """Whether it has asked for a pause that is not over: nothing goes there."""

@@ -74,21 +74,9 @@ class AnswerHealth:
     awaited: dict[StreamId, tuple[float, float]] = field(default_factory=dict)
     answered_s: float = -inf
 
-    def takes_start(self, now_s: float, queue_s: float) -> bool:
-        """Whether it gets a new request: it is open, or due for a probe and none runs."""
-        if self.until_s is not None and (self.probe is not None or now_s < self.until_s):
-            return False
-        return not self.is_overdue(now_s, queue_s)
-
-    def takes_recovery(self, now_s: float, queue_s: float) -> bool:
-        """Whether it gets a stream that was interrupted: such a stream is never a probe."""
-        if self.is_ejected or (self.until_s is not None and now_s < self.until_s):
-            return False
-        return not self.is_overdue(now_s, queue_s)
-
     def is_overdue(self, now_s: float, queue_s: float) -> bool:
         """Whether it has answered nothing for too long."""
-        if not self.awaited:
+        if not self.awaited or now_s - self.answered_s <= UNANSWERED_S:
             return False
         since_s, predicted_s = next(iter(self.awaited.values()))
         limit_s = UNANSWERED_S + 4 * predicted_s + 2 * queue_s
