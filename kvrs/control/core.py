@@ -149,7 +149,7 @@ class Control(Generic[S]):
         for instance in live.prefilled_at:
             let_go(instance, live.id)
         self.checkpoints.ended(live)
-        for instance in self.fences.instances():
+        for instance in self.fences.instances(live.id):
             # One that is up drops the attempt because its connection is closed; one that is cut
             # off cannot know.
             if self.instances.is_up(instance):
@@ -203,7 +203,8 @@ class Control(Generic[S]):
             # attempt that is over.
             self.tell(StreamEnded(action.stream, action.attempt), now_s)
             return
-        self._end_attempt(live)
+        if live.journal.attempt:
+            self._end_attempt(live)
         live.journal.attempt = action.attempt
         live.plan = action.plan
         number = (live.journal.owner_epoch, action.attempt)

@@ -1,6 +1,11 @@
-"""What `Control` asks its driver to do. A driver performs effects in order and decides nothing."""
+"""What `Control` asks its driver to do. A driver performs effects in order and decides nothing.
+
+Those of every stream are structs, as in `kvrs/policy/model/events.py`.
+"""
 
 from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.control.live import LiveStream, Outcome
 from kvrs.policy.model.actions import (
@@ -14,16 +19,14 @@ from kvrs.policy.model.actions import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BeginAttempt:
+class BeginAttempt(msgspec.Struct, frozen=True):
     """Run attempt `live.journal.attempt` by this plan. The attempt before it has been ended."""
 
     live: LiveStream
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class EndAttempt:
+class EndAttempt(msgspec.Struct, frozen=True):
     """Close the connection of the stream's current attempt, if it has one; it writes no more."""
 
     live: LiveStream
@@ -45,8 +48,7 @@ class EndStream:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class StreamClosed:
+class StreamClosed(msgspec.Struct, frozen=True):
     """The stream is out of all books, however it ended. Once per stream."""
 
     live: LiveStream

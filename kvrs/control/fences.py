@@ -1,6 +1,6 @@
 """Attempts that may still be running at an instance; needed to build a fence request."""
 
-from collections import defaultdict
+from collections.abc import Collection
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Plan
@@ -10,30 +10,45 @@ Number = tuple[int, int]  # Owner epoch, attempt.
 
 class FenceTable:
     def __init__(self) -> None:
-        self._writers: defaultdict[InstanceId, dict[StreamId, Number]] = defaultdict(dict)
+        self._writers: dict[InstanceId, dict[StreamId, Number]] = {}
+        self._instances: dict[StreamId, set[InstanceId]] = {}  # The same, the other way round.
 
     def started(self, plan: Plan, stream: StreamId, number: Number) -> None:
-        for instance in filter(None, (plan.prefill, plan.decode)):
-            self._writers[instance][stream] = number
+        if plan.prefill is not None:
+            self._note(plan.prefill, stream, number)
+        self._note(plan.decode, stream, number)
 
     def redirected(self, old: Plan, new: Plan, stream: StreamId, number: Number) -> None:
         self.left(old.decode, stream)
-        self._writers[new.decode][stream] = number
+        self._note(new.decode, stream, number)
 
     def left(self, instance: InstanceId, stream: StreamId) -> None:
         """The stream's attempts have certainly ended there."""
-        self._writers[instance].pop(stream, None)
+        if self._writers.get(instance, {}).pop(stream, None) is not None:
+            self._forget(instance, stream)
 
-    def instances(self) -> list[InstanceId]:
-        return list(self._writers)
+    def instances(self, stream: StreamId) -> Collection[InstanceId]:
+        """Where attempts of the stream may still be running."""
+        return tuple(self._instances.get(stream, ()))
 
     def numbers(self, instance: InstanceId) -> dict[StreamId, Number]:
         """Return what a fence must name: one above every attempt that may still run there."""
         return {
             stream: (owner_epoch, attempt + 1)
-            for stream, (owner_epoch, attempt) in self._writers[instance].items()
+            for stream, (owner_epoch, attempt) in self._writers.get(instance, {}).items()
         }
 
     def fenced(self, instance: InstanceId) -> None:
         """Nothing runs there any more."""
-        self._writers.pop(instance, None)
+        for stream in self._writers.pop(instance, ()):
+            self._forget(instance, stream)
+
+    def _note(self, instance: InstanceId, stream: StreamId, number: Number) -> None:
+        self._writers.setdefault(instance, {})[stream] = number
+        self._instances.setdefault(stream, set()).add(instance)
+
+    def _forget(self, instance: InstanceId, stream: StreamId) -> None:
+        instances = self._instances[stream]
+        instances.discard(instance)
+        if not instances:
+            del self._instances[stream]

@@ -102,6 +102,7 @@ class Instances:
         # What the first instance serves, all must: a stream continues exactly only on equal
         # weights.
         self._served: InstanceInfo | None = None
+        self._plain: tuple[InstanceId | None] | None = None  # `plain()`, until one comes up.
 
     @property
     def model(self) -> str | None:
@@ -159,12 +160,16 @@ class Instances:
         """An instance to which a stream may have to go and that cannot continue everything
         exactly.
         """
-        decoding = (
-            known
-            for known in self.known.values()
-            if known.role is not Role.PREFILL and known.info is not None
-        )
-        return next((known.id for known in decoding if not self.resumes_exactly(known.id)), None)
+        if self._plain is None:
+            decoding = (
+                known.id
+                for known in self.known.values()
+                if known.role is not Role.PREFILL and known.info is not None
+            )
+            self._plain = (
+                next((name for name in decoding if not self.resumes_exactly(name)), None),
+            )
+        return self._plain[0]
 
     def queue_delay_s(self, instance: InstanceId) -> float:
         load = self.known[instance].load
@@ -214,7 +219,7 @@ class Instances:
         known.health = Health.UP
         known.reason = None
         known.lost = None
-        self._served = info
+        self._served, self._plain = info, None
         return Instance(
             id=info.id,
             node=info.node,

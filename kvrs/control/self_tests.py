@@ -126,11 +126,14 @@ class SelfTests:
         self._lives: dict[InstanceId, TestedProcess] = {}
         self._losses: dict[InstanceId, int] = {}  # In its tests, one after the other.
         self._running: dict[SelfTest, list[TestedProcess]] = {}
+        # `least()`, until an instance comes up or is tested.
+        self._least: tuple[InstanceId | None, Continues] | None = None
         self.changed: Callable[[], None] = lambda: None  # There may be a test to run.
 
     # The life of an instance.
 
     def up(self, info: InstanceInfo) -> None:
+        self._least = None
         life = self._lives.get(info.id)
         if life is not None and _process(life.info) == _process(info):
             life.info = info
@@ -170,6 +173,11 @@ class SelfTests:
         """The decode instance in use that continues streams least exactly, as far as is known, else
         as it declares; None: all do so exactly.
         """
+        if self._least is None:
+            self._least = self._find_least()
+        return self._least
+
+    def _find_least(self) -> tuple[InstanceId | None, Continues]:
         least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
         for known in self._known.values():
             if known.info is None or not _decodes(known.role):
@@ -265,6 +273,7 @@ class SelfTests:
         return min(waiting, default=None)
 
     def generated(self, test: TokensTest, found: Generated) -> None:
+        self._least = None
         for life in self._end(test):
             life.generated, life.failures, life.retry_at_s, life.cause = found, 0, 0.0, ""
             self._losses.pop(test.instance, None)

@@ -2,7 +2,7 @@
 client's own headers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import inf
 
 from kvrs.config.policy import SloSettings
@@ -23,7 +23,19 @@ def deadlines_of(requested: Deadlines, slo: SloSettings) -> Deadlines:
 
 def due_s(stream: Stream) -> float:
     """The time by which the next token must have come."""
-    return min((at_s for at_s, _ in _deadlines(stream, stream.deadlines)), default=inf)
+    return _due_s(stream, stream.deadlines)
+
+
+def _due_s(stream: Stream, deadlines: Deadlines) -> float:
+    due = inf
+    if not stream.first_token_sent:
+        if deadlines.ttft_s is not None:
+            due = stream.arrived_s + deadlines.ttft_s
+    elif deadlines.recovery_gap_s is not None and stream.recovery.failed_at_s is not None:
+        due = stream.recovery.failed_at_s + deadlines.recovery_gap_s
+    if deadlines.end_to_end_s is not None:
+        due = min(due, stream.arrived_s + deadlines.end_to_end_s)
+    return due
 
 
 def by_urgency(streams: Iterable[Stream]) -> list[Stream]:
@@ -42,21 +54,17 @@ def by_urgency(streams: Iterable[Stream]) -> list[Stream]:
 
 
 def _place(stream: Stream) -> tuple[float, int]:
-    due = min((at_s for at_s, _ in _deadlines(stream, stream.common_deadlines)), default=inf)
-    return due, stream.number
+    return _due_s(stream, stream.common_deadlines), stream.number
 
 
 def tightest(stream: Stream) -> str:
     """The deadline that is due first, in words."""
-    return min(_deadlines(stream, stream.deadlines), default=(inf, "no limit"))[1]
-
-
-def _deadlines(stream: Stream, deadlines: Deadlines) -> Iterator[tuple[float, str]]:
+    deadlines, due = stream.deadlines, due_s(stream)
+    ends_s = stream.arrived_s + (inf if deadlines.end_to_end_s is None else deadlines.end_to_end_s)
+    if due == inf:
+        return "no limit"
+    if due == ends_s:
+        return f"{deadlines.end_to_end_s:g} s in all"
     if not stream.first_token_sent:
-        if deadlines.ttft_s is not None:
-            yield stream.arrived_s + deadlines.ttft_s, f"{deadlines.ttft_s:g} s to its first token"
-    elif deadlines.recovery_gap_s is not None and stream.recovery.failed_at_s is not None:
-        at_s = stream.recovery.failed_at_s + deadlines.recovery_gap_s
-        yield at_s, f"a pause of {deadlines.recovery_gap_s:g} s"
-    if deadlines.end_to_end_s is not None:
-        yield stream.arrived_s + deadlines.end_to_end_s, f"{deadlines.end_to_end_s:g} s in all"
+        return f"{deadlines.ttft_s:g} s to its first token"
+    return f"a pause of {deadlines.recovery_gap_s:g} s"

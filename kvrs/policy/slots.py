@@ -28,9 +28,10 @@ class _Target:
     held: dict[StreamId, _Held] = field(default_factory=dict)
     waiting: dict[StreamId, int] = field(default_factory=dict)  # Ticket numbers, in order.
     next_ticket: int = 0
-    # Kept up to date at every change, so that a look-up is O(1):
+    # Counted at the first look-up after a change, so that most look-ups are O(1):
     first_end_s: float = 0.0
     mean_duration_s: float = 0.0
+    is_counted: bool = True
     # By the agent's last denial this proxy gets no more slots than these until then; 0: no denial.
     most: int = 0
     most_until_s: float = 0.0
@@ -54,12 +55,10 @@ class _Target:
             return len(self.waiting)
         return min(ticket - next(iter(self.waiting.values())), len(self.waiting) - 1)
 
-    def recount(self) -> None:
-        if self.held:
-            self.first_end_s = min(each.ends_s for each in self.held.values())
-            self.mean_duration_s = sum(each.duration_s for each in self.held.values()) / len(
-                self.held
-            )
+    def count(self) -> None:
+        self.is_counted = True
+        self.first_end_s = min(each.ends_s for each in self.held.values())
+        self.mean_duration_s = sum(each.duration_s for each in self.held.values()) / len(self.held)
 
 
 class SlotBook:
@@ -85,6 +84,8 @@ class SlotBook:
         room = book.room(self._slots_max, now_s) if book.most_until_s else self._slots_max
         if len(book.held) + ahead < room:
             return 0.0
+        if not book.is_counted:
+            book.count()
         first_s = (book.first_end_s if room == self._slots_max else book.most_until_s) - now_s
         return (
             first_s if first_s > SHORTEST_WAIT_S else SHORTEST_WAIT_S
@@ -105,7 +106,7 @@ class SlotBook:
         self.leave(stream)
         book.held[stream] = _Held(now_s + predicted_s, predicted_s, ticket)
         self._target_held[stream] = target
-        book.recount()
+        book.is_counted = False
         return True
 
     def release(self, stream: StreamId) -> None:
@@ -113,8 +114,11 @@ class SlotBook:
         target = self._target_held.pop(stream, None)
         if target is not None:
             book = self._targets[target]
+            if len(book.held) > 1:
+                book.is_counted = False
+            elif not book.is_counted:
+                book.count()  # What it had last says how long the next ones may take.
             del book.held[stream]
-            book.recount()
 
     def deny(self, stream: StreamId, until_s: float) -> None:
         """The target's agent has no slot for this proxy before then; the stream goes back to its

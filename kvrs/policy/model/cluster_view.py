@@ -117,7 +117,11 @@ class Member:
             and health.busy_until_s is None
             and self.quarantined_for is None
             and not health.is_ejected
-            and (not health.awaited or now_s - health.answered_s <= UNANSWERED_S)
+            and (
+                not health.awaited
+                or now_s - health.awaited_from_s <= UNANSWERED_S
+                or now_s - health.answered_s <= UNANSWERED_S
+            )
         )
 
     def takes_from(self, prefill: "Member") -> bool:

@@ -72,11 +72,12 @@ class AnswerHealth:
     tried_by: StreamId | None = None  # The attempt that tries it after the pause.
     # Streams that wait for its answer, oldest first: since when, and the wait that was predicted.
     awaited: dict[StreamId, tuple[float, float]] = field(default_factory=dict)
+    awaited_from_s: float = -inf  # Not after the first of them.
     answered_s: float = -inf
 
     def is_overdue(self, now_s: float, queue_s: float) -> bool:
         """Whether it has answered nothing for too long."""
-        if not self.awaited or now_s - self.answered_s <= UNANSWERED_S:
+        if not self.awaited or now_s - max(self.awaited_from_s, self.answered_s) <= UNANSWERED_S:
             return False
         since_s, predicted_s = next(iter(self.awaited.values()))
         limit_s = UNANSWERED_S + 4 * predicted_s + 2 * queue_s
@@ -133,6 +134,12 @@ class AnswerHealth:
         self.until_s = self.probe = None
         self.is_ejected, self.pauses, self.cause = False, 0, ""
         self.busy_until_s, self.busies, self.tried_by = None, 0, None
+
+    def awaits(self, stream: StreamId, predicted_s: float, now_s: float) -> None:
+        """The stream waits for its answer from now on."""
+        if not self.awaited:
+            self.awaited_from_s = now_s
+        self.awaited[stream] = now_s, predicted_s
 
     def left(self, stream: StreamId) -> None:
         """The stream waits for no answer any more."""

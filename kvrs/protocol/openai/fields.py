@@ -224,6 +224,17 @@ def takes(api: ApiKind, backend: str) -> tuple[str, ...]:
     )
 
 
+@cache
+def _kept_as_they_are(api: ApiKind, backend: str) -> frozenset[str]:
+    """The fields that `check_fields` keeps whatever their value, but for null."""
+    kept = (Treatment.UNDERSTOOD, Treatment.PASSED)
+    return frozenset(
+        name
+        for name, row in rows(api).items()
+        if row.api in (None, api) and not row.neutral and row.treatment(backend) in kept
+    )
+
+
 def check_fields(
     given: Mapping[str, msgspec.Raw], api: ApiKind, backend: str
 ) -> dict[str, msgspec.Raw]:
@@ -233,9 +244,13 @@ def check_fields(
         RequestError: a field is not known there, or refused.
     """
     known, kept = rows(api), dict[str, msgspec.Raw]()
+    as_they_are = _kept_as_they_are(api, backend)
     for name, value in given.items():
         # The same as an absent field, but not every engine accepts it.
         if len(value) == 4 and bytes(value) == b"null":
+            continue
+        if name in as_they_are:
+            kept[name] = value
             continue
         if (row := known.get(name)) is None:
             raise RequestError(

@@ -12,6 +12,7 @@ from kvrs.errors import RequestError
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
 from kvrs.protocol.openai.fields import EMBEDDED, ApiKind, check_fields, not_supported, takes
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
+from kvrs.protocol.token_ids import packed
 
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
@@ -176,7 +177,7 @@ def read_completion(
 ) -> tuple[CompletionRequest, Fields]:
     """As `parse_completion_request`, with the fields that concern the backend, undecoded."""
     request, fields = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
-    _check(request)
+    _check(request, fields)
     _check_range("logprobs", request.logprobs, *LOGPROBS_RANGE)
     if len(request.prompt) == 0:
         raise RequestError("prompt must not be empty", param="prompt")
@@ -214,7 +215,8 @@ def read_chat(
                 param="max_completion_tokens",
             )
         request.max_tokens, request.max_completion_tokens = request.max_completion_tokens, None
-    _check(request)
+        _check_range("max_tokens", request.max_tokens, *RANGES["max_tokens"])
+    _check(request, fields)
     _check_range("top_logprobs", request.top_logprobs, *LOGPROBS_RANGE)
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
@@ -309,21 +311,34 @@ def _decode(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = ""
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
-def _check(request: CompletionRequest | ChatRequest) -> None:
+def _check(request: CompletionRequest | ChatRequest, given: Fields) -> None:
     if request.stream_options is not None and request.stream_options.continuous_usage_stats:
         raise not_supported("stream_options.continuous_usage_stats", b"true", (False,))
     for name, (lowest, highest) in RANGES.items():
-        _check_range(name, getattr(request, name), lowest, highest)
+        if name in given:  # Defaults are in range.
+            _check_range(name, getattr(request, name), lowest, highest)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise RequestError(
             f"min_tokens must be at most max_tokens ({request.max_tokens}), got "
             f"{request.min_tokens}",
             param="min_tokens",
         )
-    if len(request.stop_strings) > MAX_STOP_STRINGS or "" in request.stop_strings:
+    stop = request.stop_strings
+    if stop and (len(stop) > MAX_STOP_STRINGS or "" in stop):
         raise RequestError(
             f"stop takes at most {MAX_STOP_STRINGS} strings, none of them empty", param="stop"
         )
+    if request.logit_bias:
+        _check_biases(request)
+    if request.bad_words:
+        _check_words(request)
+    if request.allowed_token_ids is not None:
+        _check_ids("allowed_token_ids", request.allowed_token_ids)
+    if request.kvrs is not None and request.kvrs.token_ids is not None:
+        _check_ids("kvrs.token_ids", request.kvrs.token_ids)
+
+
+def _check_biases(request: CompletionRequest | ChatRequest) -> None:
     for token_id, bias in request.logit_bias.items():
         _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
     if len(request.logit_bias) > MAX_LISTED or min(request.logit_bias, default=0) < 0:
@@ -331,6 +346,9 @@ def _check(request: CompletionRequest | ChatRequest) -> None:
             f"logit_bias takes at most {MAX_LISTED} token ids, none of them negative",
             param="logit_bias",
         )
+
+
+def _check_words(request: CompletionRequest | ChatRequest) -> None:
     characters = sum(map(len, request.bad_words))
     if len(request.bad_words) > MAX_LISTED or characters > MAX_WORDS or "" in request.bad_words:
         raise RequestError(
@@ -338,10 +356,6 @@ def _check(request: CompletionRequest | ChatRequest) -> None:
             "none of them empty",
             param="bad_words",
         )
-    if request.allowed_token_ids is not None:
-        _check_ids("allowed_token_ids", request.allowed_token_ids)
-    if request.kvrs is not None and request.kvrs.token_ids is not None:
-        _check_ids("kvrs.token_ids", request.kvrs.token_ids)
 
 
 def _check_range(name: str, value: float | None, lowest: float, highest: float) -> None:
@@ -354,6 +368,11 @@ def _check_range(name: str, value: float | None, lowest: float, highest: float) 
 def _check_ids(name: str, token_ids: list[int]) -> None:
     if not token_ids:
         raise RequestError(f"{name} must not be empty", param=name)
+    try:
+        packed(token_ids)
+        return
+    except ValueError:
+        pass  # What is wrong takes longer to find.
     if min(token_ids) < 0:
         raise RequestError(f"token ids must not be negative, got {min(token_ids)}", param=name)
     if max(token_ids) > HIGHEST_ID:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, assert_never
 
@@ -90,7 +90,8 @@ class ClientApi:
         self._clock = clock
         self._tenants = tenants
         self._large = LargeWork()
-        self._client_key = secrets.token_bytes(16)
+        client_key = secrets.token_bytes(16)
+        self._marked = lru_cache(maxsize=1024)(partial(_marked, client_key))
         self._budget = ByteBudget(settings.body_budget_bytes)
         metrics.admission.request_bytes.set_function(lambda: self._budget.held_bytes)
         self._created = int(time.time())
@@ -122,22 +123,22 @@ class ClientApi:
     async def _serve_within(
         self, held: Held, use: Use, read: Callable[..., ParsedRequest], request: web.Request
     ) -> web.StreamResponse:
-        count = self._metrics.requests.labels
+        counts = self._metrics.requests
         try:
             admitted = await self._admit(held, use, read, request)
         except (RequestError, web.HTTPException):
-            count("rejected").inc()
+            counts["rejected"].inc()
             raise
         try:
             outcome, response = await self._respond(admitted)
         except asyncio.CancelledError:
-            count("client_gone").inc()
+            counts["client_gone"].inc()
             raise
         except ClientGoneError:
-            count("client_gone").inc()
+            counts["client_gone"].inc()
             assert admitted.client is not None
             return admitted.client.response or web.Response(status=499)
-        count("complete" if outcome == Complete() else "failed").inc()
+        counts["complete" if isinstance(outcome, Complete) else "failed"].inc()
         return response
 
     # Admission.
@@ -274,8 +275,9 @@ class ClientApi:
 
     def _client_id(self, use: Use, request: web.Request) -> str:
         """The tenant or, without keys, the address, in a form that logs may hold."""
-        name = (request.remote or "") if use.tenant.secret is None else use.tenant.name
-        return blake2b(name.encode(), key=self._client_key, digest_size=8).hexdigest()
+        return self._marked(
+            (request.remote or "") if use.tenant.secret is None else use.tenant.name
+        )
 
     def _open_journals(
         self,
@@ -285,14 +287,14 @@ class ClientApi:
         client_id: str,
     ) -> list[Journal]:
         """One journal per choice, each with a seed that all its attempts sample with."""
-        request, seed = parsed.request, parsed.request.seed
+        request, seed, now_s = parsed.request, parsed.request.seed, self._clock()
         if request.temperature > 0 and seed is None:
-            seed = secrets.randbits(62)
+            seed = int.from_bytes(secrets.token_bytes(8)) >> 2
         return [
             Journal(
                 stream=StreamId(secrets.token_hex(16)),
                 parsed=parsed,
-                arrived_s=self._clock(),
+                arrived_s=now_s,
                 seed=None if seed is None else _wrapped(seed + index),
                 wants_usage=parsed.wants_usage and request.n == 1,
                 prompt_ids=parsed.prompt_ids,
@@ -450,6 +452,10 @@ def _whole(
             return _refusal(outcome)
         case _:
             assert_never(outcome)
+
+
+def _marked(key: bytes, name: str) -> str:
+    return blake2b(name.encode(), key=key, digest_size=8).hexdigest()
 
 
 def _wrapped(seed: int) -> int:

@@ -22,11 +22,16 @@ async def read_body(request: web.Request, settings: ProxySettings, held: Held, u
         raise RequestError(
             f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'", status=415
         )
-    body = bytearray()
     await _take(request.content_length or 0, settings, held, use)
+    content = request.content
+    if content.is_eof():  # All of it came with the head, or right behind it.
+        whole = content.read_nowait()
+        await _take(len(whole), settings, held, use)
+        return whole
+    body = bytearray()
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            while chunk := await request.content.readany():
+            while chunk := await content.readany():
                 body += chunk
                 await _take(len(body), settings, held, use)
     except TimeoutError:

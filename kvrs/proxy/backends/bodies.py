@@ -1,6 +1,6 @@
 """The bodies of a stream's two calls: the client's fields, overridden by the proxy's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,11 @@ from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS
 
 # Done by the proxy itself, or set anew in every call.
-_NEVER_FORWARDED = ("n", "echo", "stream_options")
+_NEVER_FORWARDED = frozenset(("n", "echo", "stream_options"))
+_NOT_FOR_DECODE_OF_IDS = _NEVER_FORWARDED | NOT_FOR_IDS
+_NOT_FOR_PREFILL = _NEVER_FORWARDED | NOT_FOR_PREFILL
+_NOT_FOR_PREFILL_OF_IDS = _NOT_FOR_PREFILL | NOT_FOR_IDS
+_HANDED_OFF = msgspec.Raw(msgspec.json.encode(KvTransferParams(do_remote_decode=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +43,12 @@ def prefill_call(journal: Journal, attempt: int, places: Sequence[Place], *, exa
     """The call that computes and retains the KV of the whole history, and sends its pages to
     `places`.
     """
-    call = _call(journal, attempt, places, exact=exact, sources=[])
-    _drop(call.fields, NOT_FOR_PREFILL)
-    call.fields.update(
-        max_tokens=1,
-        temperature=0,
-        stream=False,
-        kv_transfer_params=KvTransferParams(do_remote_decode=True),
-    )
+    call = _call(journal, attempt, places, exact=exact, is_prefill=True)
+    fields = call.fields
+    fields["max_tokens"] = 1
+    fields["temperature"] = 0
+    fields["stream"] = False
+    fields["kv_transfer_params"] = _HANDED_OFF
     return call
 
 
@@ -61,8 +63,7 @@ def decode_call(
     slot_token: int = 0,
 ) -> Call:
     """The call that streams the tokens after the history. It never has a peer's host and port."""
-    sources = [SourceRange(run.holder, run.first_page, run.pages, run.generation) for run in runs]
-    call = _call(journal, attempt, places, exact=exact, sources=sources, slot_token=slot_token)
+    call = _call(journal, attempt, places, exact=exact, runs=runs, slot_token=slot_token)
     fields = call.fields
     fields["stream"] = True
     if journal.wants_usage:
@@ -82,33 +83,40 @@ def _call(
     places: Sequence[Place],
     *,
     exact: bool,
-    sources: list[SourceRange],
+    is_prefill: bool = False,
+    runs: Sequence[PageRange] = (),
     slot_token: int = 0,
 ) -> Call:
     endpoint, history = journal.parsed.endpoint, journal.history
-    fields: dict[str, Any] = dict(journal.parsed.fields)
-    _drop(fields, _NEVER_FORWARDED)
+    # A plain engine would render a chat's messages again; it takes ids in completions only.
+    is_continued_chat = endpoint is CHAT and not exact and bool(journal.output_ids)
+    if is_continued_chat:
+        endpoint = COMPLETIONS
+    has_ids = endpoint is not CHAT and history is not None
+    if is_prefill:
+        left_out = _NOT_FOR_PREFILL_OF_IDS if has_ids else _NOT_FOR_PREFILL
+    else:
+        left_out = _NOT_FOR_DECODE_OF_IDS if has_ids else _NEVER_FORWARDED
+    if is_continued_chat:
+        left_out |= NOT_FOR_COMPLETIONS
+    given = journal.parsed.fields.items()
+    fields: dict[str, Any] = {name: value for name, value in given if name not in left_out}
     fields["return_token_ids"] = True
-    checkpoints = [CheckpointTarget(place.holder, place.reserved_bytes) for place in places]
-    params = KvrsParams(
+    fields["kvrs"] = params = KvrsParams(
         journal.stream,
         attempt,
         journal.prompt_tokens,
         owner_epoch=journal.owner_epoch,
-        sources=sources,
-        checkpoints=checkpoints,
+        sources=[
+            SourceRange(run.holder, run.first_page, run.pages, run.generation) for run in runs
+        ],
+        checkpoints=[CheckpointTarget(place.holder, place.reserved_bytes) for place in places],
         slot_token=slot_token,
     )
-    fields["kvrs"] = params
-    # A plain engine would render a chat's messages again; it takes ids in completions only.
-    if endpoint is CHAT and not exact and journal.output_ids:
-        endpoint = COMPLETIONS
-        _drop(fields, NOT_FOR_COMPLETIONS)
     if endpoint is CHAT:
         params.token_ids = cast(list[int] | None, history)  # Encoded as one.
-    elif history is not None:
+    elif has_ids:
         fields["prompt"] = history
-        _drop(fields, NOT_FOR_IDS)
     return Call(endpoint.path, fields)
 
 
@@ -121,9 +129,5 @@ def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:
     fields["max_tokens"] = journal.remaining_tokens
     fields["min_tokens"] = max(0, journal.parsed.request.min_tokens - produced)
     fields.pop("stop", None)
-    _drop(fields, NOT_AFTER_SEAM)
-
-
-def _drop(fields: dict[str, Any], names: Iterable[str]) -> None:
-    for name in names:
+    for name in NOT_AFTER_SEAM:
         fields.pop(name, None)

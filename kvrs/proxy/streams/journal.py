@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvrs.control.silence import mean_interval_s
 from kvrs.ids import StreamId
-from kvrs.policy.model.events import Deadlines, Kept
+from kvrs.policy.model.events import NO_DEADLINES, Deadlines, Kept
 from kvrs.protocol.openai.chunks import Usage
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.requests import ParsedRequest
@@ -43,7 +43,7 @@ class Journal:
     # known what such an engine holds back. None: exactly the text of `kvrs.text` for the output
     # ids.
     text_sent: int | None = None
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    deadlines: Deadlines = NO_DEADLINES
     client: str = ""
     tenant: str = ""  # Its mark; without API keys empty.
     # Of a stream that can be resumed elsewhere: where the client stands after each event that it
@@ -87,10 +87,13 @@ class Journal:
 
     @property
     def history(self) -> "array[int] | None":
-        """Prompt and all output so far; None while the prompt is not tokenised."""
-        if self.prompt_ids is None:
+        """Prompt and all output so far, to be read only; None while the prompt is not tokenised."""
+        prompt_ids = self.prompt_ids
+        if prompt_ids is None:
             return None
-        history = packed(self.prompt_ids)
+        if not self.output_ids and isinstance(prompt_ids, array):
+            return prompt_ids
+        history = packed(prompt_ids)
         history.extend(self.output_ids)
         return history
 

@@ -37,6 +37,16 @@ _SECONDS = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 
+OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
+
+
+def _requests(registry: CollectorRegistry) -> dict[str, Counter]:
+    """The series of one counter, looked up once because every request counts."""
+    counter = Counter(
+        "kvrs_requests", "Requests of clients by outcome.", ["outcome"], registry=registry
+    )
+    return {outcome: counter.labels(outcome) for outcome in OUTCOMES_OF_REQUESTS}
+
 
 class DeathCause(StrEnum):
     """How the proxy noticed that a worker was lost."""
@@ -55,7 +65,7 @@ class Metrics:
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, buckets=_SECONDS, registry=self.registry)
-        self.requests = counter("kvrs_requests", "Requests of clients by outcome.", ["outcome"])
+        self.requests = _requests(self.registry)  # By outcome.
         self.resumes = counter(
             "kvrs_resumes", "Requests that resume a stream, by outcome.", ["outcome"]
         )
@@ -123,8 +133,6 @@ class Metrics:
 
     def _create_series(self, workers: Sequence[InstanceId]) -> None:
         """Create the series at 0, so that no rate misses the first event."""
-        for outcome in ("complete", "failed", "client_gone", "rejected"):
-            self.requests.labels(outcome)
         for outcome in ("granted", *Refusal, "unreachable", "superseded"):
             self.resumes.labels(outcome)
         for kind in TaskKind:

@@ -5,7 +5,7 @@ import re
 from multidict import CIMultiDictProxy
 
 from kvrs.errors import RequestError
-from kvrs.policy.model.events import Deadlines
+from kvrs.policy.model.events import NO_DEADLINES, Deadlines
 
 # The highest value of each header, in seconds. The configuration has the same bounds.
 _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}
@@ -18,8 +18,10 @@ def deadlines_of(headers: CIMultiDictProxy[str]) -> Deadlines:
     Raises:
         RequestError: a header is not a number of seconds, or out of range.
     """
-    # Nearly no request has any.
-    return Deadlines(*(_seconds(headers, name) if name in headers else None for name in _LONGEST_S))
+    given = [name for name in _LONGEST_S if name in headers]
+    if not given:  # As nearly always.
+        return NO_DEADLINES
+    return Deadlines(*(_seconds(headers, name) if name in given else None for name in _LONGEST_S))
 
 
 def _seconds(headers: CIMultiDictProxy[str], name: str) -> float:
