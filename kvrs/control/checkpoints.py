@@ -57,7 +57,7 @@ class CheckpointHolds:
         if not live.copies:
             return
         places = {place.holder for place in live.plan.places}
-        for agent in live.copies.keys() - places:
+        for agent in [name for name in live.copies if name not in places]:
             # Without a page seen there may be no reservation, and its release would shut out every
             # later attempt that has a place there again. If there is one, it runs out by itself.
             let_go = self.leases.release if live.copies.pop(agent).pages else self.leases.drop
