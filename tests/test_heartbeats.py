@@ -140,9 +140,16 @@ def test_heartbeats_over_tls_go_on_while_the_event_loop_stalls(
 def _is_of(port: int, number: str) -> bool:
     """Whether this descriptor is a socket of that port."""
     try:
-        with socket.socket(fileno=os.dup(int(number))) as found:
+        duplicate = os.dup(int(number))
+    except OSError:
+        return False
+    try:
+        with socket.socket(fileno=duplicate) as found:
             return bool(found.getsockname()[1] == port)
-    except (OSError, IndexError):
+    except IndexError:
+        return False
+    except OSError:  # No socket, so the descriptor still belongs to this function.
+        os.close(duplicate)
         return False
 
 

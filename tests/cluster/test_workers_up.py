@@ -32,6 +32,8 @@ async def test_workers_of_several_proxies_are_one_cluster(tmp_path: Path) -> Non
     launch = Launch(tmp_path, "--proxies", "2", "--workers", "2")
     try:
         await asyncio.to_thread(launch.wait_for_output, "Ctrl-C ends it")
+        for _, admin in launch.all_urls:
+            await asyncio.to_thread(until_all_up, admin)
         rows = [state_of(admin)["proxies"][0] for _, admin in launch.all_urls]
         assert [row["id"] for row in rows] == ["proxy-0", "proxy-1"]
         for row in rows:

@@ -63,10 +63,10 @@ def test_simulator_notices_a_policy_that_suspects_no_request(
 def test_simulator_notices_tries_of_instances_that_are_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Streams that do not wait for room ask the survivors again and again."""
+    """Streams that do not wait for room ask the survivors again and again, and end late."""
     monkeypatch.setattr(AnswerHealth, "is_busy", lambda self, now_s: False)
     monkeypatch.setattr(AnswerHealth, "note_room", lambda self, now_s: False)
 
     outcome = avalanche(0).run()
 
-    assert outcome.actions["Start"] > 1.4 * STREAMS or outcome.ended != {"complete": STREAMS}
+    assert outcome.actions["Start"] > 1.4 * STREAMS or outcome.span_s > 47.0

@@ -218,13 +218,21 @@ def _streamed(
 
 
 def _request(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The body as a struct reads it; further fields may be taken, by backend (docs/openai.md)."""
+    """The body as a struct reads it; further fields may be taken, by backend (docs/openai.md). A
+    null is as good as no field, and a list of one prompt as the prompt.
+    """
     fields = _fields(kind)
-    return {
-        "type": "object",
-        "required": [field.encode_name for field in fields if field.required],
-        "properties": {field.encode_name: _field(field) for field in fields},
+    properties = {
+        field.encode_name: _field(field)
+        if field.required
+        else {"anyOf": [_field(field), {"type": "null"}]}
+        for field in fields
     }
+    if (prompt := properties.get("prompt")) is not None:
+        one = {"type": "array", "items": prompt, "minItems": 1, "maxItems": 1}
+        properties["prompt"] = {"anyOf": [prompt, one]}
+    required = [field.encode_name for field in fields if field.required]
+    return {"type": "object", "required": required, "properties": properties}
 
 
 def _generate() -> dict[str, Any]:
