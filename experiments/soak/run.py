@@ -168,7 +168,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    record = Record(arguments.seed)
+    record = Record(arguments.seed, timed=False)
     names = [*VICTIMS, *MEASURED[1:]]
     with Processes(settings()) as processes:
         processes.start(*names)
