@@ -35,6 +35,12 @@ def names_of(proxy: str, workers: int) -> list[str]:
     return [proxy] if workers == 1 else [f"{proxy}.{worker}" for worker in range(workers)]
 
 
+def are_workers_of_one(one: str, other: str) -> bool:
+    """Whether two ids are those of workers of the same proxy."""
+    (proxy, _, number), (its, _, another) = one.rpartition("."), other.rpartition(".")
+    return bool(proxy) and proxy == its and number.isdecimal() and another.isdecimal()
+
+
 class PeerSettings(Settings):
     id: str = Field(min_length=1, max_length=MOST_ID)
     """Its `proxy.id`."""

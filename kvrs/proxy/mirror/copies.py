@@ -19,12 +19,14 @@ class CopyQueue:
         # Refused for want of room; they are tried again once a peer comes or goes.
         self._no_room: set[str] = set()
 
-    def plan(self, live: Collection[str], now_s: float) -> set[str]:
-        """Assign what is not assigned yet; return the peers that get something new."""
+    def plan(self, live: Collection[str], mirrors: Collection[str], now_s: float) -> set[str]:
+        """Assign what is not assigned yet to one of `mirrors`; return the peers that get something
+        new.
+        """
         added: set[str] = set()
         for record in self._book.sole(live, now_s) if live else []:
             if record.key not in self._targets and record.key not in self._no_room:
-                target = mirror_for(record.key, live)
+                target = mirror_for(record.key, mirrors)
                 assert target is not None
                 self._targets[record.key] = target
                 added.add(target)

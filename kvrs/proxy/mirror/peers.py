@@ -11,6 +11,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from kvrs.config.proxy import are_workers_of_one
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.http import MAX_BODY_BYTES
 from kvrs.protocol.mirror import (
@@ -145,6 +146,14 @@ class Peers:
     @property
     def live_ids(self) -> set[str]:
         return {peer.id for peer in self.live}
+
+    @property
+    def mirrors(self) -> set[str]:
+        """The live peers that records go to: workers of this proxy, which may all be lost with it,
+        only where there is no other.
+        """
+        live = self.live_ids
+        return {peer for peer in live if not are_workers_of_one(peer, self.me.id)} or live
 
     def check(self, name: str) -> ProxyPeer:
         """Raises RequestError: no peer of ours has that name."""

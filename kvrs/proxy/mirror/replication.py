@@ -228,7 +228,7 @@ class Mirror:
     # Choice of peers.
 
     def _assign(self, keyed: KeyedStream) -> None:
-        live, granter = self.peers.live_ids, keyed.record.peer
+        live, granter = self.peers.mirrors, keyed.record.peer
         if keyed.outbox.full:
             live = set()
         # The proxy that granted the stream has its record already.
@@ -266,7 +266,7 @@ class Mirror:
         self._re_replicate()
 
     def _re_replicate(self) -> None:
-        for target in self._copies.plan(self.peers.live_ids, self._clock()):
+        for target in self._copies.plan(self.peers.live_ids, self.peers.mirrors, self._clock()):
             self._wake[target].set()
             self._flush_now[target].set()
 

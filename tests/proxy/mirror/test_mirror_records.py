@@ -5,6 +5,7 @@ from random import Random
 import msgspec
 import pytest
 
+from kvrs.config.proxy import are_workers_of_one
 from kvrs.errors import RequestError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import (
@@ -297,6 +298,24 @@ def test_all_proxies_choose_the_same_mirror_and_few_keys_move() -> None:
     assert all(after[key] == before[key] for key in keys if before[key] != "b")
     assert min(list(before.values()).count(peer) for peer in "abc") > 60
     assert mirror_for("k", []) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "together"),
+    [
+        ("a.0", "a.1", True),
+        ("a.b.0", "a.b.12", True),
+        ("a.0", "b.0", False),
+        ("a", "a.0", False),
+        ("0", "1", False),
+        ("a.x", "a.y", False),
+    ],
+)
+def test_workers_of_one_proxy_are_known_by_their_ids(
+    one: str, other: str, *, together: bool
+) -> None:
+    """Their records go to other proxies, where there are any: a proxy may be lost as a whole."""
+    assert are_workers_of_one(one, other) is together
 
 
 def test_an_update_survives_the_wire() -> None:

@@ -143,7 +143,7 @@ def test_a_copy_that_is_passed_on_leaves_the_grant_with_its_sender() -> None:
     """
     book, third, now_s = book_in(RecordRole.COPY, record(events=2)), RecordBook(), 2 * CLAIM_S
     queue = CopyQueue(book)
-    assert queue.plan({"t"}, now_s) == {"t"}
+    assert queue.plan({"t"}, {"t"}, now_s) == {"t"}
     (sent,) = queue.records_for("t")
     update = sent.copy(now_s)
 
@@ -151,21 +151,21 @@ def test_a_copy_that_is_passed_on_leaves_the_grant_with_its_sender() -> None:
 
     assert (book.records["k"].role, book.records["k"].peer) == (RecordRole.MIRROR, "t")
     assert third.records["k"].role is RecordRole.COPY
-    assert queue.plan({"t"}, now_s) == set()
+    assert queue.plan({"t"}, {"t"}, now_s) == set()
 
 
 def test_a_copy_refused_for_want_of_room_waits_for_a_change_of_peers() -> None:
     """It is not sent again and again to a full peer."""
     book = book_in(RecordRole.MIRROR, record())
     queue = CopyQueue(book)
-    queue.plan({"t"}, 1.0)
+    queue.plan({"t"}, {"t"}, 1.0)
     (sent,) = queue.records_for("t")
 
     queue.take(sent, sent.copy(1.0), "t", UpdateAck(AckStatus.FULL), {"t"})
 
-    assert queue.plan({"t"}, 1.0) == set()
+    assert queue.plan({"t"}, {"t"}, 1.0) == set()
     queue.peers_changed()
-    assert queue.plan({"t"}, 1.0) == {"t"}
+    assert queue.plan({"t"}, {"t"}, 1.0) == {"t"}
 
 
 def test_a_copy_of_the_same_owner_does_not_stop_its_stream() -> None:
