@@ -130,13 +130,14 @@ def ready_s(install: Install, config: Path) -> float:
         proxy.communicate()
 
 
-def test_a_proxy_starts_and_says_so(install: Install, tmp_path: Path) -> None:
-    """How soon is printed beside the bar: a proxy that was killed is to be back before clients give
-    up. The best of three: others may use the machine.
+def test_a_proxy_is_ready_within_a_second(install: Install, tmp_path: Path) -> None:
+    """A proxy that was killed is back before clients give up. The best of three: others may use
+    the machine.
     """
     config = tmp_path / "kvrs.yaml"
     config.write_text(CONFIG)
 
     best_s = min(ready_s(install, config) for _ in range(3))
 
-    print(f"ready after {best_s:.2f} s (bar {SLOWEST_START_S:g} s)")
+    print(f"ready after {best_s:.2f} s")
+    assert best_s <= SLOWEST_START_S
