@@ -101,3 +101,7 @@ class GossipError(KvrsError):
 
 class LogError(KvrsError):
     """An event log cannot be read or run again; the message names line and reason."""
+
+
+class LayoutError(KvrsError):
+    """An instance cannot be laid out over its ranks as it was asked."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from distserve_patches.cpu.memory import Handle, is_gone, open_handle
-from distserve_patches.cpu.shards import Part
+from distserve_patches.cpu.shards import part_of, part_of_rank
+from kvrs.protocol.parts import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ def register(
     """Record one context worker's caches. `context` and `decoding` are the ranks of that worker
     and of this one, from upstream's `ParallelConfig.to_list`.
     """
-    part = Part.of(context, layers, heads)
-    if part.shared(Part.of(decoding, layers, heads)) is None:
+    part = part_of(context, layers, heads)
+    if part.shared(part_of(decoding, layers, heads)) is None:
         return
     _, tensor_rank, _, pipeline_rank = context
     _sources[pipeline_rank, tensor_rank] = _Source(
@@ -59,7 +60,7 @@ def migrate_blocks(
     Raises:
         RuntimeError: a context worker that has part of them is gone.
     """
-    own = Part.of_rank(
+    own = part_of_rank(
         tensor_size, tensor_rank, pipeline_size, pipeline_rank, k_cache.shape[1], k_cache.shape[2]
     )
     sources = torch.tensor(context_blocks, dtype=torch.int64)

@@ -3,68 +3,44 @@ decoder.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvrs.engine.layers.step import pages_per_block
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.parts import Part
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A range of layers and of KV heads: what one rank holds, or what two have in common."""
-
-    layers: range
-    heads: range
-
-    @classmethod
-    def of(cls, parallel: list[int], layers: int, heads: int) -> "Part":
-        """Of the rank that upstream's `ParallelConfig.to_list` describes, in a model of that many
-        layers and heads.
-        """
-        tensor_size, tensor_rank, pipeline_size, pipeline_rank = parallel
-        return cls.of_rank(
-            tensor_size,
-            tensor_rank,
-            pipeline_size,
-            pipeline_rank,
-            layers // pipeline_size,
-            heads // tensor_size,
-        )
-
-    @classmethod
-    def of_rank(
-        cls,
-        tensor_size: int,
-        tensor_rank: int,
-        pipeline_size: int,
-        pipeline_rank: int,
-        own_layers: int,
-        own_heads: int,
-    ) -> "Part":
-        assert tensor_rank < tensor_size, "a rank lies in its group"
-        assert pipeline_rank < pipeline_size, "a rank lies in its group"
-        return cls(
-            range(pipeline_rank * own_layers, (pipeline_rank + 1) * own_layers),
-            range(tensor_rank * own_heads, (tensor_rank + 1) * own_heads),
-        )
-
-    def shared(self, other: "Part") -> "Part | None":
-        layers, heads = _overlap(self.layers, other.layers), _overlap(self.heads, other.heads)
-        return Part(layers, heads) if layers and heads else None
-
-    def local(self, part: "Part") -> tuple[slice, slice]:
-        """Where a part of this one lies in its rank's caches `[blocks, layers, heads, ...]`."""
-        return (
-            slice(part.layers.start - self.layers.start, part.layers.stop - self.layers.start),
-            slice(part.heads.start - self.heads.start, part.heads.stop - self.heads.start),
-        )
+def part_of(parallel: list[int], layers: int, heads: int) -> Part:
+    """Of the rank that upstream's `ParallelConfig.to_list` describes, in a model of that many
+    layers and heads.
+    """
+    tensor_size, tensor_rank, pipeline_size, pipeline_rank = parallel
+    return part_of_rank(
+        tensor_size,
+        tensor_rank,
+        pipeline_size,
+        pipeline_rank,
+        layers // pipeline_size,
+        heads // tensor_size,
+    )
 
 
-def _overlap(left: range, right: range) -> range:
-    return range(max(left.start, right.start), min(left.stop, right.stop))
+def part_of_rank(
+    tensor_size: int,
+    tensor_rank: int,
+    pipeline_size: int,
+    pipeline_rank: int,
+    own_layers: int,
+    own_heads: int,
+) -> Part:
+    assert tensor_rank < tensor_size, "a rank lies in its group"
+    assert pipeline_rank < pipeline_size, "a rank lies in its group"
+    return Part(
+        range(pipeline_rank * own_layers, (pipeline_rank + 1) * own_layers),
+        range(tensor_rank * own_heads, (tensor_rank + 1) * own_heads),
+    )
 
 
 class ShardedPool:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from distserve_patches.cpu import memory, migration
-from distserve_patches.cpu.shards import Part
+from distserve_patches.cpu.shards import part_of
 from distserve_patches.cpu.swapping import swap
+from kvrs.protocol.parts import Part
 
 LAYERS, HEADS, BLOCK, HEAD_DIM = 4, 2, 16, 8
 BLOCKS = 6
@@ -29,7 +30,7 @@ def ranks(layout: tuple[int, int]) -> Iterator[list[int]]:
 
 def share(whole: Tensor, parallel: list[int]) -> Tensor:
     """A rank's cache with its part of `[blocks, layers, heads, ...]`."""
-    part = Part.of(parallel, LAYERS, HEADS)
+    part = part_of(parallel, LAYERS, HEADS)
     own = whole[(slice(None), *Part(range(LAYERS), range(HEADS)).local(part))]
     cache = memory.allocate(own.shape, own.dtype)
     cache.copy_(own)

@@ -11,10 +11,10 @@ from kvrs.ids import NodeId
 from kvrs.protocol.frames import checksum
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
-from kvrs.transfer.store.segments import Layout, Segments
+from kvrs.transfer.store.segments import Segments, SlotLayout
 
 PAGE_BYTES = 1 << 20
-LAYOUT = Layout(PAGE_BYTES, slots=8, fingerprint="model")  # Four slots in each of two segments.
+LAYOUT = SlotLayout(PAGE_BYTES, slots=8, fingerprint="model")  # Four slots in each of two segments.
 TAGS = page_tags(root_tag("model"), list(range(8)), 1)
 
 
@@ -44,7 +44,7 @@ def left(directory: StoreDirectory) -> StoreDirectory:
     return directory
 
 
-def adopted(directory: StoreDirectory, layout: Layout = LAYOUT) -> list[tuple[int, Tag]]:
+def adopted(directory: StoreDirectory, layout: SlotLayout = LAYOUT) -> list[tuple[int, Tag]]:
     segments = Segments(directory, layout)
     found = segments.adopt()
     for slot, tag in found:
@@ -111,12 +111,12 @@ def test_a_page_whose_record_was_not_written_is_not_adopted(left: StoreDirectory
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(PAGE_BYTES, 8, "other model"),
-        Layout(PAGE_BYTES // 2, 16, "model"),
-        Layout(PAGE_BYTES, 512, "model"),
+        SlotLayout(PAGE_BYTES, 8, "other model"),
+        SlotLayout(PAGE_BYTES // 2, 16, "model"),
+        SlotLayout(PAGE_BYTES, 512, "model"),
     ],
 )
-def test_segments_of_another_layout_are_unlinked(left: StoreDirectory, layout: Layout) -> None:
+def test_segments_of_another_layout_are_unlinked(left: StoreDirectory, layout: SlotLayout) -> None:
     """Their pages are of no use, and their memory is."""
     assert adopted(left, layout) == []
     assert left.segments() == []
@@ -124,8 +124,8 @@ def test_segments_of_another_layout_are_unlinked(left: StoreDirectory, layout: L
 
 def test_less_capacity_than_before_keeps_what_fits(left: StoreDirectory) -> None:
     """A slot beyond the capacity must not be used."""
-    assert adopted(left, Layout(PAGE_BYTES, 5, "model")) == [(0, TAGS[1])]
-    assert adopted(left, Layout(PAGE_BYTES, 4, "model")) == [(0, TAGS[1])]
+    assert adopted(left, SlotLayout(PAGE_BYTES, 5, "model")) == [(0, TAGS[1])]
+    assert adopted(left, SlotLayout(PAGE_BYTES, 4, "model")) == [(0, TAGS[1])]
     assert left.segments() == [0]
 
 

@@ -12,7 +12,7 @@ from kvrs.protocol.tags import Tag
 from kvrs.transfer.peers import PinnedPages, PullRequest
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 from kvrs.transfer.store.directory import StoreDirectory, StoreState
-from kvrs.transfer.store.segments import Layout, Segments
+from kvrs.transfer.store.segments import Segments, SlotLayout
 
 log = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class HostStore:
             self._shelf.book.check()
 
     def _new_shelf(self) -> _Shelf:
-        layout = Layout(
+        layout = SlotLayout(
             self._state.page_bytes,
             self._capacity_bytes // self._state.page_bytes,
             self._state.fingerprint,

@@ -46,7 +46,7 @@ _PROGRESS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """The layout of slots in segments. Segments of another layout are not adopted."""
 
     page_bytes: int
@@ -94,7 +94,7 @@ class Growth:
 
 
 class _Segment:
-    def __init__(self, fd: int, layout: Layout) -> None:
+    def __init__(self, fd: int, layout: SlotLayout) -> None:
         # The map keeps a descriptor of its own and is gone when the last view of it is.
         self.bytes = memoryview(mmap.mmap(fd, layout.segment_bytes))
 
@@ -108,7 +108,7 @@ class Segments:
     written.
     """
 
-    def __init__(self, directory: StoreDirectory, layout: Layout) -> None:
+    def __init__(self, directory: StoreDirectory, layout: SlotLayout) -> None:
         self._directory = directory
         self._layout = layout
         self._segments: dict[int, _Segment] = {}

@@ -1,0 +1,285 @@
+"""Layouts: which rank of an instance computes which unit.
+
+Stages split a model by layers. Within a stage each KV head of a layer is either partitioned (one
+rank has it, for all sequences) or spread (every rank has its weights, and each sequence's cells of
+it are on one rank: `placing.py`); each tile of the MLP has one owner. The head's tiles belong to
+ranks of the last stage. No bit of a result depends on a layout, so it may change at any batch; its
+number rises with each change. The ranks are numbers that stay with a process for its life: a layout
+of the survivors of a loss has a gap.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
+
+from kvrs.elastic.units import COMMON, Unit, UnitKind, Units
+from kvrs.errors import LayoutError
+from kvrs.ids import NodeId
+
+SPREAD: Final = -1  # In place of an owner.
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Layers `[first, last)` and the ranks that compute them together."""
+
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    number: int
+    stages: tuple[Stage, ...]
+    attention: tuple[tuple[int, ...], ...]  # Of each layer, of each KV head: a rank, or SPREAD.
+    mlp: tuple[tuple[int, ...], ...]  # Of each layer, of each tile: a rank.
+    vocabulary: tuple[int, ...]  # Of each tile: a rank of the last stage.
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    def stage_of(self, rank: int) -> Stage:
+        return next(stage for stage in self.stages if rank in stage.ranks)
+
+    def stage_at(self, layer: int) -> Stage:
+        return next(stage for stage in self.stages if layer in stage.layers)
+
+    def heads(self, rank: int, layer: int) -> tuple[int, ...]:
+        """KV heads of a layer that this rank alone has."""
+        return _owned(self.attention[layer], rank)
+
+    def spread(self, layer: int) -> tuple[int, ...]:
+        """KV heads of a layer that are spread over the ranks of its stage."""
+        return _owned(self.attention[layer], SPREAD)
+
+    def tiles(self, rank: int, layer: int) -> tuple[int, ...]:
+        """Tiles of a layer's MLP that this rank has."""
+        return _owned(self.mlp[layer], rank)
+
+    def vocabulary_tiles(self, rank: int) -> tuple[int, ...]:
+        return _owned(self.vocabulary, rank)
+
+    def holders(self, unit: Unit) -> tuple[int, ...]:
+        """The ranks that have the unit's weights."""
+        match unit.kind:
+            case UnitKind.COMMON:
+                return self.ranks
+            case UnitKind.ATTENTION:
+                owner = self.attention[unit.layer][unit.place]
+                return self.stage_at(unit.layer).ranks if owner == SPREAD else (owner,)
+            case UnitKind.MLP:
+                return (self.mlp[unit.layer][unit.place],)
+            case UnitKind.VOCABULARY:
+                return (self.vocabulary[unit.place],)
+
+    def held(self, rank: int) -> frozenset[Unit]:
+        """The units whose weights this rank has."""
+        units = {COMMON}
+        for layer in self.stage_of(rank).layers:
+            for kind, owners in ((UnitKind.ATTENTION, self.attention), (UnitKind.MLP, self.mlp)):
+                units |= {
+                    Unit(kind, layer, place)
+                    for place, owner in enumerate(owners[layer])
+                    if owner in (rank, SPREAD)
+                }
+        units |= {Unit(UnitKind.VOCABULARY, 0, place) for place in self.vocabulary_tiles(rank)}
+        return frozenset(units)
+
+    def weight_bytes(self, rank: int, units: Units) -> int:
+        return sum(map(units.bytes_of, self.held(rank)))
+
+    def cells_per_page(self, rank: int) -> int:
+        """Cells that a page may have on this rank: those of its heads, and its even share of the
+        spread ones, rounded up.
+        """
+        stage = self.stage_of(rank)
+        own = sum(len(self.heads(rank, layer)) for layer in stage.layers)
+        spread = sum(len(self.spread(layer)) for layer in stage.layers)
+        return own + -(-spread // len(stage.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank runs."""
+
+    rank: int
+    node: NodeId
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Formation:
+    """Ranks that compute together. Each of their messages carries the epoch; those of a lower one
+    are dropped.
+    """
+
+    epoch: int
+    layout: Layout
+    seats: tuple[Seat, ...]
+
+    def __post_init__(self) -> None:
+        seated = sorted(seat.rank for seat in self.seats)
+        if seated != sorted(self.layout.ranks):
+            raise LayoutError(
+                f"formation {self.epoch} seats ranks {seated}, its layout "
+                f"{self.layout.number} has {sorted(self.layout.ranks)}"
+            )
+
+
+def even(units: Units, tp: int, pp: int = 1, *, number: int = 1) -> Layout:
+    """Equal shares, contiguous.
+
+    Raises:
+        LayoutError: units cannot be divided so.
+    """
+    stages = staged(units.layers, [range(at * tp, (at + 1) * tp) for at in range(pp)])
+    for what, count in (("KV heads", len(units.attention_bytes)), ("tiles", len(units.mlp_bytes))):
+        if count % tp:
+            raise LayoutError(f"tp {tp} does not divide the model's {count} {what} evenly")
+    return uneven(units, stages, number=number)
+
+
+def uneven(
+    units: Units,
+    stages: Sequence[Stage],
+    *,
+    shares: Sequence[int] | None = None,
+    rotate: bool = False,
+    number: int = 1,
+) -> Layout:
+    """Contiguous units for any number of ranks, in sizes that differ by one at most, or in
+    proportion to `shares` (one number for each rank of a stage). `rotate`: the ranks take turns
+    from layer to layer at the larger shares of heads (RaidServe's cyclic placement).
+
+    Raises:
+        LayoutError: a rank would have nothing to do.
+    """
+    return _layout(
+        units,
+        stages,
+        lambda stage, layer: _dealt(len(units.attention_bytes), stage, layer * rotate, shares),
+        shares,
+        number,
+    )
+
+
+def hybrid(units: Units, stages: Sequence[Stage], *, number: int = 1) -> Layout:
+    """As many KV heads on each rank as on every other; those that are left over are spread
+    (RaidServe's hybrid attention).
+    """
+
+    def heads(stage: Stage, layer: int) -> tuple[int, ...]:
+        count, ranks = len(units.attention_bytes), len(stage.ranks)
+        own = count // ranks
+        return tuple(stage.ranks[at // own] if at < own * ranks else SPREAD for at in range(count))
+
+    return _layout(units, stages, heads, None, number)
+
+
+def staged(layers: int, groups: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
+    """Stages of as many layers each, to one."""
+    if not 1 <= len(groups) <= layers:
+        raise LayoutError(f"pp {len(groups)}: a model of {layers} layers has 1 to {layers} stages")
+    bounds = [at * layers // len(groups) for at in range(len(groups) + 1)]
+    return tuple(
+        Stage(first, last, tuple(ranks))
+        for (first, last), ranks in zip(pairwise(bounds), groups, strict=True)
+    )
+
+
+def validate(layout: Layout, units: Units) -> None:
+    """Check that every unit has an owner of its stage.
+
+    Raises:
+        LayoutError: naming what has none.
+    """
+    _validate_stages(layout.stages, units.layers)
+    for what, owners, count in (
+        ("attention", layout.attention, len(units.attention_bytes)),
+        ("mlp", layout.mlp, len(units.mlp_bytes)),
+    ):
+        if len(owners) != units.layers:
+            raise LayoutError(f"{what} of {len(owners)} layers, the model has {units.layers}")
+        for stage in layout.stages:
+            for layer in stage.layers:
+                _validate_owners(f"{what} of layer {layer}", owners[layer], count, stage)
+    last = layout.stages[-1]
+    _validate_owners("vocabulary", layout.vocabulary, len(units.vocabulary_bytes), last)
+
+
+def _validate_stages(stages: Sequence[Stage], layers: int) -> None:
+    covered = [layer for stage in stages for layer in stage.layers]
+    if covered != list(range(layers)) or not all(stage.layers for stage in stages):
+        spans = ", ".join(f"[{stage.first}, {stage.last})" for stage in stages)
+        raise LayoutError(f"stages {spans} do not cover layers [0, {layers}) once and in order")
+    ranks = [rank for stage in stages for rank in stage.ranks]
+    if len(set(ranks)) != len(ranks) or min(ranks, default=0) < 0:
+        raise LayoutError(f"ranks {ranks}: each is in one stage once, and not negative")
+    if not all(stage.ranks for stage in stages):
+        raise LayoutError("a stage has no rank")
+
+
+def _validate_owners(what: str, owners: Sequence[int], count: int, stage: Stage) -> None:
+    if len(owners) != count:
+        raise LayoutError(f"{what} has {len(owners)} owners for {count} units")
+    allowed = {*stage.ranks, SPREAD} if what.startswith("attention") else set(stage.ranks)
+    for place, owner in enumerate(owners):
+        if owner not in allowed:
+            raise LayoutError(
+                f"unit {place} of {what} is given to rank {owner}, its stage has {stage.ranks}"
+            )
+
+
+def _layout(
+    units: Units,
+    stages: Sequence[Stage],
+    heads: Callable[[Stage, int], tuple[int, ...]],
+    shares: Sequence[int] | None,
+    number: int,
+) -> Layout:
+    _validate_stages(stages, units.layers)
+    most = max(len(units.attention_bytes), len(units.mlp_bytes))
+    for stage in stages:
+        if len(stage.ranks) > most:
+            raise LayoutError(
+                f"tp {len(stage.ranks)}: the model has {len(units.attention_bytes)} KV heads and "
+                f"{len(units.mlp_bytes)} tiles, allowed: 1 to {most}"
+            )
+        if shares is not None and (len(shares) != len(stage.ranks) or min(shares) < 1):
+            raise LayoutError(
+                f"shares {list(shares)}: one of at least 1 for each of {len(stage.ranks)} ranks"
+            )
+    layout = Layout(
+        number=number,
+        stages=tuple(stages),
+        attention=tuple(heads(stage, layer) for stage in stages for layer in stage.layers),
+        mlp=tuple(
+            _dealt(len(units.mlp_bytes), stage, 0, shares) for stage in stages for _ in stage.layers
+        ),
+        vocabulary=_dealt(len(units.vocabulary_bytes), stages[-1], 0, shares),
+    )
+    validate(layout, units)
+    return layout
+
+
+def _dealt(count: int, stage: Stage, turn: int, shares: Sequence[int] | None) -> tuple[int, ...]:
+    """The owner of each of `count` units, in contiguous runs."""
+    ranks = stage.ranks
+    ends = list(accumulate(shares or [1] * len(ranks)))
+    bounds = [0, *(end * count // ends[-1] for end in ends)]
+    return tuple(
+        ranks[(at + turn) % len(ranks)]
+        for at, (first, last) in enumerate(pairwise(bounds))
+        for _ in range(first, last)
+    )
+
+
+def _owned(owners: Sequence[int], rank: int) -> tuple[int, ...]:
+    return tuple(place for place, owner in enumerate(owners) if owner == rank)

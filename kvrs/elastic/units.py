@@ -1,0 +1,85 @@
+"""Names and sizes of a model's units, for layouts and for plans that move them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from kvrs.elastic.grain import Grain
+
+
+class UnitKind(IntEnum):
+    COMMON = 0  # Norms and embeddings: on every rank of a stage.
+    ATTENTION = 1  # One KV head of a layer, with its query heads.
+    MLP = 2  # One tile of a layer's inner dimension.
+    VOCABULARY = 3  # One tile of the head's rows.
+
+
+class Unit(NamedTuple):
+    kind: UnitKind
+    layer: int  # 0 where a unit belongs to no layer.
+    place: int
+
+
+COMMON = Unit(UnitKind.COMMON, 0, 0)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one model and the bytes of their weights; all layers are alike."""
+
+    layers: int
+    attention_bytes: tuple[int, ...]  # Of each KV head.
+    mlp_bytes: tuple[int, ...]  # Of each tile.
+    vocabulary_bytes: tuple[int, ...]  # Of each tile.
+    common_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        grain: Grain,
+        *,
+        layers: int,
+        hidden: int,
+        head_dim: int,
+        gated: bool,
+        weight_bytes: int,
+        common_bytes: int,
+    ) -> "Units":
+        """Of a model whose weights take `weight_bytes` each; biases are not counted."""
+        row = hidden * weight_bytes
+        return cls(
+            layers=layers,
+            # Rows of the queries, the key and the value; columns of the output for the queries.
+            attention_bytes=tuple((2 * len(own) + 2) * head_dim * row for own in grain.attention),
+            mlp_bytes=tuple((3 if gated else 2) * len(tile) * row for tile in grain.mlp),
+            vocabulary_bytes=tuple(len(tile) * row for tile in grain.vocabulary),
+            common_bytes=common_bytes,
+        )
+
+    def bytes_of(self, unit: Unit) -> int:
+        if unit.kind == UnitKind.COMMON:
+            return self.common_bytes
+        return self._sizes[unit.kind][unit.place]
+
+    def all(self) -> Iterator[Unit]:
+        """Every unit once, in the order of layers."""
+        yield COMMON
+        for layer in range(self.layers):
+            for kind in (UnitKind.ATTENTION, UnitKind.MLP):
+                yield from (Unit(kind, layer, at) for at in range(len(self._sizes[kind])))
+        yield from (Unit(UnitKind.VOCABULARY, 0, at) for at in range(len(self.vocabulary_bytes)))
+
+    @cached_property
+    def total_bytes(self) -> int:
+        a_layer = sum(self.attention_bytes) + sum(self.mlp_bytes)
+        return self.layers * a_layer + sum(self.vocabulary_bytes) + self.common_bytes
+
+    @cached_property
+    def _sizes(self) -> dict[UnitKind, tuple[int, ...]]:
+        return {
+            UnitKind.ATTENTION: self.attention_bytes,
+            UnitKind.MLP: self.mlp_bytes,
+            UnitKind.VOCABULARY: self.vocabulary_bytes,
+        }

@@ -1,0 +1,39 @@
+"""Small models as units, and layouts of them, for the tests of this folder."""
+
+from hypothesis import strategies as st
+
+from kvrs.elastic.layouts import SPREAD, Layout, staged
+from kvrs.elastic.units import Units
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Units:
+    tiles = 1 << draw(st.integers(0, 4))
+    return Units(
+        layers=draw(st.integers(1, 5)),
+        attention_bytes=(192 * draw(st.integers(1, 3)),) * draw(st.integers(1, 9)),
+        mlp_bytes=(128,) * (tiles - 1) + (128 + draw(st.integers(0, 64)),),
+        vocabulary_bytes=(64,) * (1 << draw(st.integers(0, 3))),
+        common_bytes=draw(st.integers(0, 500)),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn, units: Units) -> Layout:
+    """Any owner for any unit."""
+    ranks = list(range(draw(st.integers(1, 6))))
+    cuts = draw(st.integers(1, min(len(ranks), units.layers)))
+    groups = [ranks[at::cuts] for at in range(cuts)]
+    stages = staged(units.layers, groups)
+
+    def owners(count: int, allowed: list[int]) -> tuple[int, ...]:
+        return tuple(draw(st.sampled_from(allowed)) for _ in range(count))
+
+    by_layer = [list(stage.ranks) for stage in stages for _ in stage.layers]
+    return Layout(
+        number=1,
+        stages=stages,
+        attention=tuple(owners(len(units.attention_bytes), [*own, SPREAD]) for own in by_layer),
+        mlp=tuple(owners(len(units.mlp_bytes), own) for own in by_layer),
+        vocabulary=owners(len(units.vocabulary_bytes), groups[-1]),
+    )
