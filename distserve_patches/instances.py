@@ -107,6 +107,7 @@ class StageInstance(ServedInstance):
             links=self.port.puller.link_reports(),
             checkpoint_lag_pages=self.port.lag_pages,
             damaged_pages=self.port.puller.damaged_pages,
+            kv_bytes=self.port.kv_bytes(),
         )
 
     def _queue_delay_s(self) -> float:

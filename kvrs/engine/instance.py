@@ -120,6 +120,7 @@ class EngineInstance(ServedInstance):
             checkpoint_lag_pages=self.port.lag_pages,
             damaged_pages=self.port.puller.damaged_pages,
             fetched_pages=self.core.fetched_pages,
+            kv_bytes=self.port.kv_bytes(),
             draining=self.draining,
         )
 

@@ -19,6 +19,7 @@ from kvrs.engine.pages import EnginePages
 from kvrs.engine.staging import PagePool
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest
@@ -124,6 +125,11 @@ class PagePort:
     def lag_pages(self) -> int:
         """Full pages of protected streams that their agents do not have yet."""
         return 0 if self.checkpointer is None else self.checkpointer.lag_pages
+
+    def kv_bytes(self) -> dict[str, int]:
+        """Fetched and, as checkpoints, sent since the start, by kind."""
+        moved = self.puller.pulled_bytes | {TrafficClass.CHECKPOINT: self._pusher.pushed_bytes}
+        return {traffic.label: count for traffic, count in moved.items()}
 
     async def start(self) -> None:
         """Open the page port."""

@@ -113,6 +113,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     damaged_pages: Natural = 0
     # Fetched from other instances and agents since the start, and used; None: it does not count.
     fetched_pages: Natural | None = None
+    # KV that has crossed the network since the start, by kind: `handoff` and `recovery` were
+    # fetched, `checkpoint` was sent; empty: not counted.
+    kv_bytes: dict[str, Natural] = {}
     draining: bool = False  # It ends as soon as none of its streams and pages is needed any more.
 
 

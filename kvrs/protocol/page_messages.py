@@ -17,6 +17,10 @@ class TrafficClass(IntEnum):
     RECOVERY = 1
     CHECKPOINT = 2
 
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
 
 class StoreCode(IntEnum):
     """An agent's answer to an offer or a store."""

@@ -44,7 +44,7 @@ from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.self_test import SelfTester
-from kvrs.proxy.watch.supervision import TaskKind, keep_running
+from kvrs.proxy.watch.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
@@ -109,7 +109,8 @@ class Proxy:
     async def _start(self) -> None:
         config, clock = self._config, time.monotonic
         tls = self._load_tls()
-        metrics = Metrics([instance.id for _, instance in config.cluster.instances()])
+        instances = (instance for _, instance in config.cluster.instances())
+        metrics = Metrics({instance.id: instance.role for instance in instances})
         self._sessions.append(to_engines := new_engine_links(config, self._ring[0], tls.inner))
         backends = open_backends(config, to_engines)
         self._event_log = event_log = self._make_event_log()
@@ -163,6 +164,7 @@ class Proxy:
             keep(TaskKind.SLOTS, driver.slots.run),
             keep(TaskKind.SELF_TESTS, SelfTester(driver, clock).run),
             keep(TaskKind.KEYS, tenants.run),
+            observe_lag(metrics.loop_lag.observe),
             mirror.run(),
         ]
         if config.gossip.enabled:

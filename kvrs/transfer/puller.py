@@ -11,7 +11,7 @@ from kvrs.ids import NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import ANSWER_BYTES, AnswerHeader, FrameType
 from kvrs.protocol.instance import LinkReport
-from kvrs.protocol.page_messages import ProbeFrame, PullFrame
+from kvrs.protocol.page_messages import ProbeFrame, PullFrame, TrafficClass
 from kvrs.protocol.session import SEALED_ANSWER_BYTES
 from kvrs.transfer.connections import ConnectionPool, PageConnection
 from kvrs.transfer.handshake import page_key
@@ -57,6 +57,7 @@ class PagePuller:
         self._meter = LinkMeter(settings.link, min(settings.probe_bytes, _MIN_SAMPLE_BYTES))
         self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
         self.damaged_pages = 0  # That ever came.
+        self.pulled_bytes = dict.fromkeys(TrafficClass, 0)  # Of pages with a right checksum.
 
     async def pull(
         self,
@@ -84,10 +85,12 @@ class PagePuller:
             if isinstance(fault, DamagedPageError):
                 self.damaged_pages += 1
                 log.warning("pages not fetched", extra={"peer": peer.instance, "cause": error})
+        pulled_bytes = sum(view.nbytes for view in pulling.views[: pulling.verified])
+        self.pulled_bytes[request.traffic] += pulled_bytes
         return PullResult(
             full_pages=min(pulling.verified, len(pages)),
             tail=pulling.verified > len(pages),
-            bytes=sum(view.nbytes for view in pulling.views[: pulling.verified]),
+            bytes=pulled_bytes,
             seconds=self._clock() - started_s,
             gone=pulling.gone,
             error=error,

@@ -28,6 +28,7 @@ class PagePusher:
     ) -> None:
         self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
         self._links = links
+        self.pushed_bytes = 0  # Of pages that an agent has answered for.
 
     async def offer(
         self, peer: Peer, claim: CheckpointClaim, reserved_bytes: int, tags: Sequence[Tag]
@@ -77,7 +78,9 @@ class PagePusher:
                     await sender.send(*buffers)
                     buffers = []
 
-        return await self._ask(peer, question, len(ranges))
+        held = await self._ask(peer, question, len(ranges))
+        self.pushed_bytes += sum(page.nbytes for page in pages)
+        return held
 
     async def close(self) -> None:
         """End all connections. What is still being sent ends with a `TransferError`."""

@@ -139,6 +139,7 @@ class Scripted(ScriptedServer):
     queue_delay_s: float = 0.0
     checkpoint_lag_pages: int = 0
     damaged_pages: int = 0
+    kv_bytes: dict[str, int] = field(default_factory=dict)
     draining: bool = False
     aborted: int = 0
     watches: int = 0
@@ -215,6 +216,7 @@ class Scripted(ScriptedServer):
             checkpoint_lag_pages=self.checkpoint_lag_pages,
             damaged_pages=self.damaged_pages,
             fetched_pages=self.fetched_pages,
+            kv_bytes=self.kv_bytes,
             draining=self.draining,
         )
 

@@ -59,6 +59,7 @@ async def test_what_was_stored_is_what_is_pulled() -> None:
         into = [memoryview(bytearray(PAGE_BYTES)) for _ in range(5)]
         pulled = await h.puller.pull(h.peer, PullRequest(tags(A, 0, 5)), into, None)
 
+        assert h.pusher.pushed_bytes == 5 * PAGE_BYTES
         assert (before, stored, grown) == (
             HeldPages(StoreCode.OK, 0),
             [HeldPages(StoreCode.OK, 3)],

@@ -20,7 +20,7 @@ import pytest
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.frames import HEADER_BYTES, encode_pull
-from kvrs.protocol.page_messages import PullFrame
+from kvrs.protocol.page_messages import PullFrame, TrafficClass
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer import connections
@@ -275,6 +275,18 @@ async def test_pages_that_are_gone_end_the_run_without_an_error(held: int) -> No
         for result in (first, second):
             assert (result.full_pages, result.gone, result.error) == (held, True, None)
         assert w.relay.connections == 1
+
+
+async def test_pages_that_came_are_counted_by_kind() -> None:
+    """What a pull for a recovery brings is told from hand-offs; what was missing counts nowhere."""
+    async with world(holding(3)) as w:
+        await w.pull(5)
+        await w.puller.pull(
+            w.peer, PullRequest(tags(2), traffic=TrafficClass.RECOVERY), buffers(2), None
+        )
+
+        assert w.puller.pulled_bytes[TrafficClass.HANDOFF] == 3 * PAGE_BYTES
+        assert w.puller.pulled_bytes[TrafficClass.RECOVERY] == 2 * PAGE_BYTES
 
 
 async def test_a_tail_that_is_gone_leaves_the_full_pages() -> None:

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
 from kvrs.errors import ConfigError
@@ -23,7 +25,7 @@ class AdminSource(Protocol):
     """What the port shows and does: of one process, or of all workers of a proxy."""
 
     async def state(self) -> dict[str, Any]: ...
-    async def metrics(self) -> bytes: ...
+    async def metrics(self) -> Collector: ...
     async def reload(self) -> ReloadResult: ...  # Raises ConfigError.
     def serves(self) -> bool: ...  # Whether it takes requests of clients.
 
@@ -50,8 +52,8 @@ class OwnSource:
     async def state(self) -> dict[str, Any]:
         return describe(self._driver, self._gossip_view, self._proxy(), self._clock())
 
-    async def metrics(self) -> bytes:
-        return self.measured().render()
+    async def metrics(self) -> Collector:
+        return self.measured().registry
 
     def measured(self) -> Metrics:
         measure(self._driver, self._gossip_view, self._metrics)
@@ -100,11 +102,11 @@ class Admin:
                 content_type="application/json",
             )
 
-    async def _show_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(
-            body=await self._source.metrics(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        """In the text format, or in OpenMetrics where that is asked for."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        body = encode(await self._source.metrics())
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _healthz(self, _: web.Request) -> web.Response:
         if self._source.serves():

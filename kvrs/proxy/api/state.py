@@ -1,6 +1,7 @@
 """The document of `/kvrs/v1/state`: plain data, for people and tests."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,12 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
     metrics.tokens.follow(metrics.relayed_tokens)
     metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
     metrics.unprotected.set(control.checkpoints.count_unprotected())
+    if control.instances.model is not None:
+        metrics.model.labels(control.instances.model).set(1)
+    at = Counter(live.instance for live in driver.streams.values())
+    metrics.streams.waiting.set(at[None])
     for known in control.instances.known.values():
+        metrics.loads.measure(known, at[known.id])
         if known.load is not None:
             metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
             metrics.damaged.follow(known.load.damaged_pages, known.id)
@@ -62,8 +68,10 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         )
     if (membership := gossip_view.membership) is not None:
         metrics.gossip.measure(membership)
-    for option, factor in control.policy.snapshot()["corrections"].items():
-        metrics.correction.labels(option).set(factor)
+    policy = control.policy.snapshot()
+    metrics.loads.measure_links(policy["links"])
+    for option, factor in policy["corrections"].items():
+        metrics.recoveries.correction.labels(option).set(factor)
 
 
 def _instance(

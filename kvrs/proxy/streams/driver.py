@@ -102,7 +102,7 @@ class Driver:
         )
         self.backends = backends
         self.agent_backends = agent_backends
-        self.recoveries = RecoveryLog(clock, wall_clock, metrics.recovery_settled)
+        self.recoveries = RecoveryLog(clock, wall_clock, metrics.recoveries.settled)
         self.leases = LeaseSender(control.leases, self._send_leases, self._retention_lost)
         self.checkpoint_leases = LeaseSender(
             control.checkpoints.leases, self._send_reservations, self._reservations_lost
@@ -125,8 +125,8 @@ class Driver:
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """See one stream through; a caller that is cancelled takes the stream with it."""
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        live = OpenStream(journal=journal, client=client, outcome=outcome)
-        self._metrics.streams.inc()
+        live = OpenStream(journal=journal, client=client, outcome=outcome, clock=self.clock)
+        self._metrics.streams.active.inc()
         try:
             self.control.open(live, self.clock())
             return await outcome
@@ -159,8 +159,7 @@ class Driver:
             case EndStream():
                 self._end(_open(effect.live), effect.outcome)
             case StreamClosed():
-                self._metrics.streams.dec()
-                self._metrics.stream_ended(_open(effect.live).journal)
+                self._metrics.streams.ended(_open(effect.live), self.clock())
                 self.recoveries.ended(effect.live.id)
             case Recovered():
                 if (recovering := self.streams.get(effect.stream)) is not None:
@@ -329,8 +328,9 @@ class Driver:
     # What watches report.
 
     def instance_lost(self, known: KnownInstance, cause: str, death: DeathCause) -> None:
-        self._metrics.worker_lost(known.id, death)
-        self.control.instance_lost(known, cause, self.clock())
+        now_s = self.clock()
+        self._metrics.worker_lost(known.id, death, now_s - max(known.reported_s, known.beat_s))
+        self.control.instance_lost(known, cause, now_s)
 
     # Leases.
 

@@ -4,38 +4,44 @@ A process of the cluster is named by the label `worker`: Prometheus sets `instan
 address that it scrapes.
 """
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
+    GCCollector,
     Histogram,
+    Info,
+    PlatformCollector,
+    ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
 
+from kvrs import __version__
+from kvrs.control.fleet import KnownInstance
 from kvrs.control.slots import SlotOutcome
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId
 from kvrs.policy.model.actions import Reason
 from kvrs.policy.model.estimates import Option
+from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.backends.peer import descriptor_waits
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
+from kvrs.proxy.streams.stream_metrics import SECONDS, StreamMetrics
 from kvrs.proxy.watch.supervision import TaskKind
 
 # Without a series `_created` for each counter and histogram.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # The library has no annotation.
 
-_SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
-)
+KV_KINDS = tuple(traffic.label for traffic in TrafficClass)
 
 OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
 
@@ -60,16 +66,17 @@ class DeathCause(StrEnum):
 class Metrics:
     """All series. Those whose labels are known at the start exist from the start."""
 
-    def __init__(self, workers: Sequence[InstanceId] = ()) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, workers: Mapping[InstanceId, Role] | None = None) -> None:
+        workers = workers or {}
+        self.registry = process_registry()
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, buckets=_SECONDS, registry=self.registry)
+        histogram = partial(Histogram, buckets=SECONDS, registry=self.registry)
         self.requests = _requests(self.registry)  # By outcome.
         self.resumes = counter(
             "kvrs_resumes", "Requests that resume a stream, by outcome.", ["outcome"]
         )
-        self.streams = gauge("kvrs_streams_active", "Streams that are open now.")
+        self.streams = StreamMetrics(self.registry)
         self.event_loop_tasks = gauge(
             "kvrs_event_loop_tasks", "Tasks of the event loop that are not done."
         )
@@ -78,15 +85,20 @@ class Metrics:
         )
         self.relayed_tokens = 0  # `tokens` follows when the series are read.
         self.tokens = Total(counter("kvrs_tokens_relayed", "Output tokens written to clients."))
-        self.ttft = histogram("kvrs_ttft_seconds", "Time to the first token of a stream.")
-        self.gap = histogram(
-            "kvrs_client_gap_seconds", "Longest pause between two writes of a stream."
+        self.model = gauge("kvrs_model_info", "1 for the model that is served.", ["model_name"])
+        self.loop_lag = histogram(
+            "kvrs_event_loop_lag_seconds", "How much later than asked for the event loop runs."
         )
         self.up = gauge("kvrs_worker_up", "1 while the worker is in use, else 0.", ["worker"])
         self.ejected = gauge("kvrs_worker_ejected", "1 while it is ejected, else 0.", ["worker"])
         self.deaths = counter(
             "kvrs_worker_deaths", "Times that a worker in use was lost.", ["worker", "cause"]
         )
+        self.notice = histogram(
+            "kvrs_worker_death_notice_seconds",
+            "Time from the last report or heartbeat of a worker to the notice of its death.",
+        )
+        self.loads = LoadMetrics(self.registry, workers)
         self.failures = counter(
             "kvrs_attempts_failed",
             "Attempts that failed while their worker was in use.",
@@ -107,31 +119,12 @@ class Metrics:
             "Recovery slots by outcome; local: granted by this proxy, since no agent answered.",
             ["outcome"],
         )
-        self.recoveries = counter(
-            "kvrs_recoveries", "Recoveries by option and outcome.", ["option", "outcome"]
-        )
-        self.predicted = histogram(
-            "kvrs_recovery_predicted_seconds", "Predicted duration of a recovery.", ["option"]
-        )
-        self.real = histogram(
-            "kvrs_recovery_real_seconds", "Measured duration of a recovery.", ["option"]
-        )
-        self.regret = histogram(
-            "kvrs_recovery_regret_seconds",
-            "Measured duration of a recovery less the shortest prediction of another option.",
-            ["option"],
-            buckets=(*(-seconds for seconds in reversed(_SECONDS)), 0.0, *_SECONDS),
-        )
-        self.correction = gauge(
-            "kvrs_recovery_correction",
-            "Learned factor on the predictions of an option.",
-            ["option"],
-        )
+        self.recoveries = RecoveryMetrics(self.registry)
         self.admission = AdmissionMetrics(self.registry)
         self.gossip = GossipMetrics(self.registry)
         self._create_series(workers)
 
-    def _create_series(self, workers: Sequence[InstanceId]) -> None:
+    def _create_series(self, workers: Mapping[InstanceId, Role]) -> None:
         """Create the series at 0, so that no rate misses the first event."""
         for outcome in ("granted", *Refusal, "unreachable", "superseded"):
             self.resumes.labels(outcome)
@@ -139,11 +132,6 @@ class Metrics:
             self._task_failures.labels(kind)
         for outcome in SlotOutcome:
             self.slots.labels(outcome)
-        for option in Option:
-            for durations in (self.predicted, self.real, self.regret):
-                durations.labels(option)
-            for outcome in OUTCOMES:
-                self.recoveries.labels(option, outcome)
         for worker in workers:
             self.up.labels(worker)
             self.ejected.labels(worker)
@@ -158,27 +146,124 @@ class Metrics:
     def task_failed(self, kind: TaskKind) -> None:
         self._task_failures.labels(kind).inc()
 
-    def worker_lost(self, worker: InstanceId, cause: DeathCause) -> None:
+    def worker_lost(self, worker: InstanceId, cause: DeathCause, silent_s: float) -> None:
+        """`silent_s`: since its last sign of life."""
         self.up.labels(worker).set(0)
         self.deaths.labels(worker, cause).inc()
+        self.notice.observe(silent_s)
 
-    def stream_ended(self, journal: Journal) -> None:
-        if journal.first_write_s is not None:
-            # A stream resumed from another proxy has had its first token there.
-            if not journal.owner_epoch:
-                self.ttft.observe(journal.first_write_s - journal.arrived_s)
-            self.gap.observe(journal.longest_gap_s)
 
-    def recovery_settled(self, recovery: Recovery) -> None:
-        self.recoveries.labels(recovery.option, recovery.outcome).inc()
+def process_registry() -> CollectorRegistry:
+    """A registry with what is known of this process: its version, memory, CPU and collections."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    build = Info("kvrs_build", "Version of kvrs that runs, and of Python.", registry=registry)
+    build.info({"version": __version__, "python": platform.python_version()})
+    return registry
+
+
+class RecoveryMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        histogram = partial(Histogram, labelnames=["option"], buckets=SECONDS, registry=registry)
+        self._settled = Counter(
+            "kvrs_recoveries",
+            "Recoveries by option and outcome.",
+            ["option", "outcome"],
+            registry=registry,
+        )
+        self._predicted = histogram(
+            "kvrs_recovery_predicted_seconds", "Predicted duration of a recovery."
+        )
+        self._real = histogram("kvrs_recovery_real_seconds", "Measured duration of a recovery.")
+        self._regret = histogram(
+            "kvrs_recovery_regret_seconds",
+            "Duration of a recovery beyond the shortest prediction of another option, or 0.",
+        )
+        self._gain = histogram(
+            "kvrs_recovery_gain_seconds",
+            "Shortest prediction of another option beyond the duration of a recovery, or 0.",
+        )
+        self.correction = Gauge(
+            "kvrs_recovery_correction_ratio",
+            "Learned factor on the predictions of an option.",
+            ["option"],
+            registry=registry,
+        )
+        for option in Option:
+            for durations in (self._predicted, self._real, self._regret, self._gain):
+                durations.labels(option)
+            for outcome in OUTCOMES:
+                self._settled.labels(option, outcome)
+
+    def settled(self, recovery: Recovery) -> None:
+        option = recovery.option
+        self._settled.labels(option, recovery.outcome).inc()
         if recovery.real_s is not None:
-            self.predicted.labels(recovery.option).observe(recovery.predicted_s)
-            self.real.labels(recovery.option).observe(recovery.real_s)
+            self._predicted.labels(option).observe(recovery.predicted_s)
+            self._real.labels(option).observe(recovery.real_s)
         if recovery.regret_s is not None:
-            self.regret.labels(recovery.option).observe(recovery.regret_s)
+            self._regret.labels(option).observe(max(0.0, recovery.regret_s))
+            self._gain.labels(option).observe(max(0.0, -recovery.regret_s))
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+
+class LoadMetrics:
+    """What workers report of their load, and what this proxy has open there."""
+
+    def __init__(self, registry: CollectorRegistry, workers: Mapping[InstanceId, Role]) -> None:
+        self._roles = workers
+        gauge = partial(Gauge, registry=registry, labelnames=["worker", "role"])
+        self._streams = gauge("kvrs_worker_streams", "Open streams of this proxy at the worker.")
+        self._queued = gauge(
+            "kvrs_worker_queued_requests", "Requests of all proxies in the queue of the worker."
+        )
+        self._running = gauge(
+            "kvrs_worker_running_requests", "Requests of all proxies that the worker computes."
+        )
+        self._free = gauge("kvrs_worker_free_pages", "KV pages of the worker that are free.")
+        self._delay = gauge(
+            "kvrs_worker_queue_seconds",
+            "Time that a request which arrives now waits at the worker, by its own prediction.",
+        )
+        self._kv = Total(
+            Counter(
+                "kvrs_worker_kv_bytes",
+                "KV that the worker has fetched or, as checkpoints, sent over the network.",
+                ["worker", "kind"],
+                registry=registry,
+            )
+        )
+        self._links = Gauge(
+            "kvrs_link_bytes_per_second",
+            "Measured bandwidth of the link between two nodes.",
+            ["source", "target"],
+            registry=registry,
+        )
+        for worker, role in workers.items():
+            self._streams.labels(worker, role)
+            for kind in KV_KINDS:
+                self._kv.follow(0, worker, kind)
+
+    def measure(self, known: KnownInstance, streams: int) -> None:
+        labels, load = (known.id, known.role), known.load
+        self._streams.labels(*labels).set(streams)
+        gauges = self._queued, self._running, self._free, self._delay
+        if load is None:
+            # Old values of a worker that is down would be taken for its load.
+            for gauge in gauges:
+                gauge.remove(*labels)
+            return
+        values = load.queued, load.running, load.free_pages, load.queue_delay_s
+        for gauge, value in zip(gauges, values, strict=True):
+            gauge.labels(*labels).set(value)
+        for kind in KV_KINDS:
+            self._kv.follow(load.kv_bytes.get(kind, 0), known.id, kind)
+
+    def measure_links(self, links: Iterable[Mapping[str, Any]]) -> None:
+        for link in links:
+            if link["measured"]:
+                self._links.labels(link["source"], link["target"]).set(link["bytes_per_s"])
 
 
 class AgentMetrics:

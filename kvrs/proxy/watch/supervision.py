@@ -8,6 +8,7 @@ from enum import StrEnum
 
 log = logging.getLogger(__name__)
 
+_LAG_INTERVAL_S = 0.5
 _PAUSE_S = 0.5
 _MOST_FAILURES = 3
 _WITHIN_S = 60.0
@@ -22,6 +23,15 @@ class TaskKind(StrEnum):
     SLOTS = "slots"
     KEYS = "keys"  # Follows the file of API keys.
     SELF_TESTS = "self_tests"
+
+
+async def observe_lag(observe: Callable[[float], None]) -> None:
+    """Observe how much later than asked for the event loop runs, until cancelled."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        due_s = clock() + _LAG_INTERVAL_S
+        await asyncio.sleep(_LAG_INTERVAL_S)
+        observe(max(0.0, clock() - due_s))
 
 
 async def keep_running(

@@ -35,10 +35,21 @@ _HOW = {
     "kvrs_agent_reserved_bytes": _Sum.LARGEST,
     "kvrs_gossip_members": _Sum.LARGEST,
     "kvrs_gossip_health": _Sum.LARGEST,
+    "kvrs_worker_queued_requests": _Sum.LARGEST,
+    "kvrs_worker_running_requests": _Sum.LARGEST,
+    "kvrs_worker_free_pages": _Sum.LARGEST,
+    "kvrs_worker_queue_seconds": _Sum.LARGEST,
+    "kvrs_worker_kv_bytes": _Sum.LARGEST,
+    "kvrs_build": _Sum.LARGEST,
+    "kvrs_model_info": _Sum.LARGEST,
+    "python_info": _Sum.LARGEST,
     # In use by all of them.
     "kvrs_worker_up": _Sum.SMALLEST,
     "kvrs_agent_up": _Sum.SMALLEST,
-    "kvrs_recovery_correction": _Sum.MEAN,
+    "kvrs_link_bytes_per_second": _Sum.SMALLEST,
+    "process_max_fds": _Sum.SMALLEST,
+    "process_start_time_seconds": _Sum.SMALLEST,
+    "kvrs_recovery_correction_ratio": _Sum.MEAN,
 }
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.registry import Collector
 
 from kvrs import __version__
 from kvrs.config.exposure import faults_of_proxy
@@ -24,7 +25,7 @@ from kvrs.errors import ConfigError
 from kvrs.http import HttpPort, naming_port
 from kvrs.proxy.api.admin import Admin
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
-from kvrs.proxy.streams.metrics import Total
+from kvrs.proxy.streams.metrics import Total, process_registry
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
 from kvrs.proxy.workers.channel import ChannelError
@@ -44,7 +45,7 @@ from kvrs.proxy.workers.messages import (
 from kvrs.proxy.workers.ports import KeptPorts, check_shared_ports
 from kvrs.proxy.workers.process import PlaceState, WorkerPlace
 from kvrs.proxy.workers.running import Stop, run_service
-from kvrs.proxy.workers.series import Added
+from kvrs.proxy.workers.series import Added, Totals, families_of
 from kvrs.proxy.workers.shared import SharedByWorkers
 from kvrs.proxy.workers.states import added_states
 
@@ -85,6 +86,7 @@ class Supervisor:
         self._shared = SharedByWorkers(time.monotonic)
         self._registry = CollectorRegistry()
         self._added = Added()
+        self._own, self._own_registry = Totals(), process_registry()
         self._registry.register(self._added)
         self._up = Gauge(
             "kvrs_proxy_worker_up",
@@ -135,7 +137,7 @@ class Supervisor:
             self.places.append(WorkerPlace(plan, name, handlers, self._changed.set, ended))
             self._up.labels(str(worker))
             self._restarts.follow(0, str(worker))
-        self._added.workers = [place.totals for place in self.places]
+        self._added.workers = [self._own, *(place.totals for place in self.places)]
         work = [place.run() for place in self.places]
         self._tasks = [asyncio.create_task(each) for each in work]
         await self._all_up()
@@ -223,9 +225,10 @@ class Supervisor:
             "config_digest": config_digest(self.reloads.config),
         }
 
-    async def metrics(self) -> bytes:
+    async def metrics(self) -> Collector:
         await self._count()
-        return generate_latest(self._registry)
+        self._own.note(families_of(self._own_registry))
+        return self._registry
 
     async def reload(self) -> ReloadResult:
         """Have all workers read the file again.

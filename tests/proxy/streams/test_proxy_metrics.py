@@ -1,13 +1,19 @@
 """What Prometheus reads of a proxy: names, labels, and the series of deaths."""
 
+import asyncio
 import re
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvrs import __version__
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
+from kvrs.protocol.instance import Role
 from kvrs.proxy.backends.peer import ConnectionLostError, UnusableError
 from kvrs.proxy.fleet.watchdog import SilentError
 from kvrs.proxy.streams.metrics import DeathCause, Metrics, Total
@@ -17,6 +23,11 @@ from tests.proxy.conftest import ProxyClusterBuilder
 pytestmark = pytest.mark.network
 
 WORKERS = ("p0", "p1", "d0", "d1")
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+def rendered() -> str:
+    return generate_latest(Metrics({InstanceId("d0"): Role.DECODE}).registry).decode()
 
 
 async def test_series_of_workers_exist_before_the_first_event(build: ProxyClusterBuilder) -> None:
@@ -40,19 +51,20 @@ async def test_series_of_workers_exist_before_the_first_event(build: ProxyCluste
 
 def test_a_worker_that_was_never_reached_is_down() -> None:
     """Without a sample `kvrs_worker_up == 0` never fires."""
-    text = Metrics([InstanceId("d0")]).render().decode()
+    text = rendered()
 
     assert 'kvrs_worker_up{worker="d0"} 0.0' in text
 
 
 def test_names_and_help_follow_the_conventions() -> None:
     """`instance` is the scraper's own label; what only rises is a counter; help is a sentence."""
-    families = list(text_string_to_metric_families(Metrics([InstanceId("d0")]).render().decode()))
+    families = list(text_string_to_metric_families(rendered()))
 
     assert len(families) > 20
     for family in families:
         assert not any("instance" in sample.labels for sample in family.samples), family.name
-        assert re.fullmatch("[A-Z0-9].*[^ ] .*[.]", family.documentation), family.name
+        if family.name.startswith("kvrs_"):  # Others are the library's.
+            assert re.fullmatch("[A-Z0-9].*[^ ] .*[.]", family.documentation), family.name
         assert not family.name.endswith("_created"), family.name
     rising = {family.name for family in families if family.type == "counter"}
     assert {
@@ -78,6 +90,7 @@ async def test_a_death_is_counted_with_its_cause(build: ProxyClusterBuilder) -> 
     assert await system.count(deaths, worker="d0", cause=DeathCause.CONNECTION_LOST) == 1
     assert await system.count(deaths, worker="d1", cause=DeathCause.SILENT) == 1
     assert await system.count(deaths) == 2
+    assert await system.count("kvrs_worker_death_notice_seconds_count") == 2
     assert await system.count("kvrs_worker_up", worker="d0") == 0
     frozen.thaw()
     await system.until_health(d1="up")
@@ -97,6 +110,90 @@ async def test_a_death_is_counted_with_its_cause(build: ProxyClusterBuilder) -> 
 def test_every_fault_has_one_of_few_causes(fault: UpstreamError, cause: DeathCause) -> None:
     """The text of a fault is no label: each address would be a series of its own."""
     assert _death_cause(fault) is cause
+
+
+async def test_a_stream_is_counted_by_its_times_tokens_and_end(build: ProxyClusterBuilder) -> None:
+    """The times of its stages are those of the whole stream; it is counted once, at its end."""
+    system = await build()
+
+    status, _ = await system.complete(prompt=[5, 6, 7], max_tokens=4, stream=True)
+
+    assert status == 200
+    assert await system.count("kvrs_streams_ended_total", finish_reason="length", exact="yes") == 1
+    assert await system.count("kvrs_streams_ended_total") == 1
+    assert await system.count("kvrs_prompt_tokens_total") == 3
+    assert await system.count("kvrs_tokens_relayed_total") == 4
+    for once in ("kvrs_ttft", "kvrs_tpot", "kvrs_e2e", "kvrs_client_gap"):
+        assert await system.count(f"{once}_seconds_count") == 1
+    stages = await system.count("kvrs_stage_seconds_sum")
+    assert stages == pytest.approx(await system.count("kvrs_e2e_seconds_sum"), abs=0.05)
+    assert await system.count("kvrs_stage_seconds_sum", stage="prefill") > 0
+    assert await system.count("kvrs_stage_seconds_sum", stage="decode") > 0
+
+
+async def test_a_stream_without_a_place_waits(build: ProxyClusterBuilder) -> None:
+    """What waits is told from what runs, and shown at no worker."""
+    system = await build()
+    for worker in ("d0", "d1"):
+        await system.instances[worker].kill()
+    await system.until_health(d0="down", d1="down")
+    asked = asyncio.create_task(system.complete(prompt=[5, 6, 7], max_tokens=4, stream=True))
+
+    async def waits() -> bool:
+        return await system.count("kvrs_streams_waiting") == 1
+
+    await system.until(waits)
+
+    assert await system.count("kvrs_streams_active") == 1
+    assert await system.count("kvrs_worker_streams") == 0
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
+async def test_the_load_of_a_worker_is_shown_while_it_reports(build: ProxyClusterBuilder) -> None:
+    """The last values of a dead worker are no load of it."""
+    system = await build()
+    system.instances["d1"].kv_bytes = {"handoff": 4096, "unknown": 1}
+
+    async def reported() -> bool:
+        return await system.count("kvrs_worker_kv_bytes_total", worker="d1", kind="handoff") == 4096
+
+    await system.until(reported)
+    for name in ("queued_requests", "running_requests", "free_pages", "queue_seconds", "streams"):
+        assert await system.count(f"kvrs_worker_{name}", worker="d1", role="decode") >= 0
+    assert 'kind="unknown"' not in await system.metrics()
+    await system.instances["d1"].kill()
+    await system.until_health(d1="down")
+
+    assert 'kvrs_worker_free_pages{role="decode",worker="d1"}' not in await system.metrics()
+
+
+async def test_the_process_and_its_build_are_shown(build: ProxyClusterBuilder) -> None:
+    """Memory, CPU, descriptors and the version belong to every process that is scraped."""
+    system = await build()
+
+    assert await system.count("kvrs_build_info", version=__version__) == 1
+    assert await system.count("process_resident_memory_bytes") > 1 << 20
+    assert await system.count("process_open_fds") > 3
+    assert await system.count("python_gc_collections_total") >= 0
+
+
+async def test_openmetrics_is_given_where_it_is_asked_for(build: ProxyClusterBuilder) -> None:
+    """A scraper that asks for no format gets the text format, of the same series."""
+    system = await build()
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/metrics"
+
+    async with system.http.get(url, headers={"Accept": OPENMETRICS}) as response:
+        kind, body = response.headers["Content-Type"], await response.text()
+
+    assert kind.startswith("application/openmetrics-text; version=1.0.0")
+    assert body.endswith("# EOF\n")
+    families = openmetrics_families(body)  # type: ignore[no-untyped-call]
+    open_names = {family.name for family in families}
+    names = {family.name for family in text_string_to_metric_families(await system.metrics())}
+    assert {name.removesuffix("_info") for name in names} == {
+        name.removesuffix("_info") for name in open_names
+    }
 
 
 def test_a_total_that_restarts_is_added_to_what_was_counted_before() -> None:

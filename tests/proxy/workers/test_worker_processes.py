@@ -97,6 +97,10 @@ async def test_requests_spread_over_the_workers_and_add_up(
         assert await proxy.count("kvrs_tokens_relayed_total") == 5 * total
         assert await proxy.count("kvrs_ttft_seconds_count") == total
         assert await proxy.count("kvrs_worker_up", worker="d0") == 1
+        assert await proxy.count("kvrs_build_info") == 1
+        assert await proxy.count("kvrs_model_info") == 1
+        # Of the supervisor and three workers.
+        assert await proxy.count("process_resident_memory_bytes") > 4 * (20 << 20)
 
 
 async def test_a_killed_worker_comes_back_and_the_others_go_on(
