@@ -172,6 +172,8 @@ def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster
     assert back["epoch"] > victim["epoch"]
     assert back["pid"] != victim["pid"]
     assert up.state()["proxies"][0]["url"].endswith(f":{up.port}")
+    # The preset best: every node keeps checkpoints.
+    assert [row["health"] for row in up.state()["agents"]] == ["up", "up"]
 
     pids = {row["pid"] for row in up.state()["instances"]} | {up.state()["proxies"][0]["pid"]}
     up.process.send_signal(signal.SIGINT)

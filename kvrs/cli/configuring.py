@@ -54,11 +54,11 @@ def check(file: File, elsewhere: Elsewhere = False) -> None:
     console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)
 
 
-def show(file: ShownFile = None, as_json: opt.Json = False) -> None:
+def show(file: ShownFile = None, preset: opt.Preset = None, as_json: opt.Json = False) -> None:
     """Print the configuration in effect as YAML, and where each value comes from."""
     from kvrs.config.effective import show, show_json
 
-    source = load_source(file, os.environ)
+    source = load_source(file, os.environ, preset)
     print(json.dumps(show_json(source), indent=2) if as_json else show(source).rstrip())
 
 

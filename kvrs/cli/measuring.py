@@ -22,7 +22,7 @@ from kvrs.traces.records import Api
 def replay(
     url: opt.Url,
     trace: opt.ReplayTrace = None,
-    preset: opt.Preset = None,
+    preset: opt.TracePreset = None,
     requests: opt.Requests = 100,
     skip_bad_lines: opt.SkipBadLines = False,
     window: opt.Window = None,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvrs.config import presets
 from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MOST_WORKERS
 from kvrs.explain.decision import CheckpointAt
@@ -58,6 +59,10 @@ Out = Annotated[
 DemoConfig = Annotated[
     Path | None, typer.Option(help="YAML file; without it, the cluster of the demo")
 ]
+Preset = Annotated[
+    presets.Preset | None,
+    typer.Option(help="Settings in place of defaults (docs/policies.md#presets)"),
+]
 Model = Annotated[
     Path | None, typer.Option(help="Hugging Face directory; without it, a tiny random model")
 ]
@@ -87,7 +92,7 @@ ReplayTrace = Annotated[
         rich_help_panel=TRACE,
     ),
 ]
-Preset = Annotated[
+TracePreset = Annotated[
     str | None,
     typer.Option(help=f"Or a generated trace: {', '.join(PRESETS)}", rich_help_panel=TRACE),
 ]

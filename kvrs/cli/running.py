@@ -15,6 +15,7 @@ from kvrs.config.cluster import Backend, demo_nodes
 from kvrs.config.exposure import check_exposure
 from kvrs.config.file import Config, load_config, parse_config, read_secrets
 from kvrs.config.policy import PolicyName
+from kvrs.config.presets import Preset
 from kvrs.config.workers import with_workers
 from kvrs.errors import ConfigError, check_extras
 from kvrs.ids import NodeId
@@ -55,14 +56,15 @@ def up(
     distserve_home: opt.DistserveHome = None,
     proxies: opt.Proxies = 1,
     workers: opt.Workers = None,
+    preset: opt.Preset = None,
 ) -> None:
-    """Run a cluster behind its proxies until Ctrl-C."""
+    """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
     from kvrs.cluster.launcher import Cluster
     from kvrs.cluster.upkeep import Upkeep
 
     of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
     read_config = partial(
-        _up_config, config, proxies, model, nodes, of_proxy, backend, distserve_home
+        _up_config, config, preset, proxies, model, nodes, of_proxy, backend, distserve_home
     )
     settings = read_config()
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else "cluster")
@@ -85,6 +87,7 @@ def up(
 
 def _up_config(
     config: Path | None,
+    preset: Preset | None,
     proxies: int,
     model: Path | None,
     nodes: int | None,
@@ -92,7 +95,7 @@ def _up_config(
     backend: Backend | None,
     distserve_home: Path | None,
 ) -> Config:
-    """The settings of the file or of the demo, overridden by the command line."""
+    """The settings of file and preset, or of the demo, overridden by the command line."""
     if config is not None and nodes is not None:
         raise ConfigError(
             [
@@ -100,7 +103,10 @@ def _up_config(
                 f"names its nodes)"
             ]
         )
-    given = load_config(config, os.environ)
+    # Checkpoints slow DistServe down (experiments/distserve_kill_series).
+    if preset is None and config is None and backend in (None, Backend.EMBEDDED):
+        preset = Preset.BEST
+    given = load_config(config, os.environ, preset)
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:

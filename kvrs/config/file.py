@@ -19,9 +19,10 @@ from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.overrides import override
 from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.presets import Preset
 from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
 from kvrs.config.settings import Settings, faults_of, is_loopback, netloc, read_private
-from kvrs.config.source import Source, read_source
+from kvrs.config.source import Source, lay_over, read_source
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
@@ -115,8 +116,10 @@ def parse_config(document: Any) -> Config:
     return config
 
 
-def load_config(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
-    """Read and check a YAML file; without one, the defaults.
+def load_config(
+    path: Path | None, environ: Mapping[str, str] | None = None, preset: Preset | None = None
+) -> Config:
+    """Read and check a YAML file; without one, the defaults. What it does not set is the preset's.
 
     With an environment, its variables replace `${NAME}` and override settings
     (docs/configuration.md). Files that kvrs has written are read without.
@@ -124,16 +127,20 @@ def load_config(path: Path | None, environ: Mapping[str, str] | None = None) -> 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds faults.
     """
-    return checked(load_source(path, environ))
+    return checked(load_source(path, environ, preset))
 
 
-def load_source(path: Path | None, environ: Mapping[str, str] | None = None) -> Source:
+def load_source(
+    path: Path | None, environ: Mapping[str, str] | None = None, preset: Preset | None = None
+) -> Source:
     """The same before it is checked, with the place of each value.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or variables name no setting.
     """
     source = Source("defaults") if path is None else read_source(path, environ)
+    if preset is not None:
+        lay_over(source, read_source(preset.path))
     if environ is not None:
         override(source, environ, Config, Config().model_dump(mode="json"))
     return source

@@ -9,6 +9,7 @@ from typer.testing import CliRunner, Result
 
 from kvrs.cli import app
 from kvrs.config.file import Config, load_config, parse_config
+from kvrs.config.presets import Preset
 from kvrs.config.reference import json_schema
 from kvrs.errors import ConfigError
 
@@ -47,6 +48,50 @@ def test_show_as_json_has_the_origins_by_path(tuned: Path) -> None:
 def test_show_without_a_file_shows_the_defaults() -> None:
     """What an empty file would be."""
     assert yaml.safe_load(config("show").stdout) == Config().model_dump(mode="json")
+
+
+@pytest.mark.parametrize("preset", list(Preset))
+def test_presets_are_valid_files_whose_values_show_their_place(preset: Preset) -> None:
+    """Each is a YAML file of its own, and differs from the defaults."""
+    shown = json.loads(config("show", "--preset", preset.value, "--json").stdout)
+
+    assert shown["config"] == load_config(preset.path).model_dump(mode="json")
+    assert shown["from"]["policy.name"].startswith(f"{preset.value}.yaml:")
+    assert shown["from"]["backup.mode"].startswith(f"{preset.value}.yaml:")
+    assert load_config(preset.path) != Config()
+
+
+def test_a_file_overrides_a_preset_and_the_environment_overrides_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sections are merged key by key."""
+    path = tmp_path / "own.yaml"
+    path.write_text("policy: {name: auto}\nbackup:\n")
+    monkeypatch.setenv("KVRS_BACKUP__ALPHA", "2.5")
+
+    shown = json.loads(config("show", path, "--preset", "lumen", "--json").stdout)
+
+    assert shown["config"]["policy"]["name"] == "auto"
+    assert shown["from"]["policy.name"] == "own.yaml:1"
+    assert shown["config"]["policy"]["correction_max"] == 1.0
+    assert shown["from"]["policy.correction_max"].startswith("lumen.yaml:")
+    assert shown["config"]["backup"]["mode"] == "remote"
+    assert shown["config"]["backup"]["alpha"] == 2.5
+    assert shown["from"]["backup.alpha"] == "KVRS_BACKUP__ALPHA"
+
+
+@pytest.mark.parametrize("text", ["7", "policy: 3", "backup: {mode: none}"])
+def test_a_file_with_faults_over_a_preset_has_the_faults(tmp_path: Path, text: str) -> None:
+    """As without one."""
+    path = tmp_path / "own.yaml"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError) as alone:
+        load_config(path)
+    with pytest.raises(ConfigError) as over:
+        load_config(path, preset=Preset.LUMEN)
+
+    assert alone.value.faults == over.value.faults
 
 
 def test_show_never_prints_a_secret(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,15 @@
+"""Presets: configurations that lie below a file, as YAML files beside this module."""
+
+from enum import StrEnum
+from pathlib import Path
+
+
+class Preset(StrEnum):
+    BEST = "best"
+    KVRS = "kvrs"
+    LUMEN = "lumen"
+    RAIDSERVE = "raidserve"
+
+    @property
+    def path(self) -> Path:
+        return Path(__file__).parent / f"{self.value}.yaml"
