@@ -42,7 +42,8 @@ DEPTHS = 5
 MAP_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 MAP_GBIT_PER_S = (1, 2.5, 5, 10, 25, 40, 50, 100)
 
-WANTED = 0.10
+WANTED = 0.02  # As published, of q* with the service time that was measured.
+SEED_REMOTE = (1475, 25.0, 0.387)  # Published: 1.21 GB at 25 Gbit/s.
 MOST_CPU = 0.6
 
 
@@ -88,7 +89,13 @@ class Cell:
 
     @property
     def off(self) -> float:
+        """From the formula with the profile's service time."""
         return self.measured / self.analytic - 1
+
+    @property
+    def off_measured(self) -> float:
+        """From the formula with the measured service time, which the seed took."""
+        return self.measured / analytic(self.tokens, self.gbit_per_s, self.line[0]) - 1
 
 
 def settings() -> Config:
@@ -192,7 +199,7 @@ def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
         f"CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%})",
         "",
         f"{'tokens':>7}{'Gbit/s':>8}{'remote s':>16}{'ms each':>9}{'table ms':>10}"
-        f"{'analytic q*':>13}{'measured':>10}{'off':>8}",
+        f"{'analytic q*':>13}{'measured':>10}{'off':>8}{'by ms each':>12}",
     ]
     for cell in cells:
         remote = f"{statistics.median(cell.remote_s):.3f} ± {interval(cell.remote_s):.3f}"
@@ -200,11 +207,19 @@ def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
             f"{cell.tokens:>7,}{cell.gbit_per_s:>8g}{remote:>16}{cell.line[0] * 1e3:>9.1f}"
             f"{service_s(cell.tokens) * 1e3:>10.1f}"
             f"{cell.analytic:>13.2f}{cell.measured:>10.2f}{cell.off:>8.1%}"
+            f"{cell.off_measured:>12.1%}"
         )
+    tokens, gbit_per_s, published_s = SEED_REMOTE
+    (same,) = (c for c in cells if (c.tokens, c.gbit_per_s) == (tokens, gbit_per_s))
     lines += [
         "",
-        f"worst cell {result['worst_off']:.1%} off (wanted within {WANTED:.0%}); the "
-        f"seed reached 2 % on its own cluster",
+        f"worst cell {result['worst_off_measured']:.1%} off q* by the measured time of a request "
+        f"(published: within {WANTED:.0%})",
+        f"worst cell {result['worst_off']:.1%} off q* by the profile's tables: a request takes the "
+        f"engine longer than its three steps",
+        f"other node, {tokens:,} tokens, {gbit_per_s:g} Gbit/s: "
+        f"{statistics.median(same.remote_s) * 1e3:.0f} ms, published {published_s * 1e3:.0f}: ours "
+        f"has the first step and the hand-shake in it",
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -282,10 +297,12 @@ def main() -> int:
         processes.wait_ready("p0", "d0", "d1")
         cells, cpu = asyncio.run(measure(processes, arguments.repeats, arguments.seed))
     worst = max((cell.off for cell in cells), key=abs)
+    worst_measured = max((cell.off_measured for cell in cells), key=abs)
     result: dict[str, Any] = {
         "profile": PROFILE,
         "repeats": arguments.repeats,
         "worst_off": round(worst, 4),
+        "worst_off_measured": round(worst_measured, 4),
         "wanted": WANTED,
         "cpu_share": round(cpu, 3),
     }
@@ -295,6 +312,7 @@ def main() -> int:
             "gbit_per_s": cell.gbit_per_s,
             "analytic": cell.analytic,
             "measured": cell.measured,
+            "remote_median_s": statistics.median(cell.remote_s),
             "own_s": cell.own_s,
             "remote_s": cell.remote_s,
         }
@@ -305,7 +323,7 @@ def main() -> int:
     print(text, end="")
     record.check_cpu(cpu, MOST_CPU)
     is_void = record.keep(arguments.out, "hand_off_crossover", {**result, "rows": rows}, text)
-    return 2 if is_void else 0 if abs(worst) <= WANTED else 1
+    return 2 if is_void else 0 if abs(worst_measured) <= WANTED else 1
 
 
 if __name__ == "__main__":

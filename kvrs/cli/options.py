@@ -60,7 +60,7 @@ DemoConfig = Annotated[
     Path | None, typer.Option(help="YAML file; without it, the cluster of the demo")
 ]
 Preset = Annotated[
-    presets.Preset | None,
+    presets.SystemPreset | None,
     typer.Option(help="Settings in place of defaults (docs/policies.md#presets)"),
 ]
 Model = Annotated[

@@ -15,7 +15,7 @@ from kvrs.config.cluster import Backend, demo_nodes
 from kvrs.config.exposure import check_exposure
 from kvrs.config.file import Config, load_config, parse_config, read_secrets
 from kvrs.config.policy import PolicyName
-from kvrs.config.presets import Preset
+from kvrs.config.presets import SystemPreset
 from kvrs.config.workers import with_workers
 from kvrs.errors import ConfigError, check_extras
 from kvrs.ids import NodeId
@@ -87,7 +87,7 @@ def up(
 
 def _up_config(
     config: Path | None,
-    preset: Preset | None,
+    preset: SystemPreset | None,
     proxies: int,
     model: Path | None,
     nodes: int | None,
@@ -105,7 +105,7 @@ def _up_config(
         )
     # Checkpoints slow DistServe down (experiments/distserve_kill_series).
     if preset is None and config is None and backend in (None, Backend.EMBEDDED):
-        preset = Preset.BEST
+        preset = SystemPreset.BEST
     given = load_config(config, os.environ, preset)
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.

@@ -19,7 +19,7 @@ from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.overrides import override
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.config.presets import Preset
+from kvrs.config.presets import SystemPreset
 from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
 from kvrs.config.settings import Settings, faults_of, is_loopback, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
@@ -117,7 +117,7 @@ def parse_config(document: Any) -> Config:
 
 
 def load_config(
-    path: Path | None, environ: Mapping[str, str] | None = None, preset: Preset | None = None
+    path: Path | None, environ: Mapping[str, str] | None = None, preset: SystemPreset | None = None
 ) -> Config:
     """Read and check a YAML file; without one, the defaults. What it does not set is the preset's.
 
@@ -131,7 +131,7 @@ def load_config(
 
 
 def load_source(
-    path: Path | None, environ: Mapping[str, str] | None = None, preset: Preset | None = None
+    path: Path | None, environ: Mapping[str, str] | None = None, preset: SystemPreset | None = None
 ) -> Source:
     """The same before it is checked, with the place of each value.
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from kvrs.cli import app
 from kvrs.config.file import Config, load_config, parse_config
-from kvrs.config.presets import Preset
+from kvrs.config.presets import SystemPreset
 from kvrs.config.reference import json_schema
 from kvrs.errors import ConfigError
 
@@ -50,8 +50,8 @@ def test_show_without_a_file_shows_the_defaults() -> None:
     assert yaml.safe_load(config("show").stdout) == Config().model_dump(mode="json")
 
 
-@pytest.mark.parametrize("preset", list(Preset))
-def test_presets_are_valid_files_whose_values_show_their_place(preset: Preset) -> None:
+@pytest.mark.parametrize("preset", list(SystemPreset))
+def test_presets_are_valid_files_whose_values_show_their_place(preset: SystemPreset) -> None:
     """Each is a YAML file of its own, and differs from the defaults."""
     shown = json.loads(config("show", "--preset", preset.value, "--json").stdout)
 
@@ -89,7 +89,7 @@ def test_a_file_with_faults_over_a_preset_has_the_faults(tmp_path: Path, text: s
     with pytest.raises(ConfigError) as alone:
         load_config(path)
     with pytest.raises(ConfigError) as over:
-        load_config(path, preset=Preset.LUMEN)
+        load_config(path, preset=SystemPreset.LUMEN)
 
     assert alone.value.faults == over.value.faults
 

@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 
 
-class Preset(StrEnum):
+class SystemPreset(StrEnum):
     BEST = "best"
     KVRS = "kvrs"
     LUMEN = "lumen"
