@@ -102,6 +102,10 @@ class ProxySettings(Settings):
     """A client that sends its request more slowly is cut off."""
     write_timeout_s: float = Field(default=30.0, gt=0)
     """A client that does not read for this long is cut off."""
+    keep_alive_s: float | None = Field(default=10.0, ge=0.1, le=3600)
+    """A stream without an event for so long gets an SSE comment, so that proxies in front do not
+    cut it; the first one begins the response, after which errors are events. null: none.
+    """
     max_streams: int = Field(default=4096, ge=1)
     """Beyond it new requests get 503 with Retry-After. At most a quarter of the descriptors."""
     token_gap_s: float = Field(default=10.0, gt=0)

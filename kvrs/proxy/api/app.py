@@ -3,20 +3,17 @@
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import Any, assert_never
+from typing import assert_never
 
-import msgspec
 from aiohttp import web
 
 from kvrs.config.proxy import Inexact, ProxySettings
 from kvrs.control.live import Complete
 from kvrs.errors import ConfigError, RequestError
-from kvrs.http import retry_after
 from kvrs.ids import StreamId
 from kvrs.large_work import LargeWork
 from kvrs.policy.model.events import Deadlines
@@ -25,9 +22,11 @@ from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.openai.requests import CompletionRequest
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.proxy.api import generate
+from kvrs.proxy.api.answers import errors_as_openai, json_response, refusal
 from kvrs.proxy.api.bodies import read_body
 from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient, read_generate
+from kvrs.proxy.api.models import add_models, check_model
 from kvrs.proxy.api.openapi import add_document, clients_document
 from kvrs.proxy.api.tenants import TENANT, Tenants, Use
 from kvrs.proxy.mirror.failures import SUPERSEDED
@@ -38,6 +37,7 @@ from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.keep_alive import KeepAlives
 from kvrs.proxy.streams.live import Failed, Outcome
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
@@ -90,14 +90,14 @@ class ClientApi:
         self._clock = clock
         self._tenants = tenants
         self._large = LargeWork()
+        self._keep_alives = KeepAlives(settings.keep_alive_s)
         client_key = secrets.token_bytes(16)
         self._marked = lru_cache(maxsize=1024)(partial(_marked, client_key))
         self._budget = ByteBudget(settings.body_budget_bytes)
         metrics.admission.request_bytes.set_function(lambda: self._budget.held_bytes)
-        self._created = int(time.time())
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[_errors_as_openai, self._tenants.authenticate])
+        app = web.Application(middlewares=[errors_as_openai, self._tenants.authenticate])
         for path, parse in (
             (COMPLETIONS.path, partial(read, COMPLETIONS)),
             (CHAT.path, partial(read, CHAT)),
@@ -105,10 +105,7 @@ class ClientApi:
         ):
             of_backend = partial(parse, backend=self._backend)
             app.router.add_post(path, partial(self._serve, of_backend))
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{model:.+}", self._model)
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
+        add_models(app, self._driver.control.instances, lambda: self.draining)
         add_document(app, clients_document())
         return app
 
@@ -130,7 +127,8 @@ class ClientApi:
             counts["rejected"].inc()
             raise
         try:
-            outcome, response = await self._respond(admitted)
+            with self._keep_alives.over(admitted.client):
+                outcome, response = await self._respond(admitted)
         except asyncio.CancelledError:
             counts["client_gone"].inc()
             raise
@@ -156,7 +154,7 @@ class ClientApi:
         )
         if use.tenant.secret is not None:
             parsed = salted(parsed, use.tenant.secret)
-        self._check_model(parsed.request.model)
+        check_model(self._driver.control.instances, parsed.request.model)
         inexact = await self._inexact(parsed)
         deadlines = deadlines_of(request.headers)
         is_generate = request.path == generate.PATH
@@ -220,17 +218,6 @@ class ClientApi:
                     f"allowed: at most {most}"
                 )
         return elements_within(served)
-
-    def _check_model(self, model: str | None) -> None:
-        """Refuse another model than the one served; before an instance is up, any is accepted."""
-        served = self._driver.control.instances.model
-        if model is not None and served is not None and model != served:
-            raise RequestError(
-                f"the model {model!r:.200} does not exist; allowed: {served!r}",
-                param="model",
-                status=404,
-                code="model_not_found",
-            )
 
     async def _inexact(self, parsed: ParsedRequest) -> tuple[str, ...]:
         """Features of the request that the instances in use could not continue exactly."""
@@ -383,39 +370,6 @@ class ClientApi:
                 return Failed(400, error_body(message, code="beyond_end"))
         return keyed.failure or outcome
 
-    # Models and health.
-
-    async def _models(self, _: web.Request) -> web.Response:
-        model = self._driver.control.instances.model
-        models = [] if model is None else [self._described(model)]
-        return _json(msgspec.json.encode({"object": "list", "data": models}))
-
-    async def _model(self, request: web.Request) -> web.Response:
-        model = request.match_info["model"]
-        self._check_model(model)
-        if self._driver.control.instances.model is None:
-            raise RequestError(
-                f"the model {model!r:.200} is not known yet: no instance has come up", status=503
-            )
-        return _json(msgspec.json.encode(self._described(model)))
-
-    def _described(self, model: str) -> dict[str, Any]:
-        found = {"id": model, "object": "model", "created": self._created, "owned_by": "kvrs"}
-        # As vLLM has it: clients fit their requests to it.
-        most = self._driver.control.instances.max_model_len
-        return found if most is None else found | {"max_model_len": most}
-
-    async def _healthz(self, _: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def _readyz(self, _: web.Request) -> web.Response:
-        if self.draining:
-            return web.Response(text="shutting down\n", status=503)
-        ready = self._driver.control.instances.ready()
-        return web.Response(
-            text="ready\n" if ready else "no instance is up\n", status=200 if ready else 503
-        )
-
 
 def _missing_end(admitted: Admitted, merger: Merger) -> list[bytes]:
     """The events that a complete response still lacks."""
@@ -435,7 +389,7 @@ async def _end_stream(
         case Complete():
             return await client.end(missing)
         case Failed() if client.response is None:
-            return _refusal(outcome)
+            return refusal(outcome)
         case Failed():
             return await client.fail(outcome.body)
         case _:
@@ -447,9 +401,9 @@ def _whole(
 ) -> web.StreamResponse:
     match outcome:
         case Complete():
-            return _json(make_body(), headers=admitted.headers)
+            return json_response(make_body(), headers=admitted.headers)
         case Failed():
-            return _refusal(outcome)
+            return refusal(outcome)
         case _:
             assert_never(outcome)
 
@@ -461,40 +415,3 @@ def _marked(key: bytes, name: str) -> str:
 def _wrapped(seed: int) -> int:
     """The seed wrapped to 64 bits."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _json(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
-
-
-def _refusal(failure: Failed) -> web.Response:
-    headers = None
-    if failure.retry_after_s is not None:
-        headers = {"Retry-After": retry_after(failure.retry_after_s)}
-    return _json(failure.body, failure.status, headers)
-
-
-@web.middleware
-async def _errors_as_openai(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every error of this port the body that OpenAI clients read."""
-    try:
-        return await handler(request)
-    except RequestError as error:
-        headers = {"Retry-After": retry_after(1.0)} if error.status == 503 else {}
-        kind = error.kind or ("invalid_request_error" if error.status < 500 else "server_error")
-        response = _json(
-            error_body(str(error), kind=kind, param=error.param, code=error.code),
-            error.status,
-            headers | dict(error.headers),
-        )
-        if not request.content.at_eof():  # The rest of the body is not read.
-            response.force_close()
-        return response
-    except web.HTTPException:  # As at every port.
-        raise
-    except Exception:
-        # An internal error. After the headers only the end of the connection can signal it.
-        log.exception("request ended by a bug")
-        if request.writer.output_size > 0:
-            raise
-        return _json(error_body("the proxy failed; its log says more", kind="server_error"), 500)

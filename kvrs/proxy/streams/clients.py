@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from aiohttp import web
@@ -17,6 +18,7 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+_COMMENT = b": keep-alive\n\n"
 
 
 class ClientGoneError(KvrsError):
@@ -40,8 +42,8 @@ class Client(Protocol):
 
 
 class SseClient:
-    """A client that gets a stream. Headers are sent with the first event, so that earlier errors
-    have a status.
+    """A client that gets a stream. Headers are sent with the first event, or with a comment that
+    keeps the connection open, so that earlier errors have a status.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class SseClient:
         self._patience: asyncio.TimerHandle | None = None
         self._gone: str | None = None
         self._is_blocked = False
+        self._is_over = False
+        self._was_silent = False  # Since the last look at it.
         self.response: StreamedResponse | None = None
 
     @property
@@ -74,6 +78,13 @@ class SseClient:
     def when_free(self, resume: Callable[[], None]) -> None:
         self._waiting.append(resume)
 
+    def break_silence(self) -> None:
+        """Send a comment, which clients ignore, if nothing was sent since the last call."""
+        if self._was_silent and not self._is_blocked and not self._is_over:
+            with suppress(ClientGoneError):  # The end of its connection ends its stream.
+                self._write(_COMMENT)
+        self._was_silent = True
+
     async def end(self, missing: Sequence[bytes]) -> web.StreamResponse:
         """Send the events that are missing and the end of a complete stream."""
         return await self._finish(b"".join(map(sse, missing)) + DONE)
@@ -85,6 +96,7 @@ class SseClient:
         return await self._finish(sse(error))
 
     async def _finish(self, data: bytes) -> web.StreamResponse:
+        self._is_over = True
         self._write(data, is_last=True)
         assert self.response is not None
         if self._is_blocked:
@@ -97,6 +109,7 @@ class SseClient:
         response = self.response or self._open()
         if not response.is_open:
             raise ClientGoneError(self._gone or "the client closed its connection")
+        self._was_silent = False
         response.send(data, is_last=is_last)
 
     def _open(self) -> StreamedResponse:
