@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments import evidence
 from experiments.conversation_trace.trace import DEFAULT_TRACE
 from experiments.readme import renewed
 from experiments.record import ROOT, shown
@@ -261,7 +262,10 @@ def listing(experiments: Sequence[Experiment]) -> str:
 
 
 def put_into_readmes() -> list[str]:
-    """Renew the kept results in all READMEs; returns the folders whose README has changed."""
+    """Renew the kept results in all READMEs and in docs/evidence.md; returns the folders whose
+    README has changed.
+    """
+    evidence.renew()
     changed = []
     for path in sorted(EXPERIMENTS.glob("*/README.md")):
         before = path.read_text()
@@ -363,7 +367,11 @@ def main() -> int:
     parser.add_argument("--stale", action="store_true", help="run what is stale and can run here")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="folder, or result")
     parser.add_argument("--dry-run", action="store_true", help="list, and run nothing")
-    parser.add_argument("--readme", action="store_true", help="renew the results in READMEs only")
+    parser.add_argument(
+        "--readme",
+        action="store_true",
+        help="renew the results in READMEs and docs only",
+    )
     parser.add_argument("--logs", type=Path, help="for the output of the runs; default: temporary")
     arguments = parser.parse_args()
     if arguments.readme:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from experiments import run_all
+from experiments import evidence, run_all
 from experiments.readme import figures_not_kept, renewed, shown_in
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
 from experiments.staleness import paths_of, state
@@ -31,6 +31,19 @@ def test_readmes_show_the_kept_results(path: Path) -> None:
     kept = path.parent / "results"
     texts = {str(text.relative_to(kept)) for text in kept.rglob("*.txt")}
     assert set(shown_in(readme)) == texts
+
+
+def test_the_evidence_shows_the_kept_results() -> None:
+    """Beside every published figure; a row without ours says what is missing."""
+    found = list(evidence.rows())
+
+    assert (evidence.DOCS / "evidence.md").read_text() == evidence.as_markdown()
+    assert json.loads((evidence.DOCS / "evidence.json").read_text()) == found
+    assert {(row["ours"] == "-") for row in found if row["how"] == "missing"} == {True}
+    assert all(row["ours"] != "-" for row in found if row["how"] != "missing")
+    assert all(len(row["why"]) > 1 for row in found if row["published"] != "claimed, no figure")
+    folders = {row["experiment"] for row in found} - {"-"}
+    assert folders <= {each.folder for each in ALL}
 
 
 def test_a_figure_beside_a_block_is_one_of_the_block(tmp_path: Path) -> None:
