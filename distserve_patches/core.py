@@ -95,12 +95,11 @@ class StageCore(RunCore):
     def __init__(
         self, engine: Engine, queue: PrefillQueue, *, clock: Callable[[], float], lease_s: float
     ) -> None:
-        super().__init__()
+        super().__init__(clock)
         self.job_runs: dict[Sequence, _JobRun] = {}
         self.ended_runs = 0
         self.engine = engine
         self.queue = queue
-        self.clock = clock
         self.lease_s = lease_s
 
     def _prepare(self, run: GenerationRun) -> None:
@@ -149,7 +148,7 @@ class StageCore(RunCore):
         ]
         tokens = sequence.history_tokens
         kept = [*full, *blocks[len(full) : -(-tokens // pages.page_size_tokens)]]
-        pages.retain(sequence.stream, kept, tokens, self.clock() + self.lease_s)
+        pages.retain(sequence.stream, kept, tokens, self._clock() + self.lease_s)
 
     @abstractmethod
     def prefilled(self, job_run: _JobRun) -> None:

@@ -40,12 +40,11 @@ class EngineCore(RunCore):
         pace: Pace | None,
         checkpoints: CheckpointHooks | None = None,
     ) -> None:
-        super().__init__(checkpoints)
+        super().__init__(clock, checkpoints)
         self.worker = worker
         self.scheduler = scheduler
         self.pages = pages
         self.prefill = prefill
-        self._clock = clock
         self._lease_s = lease_s
         self._pace = pace
         self._admission_wait = AdmissionWaitEstimator()

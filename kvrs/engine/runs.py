@@ -12,7 +12,9 @@ from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.ids import StreamId
 from kvrs.scheduling.sequences import Sequence
 
-# This many streams are remembered; older ones ended long ago.
+# An ended stream is remembered for so long: no request of it comes later, except from a proxy that
+# stood still for longer, which then computes for a client that is gone.
+ATTEMPTS_KEPT_S = 300.0
 ATTEMPTS_REMEMBERED = 100_000
 
 Attempt = tuple[int, int]  # (owner_epoch, attempt)
@@ -23,22 +25,28 @@ class FencedError(Exception):
 
 
 class AttemptBook:
-    """The highest attempt seen of each stream."""
+    """The highest attempt seen of each stream, for `ATTEMPTS_KEPT_S` since it was last named."""
 
     def __init__(self) -> None:
-        self._highest: OrderedDict[StreamId, Attempt] = OrderedDict()
+        # With the time until which it is kept, first to go first.
+        self._highest: OrderedDict[StreamId, tuple[Attempt, float]] = OrderedDict()
 
-    def admit(self, stream: StreamId, attempt: Attempt) -> None:
-        """Raises FencedError: a higher one was already seen."""
-        if attempt < self._highest.get(stream, (0, 0)):
-            raise FencedError(f"stream {stream} has an attempt above {attempt}")
+    def __len__(self) -> int:
+        return len(self._highest)
 
-    def fence(self, attempts: Mapping[StreamId, Attempt]) -> None:
+    def highest(self, stream: StreamId) -> Attempt:
+        return self._highest.get(stream, ((0, 0), 0.0))[0]
+
+    def fence(self, attempts: Mapping[StreamId, Attempt], now_s: float) -> None:
         """Refuse attempts below the one named for their stream from now on."""
         for stream, attempt in attempts.items():
-            self._highest[stream] = max(attempt, self._highest.get(stream, (0, 0)))
+            highest = max(attempt, self.highest(stream))
+            self._highest[stream] = highest, now_s + ATTEMPTS_KEPT_S
             self._highest.move_to_end(stream)
-        while len(self._highest) > ATTEMPTS_REMEMBERED:
+        while self._highest and (
+            len(self._highest) > ATTEMPTS_REMEMBERED
+            or next(iter(self._highest.values()))[1] <= now_s
+        ):
             self._highest.popitem(last=False)
 
 
@@ -65,8 +73,11 @@ class RunCore(ABC):
     All methods are called on the event loop.
     """
 
-    def __init__(self, checkpoints: CheckpointHooks | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float], checkpoints: CheckpointHooks | None = None
+    ) -> None:
         self.checkpoints = checkpoints
+        self._clock = clock
         self._attempts = AttemptBook()
         self._runs: dict[Sequence, GenerationRun] = {}
 
@@ -83,7 +94,10 @@ class RunCore(ABC):
             RequestError: the run could never be computed here.
         """
         sequence = run.sequence
-        self._attempts.admit(sequence.stream, sequence.attempt)
+        known = [self._attempts.highest(sequence.stream)]
+        known += [each.attempt for each in self._runs if each.stream == sequence.stream]
+        if sequence.attempt < max(known):
+            raise FencedError(f"stream {sequence.stream} has an attempt above {sequence.attempt}")
         self.fence({sequence.stream: sequence.attempt})
         if run.ending is not None:
             run.outputs.put_nowait(run.ending)
@@ -112,7 +126,7 @@ class RunCore(ABC):
     def _end_below(
         self, attempts: Mapping[StreamId, Attempt], affected: Callable[[GenerationRun], bool]
     ) -> None:
-        self._attempts.fence(attempts)
+        self._attempts.fence(attempts, self._clock())
         superseded = [
             run
             for sequence, run in self._runs.items()

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrs.engine.requests import GenerationRun, StepOutput
-from kvrs.engine.runs import FencedError, RunCore
+from kvrs.engine.runs import ATTEMPTS_KEPT_S, AttemptBook, FencedError, RunCore
 from kvrs.engine.sampler import SamplingParams
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import root_tag
@@ -19,7 +19,8 @@ class IdleCore(RunCore):
     """Accepts runs and computes none."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.now_s = 0.0
+        super().__init__(lambda: self.now_s)
         self.began: list[GenerationRun] = []
 
     def _begin(self, run: GenerationRun) -> None:
@@ -81,6 +82,28 @@ def test_the_end_of_slots_spares_runs_without_one() -> None:
     assert [ended(run) for run in (fetching, computing)] == [True, False]
     with pytest.raises(FencedError):
         core.submit(run_of(T, 1))
+
+
+def test_ended_streams_are_forgotten_after_a_while() -> None:
+    """What is remembered follows the streams of the last minutes, not those since the start."""
+    book = AttemptBook()
+    for n in range(10 * int(ATTEMPTS_KEPT_S)):
+        book.fence({StreamId(f"{n}"): (0, 2)}, float(n))
+
+    assert len(book) == ATTEMPTS_KEPT_S
+    assert book.highest(StreamId("0")) == (0, 0)
+    assert book.highest(StreamId(f"{n}")) == (0, 2)
+
+
+def test_a_run_that_lasts_refuses_lower_attempts_all_the_time() -> None:
+    """It may outlast what the book keeps of ended streams."""
+    core = IdleCore()
+    core.submit(run_of(S, 2))
+    core.now_s = ATTEMPTS_KEPT_S
+    core.submit(run_of(T, 1))
+
+    with pytest.raises(FencedError):
+        core.submit(run_of(S, 1))
 
 
 def test_a_complete_history_is_answered_without_computing() -> None:
