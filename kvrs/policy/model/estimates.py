@@ -1,5 +1,6 @@
 """The recovery options by name, and the predicted cost of one option for one victim and target."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -42,3 +43,12 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     # Migrate: the source computes what its prefix cache lacks of the history, and hands all of it
     # off.
     by_prefill: bool = False
+
+
+def best_by_option(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
+    """The least `total_s` of each option, whatever the number of targets."""
+    best: dict[Option, Estimate] = {}
+    for estimate in estimates:
+        if (found := best.get(estimate.option)) is None or estimate.total_s < found.total_s:
+            best[estimate.option] = estimate
+    return tuple(best.values())

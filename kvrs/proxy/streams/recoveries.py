@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Recovered, Settled
-from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.model.estimates import Estimate, Option, best_by_option
 from kvrs.proxy.streams.live import OpenStream
 
 KEPT = 1000
@@ -68,7 +68,8 @@ class RecoveryLog:
             target=None if live.plan is None else live.plan.decode,
             cause=action.cause,
             predicted_s=action.predicted_s,
-            estimates=action.estimates,
+            # Of every target they would take megabytes in a large cluster; the event log has them.
+            estimates=best_by_option(action.estimates),
             produced_tokens=len(live.journal.output_ids),
             decided_s=self._clock(),
             last_write_s=live.journal.last_write_s,
