@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
@@ -31,6 +32,8 @@ TASKS = "kvrs_event_loop_tasks"
 ALLOWED_SHARE_PER_H = 0.01
 MEASURED = ("proxy", "p1", "d1", "agent-n1")
 VICTIMS = ("p0", "d0", "agent-n0")
+
+Samples = list[tuple[float, dict[str, dict[str, float]]]]  # Seconds since the start, by process.
 
 
 def settings() -> Config:
@@ -56,14 +59,14 @@ def measure(pid: int) -> dict[str, float]:
 
 
 class Soak:
-    def __init__(self, processes: Processes, seed: int, clients: int, pause_s: float) -> None:
+    def __init__(self, processes: Processes, seed: int, clients: int, every_s: float) -> None:
         self._processes = processes
         self._clients = clients
-        self._pause_s = pause_s
+        self._every_s = every_s
         self._draw = Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
-        self.samples: list[tuple[float, dict[str, dict[str, float]]]] = []
+        self.samples: Samples = []
 
     async def run(self, duration_s: float) -> None:
         until_s = time.monotonic() + duration_s
@@ -90,8 +93,13 @@ class Soak:
     async def _client(self, http: aiohttp.ClientSession, until_s: float) -> None:
         proxy = self._processes.config.proxy
         url = f"http://{proxy.host}:{proxy.port}/v1/completions"
-        while time.monotonic() < until_s:
-            await asyncio.sleep(self._draw.uniform(0, 2 * self._pause_s))
+        start_s = time.monotonic()
+        while True:
+            # By the clock: what the proxies keep for some minutes follows the rate of streams.
+            start_s = max(time.monotonic(), start_s + self._draw.uniform(0, 2 * self._every_s))
+            if start_s > until_s:
+                return
+            await asyncio.sleep(start_s - time.monotonic())
             body = {
                 "prompt": [self._draw.randrange(1, 200) for _ in range(self._draw.randint(8, 200))],
                 "max_tokens": self._draw.randint(16, 200),
@@ -144,9 +152,24 @@ def slope(points: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
+def by_minute(samples: Samples) -> dict[str, dict[str, list[float]]]:
+    """The mean of every minute, by process and quantity."""
+    minutes = [
+        [found for _, found in group] for _, group in groupby(samples, lambda at: at[0] // 60)
+    ]
+    return {
+        name: {
+            what: [round(fmean(each[name][what] for each in minute), 1) for minute in minutes]
+            for what in rows
+        }
+        for name, rows in samples[0][1].items()
+    }
+
+
 def as_text(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['minutes']} min, {result['clients']} clients",
+        f"{result['minutes']} min, {result['clients']} clients, each with a stream every "
+        f"{result['every_s']} s",
         f"streams {result['outcomes']}, faults {result['faults']}",
         f"{'process':10} {'what':13} {'mean':>14} {'change an hour':>16} {'95 % interval':>34}",
     ]
@@ -164,7 +187,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--pause-s", type=float, default=0.5, help="mean pause of a client")
+    parser.add_argument(
+        "--every-s", type=float, default=6.0, help="mean time between two streams of a client"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -174,7 +199,7 @@ def main() -> int:
         processes.start(*names)
         processes.wait_ready(*names)
         processes.start_proxy()
-        soak = Soak(processes, arguments.seed, arguments.clients, arguments.pause_s)
+        soak = Soak(processes, arguments.seed, arguments.clients, arguments.every_s)
         asyncio.run(soak.run(arguments.minutes * 60))
     slopes = {
         name: {
@@ -192,10 +217,11 @@ def main() -> int:
     result = {
         "minutes": arguments.minutes,
         "clients": arguments.clients,
-        "pause_s": arguments.pause_s,
+        "every_s": arguments.every_s,
         "outcomes": dict(soak.outcomes),
         "faults": dict(soak.faults),
         "slopes": slopes,
+        "samples": by_minute(soak.samples),
         "growing": growing,
         "passed": not growing and set(soak.outcomes) == {"complete"},
     }
