@@ -130,6 +130,7 @@ class SilentBackend:
 
 class NoClient:
     blocked = False
+    direct = None
 
     def send(self, events: Sequence[bytes]) -> None:
         raise AssertionError(events)

@@ -3,6 +3,8 @@
 A source is an instance that reports its load, an agent, or an attempt that produces tokens.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -88,17 +90,34 @@ class SilenceTimer:
         return self._next_s
 
 
+@dataclass(slots=True)
+class Delivered:
+    """What an instance has delivered."""
+
+    last_s: float = -math.inf
+    tokens: int = 0  # Of the streams of this process, as far as they are counted.
+
+
 class InstanceProgress:
     """When instances last delivered anything, and how long attempts may wait for them."""
 
     def __init__(self, instances: Instances, token_gap_s: float) -> None:
         self._instances = instances
         self._token_gap_s = token_gap_s
-        self._delivered_s: dict[InstanceId, float] = {}
+        self._delivered: dict[InstanceId, Delivered] = defaultdict(Delivered)
 
     def delivered(self, instance: InstanceId, now_s: float) -> None:
         """The instance finished a prefill or sent tokens."""
-        self._delivered_s[instance] = now_s
+        self._delivered[instance].last_s = now_s
+
+    def of(self, instance: InstanceId) -> Delivered:
+        """The one record of the instance, for what runs for each token."""
+        return self._delivered[instance]
+
+    @property
+    def tokens(self) -> int:
+        """Of all instances together."""
+        return sum(each.tokens for each in self._delivered.values())
 
     def first_token_timeout_s(self, instance: InstanceId) -> float:
         """Return how long it may be silent before an attempt's first token, its queue included."""
@@ -118,10 +137,8 @@ class InstanceProgress:
         To give up the others would only move them to the end of another queue. An engine that hangs
         has a queue as well, but delivers nothing.
         """
-        delivered_s = self._delivered_s.get(instance)
         return (
-            delivered_s is not None
-            and now_s - delivered_s < self._token_gap_s
+            now_s - self._delivered[instance].last_s < self._token_gap_s
             and self._instances.queued(instance) > 0
             and self._instances.is_reporting(instance, now_s)
         )

@@ -31,6 +31,8 @@ class Reader:
     proxy.
     """
 
+    shortcut = None
+
     def __init__(self) -> None:
         self._chunks = asyncio.Queue[bytes]()
         self._call: asyncio.Task[None] | None = None

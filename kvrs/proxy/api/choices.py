@@ -21,6 +21,8 @@ class Merger:
 class ChoiceClient:
     """Writes one choice to the common response under its own index, after the prompt if echoed."""
 
+    direct = None
+
     def __init__(
         self, inner: Client, merger: Merger, index: int, journal: Journal, echo: str | None
     ) -> None:

@@ -79,6 +79,8 @@ def _text_of(event: bytes) -> str:
 class GenerateClient:
     """Converts the events of a stream to DistServe's form, in which each has all text so far."""
 
+    direct = None
+
     def __init__(self, inner: Client) -> None:
         self._inner = inner
         self._text = ""

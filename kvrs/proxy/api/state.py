@@ -47,7 +47,7 @@ def describe(
 def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
     """Set the series that need not be set at every change."""
     control = driver.control
-    metrics.tokens.follow(metrics.relayed_tokens)
+    metrics.tokens.follow(control.progress.tokens)
     metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
     metrics.unprotected.set(control.checkpoints.count_unprotected())
     if control.instances.model is not None:

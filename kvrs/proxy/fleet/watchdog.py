@@ -79,18 +79,18 @@ class Watchdog:
         self._scope = scope
         self._limit_s = limit_s
         self._paused = paused
-        self._silence = SilenceTimer(self._loop.time())
+        self.silence = SilenceTimer(self._loop.time())
         self._looks = _looks_of(self._loop)
         self._tick: int | None = None  # Of the next look.
         self.exceeded_s = 0.0  # The limit that ended the block.
 
     def heard(self) -> None:
-        self._silence.heard_s = self._loop.time()
+        self.silence.heard_s = self._loop.time()
 
     def look(self) -> None:
         """End the block if the limit is passed; else look again in time for it."""
         limit_s = self._limit_s()
-        next_s = self._silence.look(self._loop.time(), limit_s, self._paused)
+        next_s = self.silence.look(self._loop.time(), limit_s, self._paused)
         if next_s is None:
             self.exceeded_s = limit_s
             self.expire()
@@ -107,7 +107,7 @@ class Watchdog:
         """End the block now, as if the limit were passed."""
         if not self._scope.expired():
             now_s = self._loop.time()
-            self.exceeded_s = self.exceeded_s or now_s - self._silence.heard_s
+            self.exceeded_s = self.exceeded_s or now_s - self.silence.heard_s
             self._scope.reschedule(now_s)
 
     def stop(self) -> None:

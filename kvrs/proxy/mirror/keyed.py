@@ -39,6 +39,8 @@ class KeyedStream:
     come from an engine.
     """
 
+    direct = None
+
     def __init__(
         self,
         journal: Journal,

@@ -4,7 +4,6 @@ decides what follows.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -41,7 +40,6 @@ class AttemptDriver(Protocol):
     clock: Callable[[], float]
 
     def suspect_instance(self, instance: InstanceId) -> bool: ...
-    def relayed(self, instance: InstanceId, tokens: int, now_s: float) -> None: ...
     def resumed(self, live: OpenStream, attempt: int) -> None: ...
     def attempt_failed(
         self,
@@ -238,7 +236,7 @@ class Attempt:
         backend = self._driver.backends[plan.decode]
         try:
             async with silence_limit(limit_s, excused) as watchdog:
-                relay.heard = watchdog.heard
+                relay.silence = watchdog.silence
                 await backend.decode(call, relay)
                 relay.check_end()
         except ErrorEventError as error:
@@ -297,7 +295,7 @@ class Attempt:
             self._attempt,
             clock=self._driver.clock,
             resumed=self._resumed,
-            relayed=partial(self._driver.relayed, self._plan.decode),
+            delivered=self._control.progress.of(self._plan.decode),
             completed=lambda: self._driver.completed(live),
             exact=self._instances.resumes_exactly(self._plan.decode),
             continuation=continuation,

@@ -34,6 +34,10 @@ class Client(Protocol):
         engine.
         """
 
+    @property
+    def direct(self) -> "SseClient | None":
+        """The client on whose connection an event may lie as it is, in a chunk of its own."""
+
     def send(self, events: Sequence[bytes]) -> None:
         """Send JSON payloads; raises ClientGoneError."""
 
@@ -55,14 +59,19 @@ class SseClient:
         self._waiting: list[Callable[[], None]] = []
         self._patience: asyncio.TimerHandle | None = None
         self._gone: str | None = None
-        self._is_blocked = False
         self._is_over = False
-        self._was_silent = False  # Since the last look at it.
+        self.blocked = False
+        self.was_silent = False  # Since the last look at it.
         self.response: StreamedResponse | None = None
 
     @property
-    def blocked(self) -> bool:
-        return self._is_blocked
+    def direct(self) -> "SseClient | None":
+        return None if self.chunked_to is None else self
+
+    @property
+    def chunked_to(self) -> asyncio.Transport | None:
+        """Where the chunks of its response go; None: it has none, or has not begun."""
+        return None if self.response is None else self.response.chunked_to
 
     def send(self, events: Sequence[bytes]) -> None:
         self._write(b"".join(map(sse, events)))
@@ -80,10 +89,10 @@ class SseClient:
 
     def break_silence(self) -> None:
         """Send a comment, which clients ignore, if nothing was sent since the last call."""
-        if self._was_silent and not self._is_blocked and not self._is_over:
+        if self.was_silent and not self.blocked and not self._is_over:
             with suppress(ClientGoneError):  # The end of its connection ends its stream.
                 self._write(_COMMENT)
-        self._was_silent = True
+        self.was_silent = True
 
     async def end(self, missing: Sequence[bytes]) -> web.StreamResponse:
         """Send the events that are missing and the end of a complete stream."""
@@ -99,7 +108,7 @@ class SseClient:
         self._is_over = True
         self._write(data, is_last=True)
         assert self.response is not None
-        if self._is_blocked:
+        if self.blocked:
             read = asyncio.Event()
             self.when_free(read.set)
             await read.wait()
@@ -109,7 +118,7 @@ class SseClient:
         response = self.response or self._open()
         if not response.is_open:
             raise ClientGoneError(self._gone or "the client closed its connection")
-        self._was_silent = False
+        self.was_silent = False
         response.send(data, is_last=is_last)
 
     def _open(self) -> StreamedResponse:
@@ -122,7 +131,7 @@ class SseClient:
         return self.response
 
     def _room_changed(self, has_room: bool) -> None:
-        self._is_blocked = not has_room
+        self.blocked = not has_room
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None

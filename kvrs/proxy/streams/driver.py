@@ -272,10 +272,6 @@ class Driver:
         end_watch()
         return True
 
-    def relayed(self, instance: InstanceId, tokens: int, now_s: float) -> None:
-        self.control.progress.delivered(instance, now_s)
-        self._metrics.relayed_tokens += tokens
-
     def resumed(self, live: OpenStream, attempt: int) -> None:
         self.control.resumed(live, attempt, self.clock())
         self.recoveries.resumed(live.id, attempt)

@@ -83,7 +83,6 @@ class Metrics:
         self.unprotected = gauge(
             "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none."
         )
-        self.relayed_tokens = 0  # `tokens` follows when the series are read.
         self.tokens = Total(counter("kvrs_tokens_relayed", "Output tokens written to clients."))
         self.model = gauge("kvrs_model_info", "1 for the model that is served.", ["model_name"])
         self.loop_lag = histogram(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from kvrs.control.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import (
     CHUNK,
@@ -21,6 +22,7 @@ from kvrs.proxy.backends.peer import UNREADABLE
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
 from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.token_path import TokenPath
 from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
@@ -31,7 +33,7 @@ from kvrs.proxy.wire.sse import (
     next_token_ids,
     prompt_ids_of,
 )
-from kvrs.proxy.wire.upstream import Flow, Need
+from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
 
 # Any other reason means that the stream is broken (vLLM: the request was aborted, or its engine
 # failed).
@@ -65,7 +67,7 @@ class Relay:
         *,
         clock: Callable[[], float],
         resumed: Callable[[], None],
-        relayed: Callable[[int, float], None],
+        delivered: Delivered,
         completed: Callable[[], None] = lambda: None,
         exact: bool = True,
         continuation: Continuation | EngineText | None = None,
@@ -75,10 +77,10 @@ class Relay:
         self._attempt = attempt
         self._clock = clock
         self._resumed = resumed
-        self._relayed = relayed
+        self._delivered = delivered
         self._completed = completed
         self._flow: Flow | None = None
-        self.heard: Callable[[], None] = lambda: None  # For every read.
+        self.silence = SilenceTimer(clock())  # Told of every read.
         self.is_complete = False
         self._continuation = continuation
         self._counts_text = not exact and continuation is None
@@ -86,11 +88,12 @@ class Relay:
         self._most_tokens = inf if journal.max_tokens is None else journal.max_tokens
         self._splitter = EventSplitter()
         self._template: EventTemplate | None = None
+        self._path: TokenPath | None = None  # Of events that fit it.
         self._lessons = 0 if self._reads_all else _MOST_LESSONS
         self._first_event = True
-        self._foreign_head = (
-            False  # A later attempt's events carry another time of creation: exchange it.
-        )
+        # A later attempt's events carry another time of creation: exchange it.
+        self._foreign_head = False
+        self._head_bytes = 0
         self._noted = False
         if continuation is not None:
             journal.text_sent = continuation.sent
@@ -111,7 +114,7 @@ class Relay:
             RefusedError: the engine rejected the request within the stream.
             ClientGoneError: the client is gone.
         """
-        self.heard()
+        self.silence.heard_s = self._clock()
         # Superseded attempt: drop its late tokens.
         if self._attempt != self._journal.attempt:
             return Need.NOTHING
@@ -121,6 +124,30 @@ class Relay:
         # The client need not wait for the rest, and a failure in it is none of the stream's.
         self._completed()
         return Need.END if self._continuation is None else Need.NOTHING
+
+    @property
+    def shortcut(self) -> Shortcut | None:
+        """The path of the usual token, once its form is known; the journal and the client go first
+        through `feed`.
+        """
+        if self._template is None or self.is_complete or not self._splitter.is_between_events:
+            return None
+        if self._path is None:
+            direct = self._client.direct
+            has_head = self._head_bytes <= len(self._template.before)
+            if direct is None or self._journal.marks is not None or not has_head:
+                return None
+            self._path = TokenPath(
+                self._journal,
+                self._template,
+                self._head_bytes,
+                direct,
+                delivered=self._delivered,
+                silence=self.silence,
+                clock=self._clock,
+                has_no_room=self._wait_for_room,
+            )
+        return self._path.take
 
     def check_end(self) -> None:
         """The response has ended, or is needed no more.
@@ -139,12 +166,12 @@ class Relay:
     def _resume(self) -> None:
         # The connection of an attempt that is over may serve another one.
         if self._flow is not None and not self.is_complete:
-            self.heard()  # Its silence until now was this proxy's.
+            self.silence.heard_s = self._clock()  # Its silence until now was this proxy's.
             self._flow.resume()
 
     def leave(self) -> None:
         """The call is over."""
-        self._flow = None
+        self._flow = self._path = None
 
     def end_alone(self) -> None:
         """Send the end of a stream that has all its ids, without an engine."""
@@ -188,7 +215,8 @@ class Relay:
         if new_tokens:
             now_s = self._clock()
             self._journal.wrote(now_s)
-            self._relayed(new_tokens, now_s)
+            self._delivered.last_s = now_s
+            self._delivered.tokens += new_tokens
         if fault is not None:
             raise fault
         return done
@@ -320,6 +348,7 @@ class Relay:
             if journal.head is not None or not journal.wants_ids:
                 data = cut_list(data, PROMPT_TOKEN_IDS)
             journal.head = journal.head or head
+            self._head_bytes = len(head)
             self._foreign_head = head != journal.head
         if self._foreign_head:
             assert journal.head is not None

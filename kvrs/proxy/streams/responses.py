@@ -38,6 +38,7 @@ class WholeClient:
     """Gathers one choice; its request is streamed by the engine, so that it can recover too."""
 
     blocked = False
+    direct = None
 
     def when_free(self, resume: Callable[[], None]) -> None:
         resume()

@@ -57,6 +57,11 @@ class StreamedResponse(web.StreamResponse):
         request.writer.output_size += len(self._head)
 
     @property
+    def chunked_to(self) -> asyncio.Transport | None:
+        """Where the chunks of its body go; None: it has none."""
+        return self._transport if self._is_chunked else None
+
+    @property
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 

@@ -73,16 +73,21 @@ class HttpResponse:
         """Whether the connection is at the end of a usual response, and stays open."""
         return self.is_complete and self._keeps_open
 
+    @property
+    def is_between_chunks(self) -> bool:
+        """Whether the next byte is the first one of a chunk."""
+        return (
+            self._framing is _Framing.CHUNKS
+            and not self._left
+            and not self._rest
+            and not self._is_closing
+        )
+
     def feed(self, data: bytes) -> bytes:
         """The bytes of the body in `data`."""
         if self._framing is _Framing.CHUNKS:
             # The usual read: one chunk, and all of it.
-            if (
-                not self._left
-                and not self._rest
-                and not self._is_closing
-                and (match := _CHUNK.match(data)) is not None
-            ):
+            if self.is_between_chunks and (match := _CHUNK.match(data)) is not None:
                 start = match.end()
                 end = start + int(match[1], 16)
                 if start < end == len(data) - 2 and data.endswith(_END_OF_CHUNK):

@@ -38,6 +38,10 @@ class EventSplitter:
         self._rest = b""
         self._max_event_bytes = max_event_bytes
 
+    @property
+    def is_between_events(self) -> bool:
+        return not self._rest
+
     def feed(self, chunk: bytes) -> list[bytes]:
         """The payloads that `chunk` completes.
 
@@ -79,11 +83,13 @@ class EventTemplate:
     readers below and above.
     """
 
+    __slots__ = ("_text_at", "after", "before", "between", "ids_bytes", "rest")
+
     def __init__(self, before: bytes, between: bytes, after: bytes) -> None:
-        self._before = before  # Up to the text's first character.
-        self._between = between  # From the text's last quote to the id.
-        self._after = after  # From the end of the ids.
-        self._ids_bytes = len(between) - len(TOKEN_IDS)
+        self.before = before  # Up to the text's first character.
+        self.between = between  # From the text's last quote to the id.
+        self.after = after  # From the end of the ids.
+        self.ids_bytes = len(between) - len(TOKEN_IDS)
         self._text_at = len(before)
         self.rest = after[1:]  # What follows the list of ids.
 
@@ -100,17 +106,17 @@ class EventTemplate:
 
     def read(self, data: bytes) -> tuple[int, int] | None:
         """The one id of an event, and where its list of ids begins; None: it does not fit."""
-        if not (data.startswith(self._before) and data.endswith(self._after)):
+        if not (data.startswith(self.before) and data.endswith(self.after)):
             return None
         # A quote within the text would be escaped: so this is the text's end.
         text_end = data.find(b'"', self._text_at)
-        if not data.startswith(self._between, text_end):
+        if not data.startswith(self.between, text_end):
             return None
-        digits = data[text_end + len(self._between) : -len(self._after)]
+        digits = data[text_end + len(self.between) : -len(self.after)]
         # Of JSON's numbers those that need no look: natural, below 2^32.
         if not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
             return None
-        return int(digits), text_end + self._ids_bytes
+        return int(digits), text_end + self.ids_bytes
 
 
 def cut_list(data: bytes, key: bytes) -> bytes:

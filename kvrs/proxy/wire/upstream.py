@@ -31,8 +31,16 @@ class Flow(Protocol):
     def resume(self) -> None: ...
 
 
+# Takes a read that is one whole chunk, as it lies on the connection; or nothing of it: False.
+Shortcut = Callable[[bytes], bool]
+
+
 class Reader(Protocol):
     """The destination of a response's bytes."""
+
+    @property
+    def shortcut(self) -> Shortcut | None:
+        """What is asked first about reads from now on; None: there is nothing."""
 
     def begin(self, flow: Flow) -> None:
         """The request is about to be sent."""
@@ -43,6 +51,8 @@ class Reader(Protocol):
 
 class WholeReader:
     """Gathers a response of at most so many bytes."""
+
+    shortcut = None
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -67,6 +77,8 @@ class WholeReader:
 class EventReader:
     """Gathers the events of a short stream."""
 
+    shortcut = None
+
     def __init__(self) -> None:
         self._splitter = EventSplitter()
         self.payloads: list[bytes] = []
@@ -90,6 +102,7 @@ class Upstream(asyncio.Protocol):
         self._response: HttpResponse | None = None
         self._reader: Reader | None = None
         self._take: Callable[[bytes], Need] | None = None  # None: the head has not come yet.
+        self._shortcut: Shortcut | None = None
         self._refusal: WholeReader | None = None
         self._ended: asyncio.Future[Need] | None = None
         self._room: asyncio.Future[None] | None = None  # For more of a large body.
@@ -166,7 +179,7 @@ class Upstream(asyncio.Protocol):
         ends the request in the engine.
         """
         response, self._response = self._response, None
-        self._reader = self._take = self._refusal = self._ended = None
+        self._reader = self._take = self._refusal = self._ended = self._shortcut = None
         if response is not None and response.allows_reuse and self._is_sent and self.is_open:
             self.resume()
             return True
@@ -203,7 +216,13 @@ class Upstream(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        response = self._response
+        try:
+            if self._shortcut is not None and self._shortcut(data):
+                return
+        except Exception as error:
+            self._fail(error)
+            return
+        response, self._shortcut = self._response, None
         if response is None:  # Nothing was asked for.
             self.close()
             return
@@ -225,6 +244,9 @@ class Upstream(asyncio.Protocol):
             self._end(Need.MORE)
         elif response.fault is not None:
             self._fail(_error_of(response.fault))
+        elif response.is_between_chunks and self._refusal is None and self._take is not _drop:
+            assert self._reader is not None
+            self._shortcut = self._reader.shortcut
 
     def _begin_body(self, status: int) -> Callable[[bytes], Need]:
         assert self._reader is not None
@@ -261,7 +283,7 @@ class Upstream(asyncio.Protocol):
             self._ended.set_result(need)
 
     def _fail(self, error: Exception) -> None:
-        self._take = _drop
+        self._take, self._shortcut = _drop, None
         self.close()
         self.resume_writing()
         if self._ended is not None and not self._ended.done():

@@ -20,7 +20,7 @@ from kvrs.proxy.backends.peer import (
 )
 from kvrs.proxy.wire import pool as pools
 from kvrs.proxy.wire.pool import Access, EngineLinks
-from kvrs.proxy.wire.upstream import Flow, Need
+from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
 
 pytestmark = pytest.mark.network
 
@@ -62,6 +62,8 @@ class Instance:
 
 class Gathering:
     """A reader that needs so much of the response as it is told."""
+
+    shortcut: Shortcut | None = None
 
     def __init__(self, need: Need = Need.MORE) -> None:
         self.need = need

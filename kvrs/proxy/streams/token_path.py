@@ -1,0 +1,157 @@
+"""The way of the usual token: a read that is one chunk with one event with one id goes from the
+engine's connection to the client's in one write. It is the work of `Relay` and of both framings for
+bytes that fit the stream's template; everything else is left to them.
+"""
+
+from collections.abc import Callable
+
+from kvrs.control.silence import Delivered, SilenceTimer
+from kvrs.proxy.streams.clients import SseClient
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.sse import EventTemplate
+
+_MOST_BYTES = 2048  # Of a chunk with its frame; an event of one token has a few hundred.
+_MOST_TOKENS = 1 << 32  # Where the client names no number.
+_DATA = b"data: "
+_END_OF_EVENT = b"\n\n"
+_END_OF_CHUNK = b"\r\n"
+_ZERO = ord("0")
+_NO_HEAD = b"\n"  # With which no chunk begins.
+
+
+def _heads() -> tuple[list[bytes], list[bytes]]:
+    """The heads of chunks: by the size of the chunk, and, with the beginning of an event, by that
+    of the chunk with its frame.
+    """
+    by_size, by_whole = [_NO_HEAD] * (_MOST_BYTES + 1), [_NO_HEAD] * (_MOST_BYTES + 1)
+    for size in range(1, _MOST_BYTES + 1):
+        by_size[size] = head = b"%x\r\n" % size
+        whole = len(head) + size + len(_END_OF_CHUNK)
+        if whole <= _MOST_BYTES:
+            by_whole[whole] = head + _DATA
+    return by_size, by_whole
+
+
+_HEAD_BY_SIZE, _BEGINNING_BY_WHOLE = _heads()
+
+
+class TokenPath:
+    """Of one attempt at a stream."""
+
+    __slots__ = (
+        "_after",
+        "_after_bytes",
+        "_attempt",
+        "_before",
+        "_before_bytes",
+        "_between",
+        "_between_bytes",
+        "_client",
+        "_clock",
+        "_delivered",
+        "_event_end",
+        "_framing_bytes",
+        "_has_no_room",
+        "_head_bytes",
+        "_ids_bytes",
+        "_journal",
+        "_most_bytes",
+        "_most_tokens",
+        "_opening",
+        "_silence",
+        "_transport",
+        "_wants_ids",
+    )
+
+    def __init__(
+        self,
+        journal: Journal,
+        template: EventTemplate,
+        head_bytes: int,
+        client: SseClient,
+        *,
+        delivered: Delivered,
+        silence: SilenceTimer,
+        clock: Callable[[], float],
+        has_no_room: Callable[[], None],
+    ) -> None:
+        """`head_bytes`: of the events' head, in the place of which the client gets the stream's."""
+        assert journal.head is not None
+        assert client.chunked_to is not None
+        self._journal = journal
+        self._attempt = journal.attempt
+        self._most_tokens = _MOST_TOKENS if journal.max_tokens is None else journal.max_tokens
+        self._client = client
+        self._transport = client.chunked_to
+        self._delivered = delivered
+        self._silence = silence
+        self._clock = clock
+        self._has_no_room = has_no_room
+        self._before = template.before
+        self._before_bytes = len(template.before)
+        self._between = template.between
+        self._between_bytes = len(template.between)
+        self._after = template.after + _END_OF_EVENT + _END_OF_CHUNK
+        self._after_bytes = len(self._after)
+        # What the client gets: the opening, what lies between head and ids, and the end.
+        self._wants_ids = journal.wants_ids
+        self._opening = _DATA + journal.head
+        self._head_bytes = head_bytes
+        self._ids_bytes = template.ids_bytes
+        self._event_end = template.rest + _END_OF_EVENT + _END_OF_CHUNK
+        if self._wants_ids:
+            self._event_end = _END_OF_EVENT + _END_OF_CHUNK
+        self._framing_bytes = len(self._opening) + len(self._event_end) - len(_END_OF_CHUNK)
+        self._most_bytes = _MOST_BYTES - self._framing_bytes
+
+    def take(self, data: bytes) -> bool:
+        """Relay a read; False: it is not of the usual form, and nothing has happened."""
+        size = len(data)
+        if size > self._most_bytes:
+            return False
+        beginning = _BEGINNING_BY_WHOLE[size]
+        at = len(beginning)
+        if not (
+            data.startswith(beginning)
+            and data.startswith(self._before, at)
+            and data.endswith(self._after)
+        ):
+            return False
+        # A quote within the text would be escaped: so this is the text's end.
+        text_at = at + self._before_bytes
+        text_end = data.find(b'"', text_at)
+        if not data.startswith(self._between, text_end) or data.find(b"\n", text_at, text_end) >= 0:
+            return False
+        digits = data[text_end + self._between_bytes : size - self._after_bytes]
+        # Of JSON's numbers those that need no look: natural, below 2^32.
+        if not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
+            return False
+        journal, transport = self._journal, self._transport
+        ids = journal.output_ids
+        if (
+            journal.attempt != self._attempt
+            or journal.finish_reason is not None
+            or len(ids) >= self._most_tokens
+            or transport.is_closing()
+        ):
+            return False
+        ids.append(int(digits))
+        begin = at + self._head_bytes
+        end = size - 4 if self._wants_ids else text_end + self._ids_bytes
+        transport.write(
+            b"".join(
+                (
+                    _HEAD_BY_SIZE[self._framing_bytes + end - begin],
+                    self._opening,
+                    data[begin:end],
+                    self._event_end,
+                )
+            )
+        )
+        self._client.was_silent = False
+        if self._client.blocked:
+            self._has_no_room()
+        self._silence.heard_s = self._delivered.last_s = now_s = self._clock()
+        self._delivered.tokens += 1
+        journal.wrote(now_s)
+        return True

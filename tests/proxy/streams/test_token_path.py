@@ -1,0 +1,327 @@
+"""The way of the usual token: shorter, and the same in everything that can be seen."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.control.silence import Delivered
+from kvrs.errors import UpstreamError
+from kvrs.ids import StreamId
+from kvrs.protocol.openai.chunks import (
+    ChatChunkChoice,
+    ChatDelta,
+    Choice,
+    sse,
+)
+from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.relay import Relay
+from kvrs.proxy.wire.http_response import HttpResponse
+from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
+from kvrs.proxy.wire.sse import head_of
+from kvrs.proxy.wire.upstream import Need
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+SETTINGS = settings(max_examples=400, deadline=None)
+TEXTS = st.text(max_size=20) | st.sampled_from(
+    ['"', "\\", '",', '\\",', ',"token_ids":[1]', "]}", "\n", "\r\n\r\n", "", "x" * 3000]
+)
+
+
+@pytest.fixture
+def loop_of_a_test() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+class Wire:
+    """Of a client's connection what a stream uses."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.is_lost = False
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def is_closing(self) -> bool:
+        return self.is_lost
+
+
+class Client:
+    """Frames events as a response in chunks does."""
+
+    def __init__(self, wire: Wire, *, is_direct: bool) -> None:
+        self.wire = wire
+        self.blocked = False
+        self.was_silent = True
+        self.chunked_to = wire
+        self.direct = cast(SseClient, self) if is_direct else None
+
+    def send(self, events: Sequence[bytes]) -> None:
+        if self.wire.is_lost:
+            return
+        self.was_silent = False
+        for data in map(sse, events):
+            self.wire.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        pass
+
+
+class Way:
+    """That of a stream's bytes from the engine's connection to the client's."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, journal: Journal, *, is_short: bool
+    ) -> None:
+        self.journal = journal
+        self.wire = Wire()
+        self.client = Client(self.wire, is_direct=is_short)
+        self.delivered = Delivered()
+        self.taken = 0  # Reads that were shortened.
+        self.said: list[str] = []
+        self.relay = Relay(
+            journal,
+            self.client,
+            journal.attempt,
+            clock=lambda: 1.0,
+            resumed=lambda: None,
+            delivered=self.delivered,
+        )
+        self.relay.begin(self)
+        self._response = HttpResponse(loop)
+        self._response.feed(HEAD)
+
+    def pause(self) -> None:
+        self.said.append("pause")
+
+    def resume(self) -> None:
+        self.said.append("resume")
+
+    def read(self, data: bytes) -> None:
+        """As the connection of the call does, to the end or a fault."""
+        if self.said:
+            return
+        shortcut = self.relay.shortcut if self._response.is_between_chunks else None
+        if shortcut is not None and shortcut(data):
+            self.taken += 1
+            return
+        try:
+            if (body := self._response.feed(data)) and self.relay.feed(body) is not Need.MORE:
+                self.said.append("complete")
+        except (UpstreamError, ClientGoneError) as error:
+            self.said.append(str(error))
+
+    @property
+    def seen(self) -> tuple[object, ...]:
+        journal = self.journal
+        return (
+            self.wire.sent,
+            self.said,
+            self.client.was_silent,
+            journal.output_ids.tolist(),
+            journal.finish_reason,
+            journal.last_write_s,
+            self.delivered,
+        )
+
+
+def event(
+    text: str, ids: list[int] | None, finish: str | None = None, *, name: str, is_chat: bool
+) -> bytes:
+    token_ids = msgspec.UNSET if ids is None else ids
+    choice = (
+        ChatChunkChoice(delta=ChatDelta(content=text), finish_reason=finish, token_ids=token_ids)
+        if is_chat
+        else Choice(text=text, finish_reason=finish, token_ids=token_ids)
+    )
+    head = {"id": name, "created": 1, "model": "m"}
+    return msgspec.json.encode(head | {"choices": [choice], "object": "o"})
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def journal_of(*, is_chat: bool, wants_ids: bool = False, max_tokens: int = 50) -> Journal:
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": [1]}
+    body = {"max_tokens": max_tokens, "stream": True, "return_token_ids": wants_ids} | prompt
+    parsed = read(CHAT if is_chat else COMPLETIONS, msgspec.json.encode(body))
+    return Journal(StreamId("1"), parsed, arrived_s=0.0, prompt_ids=[1], attempt=1)
+
+
+EVENTS = st.tuples(TEXTS, st.integers(0, 1 << 30))
+
+
+@SETTINGS
+@given(
+    is_chat=st.booleans(),
+    wants_ids=st.booleans(),
+    is_later=st.booleans(),
+    events=st.lists(EVENTS, max_size=8),
+    joined=st.sets(st.integers(0, 8)),
+    max_tokens=st.integers(1, 10),
+)
+def test_the_short_way_gives_what_the_long_one_gives(
+    is_chat: bool,
+    wants_ids: bool,
+    is_later: bool,
+    events: list[tuple[str, int]],
+    joined: set[int],
+    max_tokens: int,
+) -> None:
+    """Bytes for the client, ids in the journal, faults: wherever reads end."""
+    reads = [chunk(sse(event("a", [7], name="name", is_chat=is_chat)))] * 2
+    for number, (text, token_id) in enumerate(events):
+        data = chunk(sse(event(text, [token_id], name="name", is_chat=is_chat)))
+        if number in joined:
+            reads[-1] += data
+        else:
+            reads.append(data)
+
+    def journal() -> Journal:
+        made = journal_of(is_chat=is_chat, wants_ids=wants_ids, max_tokens=max_tokens)
+        if is_later:
+            made.output_ids.append(5)
+            made.head = head_of(event("", None, name="first", is_chat=is_chat))
+        return made
+
+    check_both_ways(journal, reads)
+
+
+def check_both_ways(journal: Callable[[], Journal], reads: Sequence[bytes]) -> None:
+    loop = asyncio.new_event_loop()
+    short, long = (Way(loop, journal(), is_short=is_short) for is_short in (True, False))
+    loop.close()
+    for data in reads:
+        short.read(data)
+        long.read(data)
+    assert short.seen == long.seen
+    assert long.taken == 0
+
+
+USUAL = sse(event("Q", [77], name="name", is_chat=False))
+CHANGES = [
+    *(
+        (b"Q", text)
+        for text in (b"\n", b"\n\n", b"a\r\n\r\nb", b'"', b'\\"', b"\\", b"\xff", b"\\u")
+    ),
+    *((b"[77", b"[" + ids) for ids in (b"077", b"-7", b" 7", b"+7", b"7.0", b"7e1", b'"7"', b"")),
+    *(
+        (b"[77", b"[" + ids)
+        for ids in (b"4294967295", b"4294967296", b"0", b"7,8", b"null", b"7_7")
+    ),
+    (b"null", b'"stop"'),
+    (b'"finish_reason":null', b'"finish_reason":"no"'),
+    (b"data: ", b"data:"),
+    (b"data: ", b"data:  "),
+    (b"data: ", b"event: "),
+    (b'"m"', b'"n"'),
+    (b'"name"', b'"other"'),
+    (b'"index":0', b'"index":1'),
+    (b"}\n\n", b"}\r\n\r\n"),
+    (b"}\n\n", b"}\n"),
+    (b"}\n\n", b"}\n\n "),
+    (b"}\n\n", b'}\n\ndata: {"error":"x"}\n\n'),
+    (b"}\n\n", b"}\n\ndata: [DONE]\n\n"),
+]
+FRAMES = [
+    *((b"\r\n", mark) for mark in (b"\n", b";x\r\n", b"\r\n ", b"0\r\n", b"\r\n\r\n")),
+    (b"data", b"dat"),
+    (b"data", b"Data"),
+    (chunk(USUAL)[:2], b"%x" % (len(USUAL) - 1)),
+    (chunk(USUAL)[:2], b"%x" % (len(USUAL) + 1)),
+    (chunk(USUAL)[:2], b"+9"),
+    (b"\n\n\r\n", b"\n\n\n\n"),
+    (b"\n\n\r\n", b"\n\n"),
+    (b"\n\n\r\n", b"\n\n\r\n\r\n"),
+    (b"\n\n\r\n", b"\n\n\r\n0\r\n\r\n"),
+]
+
+
+@pytest.mark.parametrize("wants_ids", [False, True])
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        *(chunk(USUAL.replace(*change)) for change in CHANGES),
+        *(chunk(USUAL).replace(*change, 1) for change in FRAMES),
+        chunk(USUAL).upper(),
+        b"0" + chunk(USUAL),
+        *(chunk(USUAL)[:size] for size in (1, 3, 20, -30, -3, -1)),
+    ],
+)
+def test_the_short_way_takes_nothing_that_the_long_one_would_not(
+    unusual: bytes, wants_ids: bool
+) -> None:
+    """An engine's events and frames are not believed because those before them were plain."""
+    usual = chunk(USUAL)
+
+    check_both_ways(
+        lambda: journal_of(is_chat=False, wants_ids=wants_ids),
+        [usual, usual, usual, unusual, usual, usual],
+    )
+
+
+def test_the_usual_tokens_are_taken(loop_of_a_test: asyncio.AbstractEventLoop) -> None:
+    """All but the events from which their form is learnt; and of a client that does not read none
+    are lost.
+    """
+    way = Way(loop_of_a_test, journal_of(is_chat=False), is_short=True)
+    for number in range(20):
+        way.read(chunk(sse(event(f" {number}", [number + 5], name="name", is_chat=False))))
+
+    assert way.taken == 18
+    assert way.journal.output_ids.tolist() == list(range(5, 25))
+    assert way.delivered == Delivered(1.0, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attempt": 2}, "complete"),
+        ({"finish_reason": "stop"}, "went on after its finish reason"),
+    ],
+)
+def test_a_token_that_must_not_come_is_left_to_the_long_way(
+    loop_of_a_test: asyncio.AbstractEventLoop, change: dict[str, Any], said: str
+) -> None:
+    """Of a superseded attempt, or behind the end."""
+    way = Way(loop_of_a_test, journal_of(is_chat=False), is_short=True)
+    usual = chunk(sse(event("a", [7], name="name", is_chat=False)))
+    for _ in range(3):
+        way.read(usual)
+    sent = way.wire.sent
+    for name, value in change.items():
+        setattr(way.journal, name, value)
+
+    way.read(usual)
+
+    assert way.taken == 1
+    assert way.said == [said]
+    assert way.wire.sent == sent
+    assert len(way.journal.output_ids) == 3
+
+
+def test_a_client_without_room_stops_the_engines_bytes(
+    loop_of_a_test: asyncio.AbstractEventLoop,
+) -> None:
+    """On the short way as on the long one; and one that has gone gets nothing."""
+    way = Way(loop_of_a_test, journal_of(is_chat=False), is_short=True)
+    usual = chunk(sse(event("a", [7], name="name", is_chat=False)))
+    for _ in range(3):
+        way.read(usual)
+
+    way.wire.is_lost = True
+    way.read(usual)
+    way.wire.is_lost, way.client.blocked = False, True
+    way.read(usual)
+
+    assert way.taken == 2
+    assert way.said == ["pause"]
