@@ -56,6 +56,7 @@ class ShardedPool:
         first = shards[0][0][0]
         self.device = first.device
         self.zero_page = first.shape[0] - 1
+        self.head_counts = (geometry.kv_heads,)
         self._shards = shards
         self._own_layers, self._own_heads = first.shape[1], first.shape[2]
         run = geometry.page_size_tokens * geometry.head_dim
@@ -78,9 +79,9 @@ class ShardedPool:
             for cache, new in zip(caches, (keys, values), strict=True):
                 cache[:, own_layer].transpose(1, 2)[pages, slots] = new[:, heads]
 
-    def first_runs(self, pages: Tensor) -> Tensor:
-        heads = torch.arange(self.geometry.kv_heads) % self._own_heads
-        return pages.unsqueeze(-1) * (self._own_layers * self._own_heads) + heads
+    def first_runs(self, pages: Tensor, heads: int) -> Tensor:
+        own = torch.arange(heads) % self._own_heads
+        return pages.unsqueeze(-1) * (self._own_layers * self._own_heads) + own
 
     def gather(self, layer: int, runs: Tensor) -> tuple[Tensor, Tensor]:
         stage, own_layer = divmod(layer, self._own_layers)

@@ -78,6 +78,7 @@ class Formation:
             members = [rank for rank, of in zip(self.ranks, stage_of, strict=True) if of == stage]
             for layer in range(cuts[stage], cuts[stage + 1]):
                 self._deal_layer(layer, members)
+        assert self.decoder.head is not None, "the decoder is whole"
         self._give("head", 0, self.decoder.head.weights, members)
         for layer in range(self._geometry.layers):
             self._move_cells(layer, before)
@@ -93,6 +94,7 @@ class Formation:
         for rank in self.ranks:
             for pool in rank.pools.values():
                 pool.begin(step.begun_pages)
+        assert self.decoder.embedding is not None, "the decoder is whole"
         hidden = self.decoder.embedding(step)
         tables = None if self.decoder.rotary is None else self.decoder.rotary.at(step.positions)
         for index, layer in enumerate(self.decoder.layers):

@@ -1,6 +1,6 @@
 """The KV pages of one instance: one tensor, in which a page is one run of bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -23,13 +23,16 @@ class KvStore(Protocol):
     @property
     def zero_page(self) -> int: ...
 
+    @property
+    def head_counts(self) -> Collection[int]: ...
+
     def begin(self, pages: Tensor) -> None: ...
 
     def write(
         self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor
     ) -> None: ...
 
-    def first_runs(self, pages: Tensor) -> Tensor: ...
+    def first_runs(self, pages: Tensor, heads: int) -> Tensor: ...
 
     def gather(self, layer: int, runs: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -65,6 +68,11 @@ class KvPool:
     def zero_page(self) -> int:
         return self.pages
 
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """The different numbers of KV heads of layers."""
+        return (self.geometry.kv_heads,)
+
     def stage(self, pages: Sequence[int]) -> Staged:
         """The bytes of pages for a socket: to be sent after `save`, or received before `restore`.
         The caller frees them.
@@ -86,10 +94,10 @@ class KvPool:
         by_slot = self.tensor[:, layer].permute(0, 3, 1, 2, 4)
         by_slot[pages, slots] = torch.stack((keys, values), 2)
 
-    def first_runs(self, pages: Tensor) -> Tensor:
-        """Indices for `gather` of every KV head of every page, `[..., kv_heads]`."""
+    def first_runs(self, pages: Tensor, heads: int) -> Tensor:
+        """Indices for `gather` of that many KV heads of every page, `[..., heads]`."""
         per_page = self.geometry.layers * self.geometry.kv_heads * 2
-        return pages.unsqueeze(-1) * per_page + torch.arange(self.geometry.kv_heads) * 2
+        return pages.unsqueeze(-1) * per_page + torch.arange(heads) * 2
 
     def gather(self, layer: int, runs: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[len(runs), page_size_tokens * head_dim]` of one layer at indices from

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.trees import combine, cover, steps
+from kvrs.elastic.trees import Node, combine, cover
 from kvrs.engine.layers import proofs
 from kvrs.engine.layers.proofs import (
     check_unit_products,
@@ -52,6 +52,11 @@ def mlp(units: int = UNITS, width: int = WIDTH) -> Mlp:
     )
 
 
+def whole(block: Mlp, rows: Tensor, form: Form = CANONICAL) -> Tensor:
+    (total,) = block.sums(rows, form)
+    return block.down.biased(total)
+
+
 def test_same_bytes_tells_the_zeros_apart() -> None:
     """A comparison that takes -0.0 for 0.0 hides a zero that was added."""
     zero = torch.zeros(4)
@@ -72,7 +77,7 @@ def test_a_block_is_the_tree_of_its_units() -> None:
     ]
     assert block.down.bias is not None
 
-    assert same_bytes(block(rows, CANONICAL), pair_sum(torch.stack(summands, 1)) + block.down.bias)
+    assert same_bytes(whole(block, rows), pair_sum(torch.stack(summands, 1)) + block.down.bias)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -82,7 +87,7 @@ def test_every_form_has_the_canonical_bytes(together: bool) -> None:
     rows = noise(21 * TILE_ROWS, HIDDEN)
 
     assert heights == TALL
-    assert same_bytes(block(rows, Form(heights, together)), block(rows, CANONICAL))
+    assert same_bytes(whole(block, rows, Form(heights, together)), whole(block, rows))
 
 
 def test_units_of_different_widths_are_the_sum_of_all_columns() -> None:
@@ -91,7 +96,7 @@ def test_units_of_different_widths_are_the_sum_of_all_columns() -> None:
     units = RowUnits.of([whole[:, :64], whole[:, 64:]], None)
     parts = [rows[:, :64], rows[:, 64:]]
 
-    result = units.by_unit(lambda unit: parts[unit], CANONICAL)
+    (result,) = units.by_unit(lambda unit: parts[unit], CANONICAL)
 
     assert units.stacked is None
     assert torch.allclose(result, rows @ whole.t(), rtol=1e-4, atol=1e-3)
@@ -101,19 +106,18 @@ def test_owners_of_any_units_make_the_same_bytes() -> None:
     """Each sums its largest subtrees; the order in which these arrive does not matter."""
     block, rows, form = mlp(), noise(48, HIDDEN), Form(TALL, together=False)
     assert block.down.bias is not None
-    arrived = {}
-    for owned in ([4, 1], [0, 3, 2]):
-        for node in cover(owned, UNITS):
-            sums = {}
-            for unit, additions in steps(node, UNITS):
-                sums[unit] = block.down.unit(block.inner(rows, unit, form), unit, form)
-                for into, other in additions:
-                    sums[into] = sums[into] + sums.pop(other)
-            (arrived[node],) = sums.values()
+    arrived: dict[Node, Tensor] = {}
+    for owned in ([1, 4], [0, 2, 3]):
+        down = RowUnits.of(
+            [block.down.weights[at].t() for at in owned], None, places=owned, count=UNITS
+        )
+        own = [block.inner(rows, at, form) for at in owned]
+        sums = down.by_unit(own.__getitem__, form)
+        arrived |= dict(zip(cover(owned, UNITS), sums, strict=True))
 
     total = combine(arrived, UNITS, torch.add) + block.down.bias
 
-    assert same_bytes(total, block(rows, CANONICAL))
+    assert same_bytes(total, whole(block, rows))
 
 
 def test_a_height_that_changes_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,10 @@ def attend(queries: Tensor, pool: KvStore, layer: int, step: BatchStep) -> Tenso
     """Results `[rows, heads * head_dim]` for queries `[rows, kv_heads, heads of each, head_dim]`;
     the batch's own KV is in the pool already.
     """
-    results = [_attend_group(queries, pool, layer, group) for group in step.groups]
+    grouping = step.groupings[queries.shape[1]]
+    results = [_attend_group(queries, pool, layer, group) for group in grouping.groups]
     joined = results[0] if len(results) == 1 else torch.cat(results)
-    return joined.index_select(0, step.row_in_groups)
+    return joined.index_select(0, grouping.row_in_groups)
 
 
 def _attend_group(queries: Tensor, pool: KvStore, layer: int, group: TileGroup) -> Tensor:

@@ -5,7 +5,7 @@ Built once per batch on the host and used by every layer.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,15 @@ class TileGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Grouping:
+    """The query tiles of a batch, in groups for a number of KV heads."""
+
+    groups: list[TileGroup]
+    # [rows]: where each row's attention result lies in the groups' results, laid end to end
+    row_in_groups: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class BatchStep:
     """A batch. Rows are padded to whole tiles; padding repeats row 0 and is written nowhere."""
 
@@ -47,9 +56,7 @@ class BatchStep:
     pages: Tensor  # [real rows]
     slots: Tensor  # [real rows]
     begun_pages: Tensor  # pages that get their first position
-    groups: list[TileGroup]
-    # [rows]: where each row's attention result lies in the groups' results, laid end to end
-    row_in_groups: Tensor
+    groupings: Mapping[int, Grouping]  # By the numbers of KV heads that the pool has in its layers.
     logit_rows: Tensor  # [whole tiles]
     logits: int
 
@@ -87,7 +94,6 @@ def build_step(chunks: Sequence[Chunk], pool: KvStore) -> BatchStep:
             logit_rows.append(len(token_ids) - 1)
     device = pool.device
     real_rows = len(token_ids)
-    groups, row_in_groups = _group(tiles, real_rows, pool)
     row_padding = padded_rows(real_rows) - real_rows
     logit_padding = padded_rows(len(logit_rows)) - len(logit_rows)
     begun = [
@@ -97,6 +103,10 @@ def build_step(chunks: Sequence[Chunk], pool: KvStore) -> BatchStep:
     def indices(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(device)
 
+    def grouping(heads: int) -> Grouping:
+        groups, row_in_groups = _group(tiles, real_rows, pool, heads)
+        return Grouping(groups, indices(row_in_groups + [row_in_groups[0]] * row_padding))
+
     return BatchStep(
         token_ids=indices(token_ids + [token_ids[0]] * row_padding),
         positions=indices(positions + [positions[0]] * row_padding),
@@ -104,8 +114,7 @@ def build_step(chunks: Sequence[Chunk], pool: KvStore) -> BatchStep:
         pages=indices(pages),
         slots=indices([position % page_size for position in positions]),
         begun_pages=indices(begun),
-        groups=groups,
-        row_in_groups=indices(row_in_groups + [row_in_groups[0]] * row_padding),
+        groupings={heads: grouping(heads) for heads in pool.head_counts},
         logit_rows=indices(logit_rows + [0] * logit_padding),
         logits=len(logit_rows),
     )
@@ -121,7 +130,9 @@ def _query_tiles(chunk: Chunk, first_row: int) -> Iterator[_Tile]:
         yield _Tile(first_row + offset, chunk.first_position + offset, rows, chunk.pages)
 
 
-def _group(tiles: list[_Tile], real_rows: int, pool: KvStore) -> tuple[list[TileGroup], list[int]]:
+def _group(
+    tiles: list[_Tile], real_rows: int, pool: KvStore, heads: int
+) -> tuple[list[TileGroup], list[int]]:
     """Sort tiles into groups. Returns them, and where the result of every real row will lie."""
     block_tokens = pages_per_block(pool.geometry.page_size_tokens) * pool.geometry.page_size_tokens
     classes: dict[tuple[int, int], list[_Tile]] = {}
@@ -132,14 +143,14 @@ def _group(tiles: list[_Tile], real_rows: int, pool: KvStore) -> tuple[list[Tile
     row_in_groups = [0] * real_rows
     offset = 0
     for (rows_used, blocks), members in classes.items():
-        matrices_per_tile = blocks * pool.geometry.kv_heads
+        matrices_per_tile = blocks * heads
         # The group's matrices must come in whole product groups.
         multiple = GROUP_MATRICES // math.gcd(GROUP_MATRICES, matrices_per_tile)
         size = max(1, _GROUP_BLOCKS // (matrices_per_tile * multiple)) * multiple
         for start in range(0, len(members), size):
             part = members[start : start + size]
             count = -(-len(part) // multiple) * multiple
-            groups.append(_tile_group(part, count, rows_used, blocks, pool))
+            groups.append(_tile_group(part, count, rows_used, blocks, pool, heads))
             for index, tile in enumerate(part):
                 for row in range(tile.rows):
                     row_in_groups[tile.first_row + row] = offset + index * rows_used + row
@@ -156,7 +167,7 @@ def _rounded_up(blocks: int) -> int:
 
 
 def _tile_group(
-    tiles: list[_Tile], count: int, rows_used: int, blocks: int, pool: KvStore
+    tiles: list[_Tile], count: int, rows_used: int, blocks: int, pool: KvStore, heads: int
 ) -> TileGroup:
     """`count` tiles, of which those beyond `tiles` are padding: row 0 looking at the zero page."""
     page_size = pool.geometry.page_size_tokens
@@ -182,7 +193,8 @@ def _tile_group(
     keys = torch.arange(blocks * per_block * page_size).view(1, blocks, 1, -1)
     mask = torch.zeros(()).where(keys <= queries[:, None, :, None], -torch.inf)
     # Order of the gathered runs: tile, block, KV head, page in the block.
-    runs = pool.first_runs(torch.tensor(pages).view(count, blocks, per_block)).transpose(2, 3)
+    by_block = torch.tensor(pages).view(count, blocks, per_block)
+    runs = pool.first_runs(by_block, heads).transpose(2, 3)
     return TileGroup(
         rows_used=rows_used,
         blocks=blocks,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from kvrs.elastic.trees import root, steps
+from kvrs.elastic.trees import SumStep, cover, steps
 from kvrs.engine.layers.tiles import TILE_ROWS
 
 
@@ -106,58 +106,75 @@ class ColumnUnits:
 
 @dataclass(frozen=True, slots=True)
 class RowUnits:
-    """Units that each take columns of their own and yield a summand of the whole result."""
+    """Units that each take columns of their own and yield a summand of the whole result.
+
+    They may be a part of all units. What they yield are then the sums of the largest subtrees that
+    they fill, in the order of `trees.cover`; all units yield one sum.
+    """
 
     weights: tuple[Tensor, ...]  # Of each unit [its columns, out].
     stacked: Tensor | None  # [units, columns, out] in the same memory, where they are equally wide.
-    bias: Tensor | None  # [out], added to the sum.
+    bias: Tensor | None  # [out], added to the sum of all units.
+    order: tuple[SumStep, ...]  # How the summands are added up.
 
     @classmethod
-    def of(cls, units: Sequence[Tensor], bias: Tensor | None) -> "RowUnits":
-        """From matrices `[out, columns]` as checkpoints have them."""
-        if len({unit.shape for unit in units}) > 1:
-            return cls(tuple(unit.contiguous().t() for unit in units), None, bias)
+    def of(
+        cls,
+        units: Sequence[Tensor],
+        bias: Tensor | None,
+        *,
+        places: Sequence[int] | None = None,
+        count: int | None = None,
+    ) -> "RowUnits":
+        """From matrices `[out, columns]` as checkpoints have them. `places`: their numbers, in
+        ascending order, among `count` units; without these they are all.
+        """
+        count = len(units) if count is None else count
+        nodes = cover(range(count) if places is None else places, count)
+        order = tuple(step for node in nodes for step in steps(node, count))
+        assert len(order) == len(units), "each unit has a place"
+        if len({unit.shape for unit in units}) != 1:
+            return cls(tuple(unit.contiguous().t() for unit in units), None, bias, order)
         stacked = torch.stack(list(units)).transpose(1, 2)
-        return cls(stacked.unbind(), stacked, bias)
+        return cls(stacked.unbind(), stacked, bias, order)
 
-    def __call__(self, rows: Tensor, form: Form) -> Tensor:
-        """The whole result `[rows, out]` for `[rows, all columns]`; units are equally wide."""
+    def sums(self, rows: Tensor, form: Form) -> list[Tensor]:
+        """Sums `[rows, out]` for `[rows, all columns]`; units are equally wide."""
         by_unit = rows.view(rows.shape[0], len(self.weights), -1)
         if form.together:
             return self.together(by_unit, form)
         return self.by_unit(lambda unit: by_unit[:, unit], form)
 
-    def together(self, inner: Tensor, form: Form) -> Tensor:
-        """The whole result for `[rows, units, columns]`, all units in one batched product."""
+    def together(self, inner: Tensor, form: Form) -> list[Tensor]:
+        """The sums for `[rows, units, columns]`, all units in one batched product."""
         assert self.stacked is not None, "units of different widths are computed one by one"
         by_unit = inner.transpose(0, 1)
-        sums = [
-            self._sum(torch.bmm(by_unit[:, first:last], self.stacked).unbind())
+        parts = [
+            self._sums(torch.bmm(by_unit[:, first:last], self.stacked).unbind())
             for first, last in _cuts(inner.shape[0], form.heights)
         ]
-        return self._biased(sums[0] if len(sums) == 1 else torch.cat(sums))
+        return parts[0] if len(parts) == 1 else [torch.cat(of) for of in zip(*parts, strict=True)]
 
     def unit(self, inner: Tensor, unit: int, form: Form) -> Tensor:
         """The summand `[rows, out]` of one unit, for its columns."""
         return product(inner, self.weights[unit], form.heights)
 
-    def by_unit(self, inner: Callable[[int], Tensor], form: Form) -> Tensor:
-        """The whole result, unit by unit; `inner(unit)` are a unit's columns."""
-        summands = (self.unit(inner(unit), unit, form) for unit in range(len(self.weights)))
-        return self._biased(self._sum(summands))
+    def by_unit(self, inner: Callable[[int], Tensor], form: Form) -> list[Tensor]:
+        """The sums, unit by unit; `inner(unit)` are a unit's columns."""
+        return self._sums(self.unit(inner(unit), unit, form) for unit in range(len(self.weights)))
 
-    def _sum(self, summands: Iterable[Tensor]) -> Tensor:
-        """The sum of all units' summands in the order of the tree, in the memory of the first."""
-        units = len(self.weights)
+    def biased(self, total: Tensor) -> Tensor:
+        """The whole result, in the memory of the sum of all units."""
+        return total if self.bias is None else total.add_(self.bias)
+
+    def _sums(self, summands: Iterable[Tensor]) -> list[Tensor]:
+        """The summands added in the order of the tree, in the memory of the first of each sum."""
         sums: dict[int, Tensor] = {}
-        for (unit, additions), summand in zip(steps(root(units), units), summands, strict=True):
+        for (unit, additions), summand in zip(self.order, summands, strict=True):
             sums[unit] = summand
             for into, other in additions:
                 sums[into].add_(sums.pop(other))
-        return sums[0]
-
-    def _biased(self, summed: Tensor) -> Tensor:
-        return summed if self.bias is None else summed.add_(self.bias)
+        return list(sums.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +183,7 @@ class Mlp:
     activation: Callable[[Tensor], Tensor]
     down: RowUnits
 
-    def __call__(self, rows: Tensor, form: Form) -> Tensor:
+    def sums(self, rows: Tensor, form: Form) -> list[Tensor]:
         if form.together:
             joined = self.up.together(rows, form)
             by_unit = joined.view(rows.shape[0], len(self.up.weights), -1)

@@ -1,14 +1,17 @@
 """A decoder-only transformer out of exact parts: one forward pass for all families.
 
-Families differ in which parts they are made of (`loading.py`), not in how these are put together.
+Families differ in which parts they are made of (`loading.py`), not in how these are put together. A
+decoder may be the share that one rank of an instance has: some layers, and of these some units.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
+from kvrs.elastic.units import UnitKind
 from kvrs.engine.kv_pool import KvStore
 from kvrs.engine.layers.attention import attend
 from kvrs.engine.layers.norm import layer_norm, rms_norm
@@ -85,7 +88,7 @@ class Attention:
     head_norm: RmsNorm | None  # Over a unit's queries and its key, weights `[heads + 1, head_dim]`.
     head_dim: int
 
-    def __call__(
+    def sums(
         self,
         rows: Tensor,
         layer: int,
@@ -93,12 +96,15 @@ class Attention:
         step: BatchStep,
         pool: KvStore,
         forms: Forms,
-    ) -> Tensor:
+    ) -> list[Tensor]:
+        """Sums of what the units yield, as of `RowUnits`; their KV goes into the pool."""
+        if not self.qkv.weights:
+            return []
         by_unit = self.qkv.side_by_side(rows, forms.qkv)
         heads = by_unit.view(*by_unit.shape[:2], -1, self.head_dim)
         queries, keys, values = self.split(heads, tables)
         pool.write(layer, step.pages, step.slots, keys[: step.real_rows], values[: step.real_rows])
-        return self.output(attend(queries, pool, layer, step), forms.output)
+        return self.output.sums(attend(queries, pool, layer, step), forms.output)
 
     def split(
         self, heads: Tensor, tables: tuple[Tensor, Tensor] | None
@@ -114,6 +120,27 @@ class Attention:
         return queries_and_keys[:, :, :-1], queries_and_keys[:, :, -1], values
 
 
+class Exchange(Protocol):
+    """How the ranks of a stage add up what their units yield; `Alone` is that of a process which
+    has them all.
+    """
+
+    def total(self, sums: list[Tensor], kind: UnitKind, layer: int) -> Tensor:
+        """The sum of all units, from the sums of this rank's, in memory that the caller may
+        change.
+        """
+        ...
+
+
+class Alone:
+    def total(self, sums: list[Tensor], kind: UnitKind, layer: int) -> Tensor:
+        (total,) = sums
+        return total
+
+
+ALONE = Alone()
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     attention_norm: Norm
@@ -121,31 +148,66 @@ class Layer:
     mlp_norm: Norm
     mlp: Mlp
 
+    def attend(
+        self,
+        rows: Tensor,
+        layer: int,
+        tables: tuple[Tensor, Tensor] | None,
+        step: BatchStep,
+        pool: KvStore,
+        forms: Forms,
+        exchange: Exchange,
+    ) -> Tensor:
+        sums = self.attention.sums(rows, layer, tables, step, pool, forms)
+        return self.attention.output.biased(exchange.total(sums, UnitKind.ATTENTION, layer))
+
+    def feed(self, rows: Tensor, layer: int, form: Form, exchange: Exchange) -> Tensor:
+        sums = self.mlp.sums(rows, form) if self.mlp.down.weights else []
+        return self.mlp.down.biased(exchange.total(sums, UnitKind.MLP, layer))
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """Weights in memory and the forward pass over one batch."""
 
-    embedding: Embedding
+    embedding: Embedding | None  # None: other ranks have the first layers.
     rotary: RotaryTable | None
+    first_layer: int
     layers: Sequence[Layer]
     norm_first: bool
     final_norm: Norm | None
     projection: Projection | None  # Back to the width of the embeddings, where they are narrower.
-    head: ColumnUnits
+    head: ColumnUnits | None  # None: other ranks have the last layers.
     forms: Forms
 
     def forward(self, step: BatchStep, pool: KvStore) -> Tensor:
         """Write the batch's KV into the pool; return logits `[step.logits, vocab]`."""
+        assert self.embedding is not None, "only a whole model computes alone"
+        hidden = self.through(self.embedding(step), step, pool, ALONE)
+        return self.logits(hidden, step)
+
+    def through(self, hidden: Tensor, step: BatchStep, pool: KvStore, exchange: Exchange) -> Tensor:
+        """Rows behind the last of these layers, for rows before the first."""
         pool.begin(step.begun_pages)
-        hidden = self.embedding(step)
         tables = None if self.rotary is None else self.rotary.at(step.positions)
-        for index, layer in enumerate(self.layers):
-            attention = partial(
-                layer.attention, layer=index, tables=tables, step=step, pool=pool, forms=self.forms
+        for index, layer in enumerate(self.layers, self.first_layer):
+            attend_units = partial(
+                layer.attend,
+                layer=index,
+                tables=tables,
+                step=step,
+                pool=pool,
+                forms=self.forms,
+                exchange=exchange,
             )
-            hidden = self.add(hidden, layer.attention_norm, attention)
-            hidden = self.add(hidden, layer.mlp_norm, partial(layer.mlp, form=self.forms.mlp))
+            feed_units = partial(layer.feed, layer=index, form=self.forms.mlp, exchange=exchange)
+            hidden = self.add(hidden, layer.attention_norm, attend_units)
+            hidden = self.add(hidden, layer.mlp_norm, feed_units)
+        return hidden
+
+    def logits(self, hidden: Tensor, step: BatchStep) -> Tensor:
+        """`[step.logits, columns of the head's units]`."""
+        assert self.head is not None, "this rank has units of the head"
         last = self.last(hidden.index_select(0, step.logit_rows))
         return self.head.joined(last, self.forms.head)[: step.logits]
 

@@ -9,17 +9,19 @@ gets one unit can check it.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from kvrs.elastic import grain
+from kvrs.elastic.shares import Share
 from kvrs.engine.layers.units import ColumnUnits, RowUnits
-from kvrs.engine.models.decoder import Decoder, Layer, Norm, Projection, RmsNorm
+from kvrs.engine.models.decoder import Decoder, Norm, Projection, RmsNorm
 
 _DIGEST_BYTES = 32
+_TREE = 2  # Version of what hashes are made of.
 NOTE_NAME = ".kvrs-weights.json"
 
 
@@ -29,45 +31,69 @@ def weights_digest(decoder: Decoder, directory: Path, files: Sequence[Path]) -> 
     It is remembered in that directory, where this can be written, for the files as they are: after
     any change of them it is computed again.
     """
-    state = _state([directory / "config.json", *files])
-    remembered = _read(directory / NOTE_NAME, state)
-    if remembered is not None:
+    note = Note(directory, files)
+    if (remembered := note.read()) is not None:
         return remembered
     root = units_root(decoder)
-    # A file that changed while it was loaded has another state by now.
-    if _state([directory / "config.json", *files]) == state:
-        _write(directory / NOTE_NAME, state, root)
+    note.write(root)
     return root
 
 
 def units_root(decoder: Decoder) -> bytes:
-    """The root, computed from the weights in memory."""
-    embedding = decoder.embedding
-    outside = _leaf(
-        embedding.tokens,
-        _matrix(embedding.projection),
-        embedding.positions,
-        *_of_norm(decoder.final_norm),
-        _matrix(decoder.projection),
-    )
-    layers = [_layer(layer) for layer in decoder.layers]
-    return _node([outside, *layers, _node(_of_columns(decoder.head))])
+    """The root, computed from the weights of a whole model in memory."""
+    return root_of(leaves(decoder, None), len(decoder.layers))
 
 
-def _layer(layer: Layer) -> bytes:
-    attention, mlp = layer.attention, layer.mlp
-    outside = _leaf(
-        *_of_norm(layer.attention_norm),
-        *_of_norm(attention.head_norm),
-        attention.output.bias,
-        *_of_norm(layer.mlp_norm),
-        mlp.down.bias,
-    )
-    pairs = [
-        *zip(_of_columns(attention.qkv), _of_rows(attention.output), strict=True),
-        *zip(_of_columns(mlp.up), _of_rows(mlp.down), strict=True),
+def root_of(found: Mapping[str, bytes], layers: int) -> bytes:
+    """The root over the hashes of all units and of what is no unit, by `leaves` of one process or
+    of several.
+    """
+
+    def below(name: str) -> list[bytes]:
+        count = sum(each.startswith(f"{name} ") for each in found)
+        return [found[f"{name} {place}"] for place in range(count)]
+
+    members = [
+        _node([found[f"layer {at}"], *below(f"attention {at}"), *below(f"mlp {at}")])
+        for at in range(layers)
     ]
-    return _node([outside, *(_node(pair) for pair in pairs)])
+    return _node([found["embedding"], *members, found["end"], _node(below("vocabulary"))])
+
+
+def leaves(decoder: Decoder, share: Share | None) -> dict[str, bytes]:
+    """The hash of each unit that a decoder has, and of what it has beside units, by name. Without a
+    share it has all.
+    """
+    embedding, found = decoder.embedding, {}
+    if embedding is not None:
+        projection = _matrix(embedding.projection)
+        found["embedding"] = _leaf(embedding.tokens, projection, embedding.positions)
+    if decoder.head is not None:
+        found["end"] = _leaf(*_of_norm(decoder.final_norm), _matrix(decoder.projection))
+        rows = _of_columns(decoder.head)
+        places = range(len(rows)) if share is None else share.vocabulary
+        found |= {f"vocabulary {at}": leaf for at, leaf in zip(places, rows, strict=True)}
+    for number, layer in enumerate(decoder.layers):
+        at, attention, mlp = decoder.first_layer + number, layer.attention, layer.mlp
+        found[f"layer {at}"] = _leaf(
+            *_of_norm(layer.attention_norm),
+            *_of_norm(attention.head_norm),
+            attention.output.bias,
+            *_of_norm(layer.mlp_norm),
+            mlp.down.bias,
+        )
+        heads = _pairs(attention.qkv, attention.output)
+        own: Sequence[int] = range(len(heads)) if share is None else share.heads[number]
+        found |= {f"attention {at} {of}": node for of, node in zip(own, heads, strict=True)}
+        tiles = _pairs(mlp.up, mlp.down)
+        own = range(len(tiles)) if share is None else share.tiles[number]
+        found |= {f"mlp {at} {of}": node for of, node in zip(own, tiles, strict=True)}
+    return found
+
+
+def _pairs(columns: ColumnUnits, rows: RowUnits) -> list[bytes]:
+    """Of each unit the hash of both of its matrices."""
+    return [_node(pair) for pair in zip(_of_columns(columns), _of_rows(rows), strict=True)]
 
 
 def _of_columns(units: ColumnUnits) -> list[bytes]:
@@ -105,6 +131,43 @@ def _node(children: Sequence[bytes]) -> bytes:
     return total.digest()
 
 
+class Note:
+    """What is remembered in a model's directory about its weights, for the files as they are."""
+
+    def __init__(self, directory: Path, files: Sequence[Path]) -> None:
+        self._path = directory / NOTE_NAME
+        self._files = [directory / "config.json", *files]
+        self._state = _state(self._files)
+
+    def read(self) -> bytes | None:
+        """The root; None: none is noted, or of other files or another tree."""
+        try:
+            remembered = json.loads(self._path.read_bytes())
+            if any(remembered[key] != value for key, value in self._facts().items()):
+                return None
+            root = bytes.fromhex(remembered["root"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return root if len(root) == _DIGEST_BYTES else None
+
+    def write(self, root: bytes) -> None:
+        """Whole or not at all; a directory that cannot be written remembers nothing."""
+        # A file that changed while it was loaded has another state by now.
+        if _state(self._files) != self._state:
+            return
+        document = self._facts() | {"root": root.hex()}
+        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            scratch.write_text(json.dumps(document))
+            scratch.replace(self._path)
+        except OSError:
+            with suppress(OSError):
+                scratch.unlink()
+
+    def _facts(self) -> dict[str, object]:
+        return {"grain": grain.VERSION, "tree": _TREE, "files": self._state}
+
+
 def _state(files: Sequence[Path]) -> list[list[str | int]]:
     """What tells a file from another one or from a changed one, without reading it."""
     found: list[list[str | int]] = []
@@ -113,26 +176,3 @@ def _state(files: Sequence[Path]) -> list[list[str | int]]:
         times = (about.st_mtime_ns, about.st_ctime_ns)
         found.append([path.name, about.st_size, *times, about.st_dev, about.st_ino])
     return found
-
-
-def _read(path: Path, state: list[list[str | int]]) -> bytes | None:
-    try:
-        remembered = json.loads(path.read_bytes())
-        if remembered["grain"] != grain.VERSION or remembered["files"] != state:
-            return None
-        root = bytes.fromhex(remembered["root"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return root if len(root) == _DIGEST_BYTES else None
-
-
-def _write(path: Path, state: list[list[str | int]], root: bytes) -> None:
-    """Whole or not at all; a directory that cannot be written remembers nothing."""
-    document = {"grain": grain.VERSION, "files": state, "root": root.hex()}
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(json.dumps(document))
-        scratch.replace(path)
-    except OSError:
-        with suppress(OSError):
-            scratch.unlink()

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from kvrs.elastic.shares import Share
 from kvrs.engine.layers.rotary import RotaryTable, inverse_frequencies
 from kvrs.engine.layers.tiles import check_tile_products
 from kvrs.engine.layers.units import ColumnUnits, Mlp, RowUnits, gated_silu
@@ -63,23 +64,33 @@ _OPT = _Names(
 
 
 def load_decoder(
-    config: ModelConfig, weights: Weights, positions: int, device: torch.device
+    config: ModelConfig,
+    weights: Weights,
+    positions: int,
+    device: torch.device,
+    share: Share | None = None,
 ) -> Decoder:
-    """Load the weights of a model that will see at most that many positions.
+    """Load the weights of a model that will see at most that many positions, or a rank's share of
+    them.
 
     Raises:
         ConfigError: a tensor is missing or has another shape than config.json says.
         KvrsError: this machine's matrix library cannot compute exactly.
     """
-    decoder = _DecoderLoader(config, weights, device).decoder(positions)
-    for projection in (decoder.embedding.projection, decoder.projection):
+    share = share or Share.whole(config.grain, config.layers)
+    decoder = _DecoderLoader(config, weights, device, share).decoder(positions)
+    into = None if decoder.embedding is None else decoder.embedding.projection
+    for projection in (into, decoder.projection):
         if projection is not None:
             check_tile_products(projection.weight)
-    return replace(decoder, forms=choose_forms(decoder.layers[0], decoder.head))
+    return replace(decoder, forms=choose_forms(decoder.layers, decoder.head))
 
 
 class _DecoderLoader:
-    def __init__(self, config: ModelConfig, weights: Weights, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, device: torch.device, share: Share
+    ) -> None:
+        self._share = share
         self._config = config
         self._weights = weights
         self._device = device
@@ -91,55 +102,68 @@ class _DecoderLoader:
             self._names = short
 
     def decoder(self, positions: int) -> Decoder:
-        config, trunk = self._config, self._names.trunk
-        tokens = self._tensor(f"{trunk}.embed_tokens.weight", config.vocab, config.embedding)
+        config, share, trunk = self._config, self._share, self._names.trunk
         narrow = config.embedding != config.hidden
-        rows = (
-            tokens
-            if config.tied_embeddings
-            else self._tensor("lm_head.weight", config.vocab, config.embedding)
-        )
-        into = (
-            self._projection(f"{trunk}.project_in", config.embedding, config.hidden)
-            if narrow
-            else None
-        )
-        back = (
-            self._projection(f"{trunk}.project_out", config.hidden, config.embedding)
-            if narrow
-            else None
-        )
+        embedding, back = None, None
+        if share.is_first:
+            into = (
+                self._projection(f"{trunk}.project_in", config.embedding, config.hidden)
+                if narrow
+                else None
+            )
+            embedding = Embedding(self._tokens(), into, self._learned_positions())
+        if share.is_last and narrow:
+            back = self._projection(f"{trunk}.project_out", config.hidden, config.embedding)
         return Decoder(
-            embedding=Embedding(tokens, into, self._learned_positions()),
+            embedding=embedding,
             rotary=self._rotary(positions),
-            layers=[self._layer(f"{trunk}.layers.{index}") for index in range(config.layers)],
+            first_layer=share.layers.start,
+            layers=[self._layer(index) for index in share.layers],
             norm_first=config.norm_first,
             final_norm=self._norm(f"{trunk}.{self._names.final_norm}")
-            if config.final_norm
+            if config.final_norm and share.is_last
             else None,
             projection=back,
-            head=ColumnUnits.of(rows, self._grain.vocabulary),
+            head=self._head(embedding) if share.is_last else None,
             forms=Forms(),
         )
 
-    def _layer(self, prefix: str) -> Layer:
-        names = self._names
+    def _tokens(self) -> Tensor:
+        config = self._config
+        name = f"{self._names.trunk}.embed_tokens.weight"
+        return self._tensor(name, config.vocab, config.embedding)
+
+    def _head(self, embedding: Embedding | None) -> ColumnUnits:
+        """Rows of the head; where these are the embeddings', in their memory if all are here."""
+        config, tiles = self._config, self._grain.vocabulary
+        if not config.tied_embeddings:
+            rows = self._tensor("lm_head.weight", config.vocab, config.embedding)
+        else:
+            rows = self._tokens() if embedding is None else embedding.tokens
+        own = [tiles[place] for place in self._share.vocabulary]
+        if len(own) < len(tiles):
+            rows = _by_unit([rows], [own]) if own else rows[:0].clone()
+        return ColumnUnits.of(rows, _side_by_side([own]))
+
+    def _layer(self, index: int) -> Layer:
+        names, prefix = self._names, f"{self._names.trunk}.layers.{index}"
+        at = index - self._share.layers.start
         return Layer(
             attention_norm=self._norm(f"{prefix}.{names.attention_norm}"),
-            attention=self._attention(prefix),
+            attention=self._attention(prefix, self._share.heads[at]),
             mlp_norm=self._norm(f"{prefix}.{names.mlp_norm}"),
-            mlp=self._mlp(prefix),
+            mlp=self._mlp(prefix, self._share.tiles[at]),
         )
 
-    def _attention(self, prefix: str) -> Attention:
+    def _attention(self, prefix: str, own: Sequence[int]) -> Attention:
         config, width = self._config, self._config.head_dim
         queries = _scaled(self._grain.attention, width)
         keys = [range(at * width, (at + 1) * width) for at in range(config.kv_heads)]
         names = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
         return Attention(
-            qkv=self._column_units(names, [queries, keys, keys], bias=config.qkv_bias),
+            qkv=self._column_units(names, [queries, keys, keys], own, bias=config.qkv_bias),
             output=self._row_units(
-                f"{prefix}.{self._names.output}", queries, bias=config.output_bias
+                f"{prefix}.{self._names.output}", queries, own, bias=config.output_bias
             ),
             head_norm=self._head_norm(f"{prefix}.self_attn") if config.head_norm else None,
             head_dim=width,
@@ -152,13 +176,13 @@ class _DecoderLoader:
         keys = self._tensor(f"{prefix}.k_norm.weight", config.head_dim).expand(1, -1)
         return RmsNorm(torch.cat((queries, keys)), config.norm_eps)
 
-    def _mlp(self, prefix: str) -> Mlp:
+    def _mlp(self, prefix: str, own: Sequence[int]) -> Mlp:
         config, tiles = self._config, self._grain.mlp
         names = [f"{prefix}.{name}" for name in self._names.up]
         return Mlp(
-            self._column_units(names, [tiles] * len(names), bias=config.mlp_bias),
+            self._column_units(names, [tiles] * len(names), own, bias=config.mlp_bias),
             gated_silu if config.mlp == "gated silu" else torch.relu,
-            self._row_units(f"{prefix}.{self._names.down}", tiles, bias=config.mlp_bias),
+            self._row_units(f"{prefix}.{self._names.down}", tiles, own, bias=config.mlp_bias),
         )
 
     def _norm(self, name: str) -> Norm:
@@ -195,11 +219,20 @@ class _DecoderLoader:
         return Projection(self._tensor(f"{name}.weight", outer, inner).t())
 
     def _column_units(
-        self, names: list[str], columns: list[Sequence[range]], *, bias: bool
+        self,
+        names: list[str],
+        columns: list[Sequence[range]],
+        own: Sequence[int],
+        *,
+        bias: bool,
     ) -> ColumnUnits:
-        """Of each unit its columns of all these matrices beside each other."""
+        """Of each own unit its columns of all these matrices beside each other; `columns`: of each
+        matrix those of all units.
+        """
         sizes = [ranges[-1].stop for ranges in columns]
         hidden = self._config.hidden
+        if not own:
+            return ColumnUnits.of(torch.empty(0, hidden, device=self._device), [])
         matrices = [
             self._tensor(f"{name}.weight", size, hidden)
             for name, size in zip(names, sizes, strict=True)
@@ -209,19 +242,25 @@ class _DecoderLoader:
             for name, size in zip(names, sizes, strict=True)
             if bias
         ]
-        widths = [sum(map(len, of)) for of in zip(*columns, strict=True)]
-        bounds = pairwise(accumulate(widths, initial=0))
+        mine = [[ranges[place] for place in own] for ranges in columns]
         return ColumnUnits.of(
-            _by_unit(matrices, columns),
-            [range(first, last) for first, last in bounds],
-            _by_unit(biases, columns) if bias else None,
+            _by_unit(matrices, mine),
+            _side_by_side(mine),
+            _by_unit(biases, mine) if bias else None,
         )
 
-    def _row_units(self, name: str, columns: Sequence[range], *, bias: bool) -> RowUnits:
-        matrix = self._tensor(f"{name}.weight", self._config.hidden, columns[-1].stop)
+    def _row_units(
+        self, name: str, columns: Sequence[range], own: Sequence[int], *, bias: bool
+    ) -> RowUnits:
+        hidden, units = self._config.hidden, []
+        if own:
+            matrix = self._tensor(f"{name}.weight", hidden, columns[-1].stop)
+            units = [matrix[:, columns[place].start : columns[place].stop] for place in own]
         return RowUnits.of(
-            [matrix[:, own.start : own.stop] for own in columns],
-            self._tensor(f"{name}.bias", self._config.hidden) if bias else None,
+            units,
+            self._tensor(f"{name}.bias", hidden) if bias else None,
+            places=own,
+            count=len(columns),
         )
 
     def _tensor(self, name: str, *shape: int) -> Tensor:
@@ -230,6 +269,12 @@ class _DecoderLoader:
 
 def _scaled(ranges: Sequence[range], factor: int) -> list[range]:
     return [range(each.start * factor, each.stop * factor) for each in ranges]
+
+
+def _side_by_side(columns: Sequence[Sequence[range]]) -> list[range]:
+    """The columns of each unit in a matrix of these units alone."""
+    widths = [sum(map(len, of)) for of in zip(*columns, strict=True)]
+    return [range(first, last) for first, last in pairwise(accumulate(widths, initial=0))]
 
 
 def _by_unit(tensors: Sequence[Tensor], columns: Sequence[Sequence[range]]) -> Tensor:
