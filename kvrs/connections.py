@@ -75,6 +75,11 @@ class Connections:
         if connection in self._open:
             self._idle[connection] = None
 
+    def abort(self) -> None:
+        """Close all."""
+        for connection in list(self._open):
+            connection.abort()
+
     def forget(self, connection: Counted) -> None:
         if connection not in self._open:
             return

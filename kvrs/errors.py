@@ -1,6 +1,6 @@
 """Expected failures: mistakes of the user, failures of the world. Our own bugs are assertions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 # Optional packages, by the extra of the distribution that installs them (pyproject.toml).
@@ -101,6 +101,15 @@ class GossipError(KvrsError):
 
 class LogError(KvrsError):
     """An event log cannot be read or run again; the message names line and reason."""
+
+
+class RanksLostError(KvrsError):
+    """Ranks of an instance have died, or were killed because they hung."""
+
+    def __init__(self, ranks: Sequence[int], reason: str) -> None:
+        numbers = ", ".join(map(str, ranks))
+        super().__init__(f"rank {numbers} {reason}")
+        self.ranks = tuple(ranks)
 
 
 class LayoutError(KvrsError):

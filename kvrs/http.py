@@ -287,6 +287,10 @@ class HttpPort:
         if self._site is not None and self._site in self._runner.sites:
             await self._site.stop()
 
+    def abort(self) -> None:
+        """Close all connections at once."""
+        self._connections.abort()
+
     async def close(self) -> None:
         """End all requests, after the time for the last words of each."""
         await self._runner.cleanup()

@@ -80,6 +80,14 @@ DistserveHome = Annotated[
 Proxies = Annotated[
     int, typer.Option(min=1, max=8, help="Each 10 ports above the one before it; with gossip")
 ]
+Tp = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Ranks per stage of every instance (tensor parallel) [1]"),
+]
+Pp = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="Stages of every instance (pipeline parallel) [1]"),
+]
 Workers = Annotated[
     int | None,
     typer.Option(min=1, max=MOST_WORKERS, help="Processes of a proxy, on one port of clients [1]"),

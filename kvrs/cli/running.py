@@ -5,7 +5,7 @@ import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -57,14 +57,26 @@ def up(
     proxies: opt.Proxies = 1,
     workers: opt.Workers = None,
     preset: opt.Preset = None,
+    tp: opt.Tp = None,
+    pp: opt.Pp = None,
 ) -> None:
     """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
     from kvrs.cluster.launcher import Cluster
     from kvrs.cluster.upkeep import Upkeep
 
     of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
+    of_instances = {"tp": tp, "pp": pp}
     read_config = partial(
-        _up_config, config, preset, proxies, model, nodes, of_proxy, backend, distserve_home
+        _up_config,
+        config,
+        preset,
+        proxies,
+        model,
+        nodes,
+        of_proxy,
+        backend,
+        distserve_home,
+        of_instances,
     )
     settings = read_config()
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else "cluster")
@@ -94,6 +106,7 @@ def _up_config(
     of_proxy: Mapping[str, int | None],
     backend: Backend | None,
     distserve_home: Path | None,
+    of_instances: Mapping[str, int | None],
 ) -> Config:
     """The settings of file and preset, or of the demo, overridden by the command line."""
     if config is not None and nodes is not None:
@@ -130,9 +143,16 @@ def _up_config(
     for key, value in of_proxy.items():
         if value is not None:
             document["proxy"][key] = value
+    _set_degrees(document, of_instances)
     asked = parse_config(document)
     check_exposure(asked, os.environ)
     return asked
+
+
+def _set_degrees(document: dict[str, Any], of_instances: Mapping[str, int | None]) -> None:
+    for node in document["cluster"]["nodes"]:
+        for instance in node["instances"]:
+            instance |= {key: value for key, value in of_instances.items() if value is not None}
 
 
 def proxy(config: opt.ConfigFile, workers: opt.Workers = None, no_env: opt.NoEnv = False) -> None:

@@ -35,6 +35,7 @@ from kvrs.config.file import (
     read_secret,
 )
 from kvrs.config.proxy import ProxySettings
+from kvrs.engine.ranks.settings import check_layouts
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 
@@ -233,6 +234,7 @@ class Cluster:
         tokens = read_admin_tokens(self.config.security, os.environ)
         self.admin_token = tokens[0] if tokens else None
         self._write_config()
+        check_layouts(self.config)
         self._progress("starting Ray on loopback")
         self._actors.start(self.config)
         self._signals.interrupt()

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvrs.config.backup import AgentSettings
 from kvrs.config.engine import EngineSettings
@@ -19,6 +21,9 @@ class Backend(StrEnum):
     # With what `distserve_patches` adds. A node's prefill and decode instance are one server.
     DISTSERVE = "distserve"
     VLLM = "vllm"  # As its project ships it; started by others.
+
+
+MOST_RANKS = 64  # Of one instance.
 
 
 class DistServeSettings(Settings):
@@ -41,6 +46,41 @@ class InstanceSettings(Settings):
     """Where its pages are pulled from. 0: any free port, chosen once by `kvrs up`."""
     page_host: Host | None = None
     """Of the page port. null: `host`."""
+    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Ranks that compute each layer together, each some of its heads and tiles (tensor parallel).
+    """
+    pp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Stages, each of `tp` ranks and of as many layers as the others (pipeline parallel)."""
+    stages: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None = Field(
+        default=None, min_length=1, max_length=MOST_RANKS
+    )
+    """The layers [first, end) of each stage, in place of equally many. null: by `pp`."""
+    shares: list[Annotated[int, Field(ge=1)]] | None = None
+    """The shares of a stage's ranks in each layer, as [3, 1]. null: equal ones."""
+
+    @model_validator(mode="after")
+    def _has_ranks(self) -> "InstanceSettings":
+        if self.stages is not None and self.pp not in (1, len(self.stages)):
+            raise PydanticCustomError(
+                "stages", f"pp is {self.pp} with {len(self.stages)} stages; allowed: one of them"
+            )
+        if self.shares is not None and len(self.shares) != self.tp:
+            raise PydanticCustomError(
+                "shares", f"{len(self.shares)} shares with tp {self.tp}; allowed: one for each rank"
+            )
+        if (ranks := self.tp * self.stage_count) > MOST_RANKS:
+            raise PydanticCustomError(
+                "ranks", f"{ranks} ranks, which are tp times the stages; allowed: {MOST_RANKS}"
+            )
+        return self
+
+    @property
+    def stage_count(self) -> int:
+        return self.pp if self.stages is None else len(self.stages)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.stage_count
 
     @property
     def pages_at(self) -> str:

@@ -233,6 +233,7 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
             pass
         case _:
             assert_never(config.cluster.backend)
+    yield from _faults_of_ranks(config)
     yield from _faults_of_roles(config)
     yield from _faults_of_profiles(config)
     if config.gossip.enabled:
@@ -263,6 +264,17 @@ def _faults_of_names(config: Config) -> Iterator[str]:
                 f"proxy.peer_host: got {here!r}, with proxy {peer.id!r} at {peer.host!r}; allowed: "
                 f"an address at which that proxy reaches this one"
             )
+
+
+def _faults_of_ranks(config: Config) -> Iterator[str]:
+    """Only ranks of the embedded engine are ours, and only on processors."""
+    cluster = config.cluster
+    for _, instance in cluster.instances():
+        several = f"cluster.nodes: instance {instance.id!r} has {instance.ranks} ranks"
+        if instance.ranks > 1 and cluster.backend is not Backend.EMBEDDED:
+            yield f"{several}; allowed with backend {cluster.backend.value!r}: 1"
+        elif instance.ranks > 1 and cluster.engine.device != "cpu":
+            yield f"{several}; allowed with cluster.engine.device: {cluster.engine.device}: 1"
 
 
 def _faults_of_roles(config: Config) -> Iterator[str]:

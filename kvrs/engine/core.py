@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from kvrs.engine.fetching import PageFetcher
 from kvrs.engine.requests import GenerationRun, Sampled, StepOutput
 from kvrs.engine.runs import CheckpointHooks, RunCore
-from kvrs.engine.worker import Worker
+from kvrs.engine.worker import ModelWorker
+from kvrs.errors import RanksLostError
 from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.pace import Pace
@@ -29,7 +30,7 @@ class EngineCore(RunCore):
 
     def __init__(
         self,
-        worker: Worker,
+        worker: ModelWorker,
         scheduler: BatchScheduler,
         pages: PageManager,
         fetcher: PageFetcher,
@@ -54,7 +55,7 @@ class EngineCore(RunCore):
         self.fetched_pages = 0  # From other instances and agents, since the start.
         # Lease on the pages of an aborted run, whose stream may fetch them from elsewhere.
         self.keep_aborted_s = 0.0
-        self._bug: BaseException | None = None  # An exception of a pull, to be raised by `run`.
+        self._bug: BaseException | None = None  # To be raised by `run`.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
 
     def _begin(self, run: GenerationRun) -> None:
@@ -64,6 +65,11 @@ class EngineCore(RunCore):
     def _cancel(self, run: GenerationRun) -> None:
         retain_until_s = self._clock() + self.keep_aborted_s if self.keep_aborted_s else None
         self._end(run, None, retain_until_s=retain_until_s)
+        self.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End `run` with this error."""
+        self._bug = error
         self.wake()
 
     def wake(self) -> None:
@@ -96,7 +102,11 @@ class EngineCore(RunCore):
                     await self._sleep()
                     continue
                 started_s = self._clock()
-                sampled = await loop.run_in_executor(self._thread, self._compute, batch)
+                try:
+                    sampled = await loop.run_in_executor(self._thread, self._compute, batch)
+                except RanksLostError:
+                    self.scheduler.abandon(batch)
+                    raise
                 if self._pace is not None:
                     await asyncio.sleep(
                         self._pace.batch_s([chunk for _, chunk in batch])
@@ -186,8 +196,7 @@ class EngineCore(RunCore):
         self._pulls.discard(task)
         if not task.cancelled() and (bug := task.exception()) is not None:
             # Without this its stream would wait for ever.
-            self._bug = bug
-            self.wake()
+            self.fail(bug)
 
     async def _pull(self, pull: Pull, sources: list[PullSource]) -> None:
         """Fetch what peers hold, one after the other, each from where the last one ended. What does

@@ -4,16 +4,22 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.engine.chat import load_chat_template
 from kvrs.engine.core import EngineCore
+from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.page_port import InstancePlace
+from kvrs.engine.ranks.group import RankGroup, describe_ranks
+from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedInstance, ServedModel
-from kvrs.engine.worker import Worker
+from kvrs.engine.worker import ModelWorker, Worker
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
@@ -65,22 +71,42 @@ class EngineInstance(ServedInstance):
         engine = config.cluster.engine
         pace = Pace(engine.pace) if engine.pace is not None else None
         started_s = time.monotonic()
-        self.worker = Worker(Path(config.cluster.model), engine)
-        if pace is not None:
-            time.sleep(max(0.0, pace.load_s - (time.monotonic() - started_s)))
-        self.links = SendingLinks(config.transfer, SendingFaults(), node.id)
-        super().__init__(
-            InstancePlace(config, node, settings, secret, epoch, self.links, older),
-            _describe_model(config, Path(config.cluster.model), self.worker),
+        directory = Path(config.cluster.model)
+        layout = layout_of(settings, ModelConfig.from_directory(directory).units)
+        self.worker: ModelWorker = (
+            Worker(directory, engine) if layout is None else RankGroup(directory, engine, layout)
         )
-        self.prefill = (
-            pace.prefill if pace is not None else measure_prefill(self.worker, self.max_model_len)
-        )
+        try:
+            if pace is not None:
+                time.sleep(max(0.0, pace.load_s - (time.monotonic() - started_s)))
+            self.links = SendingLinks(config.transfer, SendingFaults(), node.id)
+            super().__init__(
+                InstancePlace(config, node, settings, secret, epoch, self.links, older),
+                _describe_model(config, directory, self.worker),
+            )
+            self._core = self._make_core(pace)
+        except BaseException:
+            if self.ranks is not None:
+                self.ranks.close()
+            raise
+        self.draining = False
+
+    def _make_core(self, pace: Pace | None) -> EngineCore:
+        """Measure prefill, and put together what computes and what moves pages."""
+        config, engine = self._place.config, self.worker.settings
+        if self.ranks is not None:
+            own = measure_prefill(self.worker, self.max_model_len)
+            self.ranks.predict = partial(predicted_s, own)
+            self.prefill = own if pace is None else pace.prefill
+        else:
+            self.prefill = (
+                measure_prefill(self.worker, self.max_model_len) if pace is None else pace.prefill
+            )
         pages = PageManager(engine.pages, engine.page_size_tokens)
         fetcher, self.checkpointer = self.port.attach(
             pages, self.worker.pool, released=lambda: self.core.wake()
         )
-        self._core = EngineCore(
+        return EngineCore(
             self.worker,
             BatchScheduler(engine, pages),
             pages,
@@ -91,7 +117,6 @@ class EngineInstance(ServedInstance):
             pace=pace,
             checkpoints=self.checkpointer,
         )
-        self.draining = False
 
     @property
     def core(self) -> EngineCore:
@@ -101,8 +126,17 @@ class EngineInstance(ServedInstance):
     def pages(self) -> PageManager:
         return self._core.pages
 
+    @property
+    def ranks(self) -> RankGroup | None:
+        """None: the instance is one process."""
+        return self.worker if isinstance(self.worker, RankGroup) else None
+
     def info(self) -> InstanceInfo:
-        return self._describe(self.prefill, CAPABILITIES, self.worker.gpus)
+        info = self._describe(self.prefill, CAPABILITIES, self.worker.gpus)
+        if self.ranks is None:
+            return info
+        ranks, layout = describe_ranks(self.ranks, info.node)
+        return msgspec.structs.replace(info, ranks=ranks, layout=layout)
 
     def load(self) -> LoadReport:
         scheduler = self.core.scheduler
@@ -127,10 +161,17 @@ class EngineInstance(ServedInstance):
     async def start(self) -> None:
         await self.port.start()
         loop = asyncio.get_running_loop()
+        if self.ranks is not None:
+            self.ranks.on_loss = lambda lost: loop.call_soon_threadsafe(self.core.fail, lost)
         self.tasks = [
             loop.create_task(work)
             for work in (self.core.run(), self.port.probe(), self.checkpointer.run())
         ]
+
+    async def close(self) -> None:
+        await super().close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def drain(self) -> None:
         """Report from now on that this instance is about to end. The pages of streams that are
@@ -144,7 +185,7 @@ class EngineInstance(ServedInstance):
         return not self.core.runs and (not watched or self.pages.unused)
 
 
-def _describe_model(config: Config, directory: Path, worker: Worker) -> ServedModel:
+def _describe_model(config: Config, directory: Path, worker: ModelWorker) -> ServedModel:
     tokenizer = load_tokenizer(directory)
     engine = config.cluster.engine
     # A longer request could never finish here, or its pages could not be asked for in one
@@ -162,11 +203,19 @@ def _describe_model(config: Config, directory: Path, worker: Worker) -> ServedMo
     )
 
 
-def measure_prefill(worker: Worker, max_model_len: int) -> PrefillTable:
+def predicted_s(prefill: PrefillTable, chunks: Sequence[Chunk]) -> float:
+    """Of a batch by the table of this machine."""
+    return prefill.step_overhead_s + sum(
+        prefill.extra(chunk.first_position, len(chunk.token_ids)) - prefill.step_overhead_s
+        for chunk in chunks
+    )
+
+
+def measure_prefill(worker: ModelWorker, max_model_len: int) -> PrefillTable:
     """Time prefill of a few lengths on this machine, before any page is in use: the instance's own
     table.
     """
-    longest = min(max_model_len, worker.pool.pages * worker.geometry.page_size_tokens)
+    longest = min(max_model_len, worker.settings.pages * worker.geometry.page_size_tokens)
     times = {
         at: statistics.median(_prefill_s(worker, tokens) for _ in range(WARM_UP_REPEATS))
         for at, tokens in warm_up_lengths(longest).items()
@@ -185,7 +234,7 @@ def warm_up_lengths(longest_tokens: int) -> dict[int, int]:
     return {0: 1} | {times * step: times * step for times in (1, 2, 4, 8)}
 
 
-def _prefill_s(worker: Worker, tokens: int) -> float:
+def _prefill_s(worker: ModelWorker, tokens: int) -> float:
     size, step = worker.geometry.page_size_tokens, worker.settings.max_batch_tokens
     pages = range(-(-tokens // size))
     started_s = time.perf_counter()

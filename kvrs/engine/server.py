@@ -101,6 +101,10 @@ async def serve_http(
         if tls is not None:
             instance.tasks.append(asyncio.create_task(tls.run()))
         yield app
+    except Exception:
+        # An instance that has failed must not look alive, not even while it ends.
+        port.abort()
+        raise
     finally:
         await port.close()
         await instance.close()

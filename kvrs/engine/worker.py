@@ -5,6 +5,7 @@ requests.
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
@@ -21,11 +22,31 @@ from kvrs.engine.models.digests import weights_digest
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.probe import probe_digest
 from kvrs.engine.models.weights import Weights
+from kvrs.engine.staging import PagePool
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs.scheduling.sequences import Chunk
 
 _DTYPE_BYTES = 4  # Everything is computed and kept in float32.
+
+
+class ModelWorker(Protocol):
+    """What computes the batches of an engine: a `Worker`, or the ranks of an instance together."""
+
+    settings: EngineSettings
+    geometry: KvGeometry
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_positions: int
+    gpus: list[str] | None  # The boards' NVML uuids; None where torch does not report them.
+    fingerprint: str
+
+    @property
+    def pool(self) -> PagePool: ...
+
+    def execute(self, chunks: Sequence[Chunk]) -> Tensor:
+        """As `Worker.execute`; of several ranks it raises RanksLostError."""
+        ...
 
 
 class Worker:
@@ -52,18 +73,8 @@ class Worker:
         torch.set_float32_matmul_precision("highest")
         config = ModelConfig.from_directory(model_directory)
         weights = Weights(model_directory)
-        self.geometry = KvGeometry(
-            layers=config.layers,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype_bytes=_DTYPE_BYTES,
-            page_size_tokens=settings.page_size_tokens,
-        )
-        self.vocab_size = config.vocab
-        # Some checkpoints name end tokens that their weights do not have.
-        self.eos_token_ids = frozenset(
-            token_id for token_id in config.eos_token_ids if token_id < config.vocab
-        )
+        self.geometry = geometry_of(config, settings)
+        self.vocab_size, self.eos_token_ids = config.vocab, end_tokens_of(config)
         self.max_positions = min(settings.max_model_len, config.max_positions)
         self.gpus = _gpus(device)
         # Outside of inference mode: `store` writes into the pool from other threads too.
@@ -72,7 +83,7 @@ class Worker:
             self.model = load_decoder(config, weights, self.max_positions, device)
             check_attention(config, settings.page_size_tokens, device)
             root = weights_digest(self.model, model_directory, weights.files)
-        self.fingerprint = _fingerprint(config, root, self.geometry, device)
+        self.fingerprint = fingerprint_of(arithmetic_of(config, self.geometry, device), root)
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute one batch: its KV goes into the chunks' pages.
@@ -90,6 +101,21 @@ class Worker:
             )
         with torch.inference_mode():
             return self.model.forward(build_step(chunks, self.pool), self.pool).cpu()
+
+
+def geometry_of(config: ModelConfig, settings: EngineSettings) -> KvGeometry:
+    return KvGeometry(
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype_bytes=_DTYPE_BYTES,
+        page_size_tokens=settings.page_size_tokens,
+    )
+
+
+def end_tokens_of(config: ModelConfig) -> frozenset[int]:
+    # Some checkpoints name end tokens that their weights do not have.
+    return frozenset(token_id for token_id in config.eos_token_ids if token_id < config.vocab)
 
 
 def _device(name: str) -> torch.device:
@@ -123,17 +149,22 @@ def check_attention(config: ModelConfig, page_size_tokens: int, device: torch.de
     check_batched_products(rows, block_tokens, config.head_dim, device)
 
 
-def _fingerprint(
-    config: ModelConfig, weights_root: bytes, geometry: KvGeometry, device: torch.device
-) -> str:
-    """Equal for two workers exactly when their KV pages are the same bits.
+def fingerprint_of(arithmetic: bytes, weights_root: bytes) -> str:
+    """Equal for two workers exactly when their KV pages are the same bits."""
+    total = hashlib.blake2b(digest_size=16, person=b"kvrs-model")
+    total.update(arithmetic)
+    total.update(weights_root)
+    return total.hexdigest()
+
+
+def arithmetic_of(config: ModelConfig, geometry: KvGeometry, device: torch.device) -> bytes:
+    """All that decides bits beside the weights.
 
     The same weights on other hardware, or under another release of torch, give nearly the same
     numbers: near enough to look right, not near enough to continue a stream exactly. So the
     arithmetic is part of the fingerprint: its names, and results of it. So are the names of the
     fields of ModelConfig and KvGeometry, but no name of a class or module.
     """
-    total = hashlib.blake2b(digest_size=16, person=b"kvrs-model")
     # A set has no order of its own, and the end token is no part of what KV means.
     fields = {
         name: value
@@ -145,15 +176,11 @@ def _fingerprint(
         if device.type == "cuda"
         else torch.backends.cpu.get_cpu_capability()
     )
-    total.update(
-        msgspec.json.encode(
-            [
-                *(fields, geometry, PAGE_LAYOUT, grain.VERSION),
-                *(device.type, where, str(torch.__version__)),
-                probe_digest(config, geometry.page_size_tokens, device).hex(),
-            ],
-            order="sorted",
-        )
+    return msgspec.json.encode(
+        [
+            *(fields, geometry, PAGE_LAYOUT, grain.VERSION),
+            *(device.type, where, str(torch.__version__)),
+            probe_digest(config, geometry.page_size_tokens, device).hex(),
+        ],
+        order="sorted",
     )
-    total.update(weights_root)
-    return total.hexdigest()

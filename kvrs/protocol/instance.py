@@ -53,6 +53,24 @@ class MeasuredPrefill(msgspec.Struct, frozen=True):
     seconds: list[Seconds]
 
 
+class RankInfo(msgspec.Struct, frozen=True):
+    """One of the processes among which an instance divides a model."""
+
+    rank: Natural
+    stage: Natural
+    pid: int
+    node: NodeId
+    units: Natural  # That it computes, of all layers and kinds.
+    heads: list[int]  # KV heads of which it has cells, in any layer of its stage.
+
+
+class LayoutInfo(msgspec.Struct, frozen=True):
+    """How an instance is divided among its ranks."""
+
+    number: Natural  # Rises with every change.
+    stages: list[tuple[int, int]]  # The layers [first, end) of each.
+
+
 class InstanceInfo(msgspec.Struct, frozen=True):
     """Answer of `GET /kvrs/v1/instance`."""
 
@@ -74,6 +92,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # has the history computed there, so prefill and decode are one call.
     own_prefill: InstanceId | None = None
     worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
+    ranks: list[RankInfo] = []  # None where one process computes everything.
+    layout: LayoutInfo | None = None  # Of the ranks.
     gpus: list[str] | None = (
         # The boards it runs on, by NVML's uuid; None: not known, so it may be any of its node.
         None

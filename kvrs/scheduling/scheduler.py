@@ -15,8 +15,8 @@ Invariants, which `check` and the tests hold it to:
    their prefill, never before those that had it: a stream that is running is not preempted because
    another one is being recovered.
 3. A page that may still be written from outside (by the executor: a batch in flight; by a socket:
-   a pull) is not given back, whatever happened to its sequence, before `complete` or `pulled` ends
-   the writing.
+   a pull) is not given back, whatever happened to its sequence, before `complete`, `abandon` or
+   `pulled` ends the writing.
 4. A page is registered in the prefix cache only when all its tokens are computed or have arrived.
 5. Every position of a history is written once: by a pull or by computing, never by both. A sequence
    computes in the order of its positions, each only when the KV of all before it is there: up to
@@ -55,8 +55,9 @@ from kvrs.scheduling.sequences import (
 class BatchScheduler:
     """The scheduler of one engine.
 
-    One round: `admit`, then `next_batch`; if that is not empty execute it, `complete`, and `finish`
-    the sequences that ended. Between `next_batch` and `complete` everything else may be called.
+    One round: `admit`, then `next_batch`; if that is not empty execute it, `complete` it, or
+    `abandon` it where that failed, and `finish` the sequences that ended. Between `next_batch` and
+    `complete` everything else may be called.
     After `add`, `finish`, `pulled`, and after a peer's pins were released, another round may find
     more to do.
     """
@@ -130,7 +131,7 @@ class BatchScheduler:
         return (
             len(self._admitted) >= self._max_running
             or self._blocked is not None
-            or self._has_stalled
+            or _runs(self._stalled)
         )
 
     @property
@@ -166,7 +167,7 @@ class BatchScheduler:
         pulls: list[Pull] = []
         # Pages that come free go to stalled sequences first; a new one that starts to pull could
         # not be preempted for them.
-        if self._has_stalled:
+        if _runs(self._stalled):
             return pulls
         while (
             len(self._admitted) < self._max_running and (sequence := self._queue.head()) is not None
@@ -352,6 +353,16 @@ class BatchScheduler:
                 prefilled.append(sequence)
         return prefilled
 
+    def abandon(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
+        """Drop a batch that failed: no book has changed by it, and the next one may be the same."""
+        assert frozenset(sequence for sequence, _ in batch) == self._in_flight, (
+            "not the batch that is in flight"
+        )
+        self._in_flight = frozenset()
+        for sequence, _ in batch:
+            if sequence.phase is SequencePhase.FINISHED:
+                self._give_back(sequence)
+
     # The end.
 
     def finish(self, sequence: Sequence, retain_until_s: float | None = None) -> None:
@@ -381,10 +392,6 @@ class BatchScheduler:
         self._give_back(sequence)
 
     # Helpers.
-
-    @property
-    def _has_stalled(self) -> bool:
-        return any(sequence.phase is SequencePhase.RUNNING for sequence in self._stalled)
 
     def _change(
         self,
@@ -471,6 +478,10 @@ class BatchScheduler:
         assert all(self._pages.references(page) >= count for page, count in owners.items()), (
             "a page is owned without a pin"
         )
+
+
+def _runs(sequences: Iterable[Sequence]) -> bool:
+    return any(sequence.phase is SequencePhase.RUNNING for sequence in sequences)
 
 
 def _register(pages: PageManager, sequence: Sequence, indexes: Iterable[int]) -> None:

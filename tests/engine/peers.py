@@ -14,6 +14,7 @@ from typing import Any
 from kvrs.config.file import parse_config
 from kvrs.engine.admission import Admission
 from kvrs.engine.instance import EngineInstance
+from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.requests import GenerationRun
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.requests import parse_completion_request
@@ -76,11 +77,12 @@ class PeerEngine:
         """The KV of every full page of a history, as it lies in this engine; None: it is not
         here.
         """
-        manager, tensor = self.instance.pages, self.instance.worker.pool.tensor
+        manager, pool = self.instance.pages, self.instance.worker.pool
+        assert isinstance(pool, KvPool), "one process"
         found: list[bytes | None] = []
         for tag in page_tags(self.instance.root(""), list(token_ids), P):
             held = manager.match([tag])
-            found.append(tensor[held[0]].numpy().tobytes() if held else None)
+            found.append(pool.tensor[held[0]].numpy().tobytes() if held else None)
             manager.release(held)
         return found
 

@@ -14,6 +14,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.transfer import TransferSettings
 from kvrs.engine import checkpoints
 from kvrs.engine.instance import EngineInstance
+from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
@@ -33,6 +34,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 AGENT, AGENTS_NODE = InstanceId("agent-n1"), NodeId("n1")
 PAGE = 16
+
+
+def page_of(instance: EngineInstance, page: int) -> bytes:
+    assert isinstance(instance.worker.pool, KvPool), "one process"
+    return bytes(instance.worker.pool.view(page))
 
 
 class CountingStore(HostStore):
@@ -231,7 +237,7 @@ async def test_prefill_and_decode_together_keep_whole_streams_at_the_agent(
                 ours = decode.pages.match(tags[:held])
                 assert len(ours) == held
                 assert [bytes(page) for page in theirs.pages] == [
-                    bytes(decode.worker.pool.view(page)) for page in ours
+                    page_of(decode, page) for page in ours
                 ]
                 decode.pages.release(ours)
                 store.unpin(theirs)
@@ -353,7 +359,7 @@ async def test_a_page_that_is_damaged_on_its_way_is_sent_again(
             ours = decode.pages.match(tags[: len(theirs.pages)])
             assert len(theirs.pages) > 10
             assert [bytes(page) for page in theirs.pages] == [
-                bytes(decode.worker.pool.view(page)) for page in ours
+                page_of(decode, page) for page in ours
             ]
             assert len(store.sent) > len(set(store.sent))
             decode.pages.release(ours)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.layers.rotary import RopeScaling
-from kvrs.engine.models.config import ModelConfig, Rope
+from kvrs.engine.models.config import ModelConfig, Rope, RopeScaling
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 

@@ -333,6 +333,25 @@ class BatchMachine(RuleBasedStateMachine):
             if self.batch:
                 self.complete(retain=False)
 
+    @precondition(lambda self: self.batch)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        """A rank is lost within a batch: some of its KV is written, and no book has changed."""
+        for _, chunk in self.batch:
+            end = chunk.first_position + len(chunk.token_ids)
+            for position in range(chunk.first_position, end):
+                if data.draw(st.booleans()):
+                    self.engine.slots[chunk.pages[position // P]][position % P] = GARBAGE
+        before = {one: (one.computed_tokens, list(one.token_ids)) for one in self.open}
+
+        self.engine.scheduler.abandon(self.batch)
+
+        abandoned, self.batch = self.batch, []
+        assert before == {one: (one.computed_tokens, list(one.token_ids)) for one in self.open}
+        if all(one in self.open for one, _ in abandoned):
+            self.next_batch()
+            assert {one for one, _ in abandoned} <= {one for one, _ in self.batch} or self.pulls
+
     @precondition(lambda self: self.open)
     @rule(data=st.data(), retain=st.booleans())
     def abort_or_stop(self, data: st.DataObject, retain: bool) -> None:

@@ -3,27 +3,15 @@ checkpoints.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvrs.engine.models.config import RopeScaling
+
 # A table of whole SIMD vectors: the last entries must not be computed by other code than the same
 # entries of a longer table.
 _ROWS_MULTIPLE = 32
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """How frequencies are stretched beyond the length that a model was trained on. The last three
-    belong to `llama3`.
-    """
-
-    kind: str  # "linear" or "llama3"
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_positions: int = 8192
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -10,8 +10,23 @@ from pathlib import Path
 from typing import Literal
 
 from kvrs.elastic.grain import Grain
-from kvrs.engine.layers.rotary import RopeScaling
+from kvrs.elastic.units import Units
 from kvrs.engine.models.fields import Fields
+
+_WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How frequencies are stretched beyond the length that a model was trained on. The last three
+    belong to `llama3`.
+    """
+
+    kind: str  # "linear" or "llama3"
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,23 @@ class ModelConfig:
             kv_heads=self.kv_heads,
             intermediate=self.intermediate,
             vocab=self.vocab,
+        )
+
+    @property
+    def units(self) -> Units:
+        """With the bytes that they have in memory, where all is float32."""
+        narrow = self.embedding != self.hidden
+        embeddings = self.vocab * self.embedding + 2 * narrow * self.embedding * self.hidden
+        learned = 0 if self.rope else self.max_positions * self.hidden
+        norms = (2 * self.layers + 1) * self.hidden
+        return Units.of(
+            self.grain,
+            layers=self.layers,
+            hidden=self.hidden,
+            head_dim=self.head_dim,
+            gated=self.mlp == "gated silu",
+            weight_bytes=_WEIGHT_BYTES,
+            common_bytes=(embeddings + learned + norms) * _WEIGHT_BYTES,
         )
 
     @classmethod

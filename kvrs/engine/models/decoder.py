@@ -120,7 +120,7 @@ class Attention:
         return queries_and_keys[:, :, :-1], queries_and_keys[:, :, -1], values
 
 
-class Exchange(Protocol):
+class SumExchange(Protocol):
     """How the ranks of a stage add up what their units yield; `Alone` is that of a process which
     has them all.
     """
@@ -156,12 +156,12 @@ class Layer:
         step: BatchStep,
         pool: KvStore,
         forms: Forms,
-        exchange: Exchange,
+        exchange: SumExchange,
     ) -> Tensor:
         sums = self.attention.sums(rows, layer, tables, step, pool, forms)
         return self.attention.output.biased(exchange.total(sums, UnitKind.ATTENTION, layer))
 
-    def feed(self, rows: Tensor, layer: int, form: Form, exchange: Exchange) -> Tensor:
+    def feed(self, rows: Tensor, layer: int, form: Form, exchange: SumExchange) -> Tensor:
         sums = self.mlp.sums(rows, form) if self.mlp.down.weights else []
         return self.mlp.down.biased(exchange.total(sums, UnitKind.MLP, layer))
 
@@ -186,7 +186,9 @@ class Decoder:
         hidden = self.through(self.embedding(step), step, pool, ALONE)
         return self.logits(hidden, step)
 
-    def through(self, hidden: Tensor, step: BatchStep, pool: KvStore, exchange: Exchange) -> Tensor:
+    def through(
+        self, hidden: Tensor, step: BatchStep, pool: KvStore, exchange: SumExchange
+    ) -> Tensor:
         """Rows behind the last of these layers, for rows before the first."""
         pool.begin(step.begun_pages)
         tables = None if self.rotary is None else self.rotary.at(step.positions)

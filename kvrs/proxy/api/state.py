@@ -84,6 +84,8 @@ def _instance(
         "url": driver.backends[known.id].url,
         "pid": None if known.info is None else known.info.pid,
         "worker_pids": [] if known.info is None else known.info.worker_pids,
+        "ranks": [] if known.info is None else msgspec.to_builtins(known.info.ranks),
+        "layout": None if known.info is None else msgspec.to_builtins(known.info.layout),
         "health": known.health,
         "epoch": None if known.info is None else known.info.epoch,
         "load": None if known.load is None else msgspec.to_builtins(known.load),

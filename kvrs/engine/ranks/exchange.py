@@ -1,0 +1,258 @@
+"""What the ranks of a formation hand to each other, in memory that they share.
+
+Every rank has a line of words and two slots. To add up a block, each rank of a stage puts the sums
+of its largest subtrees (`kvrs.elastic.trees`) into a slot, counts, waits until the others of the
+stage have counted as far, and adds all sums in the one order of the tree. A slot is used again two
+sums later: by then every other rank has counted once more, so it has read what was there. Rows go
+from one stage to the next, and logits to the instance's process, in areas of their own.
+
+The memory belongs to one formation: a rank of an earlier one writes where nothing is read.
+"""
+
+import mmap
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvrs.elastic.layouts import Layout
+from kvrs.elastic.trees import Node, combine, cover
+from kvrs.elastic.units import UnitKind
+from kvrs.engine.layers.tiles import padded_rows
+from kvrs.engine.ranks.futex import Word
+from kvrs.errors import KvrsError
+
+_LINE_BYTES = 64  # Of a core's cache, so that words of different ranks do not share one.
+_FLOAT_BYTES = 4
+_PAGE_BYTES = 4096
+
+
+class FormationEndedError(KvrsError):
+    """The formation computes no more: a rank is lost, or another formation follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Areas:
+    """Where everything lies in the memory of a formation."""
+
+    ranks: tuple[int, ...]
+    slot_floats: int
+    rows_floats: int  # Of one stage to the next.
+    boundaries: int
+    logit_rows: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, layout: Layout, *, hidden: int, vocabulary: int, batch_tokens: int) -> "Areas":
+        rows_floats = padded_rows(batch_tokens) * hidden
+        most = max(
+            len(cover(_places(owners, rank), len(owners)))
+            for owners in (*layout.attention, *layout.mlp)
+            for rank in layout.ranks
+        )
+        return cls(
+            ranks=layout.ranks,
+            slot_floats=most * rows_floats,
+            rows_floats=rows_floats,
+            boundaries=len(layout.stages) - 1,
+            logit_rows=batch_tokens,
+            vocabulary=vocabulary,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        return self._logits + self.logit_rows * self.vocabulary * _FLOAT_BYTES
+
+    def slot(self, rank: int, turn: int) -> int:
+        return self._slots + (2 * self.ranks.index(rank) + turn) * self.slot_floats * _FLOAT_BYTES
+
+    def rows(self, boundary: int) -> int:
+        return self._rows + boundary * self.rows_floats * _FLOAT_BYTES
+
+    @property
+    def logits(self) -> int:
+        return self._logits
+
+    @property
+    def _slots(self) -> int:
+        return _whole_pages((1 + len(self.ranks)) * _LINE_BYTES)
+
+    @property
+    def _rows(self) -> int:
+        return _whole_pages(self._slots + 2 * len(self.ranks) * self.slot_floats * _FLOAT_BYTES)
+
+    @property
+    def _logits(self) -> int:
+        return _whole_pages(self._rows + self.boundaries * self.rows_floats * _FLOAT_BYTES)
+
+
+class Line:
+    """The words of one rank."""
+
+    def __init__(self, memory: mmap.mmap, areas: Areas, rank: int) -> None:
+        first = (1 + areas.ranks.index(rank)) * _LINE_BYTES
+        self.summed = Word(memory, first)  # How many sums it has handed over.
+        self.sent = Word(memory, first + 4)  # The last batch of which it sent rows on.
+        self.done = Word(memory, first + 8)  # The last batch that it has computed.
+        # While it waits: what for (see `waits`), and until which count.
+        self.awaits = Word(memory, first + 12)
+        self.until = Word(memory, first + 16)
+        # Microseconds that its thread has computed.
+        self.worked_us = Word(memory, first + 20)
+
+
+class FormationMemory:
+    """The memory of a formation as all its processes map it."""
+
+    def __init__(self, memory: mmap.mmap, areas: Areas) -> None:
+        self.areas = areas
+        self.ended = Word(memory, 0)
+        self.lines = {rank: Line(memory, areas, rank) for rank in areas.ranks}
+        self._floats = torch.frombuffer(memory, dtype=torch.float32)
+
+    def floats(self, offset: int, *shape: int) -> Tensor:
+        count = 1
+        for each in shape:
+            count *= each
+        first = offset // _FLOAT_BYTES
+        return self._floats[first : first + count].view(shape)
+
+    def logits(self, rows: int) -> Tensor:
+        return self.floats(self.areas.logits, rows, self.areas.vocabulary)
+
+    def end(self) -> None:
+        """Let all ranks end what they do in this formation."""
+        self.ended.note(1)
+        for line in self.lines.values():
+            line.summed.wake()
+            line.sent.wake()
+            line.done.wake()
+
+    def stuck(self, batch: int) -> list[int]:
+        """Ranks that neither have computed a batch nor wait for another rank."""
+        return [
+            rank
+            for rank, line in self.lines.items()
+            if not line.done.has_reached(batch) and not self._waits(line)
+        ]
+
+    def _waits(self, line: Line) -> bool:
+        if not line.awaits.value:
+            return False
+        place, kind = divmod(line.awaits.value - 1, 2)
+        other = self.lines[self.areas.ranks[place]]
+        return not (other.sent if kind else other.summed).has_reached(line.until.value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """How the sums of a stage's ranks make one."""
+
+    sources: tuple[tuple[int, int], ...]  # Of each sum, which rank has it, and its place there.
+    additions: tuple[tuple[int, int], ...]  # Of sums by number; each makes one more.
+    result: int
+
+
+class SharedMemory:
+    """The `SumExchange` of one rank of a stage."""
+
+    def __init__(self, memory: FormationMemory, layout: Layout, rank: int) -> None:
+        self._memory, self._areas, self._rank = memory, memory.areas, rank
+        stage = layout.stage_of(rank)
+        self._line = memory.lines[rank]
+        self._peers = [other for other in stage.ranks if other != rank]
+        self._sums = {
+            (kind, layer): _sum_of(owners[layer])
+            for kind, owners in ((UnitKind.ATTENTION, layout.attention), (UnitKind.MLP, layout.mlp))
+            for layer in stage.layers
+        }
+        self._count = 0
+        self._shape = (0, 0)
+        place = layout.stages.index(stage)
+        self._before = layout.stages[place - 1].ranks[0] if place else None
+        self._boundary = place
+        self._sends = place + 1 < len(layout.stages) and stage.ranks[0] == rank
+
+    def total(self, sums: list[Tensor], kind: UnitKind, layer: int) -> Tensor:
+        plan = self._sums[kind, layer]
+        if not self._peers:
+            (total,) = sums
+            return total
+        self._count += 1
+        turn = self._count % 2
+        for at, own in enumerate(sums):
+            self._slot(self._rank, turn, at).copy_(own)
+        self._line.summed.set(self._count)
+        for peer in self._peers:
+            self._await(self._memory.lines[peer].summed, self._count, peer, 0)
+        values = [
+            sums[at] if rank == self._rank else self._slot(rank, turn, at)
+            for rank, at in plan.sources
+        ]
+        given = len(values)
+        for one, other in plan.additions:
+            left, right = values[one], values[other]
+            values.append(left.add_(right) if one >= given else left + right)
+        total = values[plan.result]
+        return total if plan.result >= given else total.clone()
+
+    def begin(self, rows: int, hidden: int) -> None:
+        """A batch of that many rows, with padding."""
+        self._shape = (rows, hidden)
+
+    def receive(self, batch: int) -> Tensor:
+        """The rows of the stage before, to be read only."""
+        assert self._before is not None, "the first stage receives none"
+        self._await(self._memory.lines[self._before].sent, batch, self._before, 1)
+        return self._memory.floats(self._areas.rows(self._boundary - 1), *self._shape)
+
+    def send(self, hidden: Tensor, batch: int) -> None:
+        """Rows to the next stage, which one rank sends for all."""
+        if self._sends:
+            self._memory.floats(self._areas.rows(self._boundary), *self._shape).copy_(hidden)
+            self._line.sent.set(batch)
+
+    def _slot(self, rank: int, turn: int, at: int) -> Tensor:
+        rows, hidden = self._shape
+        offset = self._areas.slot(rank, turn) + at * rows * hidden * _FLOAT_BYTES
+        return self._memory.floats(offset, rows, hidden)
+
+    def _await(self, word: Word, count: int, peer: int, kind: int) -> None:
+        if word.has_reached(count):
+            return
+        self._line.until.note(count)
+        self._line.awaits.note(2 * self._areas.ranks.index(peer) + kind + 1)
+        word.wait(count, self._look)
+        self._line.awaits.note(0)
+
+    def _look(self) -> None:
+        if self._memory.ended.value:
+            raise FormationEndedError("this formation has ended")
+
+
+@cache
+def _sum_of(owners: tuple[int, ...]) -> _Sum:
+    count = len(owners)
+    sources: list[tuple[int, int]] = []
+    numbers: dict[Node, int] = {}
+    for rank in sorted(set(owners)):
+        for at, node in enumerate(cover(_places(owners, rank), count)):
+            numbers[node] = len(sources)
+            sources.append((rank, at))
+    additions: list[tuple[int, int]] = []
+
+    def add(one: int, other: int) -> int:
+        additions.append((one, other))
+        return len(sources) + len(additions) - 1
+
+    result = combine(numbers, count, add)
+    return _Sum(tuple(sources), tuple(additions), result)
+
+
+def _places(owners: tuple[int, ...], rank: int) -> list[int]:
+    return [place for place, owner in enumerate(owners) if owner == rank]
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES

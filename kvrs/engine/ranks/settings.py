@@ -1,0 +1,56 @@
+"""The layout that the settings of an instance ask for. Loads no torch."""
+
+from pathlib import Path
+
+from kvrs.config.cluster import Backend, InstanceSettings
+from kvrs.config.file import Config
+from kvrs.elastic.layouts import Layout, Stage, staged, uneven
+from kvrs.elastic.units import Units
+from kvrs.engine.models.config import ModelConfig
+from kvrs.errors import ConfigError, LayoutError
+
+
+def layout_of(settings: InstanceSettings, units: Units) -> Layout | None:
+    """None: the instance is one process.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    if settings.ranks == 1:
+        return None
+    groups = [
+        range(stage * settings.tp, (stage + 1) * settings.tp)
+        for stage in range(settings.stage_count)
+    ]
+    try:
+        stages = (
+            staged(units.layers, groups)
+            if settings.stages is None
+            else tuple(
+                Stage(first, last, tuple(ranks))
+                for (first, last), ranks in zip(settings.stages, groups, strict=True)
+            )
+        )
+        return uneven(units, stages, shares=settings.shares)
+    except LayoutError as error:
+        raise ConfigError([f"cluster.nodes: instance {settings.id!r}: {error}"]) from None
+
+
+def check_layouts(config: Config) -> None:
+    """Check what instances of several ranks need, once the model is known.
+
+    Raises:
+        ConfigError: one line per instance whose model cannot be divided as it asks.
+    """
+    several = [each for _, each in config.cluster.instances() if each.ranks > 1]
+    if not several or config.cluster.model is None or config.cluster.backend != Backend.EMBEDDED:
+        return
+    units = ModelConfig.from_directory(Path(config.cluster.model)).units
+    faults = []
+    for instance in several:
+        try:
+            layout_of(instance, units)
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(faults)

@@ -1,0 +1,151 @@
+"""Messages between the process of an instance and its ranks, over a pair of sockets."""
+
+import array
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvrs.config.engine import EngineSettings
+from kvrs.elastic.layouts import Layout
+from kvrs.errors import KvrsError
+from kvrs.scheduling.sequences import Chunk
+
+_LENGTH_BYTES = 4
+_MOST_BYTES = 1 << 28
+_MOST_DESCRIPTORS = 8
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Load a share of the weights. With it come the memory of lives, and that of KV cells."""
+
+    rank: int
+    place: int  # Of its life, in bytes.
+    model: str
+    settings: dict[str, Any]  # Of the engine.
+    layout: Layout
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Compute in a formation from now on. With it comes the formation's memory."""
+
+    epoch: int
+    layout: Layout
+
+
+class WireChunk(msgspec.Struct, frozen=True, array_like=True):
+    token_ids: Sequence[int]
+    first_position: int
+    pages: list[int]
+    wants_logits: bool
+
+
+class Compute(msgspec.Struct, frozen=True, tag="compute"):
+    """Compute a batch. The answer is a count in the formation's memory."""
+
+    epoch: int
+    batch: int
+    chunks: list[WireChunk]
+
+
+Order = Load | Join | Compute
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    arithmetic: bytes  # Equal for ranks exactly when their results are, of the same weights.
+    leaves: dict[str, bytes]  # Hashes of the weights.
+    unit_bytes: int  # Of units, as they are resident.
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    epoch: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """What is wrong with the configuration or with this machine. The rank ends."""
+
+    faults: list[str]
+
+
+Answer = Loaded | Joined | Refused
+
+
+class RankGoneError(KvrsError):
+    """The other end of a pair has closed, or does not take messages any more."""
+
+
+def batch_of(epoch: int, batch: int, chunks: Sequence[Chunk], page_size_tokens: int) -> Compute:
+    wire = []
+    for chunk in chunks:
+        held = -(-(chunk.first_position + len(chunk.token_ids)) // page_size_tokens)
+        wire.append(
+            WireChunk(
+                list(chunk.token_ids),
+                chunk.first_position,
+                list(chunk.pages[:held]),
+                chunk.wants_logits,
+            )
+        )
+    return Compute(epoch, batch, wire)
+
+
+def chunks_of(order: Compute) -> list[Chunk]:
+    return [
+        Chunk(list(one.token_ids), one.first_position, one.pages, one.wants_logits)
+        for one in order.chunks
+    ]
+
+
+def encode(message: Order | Answer) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+def settings_of(order: Load) -> EngineSettings:
+    return EngineSettings.model_validate(order.settings)
+
+
+def send(pair: socket.socket, frame: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Raises RankGoneError: the other end is closed, or took nothing for the socket's timeout."""
+    try:
+        if descriptors:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+            frame = frame[pair.sendmsg([frame], ancillary) :]
+        pair.sendall(frame)
+    except OSError as error:
+        raise RankGoneError(f"no order was taken: {error}") from None
+
+
+class Receiver:
+    """Messages from one end of a pair, with the descriptors that came with them."""
+
+    def __init__(self, pair: socket.socket, kinds: Any) -> None:
+        self._pair = pair
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+        self.descriptors: list[int] = []
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            RankGoneError: the other end is closed, or sent nothing for the socket's timeout.
+        """
+        length = int.from_bytes(self._read(_LENGTH_BYTES), "little")
+        assert length <= _MOST_BYTES, "both ends are ours"
+        return self._decoder.decode(self._read(length))
+
+    def _read(self, count: int) -> bytearray:
+        body = bytearray()
+        while len(body) < count:
+            try:
+                part, found, _, _ = socket.recv_fds(
+                    self._pair, count - len(body), _MOST_DESCRIPTORS
+                )
+            except OSError as error:
+                raise RankGoneError(f"no answer: {error}") from None
+            if not part:
+                raise RankGoneError("the other end has closed")
+            self.descriptors += found
+            body += part
+        return body
