@@ -1,4 +1,8 @@
-"""Token ids that are kept: four bytes each, where a list takes forty."""
+"""Token ids that are kept: four bytes each, where a list takes forty.
+
+Long lists are read and written in steps: one call of the decoder or encoder keeps the interpreter
+to itself, whichever thread it is in.
+"""
 
 from array import array
 from collections.abc import Iterable
@@ -6,8 +10,12 @@ from typing import Any
 
 import msgspec
 
-# So many are objects at a time while they are encoded.
+from kvrs.protocol.instance import TokenId
+
+# So many are objects at a time while they are encoded, and so many bytes while they are decoded.
 _STEP = 1 << 14
+_STEP_BYTES = 1 << 17
+_IDS = msgspec.json.Decoder(list[TokenId])
 
 
 def packed(ids: Iterable[int]) -> "array[int]":
@@ -16,6 +24,26 @@ def packed(ids: Iterable[int]) -> "array[int]":
         return array("I", ids)
     except OverflowError:
         raise ValueError("a token id is out of range") from None
+
+
+def decode(text: bytes) -> "array[int]":
+    """The ids of a list in valid JSON. Raises msgspec.ValidationError: it is no list of ids."""
+    text = text.strip()
+    end = len(text) - 1
+    if end < _STEP_BYTES:
+        return packed(_IDS.decode(text))
+    ids, at = array("I"), 1
+    try:
+        while at < end:
+            comma = text.find(b",", at + _STEP_BYTES, end)
+            after = end if comma < 0 else comma
+            ids.extend(packed(_IDS.decode(b"[%b]" % text[at:after])))
+            at = after + 1
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:  # Cut in the middle of something else than an id.
+        raise msgspec.ValidationError("Expected `array` of ids") from None
+    return ids
 
 
 def encode(value: Any) -> bytes:

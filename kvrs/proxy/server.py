@@ -111,8 +111,8 @@ class Proxy:
         tls = self._load_tls()
         instances = (instance for _, instance in config.cluster.instances())
         metrics = Metrics({instance.id: instance.role for instance in instances})
-        self._sessions.append(to_engines := new_engine_links(config, self._ring[0], tls.inner))
-        backends = open_backends(config, to_engines)
+        self._sessions.append(links := new_engine_links(config, self._ring[0], tls.inner))
+        backends = open_backends(config, links)
         self._event_log = event_log = self._make_event_log()
         self._driver = driver = Driver(
             config,
@@ -138,7 +138,7 @@ class Proxy:
         )
         tenants, settings = self._open_tenants(), self._capacity.settings
         self._api = api = ClientApi(
-            settings, config.cluster.backend, driver, mirror, metrics, clock, tenants
+            settings, config.cluster.backend, driver, mirror, metrics, clock, tenants, links.large
         )
         gossip_view = GossipView(control.link_measured, control.gpus_seen, clock)
         describe = self._describe

@@ -80,6 +80,7 @@ class ClientApi:
         metrics: Metrics,
         clock: Callable[[], float],
         tenants: Tenants,
+        large: LargeWork,
     ) -> None:
         self.draining = False  # No new streams are admitted.
         self._settings = settings
@@ -89,7 +90,7 @@ class ClientApi:
         self._metrics = metrics
         self._clock = clock
         self._tenants = tenants
-        self._large = LargeWork()
+        self._large = large
         self._keep_alives = KeepAlives(settings.keep_alive_s)
         client_key = secrets.token_bytes(16)
         self._marked = lru_cache(maxsize=1024)(partial(_marked, client_key))

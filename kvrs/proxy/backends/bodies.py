@@ -1,5 +1,6 @@
 """The bodies of a stream's two calls: the client's fields, overridden by the proxy's."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +25,7 @@ _NEVER_FORWARDED = frozenset(("n", "echo", "stream_options"))
 _NOT_FOR_DECODE_OF_IDS = _NEVER_FORWARDED | NOT_FOR_IDS
 _NOT_FOR_PREFILL = _NEVER_FORWARDED | NOT_FOR_PREFILL
 _NOT_FOR_PREFILL_OF_IDS = _NOT_FOR_PREFILL | NOT_FOR_IDS
+_BYTES_PER_ID = 6  # In JSON.
 _HANDED_OFF = msgspec.Raw(msgspec.json.encode(KvTransferParams(do_remote_decode=True)))
 
 
@@ -31,6 +33,19 @@ _HANDED_OFF = msgspec.Raw(msgspec.json.encode(KvTransferParams(do_remote_decode=
 class Call:
     path: str
     fields: dict[str, Any]
+
+    @property
+    def size_bytes(self) -> int:
+        """About how long the body is."""
+        size_bytes = 0
+        for value in self.fields.values():
+            if isinstance(value, msgspec.Raw):
+                size_bytes += len(value)
+            elif isinstance(value, array):
+                size_bytes += _BYTES_PER_ID * len(value)
+            elif isinstance(value, KvrsParams) and value.token_ids is not None:
+                size_bytes += _BYTES_PER_ID * len(value.token_ids)
+        return size_bytes
 
     def spend(self) -> bytes:
         """The body, after which the call holds nothing: its answer may take minutes."""

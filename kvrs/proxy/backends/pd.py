@@ -13,9 +13,9 @@ import msgspec
 
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
-from kvrs.protocol.instance import FenceRequest, InstanceInfo, LoadReport, TokenId
+from kvrs.protocol.instance import FenceRequest, InstanceInfo, LoadReport
 from kvrs.protocol.openai.chunks import error_body, error_kind
-from kvrs.protocol.token_ids import packed
+from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.peer import UNREADABLE, BusyError, Peer, UnusableError
@@ -29,14 +29,17 @@ _END_TIMEOUT_S = 1.0
 _MAX_PREFILL_BYTES = 32 << 20  # Of some four million ids.
 
 
+# Raw has no union with None: absent is empty, and null is its four bytes.
+_ABSENT = (b"", b"null")
+
+
 class _PrefillChoice(msgspec.Struct):
-    prompt_token_ids: list[TokenId] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
 
 class _PrefillAnswer(msgspec.Struct):
     choices: list[_PrefillChoice] = []
-    prompt_token_ids: list[TokenId] | None = None
-    # Raw has no union with None: absent is empty, and null is its four bytes.
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
@@ -46,33 +49,18 @@ class OpenAiPeer(Peer):
     def __init__(self, links: EngineLinks, url: str) -> None:
         super().__init__(links.session, url)
         self._pool = links.pool(url)
+        self._large = links.large
 
     async def prefill(self, call: Call) -> Prefilled:
         reader = WholeReader(_MAX_PREFILL_BYTES)
         await self._complete(call, reader)
-        try:
-            answer = msgspec.json.decode(reader.body, type=_PrefillAnswer)
-        except UNREADABLE as error:
-            raise UnusableError(f"prefill answered what is no completion: {error}") from None
-        # Each choice of a completion has them, but in a chat the response.
-        prompt_ids = answer.prompt_token_ids or next(
-            (choice.prompt_token_ids for choice in answer.choices), None
-        )
-        if not prompt_ids:
-            raise UnusableError(
-                "prefill answered without prompt_token_ids: its version does not support "
-                "return_token_ids"
-            )
-        transfer = answer.kv_transfer_params
-        # Copied: where it lies in the answer it would keep all of it.
-        is_empty = bytes(transfer) in (b"", b"null")
-        return Prefilled(packed(prompt_ids), None if is_empty else transfer.copy())
+        return await self._large.run(reader.size_bytes, lambda: _prefilled(reader.body))
 
     async def decode(self, call: Call, reader: Reader) -> None:
         await self._complete(call, reader)
 
     async def _complete(self, call: Call, reader: Reader) -> None:
-        pool, body = self._pool, call.spend()
+        pool, body = self._pool, await self._large.run(call.size_bytes, call.spend)
         upstream = await pool.take()
         try:
             head = pool.head(call.path, len(body))
@@ -84,6 +72,26 @@ class OpenAiPeer(Peer):
                 await upstream.read_rest(_END_TIMEOUT_S)
         finally:
             pool.give_back(upstream)
+
+
+def _prefilled(body: bytes) -> Prefilled:
+    """Raises UnusableError: it is no answer of a prefill."""
+    try:
+        answer = msgspec.json.decode(body, type=_PrefillAnswer)
+        # Each choice of a completion has them, but in a chat the response.
+        given = (answer.prompt_token_ids, *(choice.prompt_token_ids for choice in answer.choices))
+        found = next((raw for raw in map(bytes, given) if raw not in _ABSENT), b"[]")
+        prompt_ids = decode(found)
+    except UNREADABLE as error:
+        raise UnusableError(f"prefill answered what is no completion: {error}") from None
+    if not prompt_ids:
+        raise UnusableError(
+            "prefill answered without prompt_token_ids: its version does not support "
+            "return_token_ids"
+        )
+    transfer = answer.kv_transfer_params
+    # Copied: where it lies in the answer it would keep all of it.
+    return Prefilled(prompt_ids, None if bytes(transfer) in _ABSENT else transfer.copy())
 
 
 class PdBackend(OpenAiPeer):

@@ -13,6 +13,7 @@ import aiohttp
 
 from kvrs.descriptors import is_exhausted
 from kvrs.errors import UpstreamError
+from kvrs.large_work import LargeWork
 from kvrs.protocol.proof import ProofError
 from kvrs.protocol.secrets import DoorKey
 from kvrs.proving import Greeter, Keys, address_of, prove
@@ -53,6 +54,7 @@ class EngineLinks:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._pools: list[Pool] = []
+        self.large = LargeWork()  # Of whatever is sent and received here.
         self.session = (
             new_unproven_session(access.token)
             if access.keys is None

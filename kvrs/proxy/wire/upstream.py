@@ -57,15 +57,15 @@ class WholeReader:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._chunks: list[bytes] = []
-        self._size_bytes = 0
+        self.size_bytes = 0
 
     def begin(self, flow: Flow) -> None:
         pass
 
     def feed(self, data: bytes) -> Need:
         self._chunks.append(data)
-        self._size_bytes += len(data)
-        if self._size_bytes > self._most_bytes:
+        self.size_bytes += len(data)
+        if self.size_bytes > self._most_bytes:
             raise UpstreamError(f"sent an answer of more than {self._most_bytes} bytes")
         return Need.MORE
 

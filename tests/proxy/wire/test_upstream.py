@@ -1,13 +1,16 @@
 """Connections to an instance: when one is used again, and what its faults become."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from kvrs.errors import UpstreamError
 from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.token_ids import decode, encode, packed
 from kvrs.proving import address_of
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
@@ -377,3 +380,31 @@ async def test_kept_connections_are_bounded_in_time(monkeypatch: pytest.MonkeyPa
         await until_closed(instance, 3)
 
     assert len(instance.connections) == 3
+
+
+@pytest.mark.parametrize(("tokens", "beside"), [(10, False), (40_000, True)])
+async def test_a_long_prompt_is_written_and_read_beside_the_event_loop(
+    tokens: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body of its call as well as the ids of the answer; a short one pays for no thread."""
+    is_beside = []
+
+    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            is_beside.append(threading.current_thread() is not threading.main_thread())
+            return work(*given)
+
+        return run
+
+    monkeypatch.setattr("kvrs.proxy.backends.bodies.encode", noted(encode))
+    monkeypatch.setattr("kvrs.proxy.backends.pd.decode", noted(decode))
+    prompt = packed(range(tokens))
+    answer = encode({"choices": [{"prompt_token_ids": prompt}]})
+    instance = Instance([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer])
+
+    async with serving(instance) as backend:
+        found = await backend.prefill(Call(CALL, {"prompt": prompt}))
+
+    assert found.prompt_ids == prompt
+    assert is_beside == [beside, beside]
+    assert instance.requests[0].endswith(encode({"prompt": prompt}))
