@@ -5,26 +5,23 @@ authentication, error bodies, and watch streams.
 import asyncio
 import errno
 import hmac
-import logging
 import math
-import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 from aiohttp import HttpVersion11, web
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from kvrs.connections import ConnectionLimits, Connections
 from kvrs.errors import ConfigError, RequestError
+from kvrs.http_connection import HttpConnection, log
 from kvrs.origins import refusal
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
 from kvrs.protocol.secrets import Door, DoorKey
-from kvrs.tls import Certificates, TlsServer, bind
+from kvrs.tls import Certificates, Guest, TlsServer, bind
 
 T = TypeVar("T")
 
@@ -38,12 +35,6 @@ _BACKLOG = 1024
 _LINGERING_S = 2.0  # For the rest of a body that was refused.
 _MAX_HEADERS = 64
 
-_FULL = error_body("too many connections are open", kind="server_error")
-_REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: %s\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-)
-
 # What only experiments and tests may do to a process.
 _OF_ADMIN = frozenset(("/kvrs/v1/faults", "/reset_prefix_cache"))
 
@@ -56,119 +47,11 @@ _IN_PLAIN = (
 _WATCHES = web.AppKey("watches", set[asyncio.Task[None]])
 
 
-class _BrokenHttp(logging.Filter):
-    """Logs one line for a request that is not HTTP, without its bytes, which aiohttp quotes: they
-    may be of a prompt or a key.
-    """
+class DirectPaths(Protocol):
+    """Serves some of a port's requests without aiohttp's server: `kvrs/direct.py`."""
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            record.msg, record.args = "broken HTTP: %s", (type(error).__name__,)
-            record.exc_info = record.exc_text = None
-            record.levelno, record.levelname = logging.WARNING, "WARNING"
-        return True
-
-
-_log = logging.getLogger(__name__)
-_log.addFilter(_BrokenHttp())
-
-
-class HttpConnection(web.RequestHandler):
-    """A connection that counts. `door` is the one of which the client has proved the key.
-    `room_changed` is called with whether its client reads as fast as is written to it.
-    """
-
-    __slots__ = ("_abort", "_among", "_proof", "_taken", "address", "door", "room_changed")
-
-    def __init__(
-        self, server: web.Server, among: Connections, keys: Sequence[DoorKey], **settings: Any
-    ) -> None:
-        super().__init__(server, **settings)
-        self._among = among
-        self._proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES)) if keys else None
-        self.address = ""
-        self.door: Door | None = None
-        self.room_changed: Callable[[bool], None] | None = None
-        self._taken: asyncio.Transport | None = None
-        self._abort: Callable[[], object] | None = None
-
-    def reserve(self, address: str, abort: Callable[[], object]) -> bool:
-        """Count it while it has no transport yet, until `connection_lost`; False: it is refused.
-        `abort` ends it until then.
-        """
-        self.address, self._abort = address, abort
-        return self._among.admit(self)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports do what asyncio's do, and descend from none of them.
-        transport = cast(asyncio.Transport, transport)
-        if self._abort is None and not self.reserve(_address_of(transport), transport.abort):
-            transport.write(_REFUSAL % (retry_after(1.0).encode(), len(_FULL), _FULL))
-            transport.close()
-            return
-        self._taken = transport
-        super().connection_made(transport)
-
-    def data_received(self, data: bytes) -> None:
-        if self._proof is not None:
-            data = self._prove(self._proof, data)
-            if not data:
-                return
-        super().data_received(data)
-
-    def _prove(self, proof: ServerProof, data: bytes) -> bytes:
-        """What is left of the data when the proof is over."""
-        if self._taken is None:  # Refused.
-            return b""
-        try:
-            answer, data = proof.receive(data)
-        except ProofError as fault:
-            _log.warning("a client failed to prove itself: %s", fault)
-            self._taken.abort()
-            return b""
-        if answer:
-            self._taken.write(answer)
-        if proof.is_over:
-            self._proof = None
-            self.door = None if proof.door is None else proof.door.door
-        return data
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._among.forget(self)
-        if self._taken is not None:
-            super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self.room_changed is not None:
-            self.room_changed(False)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.room_changed is not None:
-            self.room_changed(True)
-
-    def abort(self) -> None:
-        if self._taken is not None:
-            self._taken.abort()
-        elif self._abort is not None:
-            self._abort()
-
-    def begin(self) -> None:
-        self._among.begin(self)
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        try:
-            return await super().finish_response(request, resp, start_time)
-        finally:
-            self._among.end(self)
-
-
-def _address_of(transport: asyncio.Transport) -> str:
-    return str((transport.get_extra_info("peername") or ("",))[0])
+    def connect(self, full: Callable[[], Any], among: Connections, idle_s: float) -> Guest: ...
+    async def close(self, timeout_s: float) -> None: ...
 
 
 class _Site(web.BaseSite):
@@ -181,7 +64,7 @@ class _Site(web.BaseSite):
         runner: web.AppRunner,
         host: str,
         port: int,
-        make: Callable[[], HttpConnection],
+        make: Callable[[], Guest],
         tls: Certificates | None,
         *,
         shared: bool,
@@ -202,8 +85,9 @@ class _Site(web.BaseSite):
         loop = asyncio.get_running_loop()
         host, port = self._host, self._port
         if self._tls is None:
+            make = cast(Callable[[], asyncio.Protocol], self._make)
             server = await loop.create_server(
-                self._make, host, port, backlog=_BACKLOG, reuse_port=self._shared
+                make, host, port, backlog=_BACKLOG, reuse_port=self._shared
             )
         else:
             sockets = await bind(host, port, _BACKLOG, shared=self._shared)
@@ -231,12 +115,15 @@ class HttpPort:
         names: Collection[str] | None,
         keys: Sequence[DoorKey] = (),
         tls: Certificates | None = None,
+        direct: DirectPaths | None = None,
     ) -> None:
         """`names`: of this machine, for a port where requests of web pages are refused; None: a
         port for clients. `keys`: of the doors that clients may prove at the start of a connection.
         `tls`: nothing but TLS is spoken.
         """
         self._tls = tls
+        self._direct = direct
+        self._shutdown_timeout_s = shutdown_timeout_s
         if names is not None:
             app.middlewares.insert(0, _refuse_pages({name.lower() for name in names}))
         app.middlewares.insert(0, _begin)
@@ -259,19 +146,22 @@ class HttpPort:
         await self._runner.setup()
         assert self._runner.server is not None
         # Bodies are not inflated: that would happen before the request is authenticated.
-        make = partial(
+        full = partial(
             HttpConnection,
             self._runner.server,
             self._connections,
             self._keys,
             loop=asyncio.get_running_loop(),
             access_log=None,
-            logger=_log,
+            logger=log,
             auto_decompress=False,
             keepalive_timeout=IDLE_S,
             lingering_time=_LINGERING_S,
             max_headers=_MAX_HEADERS,
         )
+        make: Callable[[], Guest] = full
+        if self._direct is not None:
+            make = partial(self._direct.connect, full, self._connections, IDLE_S)
         self._site = site = _Site(self._runner, host, port, make, self._tls, shared=shared)
         await site.start()
         self.port = site.port
@@ -293,6 +183,8 @@ class HttpPort:
 
     async def close(self) -> None:
         """End all requests, after the time for the last words of each."""
+        if self._direct is not None:
+            await self._direct.close(self._shutdown_timeout_s)
         await self._runner.cleanup()
 
 
@@ -314,13 +206,6 @@ async def _begin(request: web.Request, handler: Handler) -> web.StreamResponse:
         if "Allow" in fault.headers:
             response.headers["Allow"] = fault.headers["Allow"]
         return response
-
-
-def retry_after(seconds: float) -> str:
-    """A value for `Retry-After`: so long, or up to 2 s longer, so that clients that were refused
-    together do not come back together.
-    """
-    return str(max(1, math.ceil(seconds)) + secrets.randbelow(3))
 
 
 def _refuse_pages(names: Collection[str]) -> Middleware:

@@ -21,6 +21,7 @@ from kvrs.config.file import Config, config_digest, gossip_seeds
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.control.reload import reload_settings
+from kvrs.direct import DirectServer
 from kvrs.errors import ConfigError
 from kvrs.gossip.membership import Membership
 from kvrs.http import HttpPort, naming_port
@@ -181,7 +182,7 @@ class Proxy:
         if self._link is not None:
             self._link.show(source)
             return
-        self.port = await self._listen(api.application(), "port")
+        self.port = await self._listen(api.application(), "port", direct=api.direct())
         admin = Admin(source, self.reloads, self._config.security)
         self.admin_port = await self._listen(admin.application(), "admin_port")
 
@@ -190,7 +191,7 @@ class Proxy:
         until_s = time.monotonic() + _SEEN_WITHIN_S
         while not driver.control.instances.ready() and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
-        self.port = await self._listen(api.application(), "port")
+        self.port = await self._listen(api.application(), "port", direct=api.direct())
 
     def _open_tenants(self) -> Tenants:
         shared = None if self._link is None else self._link.shared
@@ -328,7 +329,13 @@ class Proxy:
         }
         return who | self._mirror.describe() | {"tenants": self.tenants.describe()}
 
-    async def _listen(self, app: web.Application, key: str, keys: Sequence[DoorKey] = ()) -> int:
+    async def _listen(
+        self,
+        app: web.Application,
+        key: str,
+        keys: Sequence[DoorKey] = (),
+        direct: DirectServer | None = None,
+    ) -> int:
         host = getattr(self._config.proxy, HOST_OF_PORT[key])
         port = getattr(self._config.proxy, key)
         is_for_clients = key == "port"
@@ -341,6 +348,7 @@ class Proxy:
             names=names,
             keys=keys,
             tls=getattr(self._tls, key),
+            direct=direct,
         )
         self._ports.append(listening)
         try:

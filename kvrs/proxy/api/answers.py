@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from kvrs.errors import RequestError
-from kvrs.http import retry_after
+from kvrs.http_connection import retry_after
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.streams.live import Failed
 
@@ -34,13 +34,7 @@ async def errors_as_openai(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except RequestError as error:
-        headers = {"Retry-After": retry_after(1.0)} if error.status == 503 else {}
-        kind = error.kind or ("invalid_request_error" if error.status < 500 else "server_error")
-        response = json_response(
-            error_body(str(error), kind=kind, param=error.param, code=error.code),
-            error.status,
-            headers | dict(error.headers),
-        )
+        response = error_response(error)
         if not request.content.at_eof():  # The rest of the body is not read.
             response.force_close()
         return response
@@ -48,8 +42,25 @@ async def errors_as_openai(request: web.Request, handler: Handler) -> web.Stream
         raise
     except Exception:
         # An internal error. After the headers only the end of the connection can signal it.
-        log.exception("request ended by a bug")
         if request.writer.output_size > 0:
+            log.exception("request ended by a bug")
             raise
-        body = error_body("the proxy failed; its log says more", kind="server_error")
-        return json_response(body, 500)
+        return bug_response()
+
+
+def error_response(error: RequestError) -> web.Response:
+    headers = {"Retry-After": retry_after(1.0)} if error.status == 503 else {}
+    kind = error.kind or ("invalid_request_error" if error.status < 500 else "server_error")
+    return json_response(
+        error_body(str(error), kind=kind, param=error.param, code=error.code),
+        error.status,
+        headers | dict(error.headers),
+    )
+
+
+def bug_response() -> web.Response:
+    """Of the exception that is being handled."""
+    log.exception("request ended by a bug")
+    return json_response(
+        error_body("the proxy failed; its log says more", kind="server_error"), 500
+    )

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -13,6 +13,7 @@ from aiohttp import web
 
 from kvrs.config.proxy import Inexact, ProxySettings
 from kvrs.control.live import Complete
+from kvrs.direct import DirectRequest, DirectServer
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
 from kvrs.large_work import LargeWork
@@ -22,7 +23,13 @@ from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.openai.requests import CompletionRequest
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.proxy.api import generate
-from kvrs.proxy.api.answers import errors_as_openai, json_response, refusal
+from kvrs.proxy.api.answers import (
+    bug_response,
+    error_response,
+    errors_as_openai,
+    json_response,
+    refusal,
+)
 from kvrs.proxy.api.bodies import read_body
 from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient, read_generate
@@ -43,6 +50,7 @@ from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
 from kvrs.proxy.wire.budget import ByteBudget, Held
 from kvrs.proxy.wire.deadlines import deadlines_of
+from kvrs.proxy.wire.downstream import ClientRequest, Sent, StreamedResponse
 from kvrs.proxy.wire.exactness import inexact_features, tokens_at_risk
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, ParsedRequest, read, salted
 
@@ -50,7 +58,7 @@ log = logging.getLogger(__name__)
 
 _FLUSH_TIMEOUT_S = 1.0  # For the mirror to receive all events of a failed stream.
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Response = web.Response | StreamedResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +107,54 @@ class ClientApi:
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[errors_as_openai, self._tenants.authenticate])
+        for path, parse in self._readers():
+            app.router.add_post(path, partial(self._serve_in_full, parse))
+        add_models(app, self._driver.control.instances, lambda: self.draining)
+        add_document(app, clients_document())
+        return app
+
+    def direct(self) -> DirectServer:
+        """The same requests without aiohttp's server."""
+        return DirectServer(
+            {path: partial(self._serve_directly, parse) for path, parse in self._readers()}
+        )
+
+    def _readers(self) -> Iterator[tuple[str, Callable[..., ParsedRequest]]]:
         for path, parse in (
             (COMPLETIONS.path, partial(read, COMPLETIONS)),
             (CHAT.path, partial(read, CHAT)),
             (generate.PATH, read_generate),
         ):
-            of_backend = partial(parse, backend=self._backend)
-            app.router.add_post(path, partial(self._serve, of_backend))
-        add_models(app, self._driver.control.instances, lambda: self.draining)
-        add_document(app, clients_document())
-        return app
+            yield path, partial(parse, backend=self._backend)
 
-    async def _serve(
+    async def _serve_in_full(
         self, read: Callable[..., ParsedRequest], request: web.Request
     ) -> web.StreamResponse:
+        response = await self._serve(read, request)
+        return Sent(response) if isinstance(response, StreamedResponse) else response
+
+    async def _serve_directly(
+        self, read: Callable[..., ParsedRequest], request: DirectRequest
+    ) -> Response:
+        try:
+            await self._tenants.admit(request)
+            return await self._serve(read, request)
+        except RequestError as error:
+            return error_response(error)
+        except Exception:
+            if request.is_begun:
+                raise
+            return bug_response()
+
+    async def _serve(self, read: Callable[..., ParsedRequest], request: ClientRequest) -> Response:
         """Admit a request and respond to it; count it by its outcome."""
         use = Use(request[TENANT], self._clock)
         with Held(self._budget, request.remote or "") as held, use:
             return await self._serve_within(held, use, read, request)
 
     async def _serve_within(
-        self, held: Held, use: Use, read: Callable[..., ParsedRequest], request: web.Request
-    ) -> web.StreamResponse:
+        self, held: Held, use: Use, read: Callable[..., ParsedRequest], request: ClientRequest
+    ) -> Response:
         counts = self._metrics.requests
         try:
             admitted = await self._admit(held, use, read, request)
@@ -143,7 +177,7 @@ class ClientApi:
     # Admission.
 
     async def _admit(
-        self, held: Held, use: Use, read: Callable[..., ParsedRequest], request: web.Request
+        self, held: Held, use: Use, read: Callable[..., ParsedRequest], request: ClientRequest
     ) -> Admitted:
         self._check_room(1)
         self._most_elements(request.content_length or 0)  # Too many bytes are not read at all.
@@ -164,6 +198,7 @@ class ClientApi:
         await self._take_streams(use, parsed, resume)
         found = None
         if resume is not None:
+            await asyncio.sleep(0)  # In a task from here on, which timeouts need (kvrs/direct.py).
             if (turn := self._mirror.turn) is not None:
                 use.begin_turn(await turn(resume.keys[0]))
             found = await self._mirror.find(resume)
@@ -261,7 +296,7 @@ class ClientApi:
         if self.draining:
             raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
 
-    def _client_id(self, use: Use, request: web.Request) -> str:
+    def _client_id(self, use: Use, request: ClientRequest) -> str:
         """The tenant or, without keys, the address, in a form that logs may hold."""
         return self._marked(
             (request.remote or "") if use.tenant.secret is None else use.tenant.name
@@ -295,7 +330,7 @@ class ClientApi:
 
     # Responses.
 
-    async def _respond(self, admitted: Admitted) -> tuple[Outcome, web.StreamResponse]:
+    async def _respond(self, admitted: Admitted) -> tuple[Outcome, Response]:
         if admitted.resume is not None:
             return await self._respond_resumable(admitted, admitted.resume)
         if admitted.client is not None:
@@ -304,7 +339,7 @@ class ClientApi:
 
     async def _respond_stream(
         self, admitted: Admitted, client: SseClient
-    ) -> tuple[Outcome, web.StreamResponse]:
+    ) -> tuple[Outcome, Response]:
         journals, echo, merger = admitted.journals, admitted.echo, Merger()
         streams: list[tuple[Journal, Client]] = [(journals[0], client)]
         if admitted.is_generate:
@@ -318,7 +353,7 @@ class ClientApi:
         missing = _missing_end(admitted, merger) if outcome == Complete() else []
         return outcome, await _end_stream(client, outcome, missing)
 
-    async def _respond_whole(self, admitted: Admitted) -> tuple[Outcome, web.StreamResponse]:
+    async def _respond_whole(self, admitted: Admitted) -> tuple[Outcome, Response]:
         parsed, journals = admitted.parsed, admitted.journals
         if admitted.is_generate:
             gathered = WholeGenerateClient(self._clock)
@@ -333,7 +368,7 @@ class ClientApi:
 
     async def _respond_resumable(
         self, admitted: Admitted, resume: ResumeRequest
-    ) -> tuple[Outcome, web.StreamResponse]:
+    ) -> tuple[Outcome, Response]:
         """Respond to a request with a key, whose stream is new or was found and taken over."""
         (journal,), echo = admitted.journals, admitted.echo
         gathered = WholeClient()
@@ -382,9 +417,7 @@ def _missing_end(admitted: Admitted, merger: Merger) -> list[bytes]:
     return usage if parsed.wants_usage else []
 
 
-async def _end_stream(
-    client: SseClient, outcome: Outcome, missing: Sequence[bytes]
-) -> web.StreamResponse:
+async def _end_stream(client: SseClient, outcome: Outcome, missing: Sequence[bytes]) -> Response:
     """End a streamed response, after the events that it still lacks."""
     match outcome:
         case Complete():
@@ -397,9 +430,7 @@ async def _end_stream(
             assert_never(outcome)
 
 
-def _whole(
-    admitted: Admitted, outcome: Outcome, make_body: Callable[[], bytes]
-) -> web.StreamResponse:
+def _whole(admitted: Admitted, outcome: Outcome, make_body: Callable[[], bytes]) -> Response:
     match outcome:
         case Complete():
             return json_response(make_body(), headers=admitted.headers)

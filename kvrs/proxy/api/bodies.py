@@ -2,15 +2,15 @@
 
 import asyncio
 
-from aiohttp import web
-
 from kvrs.config.proxy import ProxySettings
+from kvrs.direct import DirectRequest
 from kvrs.errors import RequestError
 from kvrs.proxy.api.tenants import Use
 from kvrs.proxy.wire.budget import Held
+from kvrs.proxy.wire.downstream import ClientRequest
 
 
-async def read_body(request: web.Request, settings: ProxySettings, held: Held, use: Use) -> bytes:
+async def read_body(request: ClientRequest, settings: ProxySettings, held: Held, use: Use) -> bytes:
     """The body of a request. What it declares is taken from the budget and from the tenant's limit
     at once, so that a body that was begun can be read to its end; one without a length is counted
     as it arrives.
@@ -23,6 +23,8 @@ async def read_body(request: web.Request, settings: ProxySettings, held: Held, u
             f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'", status=415
         )
     await _take(request.content_length or 0, settings, held, use)
+    if isinstance(request, DirectRequest):
+        return request.body
     content = request.content
     if content.is_eof():  # All of it came with the head, or right behind it.
         whole = content.read_nowait()

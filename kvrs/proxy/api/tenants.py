@@ -19,10 +19,11 @@ from kvrs.config.file import Config
 from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
 from kvrs.control.tenants import Excess, GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
-from kvrs.http import retry_after
+from kvrs.http_connection import retry_after
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.responses import total_usage
+from kvrs.proxy.wire.downstream import ClientRequest
 from kvrs.proxy.workers.limits import Give, Rates, Take, Taken, TenantLimits
 
 log = logging.getLogger(__name__)
@@ -234,12 +235,16 @@ class Tenants:
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give each request its tenant; count it, before anything of its body is read."""
         if request.path not in _OPEN_PATHS:
-            request[TENANT] = tenant = await self._tenant_of(request)
-            now_s = self._clock()
-            tenant.check(await tenant.take_request(now_s), now_s)
+            await self.admit(request)
         return await handler(request)
 
-    def secret_of(self, request: web.Request) -> TenantSecret:
+    async def admit(self, request: ClientRequest) -> None:
+        """Raises RequestError: it is no tenant's, or one too many."""
+        request[TENANT] = tenant = await self._tenant_of(request)
+        now_s = self._clock()
+        tenant.check(await tenant.take_request(now_s), now_s)
+
+    def secret_of(self, request: ClientRequest) -> TenantSecret:
         """For records of streams."""
         if (secret := request[TENANT].secret) is not None:
             return secret
@@ -247,7 +252,7 @@ class Tenants:
         owner = b"authorization\0" + given.encode("utf-8", "surrogateescape")
         return TenantSecret(self._ring, owner)
 
-    async def _tenant_of(self, request: web.Request) -> Tenant:
+    async def _tenant_of(self, request: ClientRequest) -> Tenant:
         """Raises RequestError: the key is missing or unknown, or its tenant is not enabled."""
         if self._settings is None:
             return self._anonymous
@@ -270,7 +275,7 @@ class Tenants:
         return tenant
 
     async def _refused(
-        self, request: web.Request, message: str, code: str | None = None
+        self, request: ClientRequest, message: str, code: str | None = None
     ) -> RequestError:
         """Beyond some failures an address gets 429. A right key is accepted from there still:
         others may share the address, and a key is too long to be guessed.

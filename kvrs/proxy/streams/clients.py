@@ -5,13 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from aiohttp import web
-
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.protocol.openai.chunks import DONE, sse
-from kvrs.proxy.wire.downstream import StreamedResponse
+from kvrs.proxy.wire.downstream import ClientRequest, StreamedResponse
 
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -51,7 +49,7 @@ class SseClient:
     """
 
     def __init__(
-        self, request: web.Request, write_timeout_s: float, headers: Mapping[str, str]
+        self, request: ClientRequest, write_timeout_s: float, headers: Mapping[str, str]
     ) -> None:
         self._request = request
         self._write_timeout_s = write_timeout_s
@@ -94,17 +92,17 @@ class SseClient:
                 self._write(_COMMENT)
         self.was_silent = True
 
-    async def end(self, missing: Sequence[bytes]) -> web.StreamResponse:
+    async def end(self, missing: Sequence[bytes]) -> StreamedResponse:
         """Send the events that are missing and the end of a complete stream."""
         return await self._finish(b"".join(map(sse, missing)) + DONE)
 
-    async def fail(self, error: bytes) -> web.StreamResponse:
+    async def fail(self, error: bytes) -> StreamedResponse:
         """Send an error and close the connection, without the [DONE] of a complete stream."""
         assert self.response is not None
         self.response.force_close()
         return await self._finish(sse(error))
 
-    async def _finish(self, data: bytes) -> web.StreamResponse:
+    async def _finish(self, data: bytes) -> StreamedResponse:
         self._is_over = True
         self._write(data, is_last=True)
         assert self.response is not None

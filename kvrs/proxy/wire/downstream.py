@@ -1,7 +1,7 @@
 """A streamed response to a client, whose bytes are written straight to its connection's transport.
 
-aiohttp serves the request; the head and the framing of the body are made here, so that a write is
-one call and needs no task.
+The request was served directly (`kvrs/direct.py`) or by aiohttp's server; the head and the framing
+of the body are made here, so that a write is one call and needs no task.
 """
 
 import asyncio
@@ -12,49 +12,58 @@ from aiohttp import HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE
 
-from kvrs.http import HttpConnection
+from kvrs.direct import DirectConnection, DirectRequest
+from kvrs.http_connection import HttpConnection
 
 # More than this unsent: the client does not read as fast as the engine writes.
 UNSENT_BYTES = 64 << 10
 
 _LAST_CHUNK = b"0\r\n\r\n"
 
+ClientRequest = DirectRequest | web.Request
 
-class StreamedResponse(web.StreamResponse):
+
+class StreamedResponse:
     """Status 200. `room_changed` is called with whether the client has room for more."""
+
+    __slots__ = ("_connection", "_head", "_is_chunked", "_transport", "keeps_open")
 
     def __init__(
         self,
-        request: web.Request,
+        request: ClientRequest,
         headers: Mapping[str, str],
         room_changed: Callable[[bool], None],
     ) -> None:
-        """Write the head.
+        """Make the head, which is written with the first bytes.
 
         Raises:
             ConnectionError: the client is gone.
         """
-        super().__init__()
-        connection = request.protocol
-        if request.transport is None:
+        transport, connection = request.transport, request.protocol
+        if transport is None:
             raise ConnectionResetError("the client closed its connection")
-        self._transport: asyncio.Transport = request.transport
-        self._connection = connection if isinstance(connection, HttpConnection) else None
+        self._transport: asyncio.Transport = transport
+        self._connection: DirectConnection | HttpConnection | None = None
+        if isinstance(connection, DirectConnection | HttpConnection):
+            self._connection = connection
         self._is_chunked = request.version >= HttpVersion11
-        self._keep_alive = request.keep_alive and self._is_chunked
-        self._transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
+        self.keeps_open = request.keep_alive and self._is_chunked
+        transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
         if self._connection is not None:
             self._connection.room_changed = room_changed
-        fields = {**headers, "Date": rfc822_formatted_time(), "Server": SERVER_SOFTWARE}
+        lines = [f"HTTP/{request.version.major}.{request.version.minor} 200 OK"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines += [f"Date: {rfc822_formatted_time()}", f"Server: {SERVER_SOFTWARE}"]
         if self._is_chunked:
-            fields["Transfer-Encoding"] = "chunked"
-            if not self._keep_alive:
-                fields["Connection"] = "close"
-        version = f"HTTP/{request.version.major}.{request.version.minor}"
-        lines = [f"{version} 200 OK", *(f"{name}: {value}" for name, value in fields.items())]
+            lines.append("Transfer-Encoding: chunked")
+            if not self.keeps_open:
+                lines.append("Connection: close")
         self._head = ("\r\n".join(lines) + "\r\n\r\n").encode()
-        # aiohttp sends no error of its own after this.
-        request.writer.output_size += len(self._head)
+        # No error is sent after this.
+        if isinstance(request, DirectRequest):
+            request.is_begun = True
+        else:
+            request.writer.output_size += len(self._head)
 
     @property
     def chunked_to(self) -> asyncio.Transport | None:
@@ -64,6 +73,10 @@ class StreamedResponse(web.StreamResponse):
     @property
     def is_open(self) -> bool:
         return not self._transport.is_closing()
+
+    def force_close(self) -> None:
+        """End the connection after the response."""
+        self.keeps_open = False
 
     def send(self, data: bytes, *, is_last: bool = False) -> None:
         if self._is_chunked:
@@ -76,11 +89,25 @@ class StreamedResponse(web.StreamResponse):
     def abort(self) -> None:
         self._transport.abort()
 
-    # What aiohttp's server calls when the handler has returned.
+    def leave(self) -> None:
+        """The connection goes on to another request."""
+        if self._connection is not None:
+            self._connection.room_changed = None
+
+
+class Sent(web.StreamResponse):
+    """A streamed response, for aiohttp's server when its handler has returned."""
+
+    def __init__(self, response: StreamedResponse) -> None:
+        super().__init__()
+        self._response = response
+        if not response.keeps_open:
+            self.force_close()
+        else:
+            self._keep_alive = True
 
     async def prepare(self, request: web.BaseRequest) -> Any:
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        if self._connection is not None:
-            self._connection.room_changed = None
+        self._response.leave()

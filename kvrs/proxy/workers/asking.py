@@ -56,6 +56,7 @@ class Asking:
             if not late.cancelled() and late.exception() is None:
                 undo(late.result())
 
+        await asyncio.sleep(0)  # In a task from here on, which a timeout needs (kvrs/direct.py).
         answer: asyncio.Future[bytes] | None = None
         try:
             answer = self._channel.question(name, body)

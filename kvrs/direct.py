@@ -1,0 +1,450 @@
+"""Requests that are served in the callback that brings their last byte, without aiohttp's server.
+
+Taken is what clients send nearly always: POST to one of some paths, HTTP/1.1, a body with its
+length, whole within a moment. All else goes, with its connection, to aiohttp's server: so nothing
+is refused here that is served there, and the other way round.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, cast
+
+from aiohttp import HttpVersion, HttpVersion11, web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE
+from aiohttp.tcp_helpers import tcp_keepalive
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from kvrs.connections import Connections
+from kvrs.http_connection import HttpConnection, address_of, refuse
+from kvrs.large_work import LARGE_BYTES
+
+log = logging.getLogger(__name__)
+
+_MOST_HEAD_BYTES = 8 << 10
+_MOST_HEADERS = 64
+_GATHERING_S = 0.2  # For the rest of a body, of which parts have come.
+_MOST_GATHERED_BYTES = 16 << 20  # Of all connections.
+_MOST_BEHIND_BYTES = 64 << 10  # Of requests behind the one that is served.
+
+_REQUEST_LINE = re.compile(r"POST (/[!-~]*) HTTP/1\.1(?=\r\n)")
+_FIELD = re.compile(r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([ -~]*)")
+_LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
+_UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
+_UNIQUE = ("Content-Length", "Host")
+
+
+class SentResponse(Protocol):
+    """A response that has been written already."""
+
+    @property
+    def keeps_open(self) -> bool:
+        """Whether another request may follow."""
+
+
+Serve = Callable[["DirectRequest"], Coroutine[Any, Any, web.Response | SentResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    path: str
+    headers: CIMultiDictProxy[str]
+    keep_alive: bool
+    size_bytes: int
+    body_bytes: int
+
+
+def parse_head(data: bytes) -> _Head | None:
+    """The head of a usual request at the beginning of `data`; None: it is another, or not whole."""
+    end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
+    if end < 0 or not data.startswith(b"POST "):
+        return None
+    try:
+        text = data[:end].decode("ascii")
+    except UnicodeDecodeError:
+        return None
+    if (line := _REQUEST_LINE.match(text)) is None:
+        return None
+    fields = _FIELD.findall(text, line.end())
+    # A line that is no field, or a bare CR or LF, is for the full parser.
+    if len(fields) != text.count("\n") or len(fields) != text.count("\r"):
+        return None
+    headers = CIMultiDict[str]([(name, value.rstrip(" \t")) for name, value in fields])
+    if len(headers) > _MOST_HEADERS or any(name in headers for name in _UNUSUAL):
+        return None
+    if any(len(headers.getall(name, ())) != 1 for name in _UNIQUE):
+        return None
+    connection = headers.get("Connection", "keep-alive").lower()
+    length = headers["Content-Length"]
+    if connection not in ("keep-alive", "close") or _LENGTH.fullmatch(length) is None:
+        return None
+    keep_alive = connection == "keep-alive"
+    return _Head(line[1], CIMultiDictProxy(headers), keep_alive, end + 4, int(length))
+
+
+@dataclass(slots=True, eq=False)
+class DirectRequest:
+    """As far as handlers need it, what aiohttp's request is."""
+
+    path: str
+    headers: CIMultiDictProxy[str]
+    keep_alive: bool
+    body: bytes
+    remote: str
+    protocol: "DirectConnection"
+    is_begun: bool = False  # The head of the response has been written.
+    state: dict[Any, Any] = field(default_factory=dict)  # As aiohttp's requests hold it.
+
+    method: ClassVar[str] = "POST"
+    version: ClassVar[HttpVersion] = HttpVersion11
+
+    @property
+    def content_length(self) -> int:
+        return len(self.body)
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """None: the client is gone."""
+        return self.protocol.transport
+
+    def __getitem__(self, key: web.RequestKey[Any]) -> Any:
+        return self.state[key]
+
+    def __setitem__(self, key: web.RequestKey[Any], value: Any) -> None:
+        self.state[key] = value
+
+
+class DirectServer:
+    """The requests of one port that are served so: `paths` with what serves them."""
+
+    def __init__(self, paths: Mapping[str, Serve]) -> None:
+        self.paths = paths
+        self.gathered_bytes = 0
+        self.is_closing = False
+        self.connections: set[DirectConnection] = set()
+        self._quiet: asyncio.Future[None] | None = None
+
+    def connect(
+        self, full: Callable[[], HttpConnection], among: Connections, idle_s: float
+    ) -> "DirectConnection":
+        return DirectConnection(self, full, among, idle_s)
+
+    async def close(self, timeout_s: float) -> None:
+        """Wait so long for the requests that are being served, then end all connections."""
+        self.is_closing = True
+        for connection in list(self.connections):
+            connection.close_if_idle()
+        if self.connections:
+            self._quiet = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._quiet}, timeout=timeout_s)
+        for connection in list(self.connections):
+            connection.abort()
+
+    def forget(self, connection: "DirectConnection") -> None:
+        self.connections.discard(connection)
+        if not self.connections and self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
+
+
+class DirectConnection(asyncio.Protocol):
+    """A connection that counts, until aiohttp's server takes it over. `room_changed` is called with
+    whether its client reads as fast as is written to it.
+    """
+
+    __slots__ = (
+        *("_abort", "_among", "_behind", "_full", "_gathered", "_gathering", "_idle", "_idle_s"),
+        *("_idle_until_s", "_is_paused", "_needs_bytes", "_request", "_server", "_work"),
+        *("address", "room_changed", "transport"),
+    )
+
+    door = None  # Such clients prove nothing.
+
+    def __init__(
+        self,
+        server: DirectServer,
+        full: Callable[[], HttpConnection],
+        among: Connections,
+        idle_s: float,
+    ) -> None:
+        self.address = ""
+        self.room_changed: Callable[[bool], None] | None = None
+        self.transport: asyncio.Transport | None = None
+        self._server = server
+        self._full = full
+        self._among = among
+        self._idle_s = idle_s
+        self._idle_until_s = 0.0
+        self._idle: asyncio.TimerHandle | None = None
+        self._abort: Callable[[], object] | None = None
+        self._request: DirectRequest | None = None  # The one that is served.
+        self._work: asyncio.Task[None] | None = None
+        # Of a request that has come in part.
+        self._gathered = b""
+        self._needs_bytes = 0
+        self._gathering: asyncio.TimerHandle | None = None
+        self._behind = b""  # What came while a request was served.
+        self._is_paused = False
+
+    def reserve(self, address: str, abort: Callable[[], object]) -> bool:
+        """As that of `HttpConnection`."""
+        self.address, self._abort = address, abort
+        return self._among.admit(self)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+        elif self._abort is not None:
+            self._abort()
+
+    def close_if_idle(self) -> None:
+        if self._request is None and self.transport is not None:
+            self.transport.close()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports do what asyncio's do, and descend from none of them.
+        transport = cast(asyncio.Transport, transport)
+        if self._abort is None and not self.reserve(address_of(transport), transport.abort):
+            refuse(transport)
+            return
+        self.transport = transport
+        self._server.connections.add(self)
+        tcp_keepalive(transport)
+        self._wait_for_request()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport is None:  # Refused.
+            return
+        if self._request is not None or self._behind:
+            self._keep_for_later(data)
+        else:
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        if self._gathered:
+            data = self._gathered + data
+            if len(data) < self._needs_bytes:
+                self._gather(data, self._needs_bytes)
+                return
+            self._stop_gathering()
+        head = parse_head(data)
+        if head is None or head.body_bytes > LARGE_BYTES or head.path not in self._server.paths:
+            self._hand_over(data)
+            return
+        end = head.size_bytes + head.body_bytes
+        if len(data) < end:
+            self._gather(data, end)
+            return
+        self._behind = data[end:]
+        self._serve(head, data[head.size_bytes : end])
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._among.forget(self)
+        self._server.forget(self)
+        self.transport = self.room_changed = self._request = None
+        self._behind = b""
+        self._stop_gathering()
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+
+    def pause_writing(self) -> None:
+        if self.room_changed is not None:
+            self.room_changed(False)
+
+    def resume_writing(self) -> None:
+        if self.room_changed is not None:
+            self.room_changed(True)
+
+    # Without a request.
+
+    def _wait_for_request(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._idle_until_s = loop.time() + self._idle_s
+        if self._idle is None:
+            self._idle = loop.call_at(self._idle_until_s, self._look)
+
+    def _look(self) -> None:
+        """Close a connection that has been idle for too long."""
+        self._idle = None
+        if self._request is not None or self.transport is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._idle_until_s:
+            self._idle = loop.call_at(self._idle_until_s, self._look)
+        else:
+            self.transport.close()
+
+    # With a part of a request.
+
+    def _gather(self, data: bytes, needs_bytes: int) -> None:
+        server, grown_bytes = self._server, len(data) - len(self._gathered)
+        if server.gathered_bytes + grown_bytes > _MOST_GATHERED_BYTES:
+            self._hand_over(data)
+            return
+        server.gathered_bytes += grown_bytes
+        self._gathered, self._needs_bytes = data, needs_bytes
+        if self._gathering is None:
+            loop = asyncio.get_running_loop()
+            self._gathering = loop.call_later(_GATHERING_S, self._give_up_gathering)
+
+    def _give_up_gathering(self) -> None:
+        self._hand_over(self._gathered)
+
+    def _stop_gathering(self) -> None:
+        self._server.gathered_bytes -= len(self._gathered)
+        self._gathered = b""
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+
+    def _hand_over(self, data: bytes) -> None:
+        """Have aiohttp's server take the connection, to its end."""
+        transport = self.transport
+        assert transport is not None
+        self._stop_gathering()
+        if self._idle is not None:
+            self._idle.cancel()
+        self._among.forget(self)
+        self._server.forget(self)
+        self.transport = None
+        full = self._full()
+        transport.set_protocol(full)
+        full.take_over(transport, self._idle_until_s)
+        full.data_received(data)
+
+    # With a request.
+
+    def _serve(self, head: _Head, body: bytes) -> None:
+        self._among.begin(self)
+        self._request = request = DirectRequest(
+            head.path, head.headers, head.keep_alive, body, self.address, self
+        )
+        begun = self._server.paths[head.path](request)
+        context = copy_context()
+        try:
+            awaited = context.run(begun.send, None)
+        except StopIteration as stop:
+            self._respond(stop.value)
+        except Exception:
+            self._fail()
+        else:
+            rest = self._finish(cast(Coroutine[Any, Any, Any], _Begun(begun, awaited)))
+            self._work = asyncio.get_running_loop().create_task(rest, context=context)
+            self._work.add_done_callback(_let_go)
+
+    async def _finish(self, rest: Coroutine[Any, Any, web.Response | SentResponse]) -> None:
+        try:
+            response = await rest
+        except Exception:
+            self._fail()
+        else:
+            self._respond(response)
+
+    def _fail(self) -> None:
+        """A bug: what is written already cannot be taken back."""
+        log.exception("request ended by a bug")
+        self.abort()
+
+    def _respond(self, response: web.Response | SentResponse) -> None:
+        request, self._request, self._work = self._request, None, None
+        transport = self.transport
+        if transport is None:
+            return
+        assert request is not None
+        self.room_changed = None
+        if isinstance(response, web.Response):
+            keeps_open = request.keep_alive and response.keep_alive is not False
+            keeps_open = keeps_open and not self._server.is_closing
+            transport.write(_written(response, keeps_open=keeps_open))
+        else:
+            keeps_open = response.keeps_open and not self._server.is_closing
+        self._among.end(self)
+        if not keeps_open:
+            transport.close()
+            return
+        self._wait_for_request()
+        if self._is_paused:
+            self._is_paused = False
+            transport.resume_reading()
+        if self._behind:
+            # Not within this call: as many may follow as fit into a read.
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        data, self._behind = self._behind, b""
+        if self.transport is not None and data:
+            self._take(data)
+
+    def _keep_for_later(self, data: bytes) -> None:
+        self._behind += data
+        if len(self._behind) > _MOST_BEHIND_BYTES and not self._is_paused:
+            assert self.transport is not None
+            self._is_paused = True
+            self.transport.pause_reading()
+
+
+def _let_go(work: asyncio.Task[None]) -> None:
+    """Release what a cancelled task keeps with its error: the frames of its last moment."""
+    with suppress(asyncio.CancelledError):
+        work.exception()
+
+
+class _Begun(Coroutine[Any, Any, Any]):
+    """A coroutine that has run up to its first wait, for a task that runs the rest."""
+
+    __slots__ = ("_awaited", "_coroutine", "_is_waiting")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], awaited: Any) -> None:
+        self._coroutine = coroutine
+        self._awaited = awaited
+        self._is_waiting = True
+
+    def send(self, value: Any) -> Any:
+        if self._is_waiting:
+            awaited, self._awaited, self._is_waiting = self._awaited, None, False
+            return awaited
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        self._is_waiting = False
+        try:
+            return self._coroutine.throw(*error)
+        finally:
+            del error  # Its traceback has this frame: a circle.
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+
+def _written(response: web.Response, *, keeps_open: bool) -> bytes:
+    body = response.body or b""
+    assert isinstance(body, bytes)
+    fields = {
+        **response.headers,
+        "Content-Length": str(len(body)),
+        "Date": rfc822_formatted_time(),
+        "Server": SERVER_SOFTWARE,
+    }
+    if not keeps_open:
+        fields["Connection"] = "close"
+    lines = [f"HTTP/1.1 {response.status} {response.reason}"]
+    lines += [f"{name}: {value}" for name, value in fields.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body

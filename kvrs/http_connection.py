@@ -1,0 +1,157 @@
+"""A client's connection that aiohttp's server serves, and what one is told that is refused."""
+
+import asyncio
+import logging
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from kvrs.connections import Connections
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
+from kvrs.protocol.secrets import Door, DoorKey
+
+_FULL = error_body("too many connections are open", kind="server_error")
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: %s\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+)
+
+
+class _BrokenHttp(logging.Filter):
+    """Logs one line for a request that is not HTTP, without its bytes, which aiohttp quotes: they
+    may be of a prompt or a key.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg, record.args = "broken HTTP: %s", (type(error).__name__,)
+            record.exc_info = record.exc_text = None
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+log = logging.getLogger(__name__)
+log.addFilter(_BrokenHttp())
+
+
+class HttpConnection(web.RequestHandler):
+    """A connection that counts. `door` is the one of which the client has proved the key.
+    `room_changed` is called with whether its client reads as fast as is written to it.
+    """
+
+    __slots__ = ("_abort", "_among", "_proof", "_taken", "address", "door", "room_changed")
+
+    def __init__(
+        self, server: web.Server, among: Connections, keys: Sequence[DoorKey], **settings: Any
+    ) -> None:
+        super().__init__(server, **settings)
+        self._among = among
+        self._proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES)) if keys else None
+        self.address = ""
+        self.door: Door | None = None
+        self.room_changed: Callable[[bool], None] | None = None
+        self._taken: asyncio.Transport | None = None
+        self._abort: Callable[[], object] | None = None
+
+    def reserve(self, address: str, abort: Callable[[], object]) -> bool:
+        """Count it while it has no transport yet, until `connection_lost`; False: it is refused.
+        `abort` ends it until then.
+        """
+        self.address, self._abort = address, abort
+        return self._among.admit(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports do what asyncio's do, and descend from none of them.
+        transport = cast(asyncio.Transport, transport)
+        if self._abort is None and not self.reserve(address_of(transport), transport.abort):
+            refuse(transport)
+            return
+        self._taken = transport
+        super().connection_made(transport)
+
+    def take_over(self, transport: asyncio.Transport, idle_until_s: float) -> None:
+        """As `connection_made`, for one that has been open: until then it must have a header."""
+        self.connection_made(transport)
+        if self._keepalive_handle is not None:
+            self._keepalive_handle.cancel()
+            self._next_keepalive_close_time = idle_until_s
+            self._keepalive_handle = self._loop.call_at(idle_until_s, self._process_keepalive)
+
+    def data_received(self, data: bytes) -> None:
+        if self._proof is not None:
+            data = self._prove(self._proof, data)
+            if not data:
+                return
+        super().data_received(data)
+
+    def _prove(self, proof: ServerProof, data: bytes) -> bytes:
+        """What is left of the data when the proof is over."""
+        if self._taken is None:  # Refused.
+            return b""
+        try:
+            answer, data = proof.receive(data)
+        except ProofError as fault:
+            log.warning("a client failed to prove itself: %s", fault)
+            self._taken.abort()
+            return b""
+        if answer:
+            self._taken.write(answer)
+        if proof.is_over:
+            self._proof = None
+            self.door = None if proof.door is None else proof.door.door
+        return data
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._among.forget(self)
+        if self._taken is not None:
+            super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.room_changed is not None:
+            self.room_changed(False)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.room_changed is not None:
+            self.room_changed(True)
+
+    def abort(self) -> None:
+        if self._taken is not None:
+            self._taken.abort()
+        elif self._abort is not None:
+            self._abort()
+
+    def begin(self) -> None:
+        self._among.begin(self)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._among.end(self)
+
+
+def address_of(transport: asyncio.Transport) -> str:
+    return str((transport.get_extra_info("peername") or ("",))[0])
+
+
+def refuse(transport: asyncio.Transport) -> None:
+    """The port has no room for the connection."""
+    transport.write(_REFUSAL % (retry_after(1.0).encode(), len(_FULL), _FULL))
+    transport.close()
+
+
+def retry_after(seconds: float) -> str:
+    """A value for `Retry-After`: so long, or up to 2 s longer, so that clients that were refused
+    together do not come back together.
+    """
+    return str(max(1, math.ceil(seconds)) + secrets.randbelow(3))

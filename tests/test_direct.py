@@ -1,0 +1,312 @@
+"""Requests that are served without aiohttp's server, and those that go to it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_parser import HttpRequestParser
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvrs import direct, http
+from kvrs.connections import ConnectionLimits
+from kvrs.direct import DirectRequest, DirectServer, parse_head
+from kvrs.http import HttpPort
+
+pytestmark = pytest.mark.network
+
+PATH = "/v1/completions"
+
+
+def request(body: bytes = b"{}", path: str = PATH, **headers: str) -> bytes:
+    fields = {"Host": "x", "Content-Length": str(len(body))} | {
+        name.replace("_", "-"): value for name, value in headers.items()
+    }
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+# Pieces of which heads are made, right and wrong.
+LINES = st.sampled_from(
+    [
+        *("Host: x", "host:y", "Content-Length: 2", "Content-Length: 02", "Content-Length:  2 "),
+        *("Connection: close", "Connection: keep-alive", "Connection: Keep-Alive, x", "A:", "A: b"),
+        *("Transfer-Encoding: chunked", "Expect: 100-continue", "Upgrade: h2c", "A : b", " A: b"),
+        *("A: b\x00", "A: \xe9", "A: b\nB: c", "A: b\rB: c", "A\t: b", "A: b \t", ": b", "A"),
+        *("Content-Encoding: gzip", "Content-Length: +2", "Content-Length: 2, 2", "A: \tb", "Ä: b"),
+    ]
+)
+STARTS = st.sampled_from(
+    [
+        *("POST /a HTTP/1.1", "POST /a HTTP/1.0", "post /a HTTP/1.1", "POST  /a HTTP/1.1"),
+        *("POST a HTTP/1.1", "POST /a HTTP/1.1 ", "POST http://x/a HTTP/1.1", "POST /a?b HTTP/1.1"),
+        *("GET /a HTTP/1.1", "POST /\xe9 HTTP/1.1", "POST /a HTTP/11", "\r\nPOST /a HTTP/1.1"),
+    ]
+)
+
+
+@given(
+    st.builds(
+        lambda start, lines: "\r\n".join([start, *lines, "", "{}"]).encode("latin-1"),
+        st.one_of(st.just("POST /a HTTP/1.1"), STARTS),
+        st.lists(LINES, max_size=5),
+    )
+)
+@example(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+def test_a_head_that_is_taken_is_what_the_full_parser_makes_of_it(data: bytes) -> None:
+    """Two readings of one request are how one is smuggled into another."""
+    head = parse_head(data)
+    if head is None:
+        return
+    loop = asyncio.new_event_loop()
+    try:
+        parser = HttpRequestParser(BaseProtocol(loop), loop, 1 << 16)
+        ((message, payload),), is_upgraded, _ = parser.feed_data(data)
+        payload_is_whole = payload.is_eof()
+    finally:
+        loop.close()
+
+    assert (message.method, message.path) == ("POST", head.path)
+    assert message.headers == head.headers
+    assert message.should_close is not head.keep_alive
+    assert (message.chunked, message.compression, is_upgraded) == (False, None, False)
+    assert payload_is_whole == (head.body_bytes <= 2)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_the_parser(data: bytes) -> None:
+    """What is no usual request is for the full server."""
+    head = parse_head(data)
+
+    assert head is None or data.startswith(b"POST ")
+
+
+def test_what_the_full_parser_refuses_is_not_taken() -> None:
+    """Obsolete line folding, for one."""
+    folded = b"POST /a HTTP/1.1\r\nHost: x\r\n y\r\nContent-Length: 2\r\n\r\n{}"
+    loop = asyncio.new_event_loop()
+    with suppress(HttpProcessingError):
+        HttpRequestParser(BaseProtocol(loop), loop, 1 << 16).feed_data(folded)
+    loop.close()
+
+    assert parse_head(folded) is None
+
+
+@dataclass
+class Port:
+    """`served` has what was served directly."""
+
+    port: int
+    served: list[DirectRequest] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    http: HttpPort | None = None
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def serve(self, request: DirectRequest) -> web.Response:
+        self.served.append(request)
+        if b"bug" in request.body:
+            raise ZeroDivisionError
+        if b"wait" in request.body:
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                self.ended.append("cancelled")
+                raise
+        return web.Response(body=b"direct:" + request.body)
+
+
+@asynccontextmanager
+async def opened(limits: ConnectionLimits | None = None) -> AsyncIterator[Port]:
+    async def full(request: web.Request) -> web.Response:
+        return web.Response(body=b"full:" + await request.read())
+
+    app = web.Application()
+    app.router.add_post(PATH, full)
+    app.router.add_post("/other", full)
+    made = Port(0)
+    limits = limits or ConnectionLimits(16, 16)
+    server = DirectServer({PATH: made.serve})
+    made.http = HttpPort(app, limits, shutdown_timeout_s=0.3, names=None, direct=server)
+    made.port = await made.http.open("127.0.0.1", 0)
+    try:
+        yield made
+    finally:
+        await made.http.close()
+
+
+async def answers(port: int, *pieces: bytes, count: int = 1, pause_s: float = 0.02) -> list[bytes]:
+    """The bodies of so many responses to what is sent in pieces."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        found = []
+        async with asyncio.timeout(10):
+            for _ in range(count):
+                head = await reader.readuntil(b"\r\n\r\n")
+                (length,) = (
+                    int(line.split(b":")[1])
+                    for line in head.split(b"\r\n")
+                    if line.lower().startswith(b"content-length:")
+                )
+                found.append(await reader.readexactly(length))
+        return found
+    finally:
+        writer.close()
+
+
+WHOLE = request(b'{"a": 1}')
+CHUNKED = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "answer"),
+    [
+        ((WHOLE,), b'direct:{"a": 1}'),
+        ((WHOLE[:-3], WHOLE[-3:]), b'direct:{"a": 1}'),  # A body that comes in two reads.
+        ((WHOLE[:30], WHOLE[30:]), b'full:{"a": 1}'),  # A head that does.
+        ((request(b"{}", "/other"),), b"full:{}"),
+        ((request(b"{}", Expect="100-continue"),), b"full:{}"),
+        ((request(b" " * (70 << 10)),), b"full:" + b" " * (70 << 10)),
+        (
+            (CHUNKED, b"2\r\n{}\r\n0\r\n\r\n"),
+            b"full:{}",
+        ),
+    ],
+)
+async def test_what_is_unusual_goes_to_the_full_server(
+    pieces: tuple[bytes, ...], answer: bytes
+) -> None:
+    """It is served there, with all that has come of it."""
+    async with opened() as port:
+        expects = b"Expect" in pieces[0]
+        if expects:  # It is told to go on, and that is no response.
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            writer.write(pieces[0])
+            found = [(await reader.readuntil(answer))[-len(answer) :]]
+            writer.close()
+        else:
+            found = await answers(port.port, *pieces)
+
+    assert found == [answer]
+    assert len(port.served) == answer.startswith(b"direct")
+
+
+async def test_a_body_that_does_not_come_on_is_the_full_server_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There the limits of slow bodies hold, and what came counts."""
+    monkeypatch.setattr(direct, "_GATHERING_S", 0.02)
+    async with opened() as port:
+        found = await answers(port.port, WHOLE[:-3], WHOLE[-3:], pause_s=0.2)
+
+    assert found == [b'full:{"a": 1}']
+
+
+async def test_parts_of_bodies_take_no_more_memory_than_their_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond it they are the full server's at once."""
+    monkeypatch.setattr(direct, "_MOST_GATHERED_BYTES", 10)
+    monkeypatch.setattr(direct, "_GATHERING_S", 60.0)
+    async with opened() as port:
+        found = await answers(port.port, WHOLE[:-3], WHOLE[-3:])
+
+    assert found == [b'full:{"a": 1}']
+
+
+async def test_requests_behind_another_are_answered_in_order() -> None:
+    """A client may send the next one before it has the response to the first, also of a kind that
+    the full server takes.
+    """
+    sent = b"".join(request(b"%d" % number) for number in range(40))
+    async with opened() as port:
+        found = await answers(port.port, sent, request(b"last", "/other"), count=41)
+
+    assert found == [*(b"direct:%d" % number for number in range(40)), b"full:last"]
+
+
+async def test_a_client_that_leaves_cancels_its_request() -> None:
+    """What runs for it ends."""
+    async with opened() as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(request(b"wait"))
+        async with asyncio.timeout(10):
+            while not port.served:
+                await asyncio.sleep(0.01)
+            writer.close()
+            while not port.ended:
+                await asyncio.sleep(0.01)
+
+    assert port.ended == ["cancelled"]
+
+
+async def test_a_bug_ends_the_connection_alone() -> None:
+    """The client is not left waiting, and others are served."""
+    async with opened() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(request(b"bug"))
+        async with asyncio.timeout(10):
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        writer.close()
+
+        assert await answers(port.port, WHOLE) == [b'direct:{"a": 1}']
+
+
+@pytest.mark.parametrize("sent", [b"", WHOLE])
+async def test_an_idle_connection_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first request, and after one."""
+    monkeypatch.setattr(http, "IDLE_S", 0.1)
+    async with opened() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(sent)
+        async with asyncio.timeout(10):
+            received = await reader.read()
+        writer.close()
+
+    assert received.endswith(b'direct:{"a": 1}') == bool(sent)
+
+
+async def test_a_port_that_closes_waits_for_requests_and_not_for_idle_connections() -> None:
+    """The last words of a response reach its client."""
+    async with opened() as port:
+        _, idle = await asyncio.open_connection("127.0.0.1", port.port)
+        asking = asyncio.create_task(answers(port.port, request(b"wait")))
+        async with asyncio.timeout(10):
+            while not port.served:
+                await asyncio.sleep(0.01)
+            assert port.http is not None
+            closing = asyncio.create_task(port.http.close())
+            await asyncio.sleep(0.05)
+            port.release.set()
+            await closing
+
+            assert await asking == [b"direct:wait"]
+        idle.close()
+
+
+async def test_connections_beyond_the_limit_are_refused_while_all_are_busy() -> None:
+    """And an idle one gives way."""
+    async with opened(ConnectionLimits(1, 1)) as port:
+        _, idle = await asyncio.open_connection("127.0.0.1", port.port)
+        asking = asyncio.create_task(answers(port.port, request(b"wait")))
+        async with asyncio.timeout(10):
+            while not port.served:
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            refused = await reader.read()
+            port.release.set()
+            served = await asking
+        idle.close()
+        writer.close()
+
+    assert b" 503 " in refused.split(b"\r\n")[0]
+    assert served == [b"direct:wait"]
