@@ -5,9 +5,10 @@ token.
 import asyncio
 import heapq
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
+from types import TracebackType
+from typing import Self
 from weakref import WeakKeyDictionary
 
 from kvrs.control.silence import SilenceTimer
@@ -72,17 +73,51 @@ def _looks_of(loop: asyncio.AbstractEventLoop) -> _Looks:
 
 
 class Watchdog:
-    def __init__(
-        self, scope: asyncio.Timeout, limit_s: Callable[[], float], paused: Callable[[], bool]
-    ) -> None:
+    """A block that may not go without `heard()` for `limit_s()`, save while `paused()`. Leaving it
+    raises SilentError if it did. (As `asyncio.timeout`, without its timer and its coroutines.)
+    """
+
+    __slots__ = (
+        *("_before", "_cancelling", "_is_over", "_limit_s", "_looks", "_loop", "_paused"),
+        *("_task", "_tick", "exceeded_s", "has_expired", "silence"),
+    )
+
+    def __init__(self, limit_s: Callable[[], float], paused: Callable[[], bool]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._scope = scope
         self._limit_s = limit_s
         self._paused = paused
         self.silence = SilenceTimer(self._loop.time())
         self._looks = _looks_of(self._loop)
         self._tick: int | None = None  # Of the next look.
+        self._is_over = False
+        self.has_expired = False
         self.exceeded_s = 0.0  # The limit that ended the block.
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._before = _current.set(self)
+        self.look()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_over = True
+        self.stop()
+        _current.reset(self._before)
+        task = self._task
+        # The task's context keeps this watchdog: what belongs to a stream is let go here.
+        del self._limit_s, self._paused, self._task, self._before
+        if not self.has_expired or task.uncancel() > self._cancelling:
+            return
+        if kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise SilentError(f"silent for {self.exceeded_s:.3g} s") from None
 
     def heard(self) -> None:
         self.silence.heard_s = self._loop.time()
@@ -105,22 +140,19 @@ class Watchdog:
 
     def expire(self) -> None:
         """End the block now, as if the limit were passed."""
-        if not self._scope.expired():
-            now_s = self._loop.time()
-            self.exceeded_s = self.exceeded_s or now_s - self.silence.heard_s
-            self._scope.reschedule(now_s)
+        self.exceeded_s = self.exceeded_s or self._loop.time() - self.silence.heard_s
+        # Not at once: the task itself may be the one that calls this.
+        self._loop.call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        if not self._is_over and not self.has_expired:
+            self.has_expired = True
+            self._task.cancel()
 
     def stop(self) -> None:
         if self._tick is not None:
             self._looks.remove(self, self._tick)
             self._tick = None
-
-    def close(self) -> None:
-        """The block is over. The task's context keeps this watchdog: what belongs to a stream is
-        let go here.
-        """
-        self.stop()
-        del self._limit_s, self._paused
 
 
 # Of the block that the current task is in.
@@ -133,26 +165,8 @@ def excuse_silence() -> None:
         watchdog.heard()
 
 
-@asynccontextmanager
-async def silence_limit(
+def silence_limit(
     limit_s: Callable[[], float], paused: Callable[[], bool] = lambda: False
-) -> AsyncIterator[Watchdog]:
-    """A block that may not go without `heard()` for `limit_s()`, save while `paused()`.
-
-    Raises:
-        SilentError: it did.
-    """
-    scope = asyncio.timeout(None)
-    watchdog = Watchdog(scope, limit_s, paused)
-    before = _current.set(watchdog)
-    try:
-        async with scope:
-            watchdog.look()
-            yield watchdog
-    except TimeoutError:
-        if not scope.expired():
-            raise
-        raise SilentError(f"silent for {watchdog.exceeded_s:.3g} s") from None
-    finally:
-        watchdog.close()
-        _current.reset(before)
+) -> Watchdog:
+    """For `with`, in a task."""
+    return Watchdog(limit_s, paused)

@@ -182,7 +182,7 @@ class Attempt:
         timeout_s = self._control.progress.first_token_timeout_s(instance)
         places, exact = instances.places(instance, self._plan), instances.resumes_exactly(instance)
         call = prefill_call(live.journal, self._attempt, places, exact=exact)
-        async with silence_limit(lambda: timeout_s, lambda: self._is_making_progress(instance)):
+        with silence_limit(lambda: timeout_s, lambda: self._is_making_progress(instance)):
             answer = await self._driver.backends[instance].prefill(call)
         if live.journal.prompt_ids is None:
             live.journal.tokenised(answer.prompt_ids)
@@ -235,7 +235,7 @@ class Attempt:
         relay = self._relay(continuation)
         backend = self._driver.backends[plan.decode]
         try:
-            async with silence_limit(limit_s, excused) as watchdog:
+            with silence_limit(limit_s, excused) as watchdog:
                 relay.silence = watchdog.silence
                 await backend.decode(call, relay)
                 relay.check_end()

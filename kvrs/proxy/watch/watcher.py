@@ -86,7 +86,7 @@ class Watcher(ABC):
     @asynccontextmanager
     async def _limit(self) -> AsyncIterator[Callable[[], None]]:
         """A block that ends when no report was `heard` for too long."""
-        async with silence_limit(self._silence_s) as watchdog:
+        with silence_limit(self._silence_s) as watchdog:
 
             def heard() -> None:
                 self._reported_s = time.monotonic()

@@ -11,9 +11,9 @@ from kvrs.proxy.fleet.watchdog import SilentError, excuse_silence, silence_limit
 
 async def silent_for(limit_s: float) -> float:
     begun_s = time.monotonic()
-    with pytest.raises(SilentError, match=f"silent for {limit_s:.3g} s"):
-        async with silence_limit(lambda: limit_s):
-            await asyncio.Event().wait()
+    silent = pytest.raises(SilentError, match=f"silent for {limit_s:.3g} s")
+    with silent, silence_limit(lambda: limit_s):
+        await asyncio.Event().wait()
     return time.monotonic() - begun_s
 
 
@@ -44,7 +44,7 @@ async def test_many_blocks_have_one_timer(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_what_is_heard_or_excused_goes_on_and_a_block_that_ended_is_forgotten() -> None:
     """A limit counts from the last word."""
-    async with silence_limit(lambda: 0.1) as heard:
+    with silence_limit(lambda: 0.1) as heard:
         for _ in range(6):
             await asyncio.sleep(0.04)
             heard.heard()
@@ -58,7 +58,7 @@ async def test_what_is_heard_or_excused_goes_on_and_a_block_that_ended_is_forgot
         excused += 1
         return True
 
-    async with silence_limit(lambda: 0.05, excuses):
+    with silence_limit(lambda: 0.05, excuses):
         await asyncio.sleep(0.2)
     during = excused
     await asyncio.sleep(0.15)

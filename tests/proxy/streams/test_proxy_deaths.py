@@ -388,7 +388,7 @@ async def test_a_proxy_that_was_stopped_itself_suspects_no_instance(
     """After a stall of the proxy's own event loop the timeout starts again."""
     heard = asyncio.Event()
 
-    async with watchdog.silence_limit(lambda: 0.2):
+    with watchdog.silence_limit(lambda: 0.2):
         time.sleep(0.5)  # Nothing runs meanwhile: that is the point.
         await asyncio.sleep(0.05)
         heard.set()
