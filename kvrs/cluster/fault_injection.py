@@ -20,8 +20,17 @@ from urllib.parse import urlsplit
 
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.faults.language import DueFault, Fault, InstanceView, Phase, VictimRole, What, phase_of
-from kvrs.faults.orders import FaultRequest, LinkFault, NoFault, PageFault
+from kvrs.faults.language import (
+    DueFault,
+    Fault,
+    InstanceView,
+    Phase,
+    VictimRole,
+    What,
+    Whom,
+    phase_of,
+)
+from kvrs.faults.orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.load.admin import AdminError, AdminPort
 from kvrs.load.passes import Injection
@@ -32,7 +41,7 @@ SLOW_PERIOD_S = 0.05
 # By then a proxy has detected a death: the kernel closes the watch connection.
 NOTICE_S = 0.5
 
-_ASKED_OF_INSTANCES = (What.LINK_RATE, What.LINK_CUT, What.CORRUPT_PAGE)
+_ASKED_OF_INSTANCES = (What.LINK_RATE, What.LINK_CUT, What.CORRUPT_PAGE, What.LOSE_DEVICE)
 _LISTENING = "0A"
 
 
@@ -50,7 +59,7 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
     """
     rows = rows_of(await port.state())
     members = {
-        name: InstanceView(VictimRole(row["role"]), NodeId(row["node"]))
+        name: InstanceView(VictimRole(row["role"]), NodeId(row["node"]), ranks=_ranks_of(row))
         for name, row in rows.items()
     }
     mistakes = unknown_victims(faults, members)
@@ -83,13 +92,34 @@ def unknown_victims(
                 f"{', '.join(sorted(allowed))}"
                 for name in unknown
             ]
+        if whom.rank is not None:
+            mistakes += _unknown_ranks(number, whom, members)
     return mistakes
+
+
+def _unknown_ranks(
+    number: int, whom: Whom, members: Mapping[InstanceId, InstanceView]
+) -> Iterator[str]:
+    """A line, if no instance that may be hit has that rank."""
+    named = [view for name, view in members.items() if whom.id in (None, name)]
+    ranks = {rank for view in named for rank in view.ranks}
+    if whom.rank not in ranks and not (whom.rank == "random" and ranks) and named:
+        allowed = ", ".join(map(str, sorted(ranks))) or "none, each instance is one process"
+        yield f"fault [{number}]: no rank {whom.rank} of {whom.id or whom.role}; allowed: {allowed}"
+
+
+def _ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(one["rank"] for one in row.get("ranks") or ())
 
 
 def members_of(config: Config) -> dict[InstanceId, InstanceView]:
     """The instances and agents of a cluster of this configuration."""
     members = {
-        instance.id: InstanceView(VictimRole(instance.role.value), node.id)
+        instance.id: InstanceView(
+            VictimRole(instance.role.value),
+            node.id,
+            ranks=tuple(range(instance.ranks)) if instance.ranks > 1 else (),
+        )
         for node, instance in config.cluster.instances()
     }
     if config.agents_run:
@@ -174,7 +204,9 @@ def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
         if row["health"] == "up":
             role = VictimRole(row["role"])
             inflight = row["checkpoints"] or 0 if role is VictimRole.AGENT else works[name]
-            seen[name] = InstanceView(role, NodeId(row["node"]), inflight, counts[name])
+            seen[name] = InstanceView(
+                role, NodeId(row["node"]), inflight, counts[name], _ranks_of(row)
+            )
     return seen
 
 
@@ -205,25 +237,29 @@ class _Injector:
             key: getattr(due.fault, key) for key in ("for_s", "factor", "bytes_per_s", "pages")
         }
         note |= {key: value for key, value in parameters.items() if value is not None}
+        note |= {"ranks": due.ranks} if due.ranks else {}
         if due.fault.what in _ASKED_OF_INSTANCES:
             await self._ask(due, rows)
             # The time at which the pages were sent is unknown; a link ends its fault itself, and
-            # not earlier.
-            lasting.create_task(asyncio.sleep(due.fault.for_s or math.inf))
+            # not earlier. A lost device is lost.
+            if due.fault.what is not What.LOSE_DEVICE:
+                lasting.create_task(asyncio.sleep(due.fault.for_s or math.inf))
         else:
             # All handles first, so that victims of one fault are hit within microseconds.
             for process in [
                 process
                 for name in due.instances
-                for process in await self._open(rows[name], due.fault)
+                for process in await self._open(rows[name], due.fault, due.ranks.get(name))
             ]:
                 _signal(due.fault, process, lasting)
         self._injection.carried_out.append(note)
 
-    async def _open(self, row: Mapping[str, Any], fault: Fault) -> list[int]:
+    async def _open(self, row: Mapping[str, Any], fault: Fault, rank: int | None) -> list[int]:
         """Handles on the victims' processes; none if they have died of another fault meanwhile."""
         whole_node = fault.whom.node is not None and fault.whom.role is None
         try:
+            if rank is not None:
+                return [open_rank(row, rank)]
             return open_processes(row, workers=fault.workers, server_too=whole_node)
         except FaultError:
             if not await self._has_died(row):
@@ -239,9 +275,7 @@ class _Injector:
         for row in (rows[name] for name in due.instances):
             self._asked.add((row["id"], row["url"]))
             try:
-                await self._injection.port.inject(
-                    row["id"], row["url"], _request(due.fault, NodeId(row["node"]))
-                )
+                await self._injection.port.inject(row["id"], row["url"], _request(due, row))
             except AdminError:
                 if not await self._has_died(row):
                     raise
@@ -254,8 +288,11 @@ class _Injector:
                 await self._injection.port.inject(name, url, NoFault())
 
 
-def _request(fault: Fault, node: NodeId) -> FaultRequest:
-    """The request to an instance or agent on this node."""
+def _request(due: DueFault, row: Mapping[str, Any]) -> FaultRequest:
+    """The request to this instance or agent."""
+    fault, node = due.fault, NodeId(row["node"])
+    if fault.what is What.LOSE_DEVICE:
+        return DeviceFault(due.ranks[InstanceId(row["id"])])
     if fault.what is What.CORRUPT_PAGE:
         assert fault.pages is not None
         return PageFault(fault.pages)
@@ -277,7 +314,7 @@ def _signal(fault: Fault, process: int, lasting: asyncio.TaskGroup) -> None:
             assert fault.for_s is not None
             assert fault.factor is not None
             lasting.create_task(_slow(process, fault.factor, fault.for_s))
-        case What.LINK_RATE | What.LINK_CUT | What.CORRUPT_PAGE:
+        case What.LINK_RATE | What.LINK_CUT | What.CORRUPT_PAGE | What.LOSE_DEVICE:
             raise AssertionError(f"{fault.what} is no signal")
         case _:
             assert_never(fault.what)
@@ -371,6 +408,27 @@ def open_processes(
     if server not in handles:
         os.close(server)
     return handles
+
+
+def open_rank(row: Mapping[str, Any], rank: int) -> int:
+    """A handle on the process of one rank of an instance of the state, on this machine.
+
+    Raises:
+        FaultError: as `open_process`, or the instance has no such rank any more.
+    """
+    pids = {one["rank"]: one["pid"] for one in row.get("ranks") or ()}
+    os.close(open_process(row))
+    if rank not in pids:
+        raise FaultError(f"{_named(row)} has no rank {rank}; allowed: {sorted(pids)}")
+    try:
+        process = os.pidfd_open(pids[rank])
+        command = Path(f"/proc/{pids[rank]}/cmdline").read_bytes()
+    except OSError as error:
+        raise FaultError(f"rank {rank} of {_named(row)}: {error}") from None
+    if b"kvrs.engine.ranks" not in command:
+        os.close(process)
+        raise FaultError(f"rank {rank} of {_named(row)}: process {pids[rank]} is another one")
+    return process
 
 
 def _open_worker(row: Mapping[str, Any], pid: int) -> int:

@@ -20,7 +20,7 @@ from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedInstance, ServedModel
 from kvrs.engine.worker import ModelWorker, Worker
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
@@ -167,6 +167,15 @@ class EngineInstance(ServedInstance):
             loop.create_task(work)
             for work in (self.core.run(), self.port.probe(), self.checkpointer.run())
         ]
+
+    def lose_device(self, rank: int) -> None:
+        if self.ranks is None:
+            super().lose_device(rank)
+            return
+        if rank not in self.ranks.pids:
+            allowed = ", ".join(map(str, self.ranks.pids))
+            raise RequestError(f"rank: got {rank}; allowed: {allowed}", param="rank")
+        self.ranks.lose_device(rank)
 
     async def close(self) -> None:
         await super().close()

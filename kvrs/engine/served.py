@@ -10,6 +10,7 @@ from kvrs.engine.chat import ChatTemplate
 from kvrs.engine.page_port import InstancePlace, PagePort
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.runs import Attempt, RunCore
+from kvrs.errors import RequestError
 from kvrs.ids import StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
@@ -84,6 +85,14 @@ class ServedInstance(ABC):
         else changes.
         """
         self.core.end_transfers(attempts)
+
+    def lose_device(self, rank: int) -> None:
+        """Kill a rank and drop the memory of its KV. For experiments.
+
+        Raises:
+            RequestError: the instance has no such rank.
+        """
+        raise RequestError(f"rank: got {rank}; the instance is one process", param="rank")
 
     def down(self) -> str | None:
         """Why the instance cannot serve now although its process lives; None: it can."""

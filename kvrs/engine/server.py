@@ -86,7 +86,8 @@ async def serve_http(
     """
     app = make_app(instance)
     if allow_faults:
-        add_fault_route(app, instance.faults, {peer.node for peer in instance.registry.values()})
+        nodes = {peer.node for peer in instance.registry.values()}
+        add_fault_route(app, instance.faults, nodes, instance.lose_device)
     raise_descriptor_limit()
     settings, name = instance.settings, f"instance {instance.settings.id}"
     keys = door_keys(instance.ring, settings.id, Door.INSTANCE, Door.ADMIN)

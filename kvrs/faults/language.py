@@ -14,6 +14,9 @@
     - when: {at_s: 20, streams_at_least: 8}   # at least 8 streams would miss it
       what: kill
       whom: {role: agent, pick: busiest}
+    - when: {at_s: 25}
+      what: lose_device                       # a rank's process, and the memory of its KV
+      whom: {id: d0, rank: 1}
 
 Pure: `FaultSchedule` computes from a given state which faults are due and what they hit. A cluster
 or the simulator carries them out; both read the same list. See `docs/faults.md`.
@@ -23,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -37,8 +40,10 @@ NEAR_THE_END_TOKENS = 8
 
 
 class What(StrEnum):
-    # SIGKILL. For an instance with worker processes: these, or only `workers` of them.
+    # SIGKILL. For an instance with worker processes: these, or only `workers` of them. Of a rank:
+    # its process, whose memory may outlive it.
     KILL = "kill"
+    LOSE_DEVICE = "lose_device"  # A rank's process and its memory.
     # Frozen for `for_s` (SIGSTOP, then SIGCONT): connections stay open and nothing moves.
     STOP = "stop"
     SLOW = "slow"  # For `for_s` it runs only 1/`factor` of the time.
@@ -144,6 +149,8 @@ class Whom(Settings):
     link: Annotated[list[NodeId], Field(min_length=2, max_length=2)] | None = None
     pick: Pick | None = Field(default=None, strict=False)  # With `role`; without it the busiest.
     seed: int | None = Field(default=None, ge=0)  # Of a random pick; without it the run's.
+    # Of the instance that is hit, this rank only, by its number or a random one.
+    rank: Annotated[int, Field(ge=0, lt=1 << 16)] | Literal["random"] | None = None
 
     @model_validator(mode="after")
     def _names_one_way(self) -> "Whom":
@@ -160,6 +167,10 @@ class Whom(Settings):
             raise ValueError(
                 "seed is that of a random pick; allowed: only together with pick: random"
             )
+        if self.rank is not None and self.id is None and self.role is None:
+            raise ValueError("rank is one of an instance's; allowed: only together with id or role")
+        if self.rank is not None and self.role is VictimRole.AGENT:
+            raise ValueError("rank is one of an instance's; allowed: no agent")
         if self.link is not None and self.link[0] == self.link[1]:
             raise ValueError(f"link: got {self.link[0]!r} twice; allowed: two different nodes")
         return self
@@ -169,13 +180,13 @@ class Whom(Settings):
         """The victim, as text, before one was chosen."""
         if self.link is not None:
             return "-".join(self.link)
-        return (
-            f"all {self.role}" if self.pick is Pick.ALL else str(self.id or self.role or self.node)
-        )
+        named = f"all {self.role}" if self.pick is Pick.ALL else self.id or self.role or self.node
+        return f"{named} rank {self.rank}" if self.rank is not None else str(named)
 
 
 _PARAMETERS = {
     What.KILL: (),
+    What.LOSE_DEVICE: (),
     What.STOP: ("for_s",),
     What.SLOW: ("factor", "for_s"),
     What.LINK_RATE: ("bytes_per_s", "for_s"),
@@ -184,6 +195,7 @@ _PARAMETERS = {
 }
 _OPTIONAL = {What.KILL: {"workers"}}
 _OF_A_LINK = (What.LINK_RATE, What.LINK_CUT)
+_OF_RANKS = (What.KILL, What.LOSE_DEVICE, What.STOP, What.SLOW)
 
 
 class Fault(Settings):
@@ -214,6 +226,13 @@ class Fault(Settings):
                 else "instances, not a link"
             )
             raise ValueError(f"{self.what} hits {hits}")
+        if self.whom.rank is not None and (self.what not in _OF_RANKS or self.workers is not None):
+            raise ValueError(
+                f"{self.what} hits an instance, not a rank; allowed with rank: "
+                f"{', '.join(_OF_RANKS)}, without workers"
+            )
+        if self.what is What.LOSE_DEVICE and self.whom.rank is None:
+            raise ValueError("lose_device hits a rank; allowed: whom with rank")
         return self
 
     @property
@@ -301,6 +320,7 @@ class InstanceView:
     inflight: int = 0
     # All that count on it: on its work, or on its pages.
     streams: Mapping[StreamId, Phase] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()  # None where it is one process.
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,12 +332,16 @@ class DueFault:
     whom: str  # The victim by name: an instance, a node, or two nodes.
     inflight: int  # Streams that were in flight at the victim when it became due.
     streams: Mapping[StreamId, Phase]  # That counted on it then.
+    ranks: Mapping[InstanceId, int] = field(default_factory=dict)  # Of each that is hit in part.
+
+
+Choice = TypeVar("Choice")
 
 
 class Chooser(Protocol):
     """The part of `random.Random` from which a schedule draws."""
 
-    def choice(self, candidates: Sequence[tuple[InstanceId, ...]], /) -> tuple[InstanceId, ...]: ...
+    def choice(self, candidates: Sequence[Choice], /) -> Choice: ...
 
 
 class FaultSchedule:
@@ -373,13 +397,20 @@ class FaultSchedule:
                 instances = self._choose(fault.whom, candidates, up)
                 one_of_many = fault.whom.role is not None and fault.whom.pick is not Pick.ALL
                 label = instances[0] if one_of_many else fault.whom.label
-                due.append(
-                    DueFault(
-                        fault, instances, label, _inflight(instances, up), _streams(instances, up)
-                    )
-                )
+                load = (_inflight(instances, up), _streams(instances, up))
+                ranks = self._ranks(fault.whom, instances, up)
+                due.append(DueFault(fault, instances, label, *load, ranks))
                 self._pending.remove(fault)
         return due
+
+    def _ranks(
+        self, whom: Whom, instances: Sequence[InstanceId], up: Mapping[InstanceId, InstanceView]
+    ) -> dict[InstanceId, int]:
+        if whom.rank is None:
+            return {}
+        if whom.rank != "random":
+            return dict.fromkeys(instances, whom.rank)
+        return {name: self._rng.choice(up[name].ranks) for name in instances}
 
     def _choose(
         self,
@@ -418,6 +449,10 @@ def _candidates(
 
 
 def _is_meant(whom: Whom, instance: InstanceId, view: InstanceView) -> bool:
+    if whom.rank is not None and (
+        not view.ranks if whom.rank == "random" else whom.rank not in view.ranks
+    ):
+        return False
     if whom.id is not None:
         return whom.id == instance
     does_both = view.role is VictimRole.BOTH and whom.role is not VictimRole.AGENT

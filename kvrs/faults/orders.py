@@ -30,8 +30,14 @@ class PageFault(msgspec.Struct, frozen=True, tag="pages"):
     pages: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
+class DeviceFault(msgspec.Struct, frozen=True, tag="device"):
+    """A rank of this instance is killed, and the memory of its KV is gone."""
+
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class NoFault(msgspec.Struct, frozen=True, tag="none"):
     """Every fault of this instance ends now."""
 
 
-FaultRequest = LinkFault | PageFault | NoFault
+FaultRequest = LinkFault | PageFault | DeviceFault | NoFault

@@ -178,12 +178,17 @@ class World:
             name: VictimRole(engine.role.value) for name, engine in self.cluster.engines.items()
         }
         roles |= dict.fromkeys(self.cluster.agents, VictimRole.AGENT)
+        ranks = {
+            each.id: tuple(range(each.ranks)) if each.ranks > 1 else ()
+            for _, each in self.cluster.config.cluster.instances()
+        }
         return {
             name: InstanceView(
                 roles[name],
                 holder.node,
                 len(counts[name]) if name in self.cluster.agents else works[name],
                 counts[name],
+                ranks.get(name, ()),
             )
             for name, holder in self.cluster.holders.items()
             if holder.is_running
@@ -195,7 +200,8 @@ class World:
         victims = [self.cluster.holders[name] for name in due.instances]
         for_s = fault.for_s or 0.0
         match fault.what:
-            case What.KILL:
+            # An instance ends with any of its ranks.
+            case What.KILL | What.LOSE_DEVICE:
                 is_node = fault.whom.node is not None and fault.whom.role is None
                 for victim in victims:
                     self.cluster.kill(victim, with_node=is_node)

@@ -4,22 +4,29 @@ Off unless the configuration allows it.
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import assert_never
 
 import msgspec
 from aiohttp import web
 
 from kvrs.errors import RequestError
-from kvrs.faults.orders import FaultRequest, LinkFault, NoFault, PageFault
+from kvrs.faults.orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
 from kvrs.ids import NodeId
 from kvrs.transfer.send_faults import SendingFaults
 
 log = logging.getLogger(__name__)
 
 
-def add_fault_route(app: web.Application, faults: SendingFaults, nodes: Collection[NodeId]) -> None:
-    """Add the route to an application; `nodes` are all of the cluster."""
+def add_fault_route(
+    app: web.Application,
+    faults: SendingFaults,
+    nodes: Collection[NodeId],
+    lose_device: Callable[[int], None] | None = None,
+) -> None:
+    """Add the route to an application; `nodes` are all of the cluster. `lose_device`: of a rank by
+    its number; None: there are no ranks here. It raises RequestError.
+    """
 
     async def handle(request: web.Request) -> web.Response:
         try:
@@ -40,6 +47,10 @@ def add_fault_route(app: web.Application, faults: SendingFaults, nodes: Collecti
                 )
             case PageFault():
                 faults.corrupt(fault.pages)
+            case DeviceFault():
+                if lose_device is None:
+                    raise RequestError("no ranks here; allowed: an instance of several ranks")
+                lose_device(fault.rank)
             case NoFault():
                 faults.clear()
             case _:

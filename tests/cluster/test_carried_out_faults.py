@@ -1,6 +1,7 @@
 """Fault injection on real processes, and by requests to instances that record them."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -380,6 +381,40 @@ async def test_faults_with_unknown_victims_are_refused_before_any_load() -> None
         "fault [1]: no 'n9' in the cluster; allowed: n0, n1",
         "fault [2]: no 'agent' in the cluster; allowed: decode, prefill",
     ]
+
+
+async def test_a_rank_that_no_instance_has_is_refused_before_any_load() -> None:
+    """With those that there are."""
+    ranks = [{"rank": at, "pid": 1} for at in range(2)]
+    rows = [row("d0", "n0", "http://127.0.0.1:1", 1) | {"ranks": ranks}, row("p0", "n0", "", 2)]
+    async with admin(lambda: state_of(*rows)) as port:
+        faults = [
+            fault("kill", whom={"id": "d0", "rank": 2}),
+            fault("kill", whom={"id": "p0", "rank": "random"}),
+            fault("kill", whom={"id": "d0", "rank": "random"}),
+        ]
+
+        with pytest.raises(ConfigError) as caught:
+            await check_faults(parse_faults(faults), port)
+
+    assert caught.value.faults == [
+        "fault [0]: no rank 2 of d0; allowed: 0, 1",
+        "fault [1]: no rank random of p0; allowed: none, each instance is one process",
+    ]
+
+
+async def test_a_lost_device_is_asked_of_the_instance_and_a_killed_rank_is_not() -> None:
+    """The memory of a rank is the instance's; a process that is no rank is not killed for one."""
+    asked: list[Any] = []
+    async with instance(asked) as url:
+        victim = row("d0", "n0", url, os.getpid()) | {"ranks": [{"rank": 1, "pid": os.getpid()}]}
+        async with admin(lambda: state_of(victim)) as port:
+            lost = [fault("lose_device", whom={"id": "d0", "rank": 1})]
+            await inject_faults(injection(port, lost))
+            with pytest.raises(FaultError, match="is another one"):
+                await inject_faults(injection(port, [fault("kill", whom={"id": "d0", "rank": 1})]))
+
+    assert asked[0] == {"type": "device", "rank": 1}
 
 
 def test_the_members_of_a_cluster_are_known_before_it_runs() -> None:

@@ -82,7 +82,7 @@ def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
         f"{path}: [1].when.moon: unknown key; "
         "allowed: after_requests, at_s, in_phase_at_least, inflight_at_least, phase, "
         "streams_at_least",
-        f"{path}: [1].what: got 'melt'; input should be 'kill', 'stop', 'slow', "
+        f"{path}: [1].what: got 'melt'; input should be 'kill', 'lose_device', 'stop', 'slow', "
         f"'link_rate', 'link_cut' or 'corrupt_page'",
         f"{path}: [1].whom.role: got 'king'; input should be 'prefill', 'decode', 'both' "
         f"or 'agent'",
@@ -241,6 +241,13 @@ def test_two_faults_of_one_moment_have_two_victims() -> None:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
+        ({"what": "kill", "whom": {"node": "n0", "rank": 1}}, "allowed: only together with id or"),
+        ({"what": "kill", "whom": {"role": "agent", "rank": 1}}, "allowed: no agent"),
+        ({"what": "lose_device", "whom": {"id": "d0"}}, "lose_device hits a rank"),
+        (
+            {"what": "corrupt_page", "pages": 1, "whom": {"id": "d0", "rank": 1}},
+            "allowed with rank: kill, lose_device, stop, slow, without workers",
+        ),
         (
             {"what": "stop", "whom": {"id": "d0"}},
             "stop got the parameters: none; allowed: exactly for_s",
@@ -450,3 +457,24 @@ def test_a_kill_may_be_of_some_workers_only() -> None:
         parse_faults(
             [{"when": {"at_s": 1}, "what": "stop", "for_s": 1, "whom": {"id": "d0"}, "workers": 1}]
         )
+
+
+def test_a_rank_is_hit_where_there_is_one() -> None:
+    """By its number, or drawn; an instance without that rank is not hit, and a fault whose rank is
+    gone waits.
+    """
+    ranked = InstanceView(VictimRole.DECODE, N0, ranks=(0, 2))
+    faults = [
+        {"when": {"at_s": 0}, "what": "lose_device", "whom": {"role": "decode", "rank": 2}},
+        kill({"at_s": 0}, {"id": "d1", "rank": "random"}),
+        kill({"at_s": 0}, {"id": "d1", "rank": 1}),
+    ]
+    schedule = first(faults)
+
+    due = schedule.due(0, 0, {D0: InstanceView(VictimRole.DECODE, N0), InstanceId("d1"): ranked})
+    again = schedule.due(0, 0, {InstanceId("d1"): ranked})
+
+    assert [(one.fault.what, one.ranks) for one in due] == [("lose_device", {"d1": 2})]
+    ((name, rank),) = again[0].ranks.items()
+    assert (name, rank in (0, 2), len(again)) == ("d1", True, 1)
+    assert [fault.label for fault in schedule.pending] == ["kill d1 rank 1 (at_s 0.0)"]

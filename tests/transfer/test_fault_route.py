@@ -1,6 +1,6 @@
 """The route by which an experiment has an instance damage what it sends."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -29,9 +29,11 @@ async def explain(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def serving(faults: SendingFaults) -> AsyncIterator[str]:
+async def serving(
+    faults: SendingFaults, lost: Callable[[int], None] | None = None
+) -> AsyncIterator[str]:
     app = web.Application(middlewares=[explain])
-    add_fault_route(app, faults, {NodeId("n0"), N1})
+    add_fault_route(app, faults, {NodeId("n0"), N1}, lost)
     runner = web.AppRunner(app, shutdown_timeout=1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -41,9 +43,11 @@ async def serving(faults: SendingFaults) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def ask(faults: SendingFaults, body: str) -> tuple[int, str]:
+async def ask(
+    faults: SendingFaults, body: str, lost: Callable[[int], None] | None = None
+) -> tuple[int, str]:
     async with (
-        serving(faults) as url,
+        serving(faults, lost) as url,
         aiohttp.ClientSession() as session,
         session.post(url, data=body) as answer,
     ):
@@ -90,3 +94,14 @@ async def test_a_wrong_request_is_refused_and_changes_nothing(body: str, reason:
 def test_no_configuration_allows_faults_by_itself() -> None:
     """The route does not exist unless the configuration allows faults."""
     assert not parse_config({}).cluster.allow_faults
+
+
+async def test_a_device_is_lost_only_where_there_are_ranks() -> None:
+    """An agent has none."""
+    lost: list[int] = []
+
+    assert (await ask(SendingFaults(), '{"type":"device","rank":2}', lost.append))[0] == 200
+    refused = await ask(SendingFaults(), '{"type":"device","rank":2}')
+
+    assert lost == [2]
+    assert refused == (400, "no ranks here; allowed: an instance of several ranks")

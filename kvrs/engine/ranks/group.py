@@ -163,6 +163,7 @@ class RankGroup:
             None  # Called from another thread.
         )
         self.lost: dict[int, float] = {}  # Ranks that have died, and when that was noticed.
+        self.lost_devices: set[int] = set()  # Of them, those whose memory is gone as well.
         self._seats: dict[int, _Seat] = {}
         self._watchers: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -216,6 +217,13 @@ class RankGroup:
         for line in self._memory.lines.values():
             line.done.wait(self._batch, lambda: self._look(until_s, limit_s))
         return self._memory.logits(sum(chunk.wants_logits for chunk in chunks)).clone()
+
+    def lose_device(self, rank: int) -> None:
+        """Kill a rank and drop the memory of its cells."""
+        seat = self._seats[rank]
+        seat.process.kill()
+        self.lost_devices.add(rank)
+        seat.cells.memory.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """End all ranks, however far they are."""

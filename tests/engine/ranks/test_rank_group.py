@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import EngineSettings
@@ -112,6 +113,25 @@ def test_a_lost_rank_is_told_by_its_number(tiny_model: Path, stopped: bool) -> N
             compute_on(group, first)
         assert lost.value.ranks == (1,)
         assert list(group.lost) == [1]
+    finally:
+        group.close()
+
+
+async def test_a_lost_device_is_a_lost_rank_without_its_memory(tiny_model: Path) -> None:
+    """What it had of a page is gone, and what others had is there."""
+    group = group_of(tiny_model, tp=2)
+    (first, *_) = chunks()
+    try:
+        group.execute([first])
+        group.lose_device(1)
+        with pytest.raises(RanksLostError):
+            compute_on(group, first)
+        staged = group.pool.stage([first.pages[0]])
+        await staged.save()
+        cells = torch.frombuffer(staged.views[0], dtype=torch.float32).view(4, 2, -1)
+        assert cells[:, 0].count_nonzero() > 0
+        assert cells[:, 1].count_nonzero() == 0
+        assert group.lost_devices == {1}
     finally:
         group.close()
 

@@ -1,0 +1,145 @@
+"""Clusters whose instances have several ranks, of different degrees."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvrs.cluster.fault_injection import check_faults, inject_faults, rows_of
+from kvrs.cluster.launcher import Cluster
+from kvrs.config.engine import EngineSettings
+from kvrs.config.file import parse_config
+from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.worker import Worker
+from kvrs.faults.language import Fault, FaultSchedule, parse_faults
+from kvrs.ids import InstanceId
+from kvrs.load.admin import AdminPort
+from kvrs.load.passes import Injection
+from kvrs.scheduling.sequences import Chunk
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(50)]
+TOKENS = 120
+STREAMS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Prefill by one process; decode by two ranks, and by two stages."""
+    nodes = [
+        {
+            "id": "n0",
+            "instances": [
+                {"id": "p0", "role": "prefill"},
+                {"id": "d0", "role": "decode", "tp": 2},
+                {"id": "d1", "role": "decode", "stages": [[0, 3], [3, 4]]},
+            ],
+        }
+    ]
+    document = {
+        "cluster": {"nodes": nodes, "engine": {"pages": 512}, "allow_faults": True},
+        "proxy": {"port": 0, "admin_port": 0},
+    }
+    with Cluster(parse_config(document), lambda line: None) as running:
+        yield running
+
+
+def complete(cluster: Cluster, seed: int | None = None) -> list[int]:
+    """Greedy without a seed."""
+    body = {"model": "tiny-llama", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+    body |= {"return_token_ids": True, "temperature": 0.0 if seed is None else 0.9}
+    body |= {} if seed is None else {"seed": seed}
+    request = urllib.request.Request(
+        f"{cluster.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=100) as answer:
+        token_ids: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return token_ids
+
+
+def greedy(model: Path) -> list[int]:
+    """By one process, without a cluster."""
+    worker, token_ids = Worker(model, EngineSettings(pages=32)), list(PROMPT)
+    done = 0
+    while len(token_ids) < len(PROMPT) + TOKENS:
+        chunk = Chunk(token_ids[done:], done, range(32), wants_logits=True)
+        done = len(token_ids)
+        token_ids.append(int(worker.execute([chunk])[0].argmax()))
+    return token_ids[len(PROMPT) :]
+
+
+def row_of(cluster: Cluster, name: str) -> dict[str, Any]:
+    return rows_of(cluster.state())[InstanceId(name)]
+
+
+async def carry_out(cluster: Cluster, fault: Fault) -> None:
+    async with AdminPort(cluster.admin_url, cluster.secret, cluster.admin_token) as port:
+        await check_faults([fault], port)
+        schedule = FaultSchedule([fault], 0, Random)
+        await inject_faults(Injection(port, schedule, time.monotonic(), lambda: 0, []))
+
+
+def test_the_state_shows_ranks_and_layout(cluster: Cluster) -> None:
+    """Every unit has one rank, and every layer one stage."""
+    stages = row_of(cluster, "d1")
+    pair = row_of(cluster, "d0")
+
+    assert pair["layout"] == {"number": 1, "stages": [[0, 4]]}
+    assert [(one["rank"], one["stage"], one["heads"]) for one in pair["ranks"]] == [
+        (0, 0, [0]),
+        (1, 0, [1]),
+    ]
+    assert stages["layout"] == {"number": 1, "stages": [[0, 3], [3, 4]]}
+    assert [one["stage"] for one in stages["ranks"]] == [0, 1]
+    assert len({one["pid"] for one in (*pair["ranks"], *stages["ranks"])}) == 4
+    assert row_of(cluster, "p0")["ranks"] == []
+    assert len({sum(one["units"] for one in each["ranks"]) for each in (pair, stages)}) == 1
+
+
+def test_the_tokens_are_those_of_one_process(cluster: Cluster, tmp_path: Path) -> None:
+    """Pages written by one process are read by the ranks of both instances."""
+    write_tiny_model(tmp_path, seed=0)
+    expected = greedy(tmp_path)
+
+    with ThreadPoolExecutor(STREAMS) as clients:
+        answers = list(clients.map(lambda _: complete(cluster), range(STREAMS)))
+
+    assert answers == [expected] * STREAMS
+
+
+async def test_streams_of_a_lost_rank_go_on_elsewhere(cluster: Cluster) -> None:
+    """Greedy and seeded, at an instance of another degree; the victim is restarted whole."""
+    expected = {seed: complete(cluster, seed) for seed in (None, 7)}
+    victim = row_of(cluster, "d0")
+    (fault,) = parse_faults(
+        [
+            {
+                "when": {"inflight_at_least": 1, "phase": "decode"},
+                "what": "kill",
+                "whom": {"id": "d0", "rank": 1},
+            }
+        ]
+    )
+    with ThreadPoolExecutor(2 * STREAMS) as clients:
+        seeds = [None, 7] * STREAMS
+        answers = clients.map(lambda seed: complete(cluster, seed), seeds)
+        await carry_out(cluster, fault)
+        got = list(answers)
+
+    assert got == [expected[seed] for seed in seeds]
+    cluster.wait_all_up()
+    again = row_of(cluster, "d0")
+    old, new = ({one["pid"] for one in row["ranks"]} for row in (victim, again))
+    assert len(new) == 2
+    assert not old & new
+    recoveries = cluster.state()["recoveries"]
+    assert {one["to"] for one in recoveries if one["from"] == "d0"} == {"d1"}
