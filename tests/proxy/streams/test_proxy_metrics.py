@@ -4,7 +4,9 @@ import asyncio
 import re
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as openmetrics_families,
 )
@@ -17,6 +19,7 @@ from kvrs.protocol.instance import Role
 from kvrs.proxy.backends.peer import ConnectionLostError, UnusableError
 from kvrs.proxy.fleet.watchdog import SilentError
 from kvrs.proxy.streams.metrics import DeathCause, Metrics, Total
+from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
 from kvrs.proxy.watch.watcher import _death_cause
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -194,6 +197,29 @@ async def test_openmetrics_is_given_where_it_is_asked_for(build: ProxyClusterBui
     assert {name.removesuffix("_info") for name in names} == {
         name.removesuffix("_info") for name in open_names
     }
+
+
+@given(st.lists(st.one_of(st.sampled_from(LONG_SECONDS), st.floats(0, 1000)), max_size=20))
+def test_durations_are_shown_as_the_library_s_histogram_shows_them(observed: list[float]) -> None:
+    """Bounds belong to their buckets; with a label and without."""
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    plain = Histogram("a_seconds", "A.", buckets=LONG_SECONDS, registry=theirs)
+    series = DurationSeries("a_seconds", "A.", buckets=LONG_SECONDS, registry=ours)
+    own = series.by_value[""]
+    labelled = Histogram("b_seconds", "B.", ["stage"], buckets=LONG_SECONDS, registry=theirs)
+    by_value = DurationSeries(
+        "b_seconds", "B.", buckets=LONG_SECONDS, registry=ours, label="stage", values=["x", "y"]
+    ).by_value
+    for value in by_value:
+        labelled.labels(value)
+
+    for seconds in observed:
+        plain.observe(seconds)
+        own.observe(seconds)
+        labelled.labels("y").observe(seconds)
+        by_value["y"].observe(seconds)
+
+    assert generate_latest(ours) == generate_latest(theirs)
 
 
 def test_a_total_that_restarts_is_added_to_what_was_counted_before() -> None:
