@@ -9,7 +9,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, cast
@@ -94,18 +93,20 @@ class DirectRequest:
     path: str
     headers: CIMultiDictProxy[str]
     keep_alive: bool
-    body: bytes
+    content_length: int
     remote: str
     protocol: "DirectConnection"
+    body: bytes  # Until it is taken.
     is_begun: bool = False  # The head of the response has been written.
     state: dict[Any, Any] = field(default_factory=dict)  # As aiohttp's requests hold it.
 
     method: ClassVar[str] = "POST"
     version: ClassVar[HttpVersion] = HttpVersion11
 
-    @property
-    def content_length(self) -> int:
-        return len(self.body)
+    def take_body(self) -> bytes:
+        """What it is parsed to keeps what it needs of it."""
+        body, self.body = self.body, b""
+        return body
 
     @property
     def transport(self) -> asyncio.Transport | None:
@@ -182,7 +183,7 @@ class DirectConnection(asyncio.Protocol):
         self._idle: asyncio.TimerHandle | None = None
         self._abort: Callable[[], object] | None = None
         self._request: DirectRequest | None = None  # The one that is served.
-        self._work: asyncio.Task[None] | None = None
+        self._work: asyncio.Task[web.Response | SentResponse] | None = None
         # Of a request that has come in part.
         self._gathered = b""
         self._needs_bytes = 0
@@ -326,7 +327,7 @@ class DirectConnection(asyncio.Protocol):
     def _serve(self, head: _Head, body: bytes) -> None:
         self._among.begin(self)
         self._request = request = DirectRequest(
-            head.path, head.headers, head.keep_alive, body, self.address, self
+            head.path, head.headers, head.keep_alive, len(body), self.address, self, body
         )
         begun = self._server.paths[head.path](request)
         context = copy_context()
@@ -334,24 +335,27 @@ class DirectConnection(asyncio.Protocol):
             awaited = context.run(begun.send, None)
         except StopIteration as stop:
             self._respond(stop.value)
-        except Exception:
-            self._fail()
+        except Exception as error:
+            self._fail(error)
         else:
-            rest = self._finish(cast(Coroutine[Any, Any, Any], _Begun(begun, awaited)))
-            self._work = asyncio.get_running_loop().create_task(rest, context=context)
-            self._work.add_done_callback(_let_go)
+            loop = asyncio.get_running_loop()
+            self._work = loop.create_task(_Begun(begun, awaited), context=context)
+            self._work.add_done_callback(self._end)
 
-    async def _finish(self, rest: Coroutine[Any, Any, web.Response | SentResponse]) -> None:
+    def _end(self, work: asyncio.Task[web.Response | SentResponse]) -> None:
         try:
-            response = await rest
-        except Exception:
-            self._fail()
+            # To ask releases what a cancelled task keeps with its error: its last frames.
+            error = work.exception()
+        except asyncio.CancelledError:
+            return
+        if error is None:
+            self._respond(work.result())
         else:
-            self._respond(response)
+            self._fail(error)
 
-    def _fail(self) -> None:
+    def _fail(self, error: BaseException) -> None:
         """A bug: what is written already cannot be taken back."""
-        log.exception("request ended by a bug")
+        log.error("request ended by a bug", exc_info=error)
         self.abort()
 
     def _respond(self, response: web.Response | SentResponse) -> None:
@@ -390,12 +394,6 @@ class DirectConnection(asyncio.Protocol):
             assert self.transport is not None
             self._is_paused = True
             self.transport.pause_reading()
-
-
-def _let_go(work: asyncio.Task[None]) -> None:
-    """Release what a cancelled task keeps with its error: the frames of its last moment."""
-    with suppress(asyncio.CancelledError):
-        work.exception()
 
 
 class _Begun(Coroutine[Any, Any, Any]):

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import assert_never
+from typing import Any, assert_never
 
 from aiohttp import web
 
@@ -330,12 +330,12 @@ class ClientApi:
 
     # Responses.
 
-    async def _respond(self, admitted: Admitted) -> tuple[Outcome, Response]:
+    def _respond(self, admitted: Admitted) -> Coroutine[Any, Any, tuple[Outcome, Response]]:
         if admitted.resume is not None:
-            return await self._respond_resumable(admitted, admitted.resume)
+            return self._respond_resumable(admitted, admitted.resume)
         if admitted.client is not None:
-            return await self._respond_stream(admitted, admitted.client)
-        return await self._respond_whole(admitted)
+            return self._respond_stream(admitted, admitted.client)
+        return self._respond_whole(admitted)
 
     async def _respond_stream(
         self, admitted: Admitted, client: SseClient

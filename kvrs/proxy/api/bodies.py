@@ -24,7 +24,7 @@ async def read_body(request: ClientRequest, settings: ProxySettings, held: Held,
         )
     await _take(request.content_length or 0, settings, held, use)
     if isinstance(request, DirectRequest):
-        return request.body
+        return request.take_body()
     content = request.content
     if content.is_eof():  # All of it came with the head, or right behind it.
         whole = content.read_nowait()

@@ -59,12 +59,16 @@ class ChoiceClient:
         return self._journal.parsed.endpoint.event(head, [choice])
 
 
-async def run_together(
+def run_together(
+    run: Callable[[Journal, Client], Awaitable[Outcome]], streams: Sequence[tuple[Journal, Client]]
+) -> Awaitable[Outcome]:
+    """Run all choices to their end; the first that fails ends the others and the response."""
+    return run(*streams[0]) if len(streams) == 1 else _run_all(run, streams)
+
+
+async def _run_all(
     run: Callable[[Journal, Client], Awaitable[Outcome]], streams: Sequence[tuple[Journal, Client]]
 ) -> Outcome:
-    """Run all choices to their end; the first that fails ends the others and the response."""
-    if len(streams) == 1:
-        return await run(*streams[0])
     tasks = [asyncio.ensure_future(run(journal, client)) for journal, client in streams]
     try:
         for ended in asyncio.as_completed(tasks):

@@ -3,7 +3,7 @@ DistServe implement.
 """
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from email.utils import parsedate_to_datetime
 from math import inf
@@ -56,8 +56,8 @@ class OpenAiPeer(Peer):
         await self._complete(call, reader)
         return await self._large.run(reader.size_bytes, lambda: _prefilled(reader.body))
 
-    async def decode(self, call: Call, reader: Reader) -> None:
-        await self._complete(call, reader)
+    def decode(self, call: Call, reader: Reader) -> Coroutine[Any, Any, None]:
+        return self._complete(call, reader)
 
     async def _complete(self, call: Call, reader: Reader) -> None:
         pool, body = self._pool, await self._large.run(call.size_bytes, call.spend)
