@@ -54,6 +54,7 @@ from kvrs.policy.model.events import (
     InstanceLost,
     InstanceUp,
     LoadReported,
+    PagesKept,
     PrefillDone,
     RetentionLost,
     SlotDenied,
@@ -343,6 +344,13 @@ class Control(Generic[S]):
         self.self_tests.up(info)
         seen = self.self_tests.seen(known.id)
         instance = replace(accepted, moves_kv=seen.moves_kv, tokens=seen.tokens)
+        # Pages of open streams in memory that the instance has taken over, leased to them.
+        kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
+        if kept and not lives_on:
+            for stream in kept:
+                self.streams[stream].prefilled_at.add(known.id)
+                self.leases.hold(known.id, stream)
+            self.tell(PagesKept(known.id, info.epoch, kept), now_s)
         self.tell(InstanceUp(instance, lives_on), now_s)
 
     def load_reported(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:

@@ -58,6 +58,7 @@ class InstanceEvents:
         lost = [] if member is None else self._lose(member, "replaced by a new epoch", {}, now_s)
         self._view.set_gpu_degraded(self._view.add(instance), instance.id in self._gpu_degraded)
         self._restarts.up(self._view.members[instance.id], now_s)
+        self._ledger.kv_locations.instance_up(self._view.members[instance.id])
         if sum(m.instance.role is instance.role for m in self._view.members.values()) == 1:
             # The wait to run apart begins when there is anywhere to run.
             wait_s = quarantine.first_wait_s(self._settings.recovery.wait_s)

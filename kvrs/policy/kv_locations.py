@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.checkpoints import Checkpoints
 from kvrs.policy.model.cluster_view import Agent, ClusterView, Member
-from kvrs.policy.model.events import CheckpointsReported, HolderLost, HolderUp, Kept
+from kvrs.policy.model.events import CheckpointsReported, HolderLost, HolderUp, Kept, PagesKept
 from kvrs.policy.model.streams import Holder, Stream
 
 
@@ -18,6 +18,19 @@ class KvLocations:
         self._view = view
         self._checkpoints = checkpoints
         self._streams = streams
+        self._kept: dict[InstanceId, PagesKept] = {}  # Of instances that are about to come up.
+
+    def kept_pages(self, event: PagesKept) -> None:
+        self._kept[event.instance] = event
+
+    def instance_up(self, member: Member) -> None:
+        """What the instance has kept of open streams is there from now on."""
+        event = self._kept.pop(member.instance.id, None)
+        if event is None or event.epoch != member.instance.epoch:
+            return
+        for stream_id, pages in event.pages.items():
+            if (stream := self._streams.get(stream_id)) is not None:
+                self.retain(stream, member, pages)
 
     def agent_up(self, event: HolderUp) -> None:
         agent = self._view.agents.get(event.holder)

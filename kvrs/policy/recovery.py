@@ -35,6 +35,7 @@ from kvrs.policy.model.events import (
     LinkMeasured,
     LoadReported,
     OthersBooked,
+    PagesKept,
     PrefillDone,
     RetentionLost,
     SelfTested,
@@ -164,6 +165,8 @@ class RecoveryPolicy:
                 self._steps.apply(event.stream, event, now_s)
             case InstanceUp():
                 self._instances.up(event, now_s)
+            case PagesKept():
+                self._kv_locations.kept_pages(event)
             case InstanceLost():
                 self._instances.lost(event, now_s)
             case GpuJudged():

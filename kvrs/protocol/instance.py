@@ -98,6 +98,9 @@ class InstanceInfo(msgspec.Struct, frozen=True):
         # The boards it runs on, by NVML's uuid; None: not known, so it may be any of its node.
         None
     )
+    # Leading full pages of streams that ran in the process before, whose memory it has taken over;
+    # they are leased as those of a hand-off.
+    kept: dict[StreamId, Natural] = {}
 
 
 class LinkReport(msgspec.Struct, frozen=True):

@@ -38,6 +38,7 @@ from kvrs.policy.model.events import (
     HolderUp,
     InstanceLost,
     InstanceUp,
+    PagesKept,
     PrefillDone,
     RetentionLost,
     SlotDenied,
@@ -120,6 +121,8 @@ class Invariants:
         self._streams = streams
         self._page_size = config.cluster.engine.page_size_tokens
         self._known = _Known()
+        # What instances that are about to come up have taken over.
+        self._taken_over: dict[InstanceId, PagesKept] = {}
         self._writers: dict[StreamId, _Writer] = {}
 
     def observe(self, now_s: float, event: Event, actions: Sequence[Action]) -> None:
@@ -159,6 +162,12 @@ class Invariants:
                     known.lose(instance.id)
                     self._stop_at(instance.id)
                 known.up[instance.id] = instance.epoch
+                left = self._taken_over.pop(instance.id, None)
+                if left is not None and left.epoch == instance.epoch:
+                    kept = {(instance.id, stream): pages for stream, pages in left.pages.items()}
+                    known.kept |= kept
+            case PagesKept(instance=name):
+                self._taken_over[name] = event
             case InstanceLost(instance=name, epoch=epoch, produced_tokens=produced):
                 if epoch < known.up.get(name, 0):
                     return

@@ -13,6 +13,8 @@ from itertools import count
 from random import Random
 from typing import assert_never
 
+import msgspec
+
 from kvrs.config.backup import BackupSettings
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicySettings, SloSettings
@@ -356,7 +358,11 @@ class World:
             return
         known = self.control.instances.known[name]
         assert self.control.instances.fault(known, self._info(name), streams_open=True) is None
-        self.control.instance_up(known, self._info(name), self.now_s)
+        # Memory that outlived the process before, also of streams that have ended.
+        left = self.random.sample(sorted(self.control.streams), k=len(self.control.streams) // 3)
+        kept = {stream: self.random.randrange(1, 9) for stream in [*left, StreamId("ended")]}
+        has_kept = msgspec.structs.replace(self._info(name), kept=kept)
+        self.control.instance_up(known, has_kept, self.now_s)
         self._load(name)
 
     def _fence(self, name: object) -> None:

@@ -26,6 +26,7 @@ from kvrs.policy.model.events import (
     LinkMeasured,
     LoadReported,
     OthersBooked,
+    PagesKept,
     PrefillDone,
     RetentionLost,
     SelfTested,
@@ -235,6 +236,9 @@ class Rough:
         if name.startswith("agent"):
             self.handle(HolderUp(name, NodeId(f"n{name[-1]}"), self.epochs[name], 1 << 26, 26e9))
         else:
+            if self.started and self.random.random() < 0.5:
+                stream = self.random.choice(sorted(self.started))
+                self.handle(PagesKept(name, self.epochs[name], {stream: 3}))
             self.handle(InstanceUp(instance(name, self.epochs[name])))
 
     def fall(self, name: InstanceId) -> None:

@@ -27,6 +27,7 @@ from kvrs.policy.model.events import (
     GpuJudged,
     InstanceLost,
     InstanceUp,
+    PagesKept,
     SettingsReloaded,
     StreamArrived,
     TimerFired,
@@ -89,6 +90,7 @@ mappings: dict[Any, dict[str, Any]] = {
     GpuJudged: produced,
     DrainReported: produced,
     CheckpointsReported: {"pages": counts},
+    PagesKept: {"pages": counts},
     SettingsReloaded: {
         "policy": st.builds(
             PolicySettings,

@@ -26,6 +26,18 @@ class InstanceUp:
 
 
 @dataclass(frozen=True, slots=True)
+class PagesKept:
+    """The instance, in this epoch, has taken over the memory of the process before it: the leading
+    full pages of these streams. It comes before the `InstanceUp` of that epoch, by which streams
+    that wait are placed.
+    """
+
+    instance: InstanceId
+    epoch: int
+    pages: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceLost:
     """The process, its node or the path to it is gone.
 
@@ -281,6 +293,7 @@ class SettingsReloaded:
 Event = (
     InstanceUp
     | InstanceLost
+    | PagesKept
     | GpuJudged
     | DrainReported
     | SelfTested
