@@ -62,7 +62,10 @@ PURE = {
     *(f"kvrs.{name}" for name in ("profiles", "scheduling", "control", "elastic")),
     *(
         f"kvrs.transfer.{name}"
-        for name in ("meter", "limiter", "send_faults", "store.book", "store.store_slots")
+        for name in (
+            *("meter", "limiter", "send_faults", "store.book", "store.store_slots"),
+            "anchors.book",
+        )
     ),
     *(f"kvrs.gossip.{name}" for name in ("detector", "events", "exchange", "facts", "members")),
     *(f"kvrs.gossip.{name}" for name in ("node", "piggyback", "prober", "probes", "rates")),

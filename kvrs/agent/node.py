@@ -16,6 +16,7 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
 from kvrs.proving import instance_keys
 from kvrs.tls import load_certificates
+from kvrs.transfer.anchors.server import AnchorServer
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity
 from kvrs.transfer.send_faults import SendingFaults
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # Period at which leases are checked.
 _EXPIRE_S = 0.25
+# Period at which memory that no process uses is looked for.
+_ORPHANS_S = 1.0
 
 
 class NodeAgent:
@@ -78,6 +81,15 @@ class NodeAgent:
         self.tls = load_certificates("security.tls", config.security.tls)
         urls = {instance.id: config.url_of(instance) for instance in self.node.instances}
         self.fences = FenceSender(urls, instance_keys(secret, self.node.instances), self.tls)
+        self.anchors: AnchorServer | None = None  # None: instances own their memory.
+        if config.state_plane.enabled:
+            self.anchors = AnchorServer(
+                directory,
+                self.targets,
+                [secret, *older],
+                orphan_s=config.state_plane.orphan_s,
+                reserved_bytes=self.capacity_bytes,
+            )
         self._page_port = 0
 
     @property
@@ -138,6 +150,13 @@ class NodeAgent:
             await asyncio.sleep(_EXPIRE_S)
             self.store.expire()
             self.fences.end(self.slots.expire(time.monotonic()))
+
+    async def end_orphans(self) -> None:
+        """Give back memory that no instance uses, until cancelled."""
+        while True:
+            await asyncio.sleep(_ORPHANS_S)
+            if self.anchors is not None:
+                await asyncio.to_thread(self.anchors.end_orphans, time.monotonic())
 
 
 def node_of(config: Config, node: NodeId) -> NodeSettings:

@@ -39,6 +39,8 @@ async def serve(
         finally:
             if stop.is_set() or not agent.store.held_bytes:
                 agent.store.clear()
+            if stop.is_set() and agent.anchors is not None:
+                agent.anchors.clear()
 
 
 async def _serve(
@@ -58,11 +60,19 @@ async def _serve(
     names = {settings.host, *config.security.hosts}
     limits = ConnectionLimits.of_peers()
     port = HttpPort(app, limits, shutdown_timeout_s=0.5, names=names, keys=keys, tls=agent.tls)
-    jobs = (agent.expire_leases(), agent.fences.run(), agent.store.grow_ahead(), _wait(stop))
+    jobs = (
+        agent.expire_leases(),
+        agent.end_orphans(),
+        agent.fences.run(),
+        agent.store.grow_ahead(),
+        _wait(stop),
+    )
     tasks = [asyncio.create_task(work) for work in jobs]
     if agent.tls is not None:
         tasks.append(asyncio.create_task(agent.tls.run()))
     try:
+        if agent.anchors is not None:
+            agent.anchors.start()
         with naming_port(name, "page_port", settings.pages_at, settings.page_port):
             await agent.start()
         with naming_port(name, "port", settings.host, settings.port):
@@ -83,6 +93,8 @@ async def _serve(
             await gossip.close()
         await port.close()
         await agent.page_server.close()
+        if agent.anchors is not None:
+            await asyncio.to_thread(agent.anchors.close)
 
 
 async def _wait(stop: asyncio.Event) -> None:

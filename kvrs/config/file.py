@@ -23,6 +23,7 @@ from kvrs.config.presets import SystemPreset
 from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
 from kvrs.config.settings import Settings, faults_of, is_loopback, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
+from kvrs.config.state_plane import StatePlaneSettings
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
@@ -78,6 +79,8 @@ class Config(Settings):
     """How KV pages move between nodes."""
     backup: BackupSettings = BackupSettings()
     """Checkpoints of KV in the host memory of the nodes' agents."""
+    state_plane: StatePlaneSettings = StatePlaneSettings()
+    """Memory of weights and KV that outlives the processes of instances."""
     gossip: GossipSettings = GossipSettings()
     """Membership and facts, among agents and proxies (docs/gossip.md); seconds are of a node's own
     time, without the time it was stopped.
@@ -97,8 +100,11 @@ class Config(Settings):
 
     @property
     def agents_run(self) -> bool:
-        """Whether each node has an agent: it holds checkpoints, and is the node's gossip member."""
-        return self.backup.mode is not BackupMode.OFF or self.gossip.enabled
+        """Whether each node has an agent: it holds checkpoints, owns memory of instances, and is
+        the node's gossip member.
+        """
+        keeps = self.backup.mode is not BackupMode.OFF or self.state_plane.enabled
+        return keeps or self.gossip.enabled
 
 
 def parse_config(document: Any) -> Config:
@@ -236,6 +242,8 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     yield from _faults_of_ranks(config)
     yield from _faults_of_roles(config)
     yield from _faults_of_profiles(config)
+    if config.state_plane.enabled:
+        yield from _faults_of_state_plane(config)
     if config.gossip.enabled:
         yield from _faults_of_gossip(config)
     yield from _faults_of_ports(config)
@@ -300,6 +308,15 @@ def _faults_of_profiles(config: Config) -> Iterator[str]:
                 table(wanted)
         except ConfigError as error:
             yield from (f"{key}: {fault}" for fault in error.faults)
+
+
+def _faults_of_state_plane(config: Config) -> Iterator[str]:
+    backend, device = config.cluster.backend, config.cluster.engine.device
+    if backend is not Backend.EMBEDDED or device != "cpu":
+        yield (
+            f"state_plane.enabled: got true with backend {backend.value!r} on {device!r}; allowed: "
+            f"'embedded' on 'cpu'"
+        )
 
 
 def _faults_of_workers(config: Config) -> Iterator[str]:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from kvrs.engine.anchored import AnchoredPool
 from kvrs.engine.fetching import PageFetcher
 from kvrs.engine.requests import GenerationRun, Sampled, StepOutput
 from kvrs.engine.runs import CheckpointHooks, RunCore
@@ -40,8 +41,10 @@ class EngineCore(RunCore):
         prefill: PrefillTable,
         pace: Pace | None,
         checkpoints: CheckpointHooks | None = None,
+        anchored: AnchoredPool | None = None,
     ) -> None:
         super().__init__(clock, checkpoints)
+        self._anchored = anchored
         self.worker = worker
         self.scheduler = scheduler
         self.pages = pages
@@ -101,6 +104,8 @@ class EngineCore(RunCore):
                 if not batch:
                     await self._sleep()
                     continue
+                if self._anchored is not None:
+                    self._anchored.check_owner()
                 started_s = self._clock()
                 try:
                     sampled = await loop.run_in_executor(self._thread, self._compute, batch)
@@ -152,7 +157,8 @@ class EngineCore(RunCore):
             batch, {sequence: one.token_id for sequence, one in sampled.items()}
         )
         for sequence, _ in batch:
-            if (run := self._runs.get(sequence)) is not None and run.checkpoints:
+            run = self._runs.get(sequence)
+            if run is not None and (run.checkpoints or self._anchored is not None):
                 self._note_filled(run)
         for sequence in prefilled:
             if (run := self._runs.get(sequence)) is not None:
@@ -177,11 +183,17 @@ class EngineCore(RunCore):
         if full_pages != run.reported_pages:
             run.reported_pages = full_pages
             self._report_filled(run)
+            if self._anchored is not None and full_pages:
+                sequence = run.sequence
+                last = sequence.tags[full_pages - 1]
+                self._anchored.ledger.note_stream(sequence.stream, full_pages, last)
 
     def _end(
         self, run: GenerationRun, output: StepOutput | None, retain_until_s: float | None = None
     ) -> None:
         self.scheduler.finish(run.sequence, retain_until_s)
+        if self._anchored is not None:
+            self._anchored.ledger.end_stream(run.sequence.stream)
         super()._end(run, output)
 
     def _start_pull(self, pull: Pull) -> None:

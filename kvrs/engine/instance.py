@@ -11,6 +11,7 @@ import msgspec
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
+from kvrs.engine.anchored import AnchoredMemory, AnchoredPool
 from kvrs.engine.chat import load_chat_template
 from kvrs.engine.core import EngineCore
 from kvrs.engine.models.config import ModelConfig
@@ -73,8 +74,13 @@ class EngineInstance(ServedInstance):
         started_s = time.monotonic()
         directory = Path(config.cluster.model)
         layout = layout_of(settings, ModelConfig.from_directory(directory).units)
+        anchored = None
+        if config.state_plane.enabled and layout is None:
+            anchored = AnchoredMemory(config, node.id, instance_id, epoch, secret)
         self.worker: ModelWorker = (
-            Worker(directory, engine) if layout is None else RankGroup(directory, engine, layout)
+            Worker(directory, engine, anchored)
+            if layout is None
+            else RankGroup(directory, engine, layout)
         )
         try:
             if pace is not None:
@@ -93,16 +99,22 @@ class EngineInstance(ServedInstance):
 
     def _make_core(self, pace: Pace | None) -> EngineCore:
         """Measure prefill, and put together what computes and what moves pages."""
-        config, engine = self._place.config, self.worker.settings
+        config, engine, kept = self._place.config, self.worker.settings, self.anchored
         if self.ranks is not None:
             own = measure_prefill(self.worker, self.max_model_len)
             self.ranks.predict = partial(predicted_s, own)
             self.prefill = own if pace is None else pace.prefill
+        elif pace is not None:
+            self.prefill = pace.prefill
         else:
-            self.prefill = (
-                measure_prefill(self.worker, self.max_model_len) if pace is None else pace.prefill
-            )
-        pages = PageManager(engine.pages, engine.page_size_tokens)
+            # Where pages were kept, a measurement would write into them.
+            noted = None if kept is None else kept.prefill
+            self.prefill = noted or measure_prefill(self.worker, self.max_model_len)
+        records = None if kept is None else kept.ledger
+        pages = PageManager(engine.pages, engine.page_size_tokens, records)
+        if kept is not None:
+            kept.note_prefill(self.prefill)
+            kept.adopt(pages, time.monotonic() + config.transfer.lease_s)
         fetcher, self.checkpointer = self.port.attach(
             pages, self.worker.pool, released=lambda: self.core.wake()
         )
@@ -116,6 +128,7 @@ class EngineInstance(ServedInstance):
             prefill=self.prefill,
             pace=pace,
             checkpoints=self.checkpointer,
+            anchored=kept,
         )
 
     @property
@@ -131,12 +144,19 @@ class EngineInstance(ServedInstance):
         """None: the instance is one process."""
         return self.worker if isinstance(self.worker, RankGroup) else None
 
+    @property
+    def anchored(self) -> AnchoredPool | None:
+        """None: its pages end with the process."""
+        return self.worker.anchored if isinstance(self.worker, Worker) else None
+
     def info(self) -> InstanceInfo:
         info = self._describe(self.prefill, CAPABILITIES, self.worker.gpus)
-        if self.ranks is None:
-            return info
-        ranks, layout = describe_ranks(self.ranks, info.node)
-        return msgspec.structs.replace(info, ranks=ranks, layout=layout)
+        if self.ranks is not None:
+            ranks, layout = describe_ranks(self.ranks, info.node)
+            return msgspec.structs.replace(info, ranks=ranks, layout=layout)
+        if self.anchored is not None:
+            return msgspec.structs.replace(info, kept=self.anchored.kept_now(self.pages))
+        return info
 
     def load(self) -> LoadReport:
         scheduler = self.core.scheduler

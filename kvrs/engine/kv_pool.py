@@ -45,7 +45,14 @@ class KvPool:
     has only begun.
     """
 
-    def __init__(self, geometry: KvGeometry, pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        geometry: KvGeometry,
+        pages: int,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> None:
+        """`memory`: bytes for all pages and the zero page, finite ones, that are used in place."""
         self.geometry = geometry
         self.pages = pages
         self.device = device
@@ -57,9 +64,14 @@ class KvPool:
             geometry.page_size_tokens,
             geometry.head_dim,
         )
+        dtype = _DTYPES[geometry.dtype_bytes]
         # Masked positions are multiplied by zero, so whatever lies there must be finite from the
         # start.
-        self.tensor = torch.zeros(shape, dtype=_DTYPES[geometry.dtype_bytes], device=device)
+        if memory is None:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            self.tensor = memory.view(dtype).view(shape)
+            self.tensor[pages] = 0.0
         self._bytes = self.tensor.view(pages + 1, -1).view(torch.uint8)
         self._area = StagingArea(self._bytes) if device.type == "cuda" else None
         self._runs = self.tensor.view(-1, geometry.page_size_tokens * geometry.head_dim)

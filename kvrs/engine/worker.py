@@ -14,6 +14,7 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic import grain
 from kvrs.engine.allocator import keep_freed_memory
+from kvrs.engine.anchored import AnchoredMemory, AnchoredPool
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.layers.step import build_step, pages_per_block
 from kvrs.engine.layers.tiles import TILE_ROWS, check_batched_products
@@ -57,8 +58,13 @@ class Worker:
     computed here or brought in as pages.
     """
 
-    def __init__(self, model_directory: Path, settings: EngineSettings) -> None:
-        """Load a Hugging Face directory.
+    def __init__(
+        self,
+        model_directory: Path,
+        settings: EngineSettings,
+        anchored: AnchoredMemory | None = None,
+    ) -> None:
+        """Load a Hugging Face directory, or attach what an earlier process has loaded.
 
         Raises:
             ConfigError: the directory or the settings are wrong.
@@ -77,13 +83,27 @@ class Worker:
         self.vocab_size, self.eos_token_ids = config.vocab, end_tokens_of(config)
         self.max_positions = min(settings.max_model_len, config.max_positions)
         self.gpus = _gpus(device)
-        # Outside of inference mode: `store` writes into the pool from other threads too.
-        self.pool = KvPool(self.geometry, settings.pages, device)
         with torch.inference_mode():
-            self.model = load_decoder(config, weights, self.max_positions, device)
+            shared = None
+            if anchored is not None:
+                shared = anchored.decoder(config, weights, model_directory, self.max_positions)
+            if shared is None:
+                model = load_decoder(config, weights, self.max_positions, device)
+                shared = model, weights_digest(model, model_directory, weights.files)
+            self.model, root = shared
             check_attention(config, settings.page_size_tokens, device)
-            root = weights_digest(self.model, model_directory, weights.files)
         self.fingerprint = fingerprint_of(arithmetic_of(config, self.geometry, device), root)
+        # Outside of inference mode: `store` writes into the pool from other threads too.
+        self.anchored: AnchoredPool | None = None
+        if anchored is not None:
+            self.anchored = anchored.pool(
+                self.geometry, settings.pages, settings.max_running, self.fingerprint
+            )
+        self.pool = (
+            KvPool(self.geometry, settings.pages, device)
+            if self.anchored is None
+            else self.anchored.pool
+        )
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute one batch: its KV goes into the chunks' pages.

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import Protocol
 
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import Tag
@@ -46,14 +47,27 @@ class _PageLease:
     until_s: float
 
 
+class PageRecords(Protocol):
+    """Where a successor of this process will find which pages are whole;
+    `kvrs.transfer.anchors.ledger.PageLedger` is one.
+    """
+
+    def record(self, page: int, tag: Tag, parent: Tag) -> None: ...
+
+    def clear(self, page: int) -> None: ...
+
+
 class PageManager:
     """The pages of one pool. Every operation costs O(1) per page that it touches; those that order
     leases O(log leases) more.
     """
 
-    def __init__(self, pages: int, page_size_tokens: int) -> None:
+    def __init__(
+        self, pages: int, page_size_tokens: int, records: PageRecords | None = None
+    ) -> None:
         self.pages = pages
         self.page_size_tokens = page_size_tokens
+        self._records = records
         self._references = [0] * pages
         self._soft_pins = [0] * pages  # How many leases hold the page.
         self._tags: list[Tag | None] = [None] * pages
@@ -106,17 +120,32 @@ class PageManager:
         self._hard_pinned += count
         return pages
 
-    def register(self, page: int, tag: Tag) -> int:
-        """Let a full, computed page be found under its tag. Returns the page that is found from
-        now on: another one when an equal page was registered before; then `page` stays private to
-        its owner.
+    def register(self, page: int, tag: Tag, parent: Tag | None = None) -> int:
+        """Let a full, computed page be found under its tag; `parent` is the tag of the page before
+        it. Returns the page that is found from now on: another one when an equal page was
+        registered before; then `page` stays private to its owner.
         """
         assert self._references[page] > 0, f"page {page} is registered without a hard pin"
         found = self._page_by_tag.setdefault(tag, page)
         if found == page:
             assert self._tags[page] in (None, tag), f"page {page} changed its content"
+            if self._records is not None and self._tags[page] is None:
+                assert parent is not None, "a record needs the page before"
+                self._records.record(page, tag, parent)
             self._tags[page] = tag
         return found
+
+    def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
+        """Take over whole pages of an earlier process as cached, least recently used first. Only
+        for a new manager.
+        """
+        assert len(self._free) == self.pages, "pages are in use"
+        for page, tag in pages:
+            assert tag not in self._page_by_tag
+            self._tags[page] = tag
+            self._page_by_tag[tag] = page
+            self._cached[page] = None
+        self._free = [page for page in self._free if self._tags[page] is None]
 
     def pin(self, page: int) -> None:
         """One more reference to a page that is not free."""
@@ -233,6 +262,8 @@ class PageManager:
         assert tag is not None
         del self._page_by_tag[tag]
         self._tags[page] = None
+        if self._records is not None:
+            self._records.clear(page)
         return page
 
     def _shorten_first_lease(self) -> None:

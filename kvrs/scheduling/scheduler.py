@@ -490,7 +490,8 @@ def _register(pages: PageManager, sequence: Sequence, indexes: Iterable[int]) ->
     """
     for index in indexes:
         page = sequence.pages[index]
-        found = pages.register(page, sequence.tags[index])
+        parent = sequence.tags[index - 1] if index else sequence.root
+        found = pages.register(page, sequence.tags[index], parent)
         if found != page:
             # Two copies would waste one, and a lease on ours would protect the copy that cannot be
             # found.

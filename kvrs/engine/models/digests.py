@@ -137,7 +137,7 @@ class Note:
     def __init__(self, directory: Path, files: Sequence[Path]) -> None:
         self._path = directory / NOTE_NAME
         self._files = [directory / "config.json", *files]
-        self._state = _state(self._files)
+        self._state = file_states(self._files)
 
     def read(self) -> bytes | None:
         """The root; None: none is noted, or of other files or another tree."""
@@ -153,7 +153,7 @@ class Note:
     def write(self, root: bytes) -> None:
         """Whole or not at all; a directory that cannot be written remembers nothing."""
         # A file that changed while it was loaded has another state by now.
-        if _state(self._files) != self._state:
+        if file_states(self._files) != self._state:
             return
         document = self._facts() | {"root": root.hex()}
         scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
@@ -168,7 +168,7 @@ class Note:
         return {"grain": grain.VERSION, "tree": _TREE, "files": self._state}
 
 
-def _state(files: Sequence[Path]) -> list[list[str | int]]:
+def file_states(files: Sequence[Path]) -> list[list[str | int]]:
     """What tells a file from another one or from a changed one, without reading it."""
     found: list[list[str | int]] = []
     for path in sorted(set(files)):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -77,8 +78,40 @@ def load_decoder(
         ConfigError: a tensor is missing or has another shape than config.json says.
         KvrsError: this machine's matrix library cannot compute exactly.
     """
+    return proven(read_decoder(config, weights, positions, device, share))
+
+
+def read_decoder(
+    config: ModelConfig,
+    weights: Weights,
+    positions: int,
+    device: torch.device,
+    share: Share | None = None,
+) -> Decoder:
+    """The same without a proof, in canonical forms; raises ConfigError as well."""
     share = share or Share.whole(config.grain, config.layers)
-    decoder = _DecoderLoader(config, weights, device, share).decoder(positions)
+    return _DecoderLoader(config, weights, device, share).decoder(positions)
+
+
+def skeleton(config: ModelConfig) -> Decoder:
+    """A whole model with shapes and no weights, and without a table of rotations."""
+    whole = Share.whole(config.grain, config.layers)
+    return _DecoderLoader(config, _Shapes(), torch.device("meta"), whole).decoder(0)
+
+
+def with_rotary(decoder: Decoder, config: ModelConfig, positions: int) -> Decoder:
+    """The decoder with its table of rotations for that many positions, on the CPU."""
+    whole = Share.whole(config.grain, config.layers)
+    loader = _DecoderLoader(config, _Shapes(), torch.device("cpu"), whole)
+    return replace(decoder, rotary=loader.rotary(positions))
+
+
+def proven(decoder: Decoder) -> Decoder:
+    """The decoder in the forms that this machine computes exactly.
+
+    Raises:
+        KvrsError: there are none.
+    """
     into = None if decoder.embedding is None else decoder.embedding.projection
     for projection in (into, decoder.projection):
         if projection is not None:
@@ -86,9 +119,25 @@ def load_decoder(
     return replace(decoder, forms=choose_forms(decoder.layers, decoder.head))
 
 
+class _Source(Protocol):
+    def __contains__(self, name: str) -> bool: ...
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+
+class _Shapes:
+    """Tensors without memory."""
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+
 class _DecoderLoader:
     def __init__(
-        self, config: ModelConfig, weights: Weights, device: torch.device, share: Share
+        self, config: ModelConfig, weights: _Source, device: torch.device, share: Share
     ) -> None:
         self._share = share
         self._config = config
@@ -116,7 +165,7 @@ class _DecoderLoader:
             back = self._projection(f"{trunk}.project_out", config.hidden, config.embedding)
         return Decoder(
             embedding=embedding,
-            rotary=self._rotary(positions),
+            rotary=self.rotary(positions) if positions else None,
             first_layer=share.layers.start,
             layers=[self._layer(index) for index in share.layers],
             norm_first=config.norm_first,
@@ -197,7 +246,7 @@ class _DecoderLoader:
         assert weight is not None, "a root mean square norm has weights"
         return RmsNorm(weight, config.norm_eps)
 
-    def _rotary(self, positions: int) -> RotaryTable | None:
+    def rotary(self, positions: int) -> RotaryTable | None:
         rope = self._config.rope
         if rope is None:
             return None

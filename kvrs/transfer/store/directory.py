@@ -130,17 +130,32 @@ class StoreDirectory:
         Raises:
             OSError: there is none, or it is not ours alone.
         """
-        fd = self.open(f"{_SEGMENT}{number}", flags)
+        return self.open_own(f"{_SEGMENT}{number}", flags)
+
+    def open_own(self, name: str, flags: int) -> int:
+        """As `open`, of a file that is ours alone.
+
+        Raises:
+            OSError: there is none, or it is not.
+        """
+        fd = self.open(name, flags)
         if reason := _not_ours(os.fstat(fd)):
             os.close(fd)
             raise PermissionError(reason)
         return fd
 
+    def names(self) -> list[str]:
+        return os.listdir(self.fd)
+
+    def unlink(self, name: str) -> None:
+        os.unlink(name, dir_fd=self.fd)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
     def segments(self) -> list[int]:
         """Numbers of the segments that are there, in order."""
-        names = [
-            name.removeprefix(_SEGMENT) for name in os.listdir(self.fd) if name.startswith(_SEGMENT)
-        ]
+        names = [name.removeprefix(_SEGMENT) for name in self.names() if name.startswith(_SEGMENT)]
         return sorted(
             int(name)
             for name in names
@@ -148,7 +163,7 @@ class StoreDirectory:
         )
 
     def unlink_segment(self, number: int) -> None:
-        os.unlink(f"{_SEGMENT}{number}", dir_fd=self.fd)
+        self.unlink(f"{_SEGMENT}{number}")
 
     def unlink_segments(self) -> None:
         for number in self.segments():
@@ -160,17 +175,18 @@ class StoreDirectory:
         return space.f_bavail * space.f_frsize
 
     def used_bytes(self) -> int:
-        """Bytes that its files take up."""
+        """Bytes that the files of its store take up."""
         return sum(
             os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
-            for name in os.listdir(self.fd)
+            for name in self.names()
+            if name.startswith((_SEGMENT, _STATE))
         )
 
     def clear(self) -> None:
         """Unlink everything that a store makes here. An empty directory goes when it is closed."""
-        for name in os.listdir(self.fd):
+        for name in self.names():
             if name.startswith((_SEGMENT, _STATE)):
-                os.unlink(name, dir_fd=self.fd)
+                self.unlink(name)
 
 
 def _not_ours(status: os.stat_result) -> str | None:

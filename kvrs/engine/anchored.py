@@ -1,0 +1,199 @@
+"""Memory of an instance that its node's agent owns: weights that the node's instances share, and KV
+pages that outlive the process.
+
+On a CPU it is shared memory that is mapped, never copied.
+"""
+
+import logging
+import mmap
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kvrs.config.file import Config
+from kvrs.elastic import grain
+from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.models.arena import Arena
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.models.decoder import Decoder
+from kvrs.engine.models.digests import file_states, weights_digest
+from kvrs.engine.models.loading import proven, read_decoder, skeleton, with_rotary
+from kvrs.engine.models.weights import Weights
+from kvrs.errors import ConfigError, KvrsError
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
+from kvrs.protocol.instance import MeasuredPrefill
+from kvrs.scheduling.pages import PageManager
+from kvrs.transfer.anchors.client import AnchorClient, NoAgentError
+from kvrs.transfer.anchors.ledger import KeptPages, LedgerLayout, PageLedger
+from kvrs.transfer.anchors.messages import AnchorError, kind_of
+from kvrs.transfer.store.directory import store_directory
+
+log = logging.getLogger(__name__)
+
+
+class TakenOverError(KvrsError):
+    """A later process has this instance: this one must not serve any more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnchoredPool:
+    """KV pages in the agent's memory, their ledger, and what the process before has left there."""
+
+    pool: KvPool
+    ledger: PageLedger
+    kept: KeptPages
+    prefill: PrefillTable | None  # That the process before has measured.
+
+    def adopt(self, pages: PageManager, until_s: float) -> None:
+        """Let the pages that were left be found, those of streams under a lease."""
+        pages.adopt(self.kept.pages)
+        for stream, tags in self.kept.streams.items():
+            found = pages.match(tags)
+            pages.retain(stream, found, len(found) * pages.page_size_tokens, until_s)
+            pages.release(found)
+
+    def note_prefill(self, table: PrefillTable) -> None:
+        note = MeasuredPrefill(table.label, table.step_tokens, list(table.seconds))
+        self.ledger.write_note(msgspec.json.encode(note))
+
+    def kept_now(self, pages: PageManager) -> dict[StreamId, int]:
+        """Of streams that ran in the process before, how many leading full pages are leased."""
+        held = {
+            stream: pages.retained_tokens(stream) // pages.page_size_tokens
+            for stream in self.kept.streams
+        }
+        return {stream: count for stream, count in held.items() if count}
+
+    def check_owner(self) -> None:
+        """Raises TakenOverError."""
+        if not self.ledger.is_current:
+            raise TakenOverError("a later process has attached this instance's memory")
+
+
+class AnchoredMemory:
+    """What an instance attaches at its start."""
+
+    def __init__(
+        self, config: Config, node: NodeId, instance: InstanceId, start: int, secret: bytes
+    ) -> None:
+        directory = store_directory(config.backup.directory, secret, node)
+        self._client = AnchorClient(directory, secret, config.state_plane.wait_s)
+        self._instance, self._start = instance, start
+
+    def decoder(
+        self, config: ModelConfig, weights: Weights, directory: Path, positions: int
+    ) -> tuple[Decoder, bytes] | None:
+        """The model on weights that are shared and cannot be written, and their root. The first
+        process of a node reads them from the files. None: there is no agent.
+
+        Raises:
+            ConfigError: the agent refuses, or the files are wrong.
+            KvrsError: this machine's matrix library cannot compute exactly.
+        """
+        files = [directory / "config.json", *weights.files]
+        arena = Arena(skeleton(config))
+        key = kind_of(grain.VERSION, file_states(files))
+        try:
+            is_new, fd = self._client.weights(key, arena.size_bytes)
+            if is_new:
+                self._write_weights(fd, key, arena, config, weights, directory)
+                _, fd = self._client.weights(key, arena.size_bytes)
+        except NoAgentError as error:
+            log.warning("no agent: weights are this process's own", extra={"cause": str(error)})
+            return None
+        except AnchorError as error:
+            raise ConfigError([f"state_plane: {error}"]) from None
+        memory = _tensor(_mapped(fd, arena.size_bytes, writable=False))
+        root = arena.root(memory)
+        if root is None or (is_new and not arena.is_whole(memory)):
+            raise ConfigError(["state_plane: the arena of weights is damaged"])
+        return proven(with_rotary(arena.decoder(memory), config, positions)), root
+
+    def pool(
+        self, geometry: KvGeometry, pages: int, rows: int, fingerprint: str
+    ) -> AnchoredPool | None:
+        """The instance's pages; None: there is no agent.
+
+        Raises:
+            ConfigError: the agent refuses.
+        """
+        layout = LedgerLayout(pages, rows)
+        sizes = [layout.size_bytes, (pages + 1) * geometry.page_bytes]
+        kind = kind_of(fingerprint, PAGE_LAYOUT, geometry, layout)
+        try:
+            is_new, fds = self._client.memory(self._instance, self._start, kind, sizes)
+        except NoAgentError as error:
+            log.warning("no agent: KV is this process's own", extra={"cause": str(error)})
+            return None
+        except AnchorError as error:
+            raise ConfigError([f"state_plane: {error}"]) from None
+        ledger_memory, pool_memory = (
+            _mapped(fd, size, writable=True) for fd, size in zip(fds, sizes, strict=True)
+        )
+        pool = KvPool(geometry, pages, torch.device("cpu"), _tensor(pool_memory))
+        ledger = PageLedger(memoryview(ledger_memory), layout, self._start, pool.view)
+        prefill = None if is_new else _noted_prefill(ledger)
+        if prefill is None:
+            # Pages are about to be written by a measurement.
+            ledger.forget()
+        kept = KeptPages() if prefill is None else ledger.adopt()
+        log.info(
+            "memory attached",
+            extra={"is_new": is_new, "pages": len(kept.pages), "streams": len(kept.streams)},
+        )
+        return AnchoredPool(pool, ledger, kept, prefill)
+
+    def _write_weights(
+        self,
+        fd: int,
+        key: str,
+        arena: Arena,
+        config: ModelConfig,
+        weights: Weights,
+        directory: Path,
+    ) -> None:
+        """Read the weights and write them to the arena; nothing of it stays mapped."""
+        try:
+            files = [directory / "config.json", *weights.files]
+            before = file_states(files)
+            decoder = read_decoder(config, weights, 1, torch.device("cpu"))
+            root = weights_digest(decoder, directory, weights.files)
+            with mmap.mmap(fd, arena.size_bytes) as memory:
+                arena.write(_tensor(memory), decoder, root)
+            if file_states(files) != before:
+                raise ConfigError([f"cluster.model: {directory}: changed while it was read"])
+        finally:
+            os.close(fd)
+        self._client.commit(key)
+
+
+def _noted_prefill(ledger: PageLedger) -> PrefillTable | None:
+    note = ledger.read_note()
+    try:
+        found = None if note is None else msgspec.json.decode(note, type=MeasuredPrefill)
+    except msgspec.DecodeError:
+        return None
+    return None if found is None else PrefillTable.from_measured(found)
+
+
+def _mapped(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
+    """The bytes of a file, which stays open and locked as long as they are mapped."""
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    try:
+        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
+    finally:
+        os.close(fd)  # The map has a descriptor of its own.
+
+
+def _tensor(memory: mmap.mmap) -> Tensor:
+    with warnings.catch_warnings():
+        # Torch warns that a write into memory that cannot be written ends the process: so it shall.
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)

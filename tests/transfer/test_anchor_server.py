@@ -1,0 +1,307 @@
+"""The agent's memory of instances and weights: what is handed out, to which process, and when it is
+given back. Sockets, files and locks are real.
+"""
+
+import fcntl
+import mmap
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvrs.ids import InstanceId
+from kvrs.transfer.anchors.client import AnchorClient, NoAgentError
+from kvrs.transfer.anchors.messages import SOCKET, AnchorError
+from kvrs.transfer.anchors.regions import HEADER_BYTES, read_epoch, read_header
+from kvrs.transfer.anchors.server import AnchorServer
+from kvrs.transfer.store.directory import StoreDirectory
+
+SECRET, OLDER = b"a secret of the tests, long enough", b"an older secret, also long enough"
+E0, E1 = InstanceId("e0"), InstanceId("e1")
+KIND, OTHER = "a" * 32, "b" * 32
+pytestmark = pytest.mark.process
+
+SIZES = [3 * 4096, 1 << 20]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[StoreDirectory]:
+    with StoreDirectory(tmp_path / "store") as directory:
+        yield directory
+        for name in directory.names():
+            directory.unlink(name)
+
+
+@contextmanager
+def serving(directory: StoreDirectory, orphan_s: float = 60.0) -> Iterator[AnchorServer]:
+    server = AnchorServer(directory, [E0, E1], [SECRET, OLDER], orphan_s=orphan_s, reserved_bytes=0)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def client(directory: StoreDirectory, secret: bytes = SECRET, wait_s: float = 0.1) -> AnchorClient:
+    return AnchorClient(directory.path, secret, wait_s)
+
+
+@contextmanager
+def memory(
+    directory: StoreDirectory, start: int, kind: str = KIND, name: InstanceId = E0
+) -> Iterator[tuple[bool, list[int]]]:
+    """Attached memory, until the block ends as the process would."""
+    is_new, fds = client(directory).memory(name, start, kind, SIZES)
+    try:
+        yield is_new, fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def files(directory: StoreDirectory) -> set[str]:
+    return {name for name in directory.names() if name != SOCKET}
+
+
+def test_memory_is_zero_at_first_and_found_again(directory: StoreDirectory) -> None:
+    """By the next process of the instance, not by another instance."""
+    with serving(directory):
+        with memory(directory, 1) as (is_new, fds):
+            assert is_new
+            assert os.pread(fds[1], SIZES[1], 0) == bytes(SIZES[1])
+            os.pwrite(fds[1], b"KV", 4096)
+        with memory(directory, 2) as (is_new, fds):
+            assert not is_new
+            assert os.pread(fds[1], 2, 4096) == b"KV"
+        with memory(directory, 1, name=E1) as (is_new, fds):
+            assert is_new
+
+
+def test_descriptors_are_not_inherited(directory: StoreDirectory) -> None:
+    with serving(directory), memory(directory, 1) as (_, fds):
+        assert not any(os.get_inheritable(fd) for fd in fds)
+
+
+def test_memory_in_use_is_left_to_its_process_which_is_fenced(directory: StoreDirectory) -> None:
+    """A process that was stopped still writes when it wakes up: its successor gets other memory,
+    and the header tells it to end.
+    """
+    with serving(directory), memory(directory, 1) as (_, old), memory(directory, 2) as (is_new, _):
+        assert is_new
+        os.pwrite(old[1], b"late", 0)
+        assert read_epoch(os.pread(old[0], HEADER_BYTES, 0)) == 2
+        with memory(directory, 3) as (again, fds):
+            assert again
+            assert os.pread(fds[1], 4, 0) == bytes(4)
+    assert files(directory) == {"memory-e0-3.0", "memory-e0-3.1"}
+
+
+def test_a_process_that_is_dying_is_waited_for(directory: StoreDirectory) -> None:
+    """Its memory is torn down before its locks end."""
+    with serving(directory):
+        _, fds = client(directory).memory(E0, 1, KIND, SIZES)
+        os.pwrite(fds[1], b"KV", 0)
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(0.3)
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+        try:
+            with memory(directory, 2) as (is_new, again):
+                assert not is_new
+                assert os.pread(again[1], 2, 0) == b"KV"
+        finally:
+            os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("how", ["model", "sizes", "torn header", "a file is missing"])
+def test_memory_of_another_kind_is_not_adopted(directory: StoreDirectory, how: str) -> None:
+    with serving(directory):
+        with memory(directory, 1) as (_, fds):
+            os.pwrite(fds[1], b"KV", 0)
+            if how == "torn header":
+                os.pwrite(fds[0], b"?", 9)
+        if how == "sizes":
+            os.truncate(directory.path / "memory-e0-1.1", 4096)
+        if how == "a file is missing":
+            directory.unlink("memory-e0-1.1")
+
+        with memory(directory, 2, OTHER if how == "model" else KIND) as (is_new, fds):
+            assert is_new
+            header = read_header(os.pread(fds[0], HEADER_BYTES, 0))
+            assert header is not None
+            assert header.generation == 2
+            assert os.pread(fds[1], 2, 0) == bytes(2)
+
+
+def test_an_earlier_start_is_refused(directory: StoreDirectory) -> None:
+    """A process that was started before the one that has the memory, and comes late."""
+    with serving(directory), memory(directory, 5):
+        with pytest.raises(AnchorError, match="attached by start 5; allowed: a later start, not 4"):
+            client(directory).memory(E0, 4, KIND, SIZES)
+        with pytest.raises(AnchorError, match="attached by start 5; allowed: a later start, not 5"):
+            client(directory).memory(E0, 5, KIND, SIZES)
+
+
+def test_an_instance_of_another_node_is_refused(directory: StoreDirectory) -> None:
+    with serving(directory), pytest.raises(AnchorError, match="'x' is not on this node; allowed"):
+        client(directory).memory(InstanceId("x"), 1, KIND, SIZES)
+
+
+def test_more_than_there_is_is_refused_with_bytes(directory: StoreDirectory) -> None:
+    """And nothing is left of it."""
+    wanted = directory.free_bytes() + (1 << 30)
+    with serving(directory):
+        with pytest.raises(AnchorError, match=rf"memory of 'e0': {4096 + wanted} bytes; allowed"):
+            client(directory).memory(E0, 1, KIND, [4096, wanted])
+        assert files(directory) == set()
+
+
+def test_only_the_secrets_of_the_cluster_are_served(directory: StoreDirectory) -> None:
+    with serving(directory):
+        with pytest.raises(NoAgentError, match="refuses"):
+            client(directory, b"another secret, which is long too").memory(E0, 1, KIND, SIZES)
+        assert files(directory) == set()
+        _, fds = client(directory, OLDER).memory(E0, 1, KIND, SIZES)
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("sent", [b"", b"x", bytes(64), os.urandom(4096)])
+def test_nonsense_gets_no_answer(directory: StoreDirectory, sent: bytes) -> None:
+    """And nobody else notices."""
+    with serving(directory):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(str(directory.path / SOCKET))
+            assert len(stranger.recv(100)) == 32
+            stranger.send(sent or b"\0")
+            stranger.settimeout(5)
+            assert stranger.recv(100) == b""
+        with memory(directory, 1) as (is_new, _):
+            assert is_new
+
+
+def test_a_file_that_others_may_open_is_refused_by_name(directory: StoreDirectory) -> None:
+    with serving(directory):
+        with memory(directory, 1):
+            pass
+        os.chmod(directory.path / "memory-e0-1.1", 0o644)
+        with pytest.raises(AnchorError, match=r"memory-e0-1\.1 in .*others may use it"):
+            client(directory).memory(E0, 2, KIND, SIZES)
+
+
+def test_the_next_agent_finds_memory_and_processes_again(directory: StoreDirectory) -> None:
+    """Nothing of the agent lasts but files: a process that serves meanwhile keeps its memory."""
+    with serving(directory):
+        _, fds = client(directory).memory(E0, 1, KIND, SIZES)
+        _, others = client(directory).memory(E1, 1, KIND, SIZES)
+        os.close(others[0])
+        os.close(others[1])
+    with pytest.raises(NoAgentError):
+        client(directory).memory(E0, 2, KIND, SIZES)
+    os.pwrite(fds[1], b"KV", 0)
+
+    with serving(directory, orphan_s=1.0) as server:
+        server.end_orphans(10.0)
+        server.end_orphans(11.5)
+        assert files(directory) == {"memory-e0-1.0", "memory-e0-1.1"}
+        for fd in fds:
+            os.close(fd)
+        with memory(directory, 2) as (is_new, fds):
+            assert not is_new
+            assert os.pread(fds[1], 2, 0) == b"KV"
+
+
+def test_memory_that_is_used_in_time_is_no_orphan(directory: StoreDirectory) -> None:
+    with serving(directory, orphan_s=10.0) as server:
+        with memory(directory, 1):
+            server.end_orphans(0.0)
+        server.end_orphans(5.0)
+        with memory(directory, 2):
+            server.end_orphans(14.0)
+        server.end_orphans(16.0)
+        server.end_orphans(25.0)
+        assert files(directory)
+        server.end_orphans(26.5)
+        assert not files(directory)
+
+
+# Weights.
+
+
+def write_weights(directory: StoreDirectory, key: str = KIND) -> None:
+    is_new, fd = client(directory).weights(key, 8192)
+    assert is_new
+    os.pwrite(fd, b"weights", 0)
+    os.close(fd)
+    client(directory).commit(key)
+
+
+def test_weights_are_written_once_and_read_by_all(directory: StoreDirectory) -> None:
+    """Their descriptors cannot be mapped to be written."""
+    with serving(directory):
+        write_weights(directory)
+        for _ in range(2):
+            is_new, fd = client(directory).weights(KIND, 8192)
+            assert not is_new
+            assert os.pread(fd, 7, 0) == b"weights"
+            with pytest.raises(PermissionError):
+                mmap.mmap(fd, 8192, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            os.close(fd)
+
+
+def test_weights_that_a_process_can_still_write_are_not_committed(
+    directory: StoreDirectory,
+) -> None:
+    """A map counts, also when its descriptor is closed."""
+    with serving(directory):
+        _, fd = client(directory).weights(KIND, 8192)
+        mapped = mmap.mmap(fd, 8192)
+        os.close(fd)
+        with pytest.raises(AnchorError, match="can still write these weights"):
+            client(directory).commit(KIND)
+        mapped.close()
+        client(directory).commit(KIND)
+
+
+def test_a_writer_that_dies_makes_room_for_the_next(directory: StoreDirectory) -> None:
+    """Half of the weights are never read."""
+    with serving(directory):
+        _, fd = client(directory).weights(KIND, 8192)
+        os.pwrite(fd, b"half", 0)
+        os.close(fd)
+        is_new, fd = client(directory).weights(KIND, 8192)
+        assert is_new
+        assert os.pread(fd, 4, 0) == bytes(4)
+        os.close(fd)
+
+
+def test_weights_of_another_size_are_refused(directory: StoreDirectory) -> None:
+    with serving(directory):
+        write_weights(directory)
+        with pytest.raises(AnchorError, match="has 8192 bytes; allowed: 4096"):
+            client(directory).weights(KIND, 4096)
+
+
+def test_a_key_is_no_path(directory: StoreDirectory) -> None:
+    with serving(directory), pytest.raises(NoAgentError):
+        client(directory).weights("../" + "a" * 29, 8192)
+
+
+def test_weights_that_nobody_maps_are_orphans_too(directory: StoreDirectory) -> None:
+    with serving(directory, orphan_s=1.0) as server:
+        write_weights(directory)
+        _, fd = client(directory).weights(KIND, 8192)
+        server.end_orphans(0.0)
+        server.end_orphans(5.0)
+        assert files(directory) == {f"weights-{KIND}"}
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+        server.end_orphans(6.0)
+        server.end_orphans(7.0)
+        assert files(directory) == set()
