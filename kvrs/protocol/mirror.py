@@ -64,6 +64,7 @@ class StreamHeader(msgspec.Struct, frozen=True):
     age_s: float  # Since the client's first request.
     owned_s: float  # Since the stream has this owner.
     tenant: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Its mark, for its share.
+    request: bytes = b""  # Where the client does not send it again: a response, encoded.
 
 
 class StreamState(msgspec.Struct, frozen=True):
@@ -151,6 +152,13 @@ class RecordVersion(msgspec.Struct, frozen=True):
 
 class LookupAnswer(msgspec.Struct):
     version: RecordVersion | None
+
+
+class ReadAnswer(msgspec.Struct):
+    """Answer of `POST /kvrs/v1/mirror/read`: the whole record, which stays where it is."""
+
+    record: Update | None
+    runs: bool  # The stream runs at this proxy.
 
 
 class Claim(msgspec.Struct):

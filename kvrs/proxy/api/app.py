@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from aiohttp import web
 
@@ -35,6 +35,7 @@ from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient, read_generate
 from kvrs.proxy.api.models import add_models, check_model
 from kvrs.proxy.api.openapi import add_document, clients_document
+from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import TENANT, Tenants, Use
 from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import ResumeRequest, parse_resume_headers, reopened
@@ -59,6 +60,9 @@ log = logging.getLogger(__name__)
 _FLUSH_TIMEOUT_S = 1.0  # For the mirror to receive all events of a failed stream.
 
 Response = web.Response | StreamedResponse
+
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +103,18 @@ class ClientApi:
         self._clock = clock
         self._tenants = tenants
         self._large = large
-        self._keep_alives = KeepAlives(settings.keep_alive_s)
+        self.keep_alives = KeepAlives(settings.keep_alive_s)
         client_key = secrets.token_bytes(16)
         self._marked = lru_cache(maxsize=1024)(partial(_marked, client_key))
-        self._budget = ByteBudget(settings.body_budget_bytes)
-        metrics.admission.request_bytes.set_function(lambda: self._budget.held_bytes)
+        self.budget = ByteBudget(settings.body_budget_bytes)
+        metrics.admission.request_bytes.set_function(lambda: self.budget.held_bytes)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[errors_as_openai, self._tenants.authenticate])
         for path, parse in self._readers():
             app.router.add_post(path, partial(self._serve_in_full, parse))
+        parts = (self._backend, self._settings, self._driver, self._mirror, self._tenants)
+        ResponsesApi(self, *parts).add_to(app)
         add_models(app, self._driver.control.instances, lambda: self.draining)
         add_document(app, clients_document())
         return app
@@ -149,7 +155,7 @@ class ClientApi:
     async def _serve(self, read: Callable[..., ParsedRequest], request: ClientRequest) -> Response:
         """Admit a request and respond to it; count it by its outcome."""
         use = Use(request[TENANT], self._clock)
-        with Held(self._budget, request.remote or "") as held, use:
+        with Held(self.budget, request.remote or "") as held, use:
             return await self._serve_within(held, use, read, request)
 
     async def _serve_within(
@@ -162,7 +168,7 @@ class ClientApi:
             counts["rejected"].inc()
             raise
         try:
-            with self._keep_alives.over(admitted.client):
+            with self.keep_alives.over(admitted.client):
                 outcome, response = await self._respond(admitted)
         except asyncio.CancelledError:
             counts["client_gone"].inc()
@@ -171,22 +177,45 @@ class ClientApi:
             counts["client_gone"].inc()
             assert admitted.client is not None
             return admitted.client.response or web.Response(status=499)
-        counts["complete" if isinstance(outcome, Complete) else "failed"].inc()
+        self.count(outcome)
         return response
+
+    def count(self, outcome: Outcome) -> None:
+        self._metrics.requests["complete" if isinstance(outcome, Complete) else "failed"].inc()
 
     # Admission.
 
     async def _admit(
         self, held: Held, use: Use, read: Callable[..., ParsedRequest], request: ClientRequest
     ) -> Admitted:
-        self._check_room(1)
-        self._most_elements(request.content_length or 0)  # Too many bytes are not read at all.
-        body = await read_body(request, self._settings, held, use)
-        read_it = partial(read, body, max_elements=self._most_elements(len(body)))
-        parsed = await self._large.run(len(body), read_it)
+        body = await self.read(held, use, request)
+        parsed = await self.parse(read, body)
         resume = parse_resume_headers(
             request.headers, request.path, body, parsed, lambda: self._tenants.secret_of(request)
         )
+        return await self.admit(held, use, parsed, resume, request)
+
+    async def read(self, held: Held, use: Use, request: ClientRequest) -> bytes:
+        """The body of a request that there is room for."""
+        self._check_room(1)
+        self._most_elements(request.content_length or 0)  # Too many bytes are not read at all.
+        return await read_body(request, self._settings, held, use)
+
+    async def parse(self, read: Callable[..., Parsed], body: bytes) -> Parsed:
+        read_it = partial(read, body, max_elements=self._most_elements(len(body)))
+        return await self._large.run(len(body), read_it)
+
+    async def admit(
+        self,
+        held: Held,
+        use: Use,
+        parsed: ParsedRequest,
+        resume: ResumeRequest | None,
+        request: ClientRequest,
+    ) -> Admitted:
+        """Check a parsed request against the cluster and the limits of its tenant, and open the
+        journals of its choices.
+        """
         if use.tenant.secret is not None:
             parsed = salted(parsed, use.tenant.secret)
         check_model(self._driver.control.instances, parsed.request.model)
@@ -377,7 +406,7 @@ class ClientApi:
         admitted.use.end_turn()
         try:
             sends_echo = admitted.client is not None and not keyed.record.events
-            outcome = await self._run_keyed(keyed, journal, echo if sends_echo else None)
+            outcome = await self.run_keyed(keyed, journal, echo if sends_echo else None)
             is_refused = isinstance(outcome, Failed) and outcome.status < 500
             if is_refused and not keyed.failure and not keyed.record.events:
                 self._mirror.forget(keyed)
@@ -393,10 +422,10 @@ class ClientApi:
         finally:
             self._mirror.close(keyed)
 
-    async def _run_keyed(self, keyed: KeyedStream, journal: Journal, echo: str | None) -> Outcome:
+    async def run_keyed(self, keyed: KeyedStream, journal: Journal, echo: str | None) -> Outcome:
         """Run a stream until its client has all of it."""
         outcome: Outcome = Complete()
-        if not journal.finished:
+        if not journal.finished and not keyed.record.state.complete:
             client = keyed if echo is None else ChoiceClient(keyed, Merger(), 0, journal, echo)
             outcome = await self._driver.run(journal, client)
         if outcome == Complete():

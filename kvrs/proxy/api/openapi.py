@@ -16,6 +16,8 @@ from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
 )
+from kvrs.protocol.openai.responses import PATH as RESPONSES
+from kvrs.protocol.openai.responses import response_schema
 from kvrs.proxy.api.generate import ALLOWED
 
 PATH = "/openapi.json"
@@ -54,6 +56,22 @@ _ANSWER = {
         "usage": {"type": "object"},
     },
 }
+_RESPONSE = {
+    "type": "object",
+    "required": ["id", "object", "created_at", "status", "model", "output", "usage"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "response"},
+        "created_at": {"type": "integer"},
+        "status": {
+            "enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+        },
+        "model": {"type": "string"},
+        "output": {"type": "array", "items": {"type": "object"}},
+        "usage": {"type": ["object", "null"]},
+    },
+}
+_ID_IN_PATH = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _COMPLETION = "A completion, whole or as a stream of events"
 _TEXT = {
     "type": "object",
@@ -110,6 +128,16 @@ def clients_document() -> dict[str, Any]:
             },
             "/v1/chat/completions": {
                 "post": _streamed(_COMPLETION, _ANSWER, _request(ChatRequest))
+            },
+            RESPONSES: {"post": _streamed("A response", _RESPONSE, response_schema())},
+            RESPONSES + "/{id}": {
+                "parameters": [_ID_IN_PATH],
+                "get": _streamed("A response as it is, or its events", _RESPONSE),
+                "delete": _operation("Forget a response", {"type": "object"}),
+            },
+            RESPONSES + "/{id}/cancel": {
+                "parameters": [_ID_IN_PATH],
+                "post": _operation("End a response that runs in the background", _RESPONSE),
             },
             "/generate": {"post": _streamed("DistServe's endpoint", _TEXT, _generate())},
             "/v1/models": {
@@ -209,7 +237,7 @@ def _operation(
 
 
 def _streamed(
-    summary: str, answer: Mapping[str, Any], request: Mapping[str, Any]
+    summary: str, answer: Mapping[str, Any], request: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """An answer that is whole or a stream of events, as the request says."""
     operation = _operation(summary, answer, request)

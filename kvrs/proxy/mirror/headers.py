@@ -33,6 +33,7 @@ class ResumeRequest:
     stream: StreamId | None = None  # None: from the beginning.
     after: int = -1
     tenant: str = ""  # Its mark.
+    request: bytes = b""  # Kept in the record, for clients that do not send it again.
 
 
 def parse_resume_headers(

@@ -19,10 +19,9 @@ from kvrs.proxy.mirror.failures import BROKEN, CLIENT_GONE, CUT
 from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
 from kvrs.proxy.mirror.partial_events import rest_of
 from kvrs.proxy.mirror.records import Record
-from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed
-from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.tasks import error_of
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 
@@ -44,7 +43,7 @@ class KeyedStream:
     def __init__(
         self,
         journal: Journal,
-        inner: SseClient | WholeClient,
+        inner: Client,
         outbox: Outbox,
         book: RecordBook,
         after: int,
@@ -62,7 +61,7 @@ class KeyedStream:
         self._inner = inner
         self._book = book
         self.after = after  # Position of the client.
-        self._sync = sync
+        self.sync = sync  # The client gets only what the mirror has.
         self._clock = clock
         self._texts = texts
         self._tokenizer: Tokenizer | None = None  # Loaded once it is needed.
@@ -89,6 +88,11 @@ class KeyedStream:
 
     def when_free(self, resume: Callable[[], None]) -> None:
         self._waiting.append(resume)
+
+    @property
+    def given(self) -> list[StreamEvent]:
+        """The events that the client has got, or has had before."""
+        return self.record.events[: self._cursor]
 
     # Events of the driver.
 
@@ -151,6 +155,11 @@ class KeyedStream:
                 return
             self._progress.clear()
             await self._progress.wait()
+
+    def end_with(self, error: bytes) -> None:
+        """The stream has failed for good: an error is its last event."""
+        self._record_event(error, self.journal.seq)
+        self._set_state(complete=True)
 
     def release(self) -> None:
         """Let the next claim succeed at once."""
@@ -247,11 +256,11 @@ class KeyedStream:
         events, batch = self.record.events, []
         before = events[self._cursor - 1].seq if self._cursor else -1
         if self.after < 0 or before > self.after:
-            until = self.outbox.sendable(self._clock(), sync=self._sync)
+            until = self.outbox.sendable(self._clock(), sync=self.sync)
             batch = events[self._cursor : min(until, self._cursor + _MOST_AT_ONCE)]
             self._cursor += len(batch)
             return batch
-        for event in events[self._cursor : self.outbox.sendable(self._clock(), sync=self._sync)]:
+        for event in events[self._cursor : self.outbox.sendable(self._clock(), sync=self.sync)]:
             delivery = delivery_of(before, event, self.after)
             if delivery is Delivery.CUT and self._tokenizer is None:
                 return None

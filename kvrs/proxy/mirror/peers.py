@@ -22,6 +22,7 @@ from kvrs.protocol.mirror import (
     Hello,
     Lookup,
     LookupAnswer,
+    ReadAnswer,
     RecordVersion,
     Update,
 )
@@ -80,6 +81,12 @@ class ProxyPeer(Peer):
 
     async def lookup(self, key: str) -> LookupAnswer:
         return await self._ask("POST", f"{PATH}/lookup", Lookup(key), LookupAnswer)
+
+    async def read(self, key: str) -> ReadAnswer:
+        return await self._ask("POST", f"{PATH}/read", Lookup(key), ReadAnswer)
+
+    async def drop(self, key: str) -> LookupAnswer:
+        return await self._ask("POST", f"{PATH}/drop", Lookup(key), LookupAnswer)
 
     async def claim(self, claim: Claim) -> ClaimAnswer:
         return await self._ask("POST", f"{PATH}/claim", claim, ClaimAnswer, retry=False)

@@ -52,6 +52,9 @@ class Record:
     copy_hops: int = 0
     size_bytes: int = _FIXED_BYTES
 
+    def __post_init__(self) -> None:
+        self.size_bytes += len(self.header.request)
+
     @property
     def tenant(self) -> str:
         return self.header.tenant
@@ -182,7 +185,9 @@ def merged(granted: Record, own: Record | None) -> Record:
 
 def size_of(update: Update) -> int:
     """Estimated bytes of an update, on the wire as in memory."""
-    return _FIXED_BYTES + len(update.prompt_ids or b"") + sum(map(_size_of, update.events))
+    header_bytes = 0 if update.header is None else len(update.header.request)
+    fixed_bytes = _FIXED_BYTES + header_bytes + len(update.prompt_ids or b"")
+    return fixed_bytes + sum(map(_size_of, update.events))
 
 
 def _size_of(event: StreamEvent) -> int:

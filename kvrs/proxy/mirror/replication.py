@@ -35,10 +35,9 @@ from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.peers import Peers, ProxyPeer
 from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
 from kvrs.proxy.mirror.roles import RecordRole
-from kvrs.proxy.streams.clients import SseClient
+from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed
-from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 
 log = logging.getLogger(__name__)
@@ -110,7 +109,9 @@ class Mirror:
         resume: ResumeRequest,
         journal: Journal,
         record: Record | None,
-        inner: SseClient | WholeClient,
+        inner: Client,
+        *,
+        sync: bool = False,
     ) -> KeyedStream:
         """Start to replicate a stream: a new one, or one whose record was found.
 
@@ -120,7 +121,7 @@ class Mirror:
         now_s = self._clock()
         if record is None:
             record = self._new_record(resume, journal, now_s)
-        self._supersede(record.key)
+        self.supersede(record.key)
         record.touched_s = now_s
         if not self.book.own(record, now_s):
             raise RequestError(
@@ -134,7 +135,7 @@ class Mirror:
             Outbox(record),
             self.book,
             resume.after,
-            sync=self._sync,
+            sync=self._sync or sync,
             clock=self._clock,
             texts=self._texts,
             changed=self._changed,
@@ -148,7 +149,8 @@ class Mirror:
     def _new_record(self, resume: ResumeRequest, journal: Journal, now_s: float) -> Record:
         limits = journal.deadlines
         deadlines = (limits.ttft_s, limits.recovery_gap_s, limits.end_to_end_s)
-        header = StreamHeader(resume.digest, journal.seed, deadlines, 0.0, 0.0, resume.tenant)
+        whom, what = resume.tenant, resume.request
+        header = StreamHeader(resume.digest, journal.seed, deadlines, 0.0, 0.0, whom, what)
         record = Record(
             resume.keys[0], journal.stream, header, now_s, self.name, journal.owner_epoch
         )
@@ -203,7 +205,7 @@ class Mirror:
         """Number of records of streams that do not run here, and that no live peer has."""
         return len(self.book.sole(self.peers.live_ids, self._clock()))
 
-    def _supersede(self, key: str) -> None:
+    def supersede(self, key: str) -> None:
         if (keyed := self.streams.pop(key, None)) is not None:
             self._count("superseded")
             keyed.fail(failures.SUPERSEDED)
@@ -214,7 +216,7 @@ class Mirror:
     def take(self, update: Update, sender: str) -> UpdateAck:
         received = self.book.receive(update, sender, self._clock())
         if received.stops_local_stream:
-            self._supersede(update.key)
+            self.supersede(update.key)
         return received.ack
 
     def grant(self, claim: Claim) -> ClaimAnswer:
@@ -222,7 +224,7 @@ class Mirror:
             keyed.note_state()
         answer = self.book.claim(claim, self._clock())
         if answer.granted is not None and not answer.granted.state.complete:
-            self._supersede(claim.key)
+            self.supersede(claim.key)
         return answer
 
     # Choice of peers.
@@ -242,7 +244,7 @@ class Mirror:
             return
         self._dirty[outbox.mirror][keyed] = None
         self._wake[outbox.mirror].set()
-        if state.released or state.complete or outbox.waits(self._clock(), sync=self._sync):
+        if state.released or state.complete or outbox.waits(self._clock(), sync=keyed.sync):
             self._flush_now[outbox.mirror].set()
 
     def _peer_lost(self, peer: str) -> None:
@@ -352,7 +354,7 @@ class Mirror:
             return
         if ack.status is AckStatus.SUPERSEDED:
             if _is_in(keyed, self.streams, self._closing):
-                self._supersede(keyed.record.key)
+                self.supersede(keyed.record.key)
                 self.book.forget(keyed.record.key)
             return
         outbox.take(ack)

@@ -11,6 +11,7 @@ from kvrs.protocol.mirror import Batch, BatchAnswer, Claim, Hello, Lookup, Looku
 from kvrs.protocol.secrets import Door
 from kvrs.proxy.mirror.peers import PATH
 from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.mirror.stored import drop_own, own_record
 
 Body = TypeVar("Body")
 
@@ -39,9 +40,16 @@ def make_app(mirror: Mirror) -> web.Application:
     async def claim(request: web.Request) -> web.Response:
         return _answer(mirror.grant(_decode(await request.read(), Claim)))
 
+    async def read(request: web.Request) -> web.Response:
+        return _answer(own_record(mirror, _decode(await request.read(), Lookup).key))
+
+    async def drop(request: web.Request) -> web.Response:
+        return _answer(drop_own(mirror, _decode(await request.read(), Lookup).key))
+
     app = http.new_app(Door.PROXY)
     app.add_routes([web.get(PATH, watch), web.post(PATH, take), web.post(f"{PATH}/hello", hello)])
     app.add_routes([web.post(f"{PATH}/lookup", lookup), web.post(f"{PATH}/claim", claim)])
+    app.add_routes([web.post(f"{PATH}/read", read), web.post(f"{PATH}/drop", drop)])
     return app
 
 

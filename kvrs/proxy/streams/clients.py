@@ -82,6 +82,10 @@ class SseClient:
             )
         )
 
+    def send_framed(self, data: bytes) -> None:
+        """Send events that are framed already."""
+        self._write(data)
+
     def when_free(self, resume: Callable[[], None]) -> None:
         self._waiting.append(resume)
 
@@ -95,6 +99,10 @@ class SseClient:
     async def end(self, missing: Sequence[bytes]) -> StreamedResponse:
         """Send the events that are missing and the end of a complete stream."""
         return await self._finish(b"".join(map(sse, missing)) + DONE)
+
+    async def end_framed(self, data: bytes) -> StreamedResponse:
+        """End a complete stream with events that are framed already, and no [DONE]."""
+        return await self._finish(data or _COMMENT)
 
     async def fail(self, error: bytes) -> StreamedResponse:
         """Send an error and close the connection, without the [DONE] of a complete stream."""

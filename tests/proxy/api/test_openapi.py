@@ -45,7 +45,7 @@ def documented(document: dict[str, Any]) -> set[tuple[str, str]]:
         (method, path)
         for path, item in document["paths"].items()
         for method in item
-        if method in ("get", "post")
+        if method in ("get", "post", "delete")
     }
 
 
@@ -67,7 +67,7 @@ async def test_every_answer_is_as_documented(build: ProxyClusterBuilder) -> None
     document = clients_document()
     draw = Random(0)
     bodies: list[tuple[str, dict[str, Any]]] = []
-    for path in ("/v1/completions", "/v1/chat/completions", "/generate"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"):
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         names = sorted(body["schema"]["properties"])
 
@@ -77,7 +77,10 @@ async def test_every_answer_is_as_documented(build: ProxyClusterBuilder) -> None
                 for name in draw.sample(names, min(len(names), draw.randint(0, 4)))
             }
             good = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
-            bodies.append((path, {"prompt": [1, 2]} | good | {"max_tokens": 2} | fields))
+            chosen = {"prompt": [1, 2]} | good | {"max_tokens": 2} | fields
+            if path == "/v1/responses":
+                chosen = {"input": "a", "max_output_tokens": 2} | fields
+            bodies.append((path, chosen))
     for path, fields in bodies:
         status, found = await _send(system, path, fields)
 
@@ -86,7 +89,7 @@ async def test_every_answer_is_as_documented(build: ProxyClusterBuilder) -> None
         if status != 200:
             schema = document["components"]["schemas"]["Error"]
             jsonschema.validate(json.loads(found), schema)
-        elif not found.startswith(b"data: "):
+        elif not found.startswith((b"data: ", b"event: ")):
             jsonschema.validate(
                 json.loads(found), operation["200"]["content"]["application/json"]["schema"]
             )

@@ -1,0 +1,480 @@
+"""OpenAI's Responses API in terms of chat: a request becomes that of a chat, and its output items
+and events are a function of the chat's events alone, so that any proxy with those makes the same.
+Pure.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvrs.errors import RequestError
+from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
+from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
+
+PATH = "/v1/responses"
+ID = re.compile(r"resp_[0-9a-f]{48}", re.ASCII)
+CANCELLED = "cancelled"  # The code of the error that ends a response by its client's wish.
+
+Event = dict[str, Any]
+Fields = dict[str, Any]
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_IGNORED = {
+    *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    *("service_tier", "stream_options", "user"),
+}
+_OWN = {"input", "instructions", "max_output_tokens", "reasoning", "text", "tools", "tool_choice"}
+_SWITCHES = ("stream", "background", "store")
+# Sampling fields beyond OpenAI's, which chat checks under the same names.
+_AS_IN_CHAT = {
+    *("model", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "seed", "top_k"),
+    *("min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("chat_template_kwargs",),
+}
+_TEXTS = ("input_text", "output_text", "text")
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What a proxy needs of a response beside the record of its stream."""
+
+    id: str
+    created_at: int
+    body: bytes  # Of the request.
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Stored":
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request for a response."""
+
+    fields: Fields
+    chat: bytes  # The body of the chat that answers it.
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    @property
+    def background(self) -> bool:
+        return bool(self.fields.get("background"))
+
+    @property
+    def store(self) -> bool:
+        return self.fields.get("store") is not False
+
+
+def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Asked:
+    """Raises RequestError: it is malformed, or has a field or an item that is not supported."""
+    if body.lstrip().startswith(b"{"):
+        check_structure(body, max_elements=max_elements)
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name, value in fields.items():
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                allowed = " or ".join(map(repr, (*_NEUTRAL[name], None)))
+                raise _not_supported(name, value, allowed)
+        elif name not in {*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES}:
+            allowed = ", ".join(sorted({*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES, *_NEUTRAL}))
+            raise RequestError(f"{name[:80]!r} is not known; allowed: {allowed}", param=name[:80])
+    for name in _SWITCHES:
+        if not isinstance(fields.get(name, False), bool):
+            raise _not_supported(name, fields[name], "true or false")
+    if fields.get("background") and fields.get("store") is False:
+        raise RequestError("a response in the background needs store", param="store")
+    chat: Fields = {name: fields[name] for name in fields if name in _AS_IN_CHAT}
+    chat["messages"] = _messages(fields)
+    if "max_output_tokens" in fields:
+        chat["max_completion_tokens"] = fields["max_output_tokens"]
+    chat |= _tools(fields) | _reasoning(fields) | _format(fields)
+    return Asked(fields, msgspec.json.encode(chat))
+
+
+def response_schema() -> dict[str, Any]:
+    """The body of a request, for the OpenAPI document."""
+    anything: dict[str, Any] = {}
+    own = {
+        "input": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}]},
+        "max_output_tokens": {"type": ["integer", "null"], "minimum": 1},
+        "instructions": {"type": ["string", "null"]},
+        **{name: {"type": ["boolean", "null"]} for name in _SWITCHES},
+    }
+    names = sorted({*_IGNORED, *_OWN, *_AS_IN_CHAT, *_NEUTRAL})
+    properties = dict.fromkeys(names, anything) | own
+    return {
+        "type": "object",
+        "required": ["input"],
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+def _not_supported(name: str, value: Any, allowed: str) -> RequestError:
+    shown = msgspec.json.encode(value)[:80].decode(errors="replace")
+    return RequestError(f"{name}={shown} is not supported; allowed: {allowed}", param=name)
+
+
+def _messages(fields: Fields) -> list[Fields]:
+    given, messages = fields.get("input"), list[Fields]()
+    if instructions := fields.get("instructions"):
+        if not isinstance(instructions, str):
+            raise _not_supported("instructions", instructions, "a string")
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise RequestError("input must be a string or a list of items", param="input")
+    for place, item in enumerate(given):
+        param = f"input[{place}]"
+        if not isinstance(item, dict):
+            raise _not_supported(param, item, "an object")
+        match item.get("type", "message"):
+            case "message":
+                messages.append(_message(item, param))
+            case "function_call":
+                call = {
+                    "id": _string(item, "call_id", param),
+                    "type": "function",
+                    "function": {
+                        "name": _string(item, "name", param),
+                        "arguments": _string(item, "arguments", param),
+                    },
+                }
+                if messages and messages[-1]["role"] == "assistant":
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                else:
+                    messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            case "function_call_output":
+                output = _text(item.get("output"), f"{param}.output")
+                call_id = _string(item, "call_id", param)
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            case "reasoning":
+                pass  # Templates leave the reasoning of earlier turns out.
+            case kind:
+                allowed = "message, function_call, function_call_output, reasoning"
+                raise _not_supported(f"{param}.type", kind, allowed)
+    return messages
+
+
+def _message(item: Fields, param: str) -> Fields:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise _not_supported(f"{param}.role", role, ", ".join(_ROLES))
+    content = _text(item.get("content"), f"{param}.content")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _text(content: Any, param: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _not_supported(param, content, "a string or a list of parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind not in _TEXTS:
+            raise _not_supported(f"{param}.type", kind, ", ".join(_TEXTS))
+        texts.append(_string(part, "text", param))
+    return "".join(texts)
+
+
+def _string(item: Fields, name: str, param: str) -> str:
+    if not isinstance(value := item.get(name), str):
+        raise _not_supported(f"{param}.{name}", value, "a string")
+    return value
+
+
+def _tools(fields: Fields) -> Fields:
+    made: Fields = {}
+    tools = fields.get("tools", [])
+    if not isinstance(tools, list):
+        raise _not_supported("tools", tools, "a list")
+    for place, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        if kind != "function":
+            raise _not_supported(f"tools[{place}].type", kind, "function")
+        function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
+        made.setdefault("tools", []).append({"type": "function", "function": function})
+    choice = fields.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return made if choice is None else made | {"tool_choice": choice}
+
+
+def _reasoning(fields: Fields) -> Fields:
+    reasoning = fields.get("reasoning", {})
+    if not isinstance(reasoning, dict) or reasoning.keys() - {"effort", "summary"}:
+        raise _not_supported("reasoning", reasoning, "an object with effort")
+    if reasoning.get("summary") is not None:
+        raise _not_supported("reasoning.summary", reasoning["summary"], "null")
+    effort = reasoning.get("effort")
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
+def _format(fields: Fields) -> Fields:
+    text = fields.get("text", {})
+    if not isinstance(text, dict) or text.keys() - {"format", "verbosity"}:
+        raise _not_supported("text", text, "an object with format")
+    if text.get("verbosity") not in (None, "medium"):
+        raise _not_supported("text.verbosity", text["verbosity"], "medium")
+    match text.get("format"):
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_schema", **schema}:
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case {"type": "json_object"}:
+            return {"response_format": {"type": "json_object"}}
+        case given:
+            raise _not_supported("text.format", given, "text, json_object, json_schema")
+
+
+# The output.
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    prompt: int
+    output: int
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    id: str = ""
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+_CALL = msgspec.json.Decoder(_Call)
+
+
+@dataclass(slots=True)
+class _Item:
+    """One item of the output; `texts` are its text, reasoning or arguments so far."""
+
+    kind: str
+    id: str
+    index: int
+    call: _Call = field(default_factory=_Call)
+    texts: list[str] = field(default_factory=list)
+    is_done: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def part(self, text: str) -> Fields:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def described(self, *, is_new: bool = False) -> Fields:
+        status = "completed" if self.is_done else "in_progress"
+        made: Fields = {"type": self.kind, "id": self.id, "status": status}
+        text = "" if is_new else self.text
+        if self.kind == "function_call":
+            name = self.call.function.name
+            return made | {"call_id": self.call.id, "name": name, "arguments": text}
+        content = [] if is_new else [self.part(text)]
+        if self.kind == "reasoning":
+            return made | {"summary": [], "content": content}
+        return made | {"role": "assistant", "content": content}
+
+
+class Translator:
+    """Makes the events of one response from those of its chat, each with the next number."""
+
+    def __init__(self, stored: Stored, asked: Asked, model: str) -> None:
+        self._stored = stored
+        self._asked = asked
+        self._model = model
+        self._number = 0
+        self._items: list[_Item] = []
+        self._finish_reason: str | None = None
+        self._error: Mapping[str, Any] | None = None
+
+    def begin(self) -> list[Event]:
+        response = self.response(None)
+        events = [self._event("response.created", response=response)]
+        return [*events, self._event("response.in_progress", response=response)]
+
+    def take(self, data: bytes) -> list[Event]:
+        """The events that one event of the chat adds."""
+        chunk = CHUNK.decode(data)
+        if chunk.error is not None:
+            self._error = chunk.error
+        events: list[Event] = []
+        for choice in chunk.choices or ():
+            events += self._take(choice)
+        return events
+
+    def end(self, tokens: Tokens) -> list[Event]:
+        """The last events of a stream that is complete."""
+        events = self._close()
+        if not self._items and self._error is None:
+            events += [*self._open("message"), *self._close()]
+        kind = {"completed": "completed", "failed": "failed"}.get(self.status, "incomplete")
+        return [*events, self._event(f"response.{kind}", response=self.response(tokens))]
+
+    @property
+    def status(self) -> str:
+        if self._error is not None:
+            return CANCELLED if self._error.get("code") == CANCELLED else "failed"
+        if self._finish_reason is None:
+            return "in_progress"
+        return "incomplete" if self._finish_reason == "length" else "completed"
+
+    def response(self, tokens: Tokens | None, *, is_queued: bool = False) -> Fields:
+        """The response as it is now; `tokens` of one that has ended."""
+        asked, status = self._asked.fields, self.status if tokens else "in_progress"
+        usage = None
+        if tokens is not None:
+            usage = {
+                "input_tokens": tokens.prompt,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": tokens.output,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": tokens.prompt + tokens.output,
+            }
+        error = None
+        if status == "failed" and self._error is not None:
+            message = self._error.get("message")
+            error = {"code": "server_error", "message": message}
+        return {
+            "id": self._stored.id,
+            "object": "response",
+            "created_at": self._stored.created_at,
+            "status": "queued" if is_queued and status == "in_progress" else status,
+            "background": self._asked.background,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "instructions": asked.get("instructions"),
+            "max_output_tokens": asked.get("max_output_tokens"),
+            "metadata": asked.get("metadata", {}),
+            "model": self._model,
+            "output": [item.described() for item in self._items],
+            "parallel_tool_calls": asked.get("parallel_tool_calls", True),
+            "previous_response_id": None,
+            "reasoning": {"effort": asked.get("reasoning", {}).get("effort"), "summary": None},
+            "store": self._asked.store,
+            "temperature": asked.get("temperature", 1.0),
+            "text": asked.get("text", {"format": {"type": "text"}}),
+            "tool_choice": asked.get("tool_choice", "auto"),
+            "tools": asked.get("tools", []),
+            "top_p": asked.get("top_p", 1.0),
+            "truncation": "disabled",
+            "usage": usage,
+            "user": asked.get("user"),
+        }
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
+
+    def _take(self, choice: ReceivedChoice) -> Iterable[Event]:
+        reasoning = choice.delta.reasoning_content or choice.delta.reasoning
+        if reasoning:
+            yield from self._add("reasoning", reasoning, "response.reasoning_text.delta")
+        if choice.plain_text:
+            yield from self._add("message", choice.plain_text, "response.output_text.delta")
+        for raw in choice.delta.tool_calls or ():
+            yield from self._add_call(_CALL.decode(raw))
+        if choice.finish_reason is not None:
+            self._finish_reason = choice.finish_reason
+
+    @property
+    def _current(self) -> _Item | None:
+        return self._items[-1] if self._items and not self._items[-1].is_done else None
+
+    def _add(self, kind: str, text: str, delta: str) -> Iterable[Event]:
+        if (item := self._current) is None or item.kind != kind:
+            yield from self._open(kind)
+            item = self._items[-1]
+        item.texts.append(text)
+        logprobs: Fields = {"logprobs": []} if kind == "message" else {}
+        yield self._event(delta, **self._place(item), content_index=0, delta=text, **logprobs)
+
+    def _add_call(self, call: _Call) -> Iterable[Event]:
+        item = self._current
+        if item is None or item.kind != "function_call" or item.call.index != call.index:
+            yield from self._open("function_call", call)
+            item = self._items[-1]
+        if arguments := call.function.arguments:
+            item.texts.append(arguments)
+            kind = "response.function_call_arguments.delta"
+            yield self._event(kind, **self._place(item), delta=arguments)
+
+    def _open(self, kind: str, call: _Call | None = None) -> Iterable[Event]:
+        yield from self._close()
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        index = len(self._items)
+        item = _Item(kind, f"{prefix}_{self._stored.id[5:]}{index:02}", index, call or _Call())
+        self._items.append(item)
+        described = item.described(is_new=True)
+        yield self._event("response.output_item.added", output_index=index, item=described)
+        if kind != "function_call":
+            part, place = item.part(""), self._place(item)
+            yield self._event("response.content_part.added", **place, content_index=0, part=part)
+
+    def _close(self) -> list[Event]:
+        if (item := self._current) is None:
+            return []
+        item.is_done = True
+        text, place = item.text, self._place(item)
+        events: list[Event] = []
+        if item.kind == "function_call":
+            kind, name = "response.function_call_arguments.done", item.call.function.name
+            events.append(self._event(kind, **place, name=name, arguments=text))
+        else:
+            more: Fields = {"logprobs": []} if item.kind == "message" else {}
+            kind = "output_text" if item.kind == "message" else "reasoning_text"
+            done, part = f"response.{kind}.done", item.part(text)
+            events.append(self._event(done, **place, content_index=0, text=text, **more))
+            done = "response.content_part.done"
+            events.append(self._event(done, **place, content_index=0, part=part))
+        described = item.described()
+        done = "response.output_item.done"
+        events.append(self._event(done, output_index=item.index, item=described))
+        return events
+
+    def _place(self, item: _Item) -> Fields:
+        return {"item_id": item.id, "output_index": item.index}
+
+
+def encoded(events: Iterable[Event], after: int, write: Callable[[bytes], None]) -> None:
+    """Write those behind a position as server-sent events, in one piece."""
+    data = b"".join(
+        b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+        for event in events
+        if event["sequence_number"] > after
+    )
+    if data:
+        write(data)

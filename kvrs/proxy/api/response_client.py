@@ -1,0 +1,88 @@
+"""What reads a response while its stream runs: nothing, or one client that gets its events."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrs.protocol.openai.responses import Asked, Stored, Tokens, Translator, encoded
+from kvrs.proxy.mirror.keyed import KeyedStream
+from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.live import Outcome
+from kvrs.proxy.wire.downstream import StreamedResponse
+
+
+class ResponseReader:
+    """A client that reads the events of a response."""
+
+    def __init__(self, sse: SseClient, translator: Translator, after: int) -> None:
+        self.sse = sse
+        self.gone = asyncio.Event()
+        self._translator = translator
+        self._after = after
+        self._has_begun = False
+
+    def begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            encoded(self._translator.begin(), self._after, self.sse.send_framed)
+
+    def send(self, events: Sequence[bytes]) -> None:
+        self.begin()
+        made = [event for data in events for event in self._translator.take(data)]
+        encoded(made, self._after, self.sse.send_framed)
+
+    async def end(self, tokens: Tokens) -> StreamedResponse:
+        last: list[bytes] = []
+        self.begin()
+        encoded(self._translator.end(tokens), self._after, last.append)
+        return await self.sse.end_framed(b"".join(last))
+
+
+class ResponseClient:
+    """The client of the stream of a response: none while nothing reads it."""
+
+    direct = None
+
+    def __init__(self) -> None:
+        self.reader: ResponseReader | None = None
+        self.stays = False  # The stream goes on without a reader.
+
+    @property
+    def blocked(self) -> bool:
+        return self.reader is not None and self.reader.sse.blocked
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        if self.reader is None:
+            resume()
+        else:
+            self.reader.sse.when_free(resume)
+
+    def send(self, events: Sequence[bytes]) -> None:
+        if self.reader is None:
+            return
+        try:
+            self.reader.send(events)
+        except ClientGoneError:
+            if not self.stays:
+                raise
+            self.detach()
+
+    def attach(self, reader: ResponseReader) -> None:
+        self.detach()
+        self.reader = reader
+
+    def detach(self) -> None:
+        if self.reader is not None:
+            self.reader.gone.set()
+            self.reader = None
+
+
+@dataclass(slots=True, eq=False)
+class RunningResponse:
+    """A response whose stream runs at this proxy."""
+
+    stored: Stored
+    asked: Asked
+    keyed: KeyedStream
+    client: ResponseClient
+    task: "asyncio.Task[Outcome]"

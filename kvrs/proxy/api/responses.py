@@ -1,0 +1,451 @@
+"""OpenAI's Responses API: each response is the stream of a chat with a key, which is its id, so
+that any proxy goes on with it and sends its events again.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from kvrs.config.proxy import ProxySettings
+from kvrs.errors import RequestError
+from kvrs.protocol.mirror import BYTES_PER_ID
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.responses import (
+    CANCELLED,
+    ID,
+    PATH,
+    Asked,
+    Stored,
+    Tokens,
+    Translator,
+    parse_response_request,
+)
+from kvrs.proxy.api.answers import json_response, refusal
+from kvrs.proxy.api.response_client import ResponseClient, ResponseReader, RunningResponse
+from kvrs.proxy.api.tenants import TENANT, Tenants, Use
+from kvrs.proxy.mirror.failures import SUPERSEDED
+from kvrs.proxy.mirror.headers import KEY, ResumeRequest
+from kvrs.proxy.mirror.keyed import KeyedStream
+from kvrs.proxy.mirror.records import CLAIM_S, Record
+from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.mirror.stored import StoredRecord, drop_record, read_record
+from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.keep_alive import KeepAlives
+from kvrs.proxy.streams.live import Failed, Outcome
+from kvrs.proxy.wire.budget import ByteBudget, Held
+from kvrs.proxy.wire.downstream import Sent
+from kvrs.proxy.wire.requests import CHAT, ParsedRequest, read
+
+_FLUSH_TIMEOUT_S = 1.0
+# A stream that waits for its first token begins after this time, so that its client has the id;
+# errors that come sooner have a status.
+_BEGIN_AFTER_S = 1.0
+_CONFLICT = "resume_conflict"
+_TRIES = 3
+_CANCELLED = Failed(499, error_body("the response was cancelled", code=CANCELLED))
+# Failures that are none of the response: it goes on elsewhere, or when it is asked for.
+_PASSING = {"shutting_down", "handed_over", "superseded"}
+
+
+class AdmittedChat(Protocol):
+    """A chat that has passed every check."""
+
+    @property
+    def journals(self) -> list[Journal]: ...
+    @property
+    def resume(self) -> ResumeRequest | None: ...
+    @property
+    def found(self) -> Record | None: ...
+
+
+class ChatRunner(Protocol):
+    """What admits the chats of responses, and runs their streams."""
+
+    keep_alives: KeepAlives
+    budget: ByteBudget
+
+    async def read(self, held: Held, use: Use, request: web.Request) -> bytes: ...
+    async def parse(self, read: Callable[..., Any], body: bytes) -> Any: ...
+    async def admit(
+        self,
+        held: Held,
+        use: Use,
+        parsed: ParsedRequest,
+        resume: ResumeRequest | None,
+        request: web.Request,
+    ) -> AdmittedChat: ...
+    async def run_keyed(self, keyed: KeyedStream, journal: Journal, echo: None) -> Outcome: ...
+    def count(self, outcome: Outcome) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BegunResponse:
+    """What `_run` begins with, new or found."""
+
+    stored: Stored
+    asked: Asked
+    admitted: AdmittedChat
+
+
+Enter = Callable[[Held, Use], Awaitable[BegunResponse]]
+
+
+class ResponsesApi:
+    """The routes of the Responses API."""
+
+    def __init__(
+        self,
+        api: ChatRunner,
+        backend: str,
+        settings: ProxySettings,
+        driver: Driver,
+        mirror: Mirror,
+        tenants: Tenants,
+    ) -> None:
+        self._api = api
+        self._backend = backend
+        self._settings = settings
+        self._driver = driver
+        self._mirror = mirror
+        self._tenants = tenants
+        self._running: dict[str, RunningResponse] = {}  # By key of the record.
+        self._tasks: set[asyncio.Task[Outcome]] = set()
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_post(PATH, self._create)
+        app.router.add_get(f"{PATH}/{{id:[^/]+}}", self._retrieve)
+        app.router.add_delete(f"{PATH}/{{id:[^/]+}}", self._delete)
+        app.router.add_post(f"{PATH}/{{id:[^/]+}}/cancel", self._cancel)
+        app.on_cleanup.append(self._close)
+
+    async def _close(self, _: web.Application) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # Requests.
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        if KEY in request.headers:
+            raise RequestError(f"{KEY} is not supported at {PATH}: the id is the key", param=KEY)
+        running = await self._start(request, partial(self._new, request))
+        asked = running.asked
+        if asked.background and not asked.stream:
+            return self._answer(running.keyed.record)
+        running.client.stays = asked.background
+        try:
+            if asked.stream:
+                return await self._stream(request, running, after=-1)
+            outcome = await asyncio.shield(running.task)
+        except asyncio.CancelledError:
+            if not running.client.stays:
+                running.task.cancel()
+            raise
+        if isinstance(outcome, Failed) and not running.keyed.record.state.complete:
+            return refusal(outcome)
+        return self._answer(running.keyed.record)
+
+    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
+        streams, after = _position(request)
+        keys = self._keys(request)
+        running = self._running_of(keys)
+        if running is None:
+            found = await self._found(request, keys)
+            if found.record.state.complete or (found.runs and not streams):
+                return await self._stored(request, found, after if streams else None)
+            try:
+                running = await self._take_over(request, found.record)
+            except RequestError as error:
+                if error.code != _CONFLICT or streams:
+                    raise
+                return await self._stored(request, found, None)
+        running.client.stays = True
+        if streams:
+            return await self._stream(request, running, after=after)
+        return self._answer(running.keyed.record)
+
+    async def _take_over(self, request: web.Request, record: Record) -> RunningResponse:
+        """Go on here with a stream that may run at another proxy."""
+        for _ in range(_TRIES):
+            try:
+                return await self._start(request, partial(self._again, request, record))
+            except RequestError as error:
+                if error.code != _CONFLICT:
+                    raise
+            await asyncio.sleep(CLAIM_S)  # It was granted just now, and is not granted again yet.
+        return await self._start(request, partial(self._again, request, record))
+
+    async def _cancel(self, request: web.Request) -> web.StreamResponse:
+        keys = self._keys(request)
+        found = await self._found(request, keys)
+        asked = _asked(Stored.decode(found.record.header.request))
+        if not asked.background:
+            raise RequestError("only responses in the background can be cancelled")
+        if found.record.state.complete:
+            return self._answer(found.record)
+        running = self._running_of(keys) or await self._take_over(request, found.record)
+        running.keyed.fail(_CANCELLED)
+        await asyncio.shield(running.task)
+        return self._answer(running.keyed.record)
+
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        keys = self._keys(request)
+        await self._found(request, keys)
+        await drop_record(self._mirror, keys)
+        deleted = {"id": request.match_info["id"], "object": "response", "deleted": True}
+        return json_response(msgspec.json.encode(deleted))
+
+    def _keys(self, request: web.Request) -> Sequence[str]:
+        name = request.match_info["id"]
+        if ID.fullmatch(name) is None:
+            raise _unknown(name)
+        return self._tenants.secret_of(request).record_keys(f"response {name}")
+
+    def _running_of(self, keys: Sequence[str]) -> RunningResponse | None:
+        return next((self._running[key] for key in keys if key in self._running), None)
+
+    async def _found(self, request: web.Request, keys: Sequence[str]) -> StoredRecord:
+        found = await read_record(self._mirror, keys, self._driver.clock())
+        name = request.match_info["id"]
+        if found is None or not found.record.header.request:
+            raise _unknown(name)
+        is_over = found.record.state.complete
+        if is_over and not _asked(Stored.decode(found.record.header.request)).store:
+            raise _unknown(name)
+        return found
+
+    # Streams.
+
+    async def _start(self, request: web.Request, enter: Enter) -> RunningResponse:
+        """Run a response in a task of its own, up to where its record is at a mirror."""
+        started: asyncio.Future[RunningResponse] = asyncio.get_running_loop().create_future()
+        task: asyncio.Task[Outcome] = asyncio.create_task(self._run(request, enter, started))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            both: set[asyncio.Future[Any]] = {task, started}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not started.done():
+            task.result()  # Raises.
+        return started.result()
+
+    async def _run(
+        self, request: web.Request, enter: Enter, started: "asyncio.Future[RunningResponse]"
+    ) -> Outcome:
+        use = Use(request[TENANT], self._driver.clock)
+        with Held(self._api.budget, request.remote or "") as held, use:
+            entry = await enter(held, use)
+            admitted = entry.admitted
+            (journal,) = admitted.journals
+            journal.marks = []
+            assert admitted.resume is not None
+            client = ResponseClient()
+            keyed = self._mirror.open(admitted.resume, journal, admitted.found, client, sync=True)
+            use.end_turn()
+            key = keyed.record.key
+            task = asyncio.current_task()
+            assert task is not None
+            running = RunningResponse(entry.stored, entry.asked, keyed, client, task)
+            self._running[key] = running
+            try:
+                await keyed.flushed(_FLUSH_TIMEOUT_S)
+                started.set_result(running)
+                outcome = await self._api.run_keyed(keyed, journal, None)
+                return await self._end(running, outcome)
+            finally:
+                keyed.close()
+                if self._running.get(key) is running:
+                    del self._running[key]
+                self._mirror.close(keyed)
+
+    async def _end(self, running: RunningResponse, outcome: Outcome) -> Outcome:
+        """Record the end of a response; what has failed stays so."""
+        keyed = running.keyed
+        if isinstance(outcome, Failed) and outcome is not SUPERSEDED:
+            is_final = outcome is _CANCELLED or (
+                keyed.failure is None and _error(outcome)["code"] not in _PASSING
+            )
+            is_refused = outcome.status < 500 and not keyed.record.events
+            if is_final and is_refused and not running.asked.background:
+                self._mirror.forget(keyed)
+                return outcome
+            if is_final:
+                keyed.end_with(outcome.body)
+            else:
+                keyed.release()
+            await keyed.flushed(_FLUSH_TIMEOUT_S)
+        self._api.count(outcome)
+        if not running.asked.store and keyed.record.state.complete:
+            await drop_record(self._mirror, [keyed.record.key])
+        return outcome
+
+    async def _stream(
+        self, request: web.Request, running: RunningResponse, after: int
+    ) -> web.StreamResponse:
+        """Send the events behind a position, those to come too."""
+        sse = SseClient(request, self._settings.write_timeout_s, {})
+        reader = ResponseReader(sse, self._translator(running.stored, running.asked), after)
+        client, keyed, task = running.client, running.keyed, running.task
+        gone = asyncio.ensure_future(reader.gone.wait())
+        begin = asyncio.get_running_loop().call_later(_BEGIN_AFTER_S, _begin, reader)
+        try:
+            with self._api.keep_alives.over(sse):
+                if keyed.given:
+                    reader.send([event.data for event in keyed.given])
+                elif running.asked.background:
+                    reader.begin()
+                client.attach(reader)
+                ends: set[asyncio.Future[Any]] = {task, gone}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                outcome: Outcome = task.result() if task.done() else SUPERSEDED
+            is_over = keyed.record.state.complete
+            if isinstance(outcome, Failed) and sse.response is None:
+                return refusal(outcome)
+            if isinstance(outcome, Failed) and not is_over:
+                return Sent(await sse.fail(outcome.body))
+            return Sent(await reader.end(_tokens(keyed.record)))
+        except asyncio.CancelledError:
+            if not client.stays:
+                task.cancel()
+            raise
+        except ClientGoneError:
+            return _left(sse)
+        finally:
+            begin.cancel()
+            gone.cancel()
+            if client.reader is reader:
+                client.reader = None
+
+    async def _stored(
+        self, request: web.Request, found: StoredRecord, after: int | None
+    ) -> web.StreamResponse:
+        """Respond from a record alone; `after`: as a stream of its events."""
+        record = found.record
+        if after is None:
+            return self._answer(record)
+        stored = Stored.decode(record.header.request)
+        sse = SseClient(request, self._settings.write_timeout_s, {})
+        reader = ResponseReader(sse, self._translator(stored, _asked(stored)), after)
+        try:
+            reader.send([event.data for event in record.events])
+            return Sent(await reader.end(_tokens(record)))
+        except ClientGoneError:
+            return _left(sse)
+
+    # What a response begins with.
+
+    async def _new(self, request: web.Request, held: Held, use: Use) -> BegunResponse:
+        body = await self._api.read(held, use, request)
+        asked = await self._api.parse(parse_response_request, body)
+        parsed = await self._api.parse(partial(read, CHAT, backend=self._backend), asked.chat)
+        stored = Stored(f"resp_{secrets.token_hex(24)}", int(time.time()), body)
+        resume = self._resume(request, stored.id, stored.encode())
+        return BegunResponse(stored, asked, await self._admit(held, use, parsed, resume, request))
+
+    async def _again(
+        self, request: web.Request, record: Record, held: Held, use: Use
+    ) -> BegunResponse:
+        stored = Stored.decode(record.header.request)
+        asked = await self._api.parse(parse_response_request, stored.body)
+        parsed = await self._api.parse(partial(read, CHAT, backend=self._backend), asked.chat)
+        resume = self._resume(request, stored.id, record.header.request)
+        # Of this very stream, which the client knows.
+        resume = replace(resume, stream=record.stream)
+        return BegunResponse(stored, asked, await self._admit(held, use, parsed, resume, request))
+
+    async def _admit(
+        self,
+        held: Held,
+        use: Use,
+        parsed: ParsedRequest,
+        resume: ResumeRequest,
+        request: web.Request,
+    ) -> AdmittedChat:
+        return await self._api.admit(held, use, parsed, resume, request)
+
+    def _resume(self, request: web.Request, name: str, kept: bytes) -> ResumeRequest:
+        secret = self._tenants.secret_of(request)
+        keys = tuple(secret.record_keys(f"response {name}"))
+        digest = blake2b(f"{PATH}\0{name}".encode(), digest_size=32).digest()
+        return ResumeRequest(keys, digest, tenant=secret.mark, request=kept)
+
+    # Forms.
+
+    def _translator(self, stored: Stored, asked: Asked) -> Translator:
+        served = self._driver.control.instances.model
+        return Translator(stored, asked, str(asked.fields.get("model") or served or ""))
+
+    def _answer(self, record: Record) -> web.Response:
+        """The response as it is now."""
+        stored = Stored.decode(record.header.request)
+        translator = self._translator(stored, _asked(stored))
+        for event in record.events:
+            translator.take(event.data)
+        tokens = _tokens(record) if record.state.complete else None
+        if tokens is not None:
+            translator.end(tokens)
+        described = translator.response(tokens, is_queued=not record.events)
+        return json_response(msgspec.json.encode(described))
+
+
+def _left(sse: SseClient) -> web.StreamResponse:
+    return web.Response(status=499) if sse.response is None else Sent(sse.response)
+
+
+def _begin(reader: ResponseReader) -> None:
+    with suppress(ClientGoneError):  # The end of its connection ends its request.
+        reader.begin()
+
+
+def _asked(stored: Stored) -> Asked:
+    return parse_response_request(stored.body)
+
+
+def _tokens(record: Record) -> Tokens:
+    prompt_bytes = len(record.prompt_ids or b"")
+    output_bytes = sum(len(event.ids) for event in record.events)
+    return Tokens(prompt_bytes // BYTES_PER_ID, output_bytes // BYTES_PER_ID)
+
+
+def _position(request: web.Request) -> tuple[bool, int]:
+    """Whether the client wants events, and the number of the last that it has."""
+    query = request.query
+    streams = query.get("stream", "false").lower()
+    if streams not in ("true", "false"):
+        raise RequestError(f"stream={streams!r:.20}; allowed: true, false", param="stream")
+    given = query.get("starting_after", "-1")
+    try:
+        after = int(given)
+    except ValueError:
+        raise RequestError(
+            f"starting_after={given!r:.20}; allowed: the sequence_number of an event",
+            param="starting_after",
+        ) from None
+    return streams == "true", after
+
+
+def _error(failure: Failed) -> dict[str, object]:
+    found = json.loads(failure.body)["error"]
+    assert isinstance(found, dict)
+    return found
+
+
+def _unknown(name: str) -> RequestError:
+    return RequestError(
+        f"no response with id {name!r:.80} is known", status=404, param="id", code="not_found"
+    )

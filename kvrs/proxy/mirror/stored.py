@@ -1,0 +1,80 @@
+"""Records as they lie at the proxies, read and deleted without taking their streams over."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrs.errors import UpstreamError
+from kvrs.protocol.mirror import LookupAnswer, ReadAnswer, RecordVersion
+from kvrs.proxy.mirror.peers import ProxyPeer
+from kvrs.proxy.mirror.records import Record, record_from
+from kvrs.proxy.mirror.replication import Mirror
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    record: Record
+    runs: bool  # Its stream, at the proxy that has it.
+
+
+def own_record(mirror: Mirror, key: str) -> ReadAnswer:
+    """The record as it lies at this proxy."""
+    if (record := mirror.book.records.get(key)) is None:
+        return ReadAnswer(None, runs=False)
+    if (keyed := mirror.streams.get(key)) is not None:
+        keyed.note_state()
+    return ReadAnswer(record.update(record.header_s), runs=record.role.is_owner)
+
+
+def drop_own(mirror: Mirror, key: str) -> LookupAnswer:
+    """Forget the record here, and end its stream if it runs here; the version that there was."""
+    found = LookupAnswer(mirror.book.version(key))
+    mirror.supersede(key)
+    mirror.book.forget(key)
+    return found
+
+
+async def read_record(mirror: Mirror, keys: Sequence[str], now_s: float) -> StoredRecord | None:
+    """The record under one of the keys, from its owner or, if that is gone, its mirror."""
+    for key in keys:
+        found = (await mirror.peers.lookup(key, live_only=True)).versions
+        answers = [(version, mirror.peers.known[name]) for name, version in found.items()]
+        own = mirror.book.version(key)
+        ranked: list[tuple[RecordVersion, ProxyPeer | None]] = [*answers]
+        if own is not None:
+            ranked.append((own, None))
+        for _, peer in sorted(ranked, key=lambda each: _rank(each[0]), reverse=True):
+            answer = own_record(mirror, key) if peer is None else await _read(mirror, peer, key)
+            if answer.record is not None and answer.record.header is not None:
+                return StoredRecord(record_from(answer.record, now_s), answer.runs)
+    return None
+
+
+def _rank(version: RecordVersion) -> tuple[int, int, bool, bool]:
+    """The latest owner first: it does not grant while it has a mirror."""
+    is_first = version.copy_hops == 0
+    return version.owner_epoch, version.mirror_no, is_first, not version.grants
+
+
+async def _read(mirror: Mirror, peer: ProxyPeer, key: str) -> ReadAnswer:
+    try:
+        return await peer.read(key)
+    except UpstreamError as error:
+        mirror.peers.fail(peer, str(error))
+        return ReadAnswer(None, runs=False)
+
+
+async def drop_record(mirror: Mirror, keys: Sequence[str]) -> bool:
+    """Forget the record at all proxies that are up; whether there was one."""
+
+    async def drop(peer: ProxyPeer, key: str) -> LookupAnswer:
+        try:
+            return await peer.drop(key)
+        except UpstreamError as error:
+            mirror.peers.fail(peer, str(error))
+            return LookupAnswer(None)
+
+    answers = [drop_own(mirror, key) for key in keys]
+    asked = [drop(peer, key) for key in keys for peer in mirror.peers.live]
+    answers += await asyncio.gather(*asked)
+    return any(answer.version is not None for answer in answers)
