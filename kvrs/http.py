@@ -291,14 +291,19 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
             )
         return await handler(request)
     except RequestError as fault:
-        return error(fault.status, str(fault), param=fault.param)
+        return error(fault.status, str(fault), param=fault.param, code=fault.code)
 
 
 def error(
-    status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
 ) -> web.Response:
     """An error in the form of the OpenAI API."""
-    body = error_body(message, kind=kind, param=param)
+    body = error_body(message, kind=kind, param=param, code=code)
     return web.Response(status=status, body=body, content_type="application/json")
 
 

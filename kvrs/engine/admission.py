@@ -11,7 +11,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.large_work import LargeWork
 from kvrs.protocol.frames import MAX_NAME_BYTES
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
-from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
+from kvrs.protocol.openai.requests import TOO_LONG, ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
 from kvrs.scheduling.sources import PullSource
 from kvrs.transfer.peers import TrafficClass
@@ -132,6 +132,7 @@ class Admission:
                 f"the prompt has {tokens} tokens; allowed: at most "
                 f"{self._instance.max_model_len - 1}",
                 param="prompt",
+                code=TOO_LONG,
             )
 
     def _check_ids(self, token_ids: list[int], name: str) -> None:
@@ -158,12 +159,14 @@ class Admission:
             raise RequestError(
                 f"the prompt has {prompt_tokens} tokens; allowed: at most {longest - 1}",
                 param="prompt",
+                code=TOO_LONG,
             )
         if max(prompt_tokens + max_tokens, history_tokens) > longest:
             raise RequestError(
                 f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) together "
                 f"must be at most {longest} tokens",
                 param="max_tokens",
+                code=TOO_LONG,
             )
         if history_tokens > prompt_tokens + max_tokens and not prefill_only:
             raise RequestError(

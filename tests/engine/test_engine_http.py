@@ -209,6 +209,20 @@ async def test_no_history_has_more_pages_than_a_frame_has_tags(
         assert too_long.status == 400
 
 
+@pytest.mark.parametrize("tokens", [64, 60])
+async def test_what_exceeds_the_context_is_refused_with_the_code_that_clients_know(
+    tiny_model: Path, tokens: int
+) -> None:
+    """Of the prompt alone, and with the output that is asked for."""
+    async with serving(tiny_model, pages=4) as (_, client):
+        asked = {"prompt": [5] * tokens, "max_tokens": 8, "kvrs": KVRS | {"prompt_tokens": tokens}}
+        answer = await client.post(COMPLETIONS, json=asked)
+        error = (await answer.json())["error"]
+
+    assert answer.status == 400
+    assert error["code"] == "context_length_exceeded"
+
+
 async def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:
     """The error names what is allowed instead; ids need no template."""
     write_tiny_model(tmp_path / "model", seed=0)

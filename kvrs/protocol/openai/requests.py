@@ -14,6 +14,8 @@ from kvrs.protocol.openai.fields import EMBEDDED, ApiKind, check_fields, not_sup
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
 from kvrs.protocol.token_ids import packed
 
+# The code of what is longer than the model takes, by which clients fall back to another one.
+TOO_LONG = "context_length_exceeded"
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20

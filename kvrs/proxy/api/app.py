@@ -20,7 +20,7 @@ from kvrs.large_work import LargeWork
 from kvrs.policy.model.events import Deadlines
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.fields import VLLM
-from kvrs.protocol.openai.requests import CompletionRequest
+from kvrs.protocol.openai.requests import TOO_LONG, CompletionRequest
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.proxy.api import generate
 from kvrs.proxy.api.answers import (
@@ -280,7 +280,8 @@ class ClientApi:
             if size_bytes > most:
                 raise RequestError(
                     f"the body has {size_bytes} bytes, which are more than {served} tokens; "
-                    f"allowed: at most {most}"
+                    f"allowed: at most {most}",
+                    code=TOO_LONG,
                 )
         return elements_within(served)
 
