@@ -125,6 +125,8 @@ ALL = (
     _plain("request_path", 1),
     _plain("malloc_trim", 3),
     _plain("elastic_bits", 5, options="--seconds 40"),
+    _plain("rank_exchange", 3),
+    _plain("rank_kills", 10),
     Experiment(
         "units_cost",
         ("units_cost",),

@@ -26,6 +26,7 @@ from kvrs.errors import KvrsError
 _LINE_BYTES = 64  # Of a core's cache, so that words of different ranks do not share one.
 _FLOAT_BYTES = 4
 _PAGE_BYTES = 4096
+_MOST_VIEWS = 4096  # That are kept: making one costs as much as a small sum.
 
 
 class FormationEndedError(KvrsError):
@@ -110,13 +111,17 @@ class FormationMemory:
         self.ended = Word(memory, 0)
         self.lines = {rank: Line(memory, areas, rank) for rank in areas.ranks}
         self._floats = torch.frombuffer(memory, dtype=torch.float32)
+        self._views: dict[tuple[int, int, int], Tensor] = {}
 
-    def floats(self, offset: int, *shape: int) -> Tensor:
-        count = 1
-        for each in shape:
-            count *= each
-        first = offset // _FLOAT_BYTES
-        return self._floats[first : first + count].view(shape)
+    def floats(self, offset: int, rows: int, width: int) -> Tensor:
+        key = (offset, rows, width)
+        if (found := self._views.get(key)) is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            first = offset // _FLOAT_BYTES
+            found = self._floats[first : first + rows * width].view(rows, width)
+            self._views[key] = found
+        return found
 
     def logits(self, rows: int) -> Tensor:
         return self.floats(self.areas.logits, rows, self.areas.vocabulary)

@@ -81,6 +81,11 @@ class Shared:
     @classmethod
     def make(cls, name: str, size_bytes: int) -> "Shared":
         """Raises KvrsError: there is not so much memory."""
+        # Without this look the kernel would end processes, this or others, to find it.
+        if size_bytes > (free_bytes := _free_bytes()):
+            raise KvrsError(
+                f"no room for {size_bytes} bytes of shared memory ({name}): {free_bytes} are free"
+            )
         descriptor = os.memfd_create(name)
         try:
             # Reserved now: a page that is missing later would end the process that touches it.
@@ -91,6 +96,15 @@ class Shared:
             raise KvrsError(
                 f"no room for {size_bytes} bytes of shared memory ({name}): {error.strerror}"
             ) from None
+
+
+def _free_bytes() -> int:
+    """What the kernel can give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return sys.maxsize  # A kernel that does not tell.
 
 
 class _Seat:

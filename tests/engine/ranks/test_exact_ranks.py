@@ -1,0 +1,58 @@
+"""The bytes of an instance do not depend on how it is divided among ranks."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.elastic_bits.models import LAYERS, MODELS, write_model
+from kvrs.config.engine import EngineSettings
+from kvrs.elastic.layouts import validate
+from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.worker import Worker
+from kvrs.scheduling.sequences import Chunk
+from tests.engine.ranks.in_threads import ThreadRanks, random_layout
+
+pytestmark = pytest.mark.engine
+
+LENGTH, SEQUENCES = 70, 3
+CHUNKS = (1, 1, 2, 5, 16, 17, 33)
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_ranks_drawn_at_random_have_the_bytes_of_one_process(
+    name: str, tmp_path: Path
+) -> None:
+    """Logits of random batches and, at the end, all KV cells, over ranks and stages drawn at
+    random, each of which loads its own units only.
+    """
+    size = write_model(name, tmp_path, seed=5)
+    choose, each = random.Random(name), -(-LENGTH // size)
+    settings = EngineSettings(page_size_tokens=size, pages=2 * SEQUENCES * each)
+    worker, config = Worker(tmp_path, settings), ModelConfig.from_directory(tmp_path)
+    token_ids = [choose.choices(range(config.vocab), k=LENGTH) for _ in range(SEQUENCES)]
+    for _ in range(3):
+        layout = random_layout(config.grain, LAYERS, choose)
+        validate(layout, config.units)
+        ranks = ThreadRanks(tmp_path, settings, layout)
+        pages = choose.sample(range(settings.pages), k=SEQUENCES * each)
+        held = [pages[at * each : (at + 1) * each] for at in range(SEQUENCES)]
+        done = [0] * SEQUENCES
+        while open_ones := [at for at in range(SEQUENCES) if done[at] < LENGTH]:
+            chunks = []
+            for at in choose.sample(open_ones, choose.randint(1, len(open_ones))):
+                first, done[at] = done[at], min(LENGTH, done[at] + choose.choice(CHUNKS))
+                chunks.append(
+                    Chunk(token_ids[at][first : done[at]], first, held[at], choose.random() < 0.9)
+                )
+            logits = ranks.execute(chunks)
+            # One at a time, and the row of each alone.
+            expected = [worker.execute([chunk]) for chunk in chunks]
+            assert same_bytes(logits, torch.cat(expected)), layout
+
+        ours, theirs = ranks.pages.stage(pages), worker.pool.stage(pages)
+        await ours.save()
+        assert list(map(bytes, ours.views)) == list(map(bytes, theirs.views)), layout
+        ranks.close()

@@ -1,0 +1,90 @@
+"""What an instance of several ranks is refused for, before anything is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrs.config.cluster import InstanceSettings
+from kvrs.config.file import parse_config
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.group import Shared
+from kvrs.engine.ranks.settings import check_layouts, layout_of
+from kvrs.errors import ConfigError, KvrsError
+
+pytestmark = pytest.mark.engine
+
+
+def document(model: Path | None = None, **ranks: Any) -> dict[str, Any]:
+    both = {"id": "b0", "role": "both", **ranks}
+    cluster = {"nodes": [{"id": "n0", "instances": [both]}]}
+    return {"cluster": cluster | ({} if model is None else {"model": str(model)})}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ({"tp": 5}, "tp 5: the model has 2 KV heads and 4 tiles, allowed: 1 to 4"),
+        ({"pp": 5}, "pp 5: a model of 4 layers has 1 to 4 stages"),
+        ({"stages": [[0, 2], [3, 4]]}, "[0, 2), [3, 4) do not cover layers [0, 4) once"),
+        ({"stages": [[0, 3], [2, 4]]}, "[0, 3), [2, 4) do not cover layers [0, 4) once"),
+        ({"stages": [[0, 2], [2, 5]]}, "do not cover layers [0, 4) once"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_so_is_refused(
+    tiny_model: Path, ranks: dict[str, Any], reason: str
+) -> None:
+    """With the instance and what its model allows; the launcher asks before it starts anything."""
+    with pytest.raises(ConfigError) as refused:
+        check_layouts(parse_config(document(tiny_model, **ranks)))
+
+    (line,) = refused.value.faults
+    assert line.startswith("cluster.nodes: instance 'b0': ")
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ({"tp": 0}, "tp: got 0"),
+        ({"tp": 2, "shares": [1, 2, 3]}, "3 shares with tp 2; allowed: one for each rank"),
+        ({"pp": 3, "stages": [[0, 2], [2, 4]]}, "pp is 3 with 2 stages; allowed: one of them"),
+        ({"tp": 16, "pp": 8}, "128 ranks, which are tp times the stages; allowed: 64"),
+        ({"stages": [[0, 2, 4]]}, "stages.0: got a list"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    ranks: dict[str, Any], reason: str
+) -> None:
+    """Whatever the model."""
+    with pytest.raises(ConfigError) as refused:
+        parse_config(document(**ranks))
+
+    assert any(reason in line for line in refused.value.faults), refused.value.faults
+
+
+def test_ranks_are_those_of_the_embedded_engine_on_processors() -> None:
+    """Other engines have their own."""
+    on_gpu = document(tp=2)
+    on_gpu["cluster"]["engine"] = {"device": "cuda"}
+
+    with pytest.raises(ConfigError, match=r"has 2 ranks; allowed with .*cuda: 1"):
+        parse_config(on_gpu)
+
+
+def test_shares_divide_a_layer_unevenly(tiny_model: Path) -> None:
+    """One rank has three of four tiles."""
+    settings = InstanceSettings.model_validate(
+        {"id": "d0", "role": "decode", "tp": 2, "shares": [3, 1]}, strict=False
+    )
+
+    layout = layout_of(settings, ModelConfig.from_directory(tiny_model).units)
+
+    assert layout is not None
+    assert [len(layout.tiles(rank, 0)) for rank in (0, 1)] == [3, 1]
+
+
+def test_memory_that_is_not_there_is_refused_with_its_bytes() -> None:
+    """At the start, not when a page of it is touched."""
+    with pytest.raises(KvrsError, match=rf"no room for {1 << 60} bytes of shared memory"):
+        Shared.make("too-much", 1 << 60)
