@@ -67,11 +67,11 @@ class Layout:
         return _owned(self.vocabulary, rank)
 
     def holders(self, unit: Unit) -> tuple[int, ...]:
-        """The ranks that have the unit's weights."""
+        """The ranks that have the unit, or (cells of a spread head) a share of it."""
         match unit.kind:
             case UnitKind.COMMON:
                 return self.ranks
-            case UnitKind.ATTENTION:
+            case UnitKind.ATTENTION | UnitKind.CELLS:
                 owner = self.attention[unit.layer][unit.place]
                 return self.stage_at(unit.layer).ranks if owner == SPREAD else (owner,)
             case UnitKind.MLP:

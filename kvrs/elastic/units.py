@@ -14,6 +14,7 @@ class UnitKind(IntEnum):
     ATTENTION = 1  # One KV head of a layer, with its query heads.
     MLP = 2  # One tile of a layer's inner dimension.
     VOCABULARY = 3  # One tile of the head's rows.
+    CELLS = 4  # No weights: the KV of a layer and a KV head.
 
 
 class Unit(NamedTuple):

@@ -1,0 +1,106 @@
+"""The layout behind a change of ranks in which each rank keeps what it has and only what is missing
+is moved (RaidServe 3.1 and 3.2).
+
+Tiles have a fixed size, whatever the number of ranks, so those of a lost rank are dealt one by one;
+no rank has two more of a layer than another. They are dealt in runs that begin with the largest,
+which keeps whole the subtrees of the sum. Of the KV heads every rank has `heads // ranks` of its
+own, and the rest is spread.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvrs.elastic.layouts import SPREAD, Layout, Stage, validate
+from kvrs.elastic.units import Units
+from kvrs.errors import LayoutError
+
+
+def reshaped(before: Layout, units: Units, ranks: Sequence[Sequence[int]]) -> Layout:
+    """The layout of these ranks, given for each stage: survivors, and perhaps ranks that join.
+
+    Raises:
+        LayoutError: a stage has no rank.
+    """
+    stages = []
+    for stage, group in zip(before.stages, ranks, strict=True):
+        if not group:
+            raise LayoutError(f"no rank is left for layers [{stage.first}, {stage.last})")
+        stages.append(Stage(stage.first, stage.last, tuple(sorted(group))))
+    given: Counter[int] = Counter()  # Bytes that each rank did not have before.
+    attention, mlp = [], []
+    for stage in stages:
+        for layer in stage.layers:
+            attention.append(_heads(before.attention[layer], stage, units, given))
+            mlp.append(_tiles(before.mlp[layer], stage.ranks, units.mlp_bytes, given))
+    last = stages[-1].ranks
+    vocabulary = _tiles(before.vocabulary, last, units.vocabulary_bytes, given)
+    after = Layout(before.number + 1, tuple(stages), tuple(attention), tuple(mlp), vocabulary)
+    validate(after, units)
+    return after
+
+
+def survivors(before: Layout, lost: Sequence[int]) -> list[list[int]]:
+    """Of each stage the ranks that are not lost."""
+    return [[rank for rank in stage.ranks if rank not in lost] for stage in before.stages]
+
+
+def _heads(
+    owners: Sequence[int], stage: Stage, units: Units, given: Counter[int]
+) -> tuple[int, ...]:
+    """Every rank has as many heads of its own; the rest is spread. A rank keeps heads that it has;
+    it gets those first of which it has the weights already.
+    """
+    ranks = stage.ranks
+    each = len(owners) // len(ranks)
+    kept: dict[int, list[int]] = {rank: [] for rank in ranks}
+    loose: list[int] = []
+    for head, owner in enumerate(owners):
+        if owner in kept and len(kept[owner]) < each:
+            kept[owner].append(head)
+        else:
+            loose.append(head)
+    # Heads that were spread are on every rank already: the lost ones come last, to be spread, or
+    # to go to the ranks that were given least.
+    loose.sort(key=lambda head: (owners[head] != SPREAD, head))
+    result = list(owners)
+    lacking = [rank for rank in ranks for _ in range(each - len(kept[rank]))]
+    lacking.sort(key=lambda rank: (-given[rank], rank))
+    taken = loose[: len(lacking)]
+    for rank, head in zip(lacking, taken, strict=True):
+        result[head] = rank
+        if owners[head] != SPREAD:
+            given[rank] += units.attention_bytes[head]
+    for head in loose[len(lacking) :]:
+        result[head] = SPREAD
+    return tuple(result)
+
+
+def _tiles(
+    owners: Sequence[int], ranks: Sequence[int], sizes: Sequence[int], given: Counter[int]
+) -> tuple[int, ...]:
+    own = {rank: [tile for tile, owner in enumerate(owners) if owner == rank] for rank in ranks}
+    loose = [tile for tile, owner in enumerate(owners) if owner not in own]
+    counts = {rank: len(tiles) for rank, tiles in own.items()}
+    quotas = _quotas(counts, len(loose), given)
+    for rank in ranks:  # Only where ranks join: what is too much goes to them.
+        while counts[rank] > quotas[rank]:
+            loose.append(own[rank].pop())
+            counts[rank] -= 1
+    loose.sort()
+    result = list(owners)
+    wanting = sorted(ranks, key=lambda rank: (counts[rank] - quotas[rank], given[rank], rank))
+    for rank in wanting:
+        run, loose = loose[: quotas[rank] - counts[rank]], loose[quotas[rank] - counts[rank] :]
+        for tile in run:
+            result[tile] = rank
+            given[rank] += sizes[tile]
+    return tuple(result)
+
+
+def _quotas(counts: dict[int, int], loose: int, given: Counter[int]) -> dict[int, int]:
+    """How many tiles each rank comes to have: even to one; those that have the one more are those
+    that have more now, else those that were given least.
+    """
+    ranks = sorted(counts, key=lambda rank: (-counts[rank], given[rank], rank))
+    each, more = divmod(sum(counts.values()) + loose, len(ranks))
+    return {rank: each + (at < more) for at, rank in enumerate(ranks)}
