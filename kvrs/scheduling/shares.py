@@ -1,0 +1,168 @@
+"""Tokens of a prefill batch, shared out so that the ranks' loads are even: RaidServe's Algorithm 1
+(adaptive chunked prefill) without a loop over tokens.
+
+The literal algorithm gives the least loaded rank its next token until the budget is full, and
+then chooses among the batches on the way. A token at position `p` costs `base + per_position * p`,
+so the load of a rank before its token `k` is known without adding up; since it rises with `k`, the
+batch of `n` tokens is that of the `n` least loads, and is found by searching for the level below
+which they are.
+
+The paper leaves cost and choice open. Here the candidates are the batches at which a rank has run
+out of tokens, where the price of one more token jumps, and the whole budget; the best has most
+tokens per predicted second, and of equals it is the larger. Costs are integers, so that equal loads
+are equal; of equally loaded ranks that comes first whose sequence stands first in line.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Picoseconds. Of a batch: `step + dense * tokens +` the largest load of a rank."""
+
+    step_ps: int
+    dense_ps: int
+    base_ps: int  # Of a token on its rank, at least 1 ...
+    per_position_ps: int  # ... and for each token before it.
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Tokens of a sequence that are to be computed, at positions from `first` on."""
+
+    rank: int
+    first: int
+    tokens: int
+
+
+def shared_out(waiting: Sequence[Waiting], budget: int, cost: PrefillCost) -> list[int]:
+    """How many tokens of each sequence are in the next batch. `waiting`: in line; the sequences of
+    a rank are taken in that order.
+    """
+    lines: dict[int, _Line] = {}
+    for at, each in enumerate(waiting):
+        if each.tokens:
+            if each.rank not in lines:
+                lines[each.rank] = _Line(cost)
+            lines[each.rank].append(at, each)
+    ranks = list(lines.values())
+    taken = _fill(ranks, min(budget, sum(line.tokens for line in ranks)))
+    candidates = []
+    for place, (line, count) in enumerate(zip(ranks, taken, strict=True)):
+        if count == line.tokens:
+            last = line.load_before(count - 1)
+            candidates.append([other.below(last + (at <= place)) for at, other in enumerate(ranks)])
+    best, (best_tokens, best_ps) = taken, _pace(taken, ranks, cost)
+    for counts in candidates:
+        tokens, took_ps = _pace(counts, ranks, cost)
+        if (tokens * best_ps, tokens) > (best_tokens * took_ps, best_tokens):
+            best, best_tokens, best_ps = counts, tokens, took_ps
+    result = [0] * len(waiting)
+    for line, count in zip(ranks, best, strict=True):
+        for index, tokens in line.split(count):
+            result[index] = tokens
+    return result
+
+
+def _pace(counts: Sequence[int], ranks: "Sequence[_Line]", cost: PrefillCost) -> tuple[int, int]:
+    """Tokens of a batch, and its picoseconds."""
+    tokens = sum(counts)
+    loads = [line.load_before(count) for line, count in zip(ranks, counts, strict=True)]
+    return tokens, cost.step_ps + cost.dense_ps * tokens + max(loads, default=0)
+
+
+class _Line:
+    """The tokens of one rank, in order: runs of neighbouring positions."""
+
+    def __init__(self, cost: PrefillCost) -> None:
+        assert cost.base_ps >= 1, "every token costs something"
+        self._cost = cost
+        self._runs: list[tuple[int, int]] = []  # Index in line, and position of the first token.
+        self._starts = [0]  # Tokens before each run, and all ...
+        self._loads = [0]  # ... and the load before it, and of all.
+
+    @property
+    def tokens(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def load(self) -> int:
+        return self._loads[-1]
+
+    def append(self, index: int, waiting: Waiting) -> None:
+        self._runs.append((index, waiting.first))
+        self._loads.append(self._loads[-1] + self._run_load(waiting.first, waiting.tokens))
+        self._starts.append(self._starts[-1] + waiting.tokens)
+
+    def load_before(self, count: int) -> int:
+        """The load of the first `count` tokens."""
+        run = bisect_right(self._starts, count) - 1
+        if run == len(self._runs):
+            return self._loads[-1]
+        return self._loads[run] + self._run_load(self._runs[run][1], count - self._starts[run])
+
+    def below(self, level: int) -> int:
+        """How many tokens have a smaller load before them."""
+        if level <= 0:
+            return 0
+        run = bisect_right(self._loads, level - 1) - 1
+        if run == len(self._runs):
+            return self._starts[-1]
+        # The largest `n` with `_run_load(n) <= left`; the token behind those still counts.
+        left, first = level - 1 - self._loads[run], self._runs[run][1]
+        per, base = self._cost.per_position_ps, self._cost.base_ps
+        if per:
+            linear = 2 * (base + per * first) - per
+            count = (isqrt(linear * linear + 8 * per * left) - linear) // (2 * per)
+        else:
+            count = left // base
+        return self._starts[run] + count + 1
+
+    def split(self, count: int) -> list[tuple[int, int]]:
+        """Index in line and number of tokens, of each run that the first `count` ones touch."""
+        return [
+            (index, min(count - start, end - start))
+            for (index, _), start, end in zip(
+                self._runs, self._starts, self._starts[1:], strict=False
+            )
+            if start < count
+        ]
+
+    def _run_load(self, first: int, count: int) -> int:
+        positions = count * first + count * (count - 1) // 2
+        return count * self._cost.base_ps + self._cost.per_position_ps * positions
+
+
+def _fill(ranks: Sequence[_Line], budget: int) -> list[int]:
+    """How many tokens of each rank are among the `budget` least loaded ones."""
+    low, high = 0, max((line.load for line in ranks), default=0) + 1
+    low_count, high_count = 0, sum(line.tokens for line in ranks)
+    if budget == high_count:
+        return [line.tokens for line in ranks]
+    # Invariant: fewer tokens than the budget lie below `low`, and more or as many below `high`.
+    bisects = False
+    while high - low > 1 and high_count != budget:
+        # By interpolation, every other time by bisection, so that it ends soon in any case.
+        share = (low + high) // 2
+        if not bisects:
+            share = low + (high - low) * (budget - low_count) // (high_count - low_count)
+        level = min(max(share, low + 1), high - 1)
+        bisects = not bisects
+        count = sum(line.below(level) for line in ranks)
+        if count < budget:
+            low, low_count = level, count
+        else:
+            high, high_count = level, count
+    # Tokens at the level itself are taken in order of ranks.
+    taken = [line.below(low) for line in ranks] if high_count != budget else None
+    if taken is None:
+        return [line.below(high) for line in ranks]
+    left = budget - sum(taken)
+    for at, line in enumerate(ranks):
+        if left and line.below(high) > taken[at]:
+            taken[at] += 1
+            left -= 1
+    return taken
