@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Final
 
 from kvrs.elastic.layouts import SPREAD, Layout
@@ -70,19 +71,23 @@ def plan(
     units: Units,
     dead: Collection[int] = (),
     kv_bytes: int = 0,
+    arrived: Mapping[int, Collection[Unit]] = MappingProxyType({}),
 ) -> MovePlan:
     """The moves between two layouts of the same model and stages. `dead`: ranks whose memory is
     gone; another rank that is not in `after` leaves on purpose and can still be read. `kv_bytes`:
-    KV that is kept, of each layer and head.
+    KV that is kept, of each layer and head. `arrived`: units that ranks have besides, from an
+    earlier plan that was not carried out to its end.
     """
     living = [rank for rank in before.ranks if rank not in dead]
-    held = {rank: before.held(rank) for rank in living}
+    held = {rank: set(before.held(rank)) for rank in living}
+    for rank, more in arrived.items():
+        held.setdefault(rank, set()).update(more)
     sent: Counter[int] = Counter()
     read: Counter[int] = Counter()
     moves: list[Move] = []
     for unit, wanting in _wanted(after, held).items():
         size = units.bytes_of(unit)
-        if holders := [rank for rank in before.holders(unit) if rank in held]:
+        if holders := [rank for rank, own in held.items() if unit in own]:
             for target in wanting:
                 source = min(holders, key=lambda rank: (sent[rank], rank))
                 sent[source] += size

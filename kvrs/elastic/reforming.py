@@ -1,0 +1,365 @@
+"""What an instance does when its ranks change: a state machine that its head drives.
+
+    SERVING --loss--> (freeze, choose a way) --> MOVING --all is there--> JOINING --probe--> SERVING
+    SERVING --a rank leaves or is offered--> MOVING, while the others serve --> JOINING --> SERVING
+
+A further loss at any point starts again with what has arrived, in a new epoch; reports of an older
+epoch still count as bytes that are there, and as nothing else. Where no way is left the instance is
+GIVEN_UP and its streams leave.
+
+Pure: no clock and no I/O. The seconds of a way are predicted from bytes and rates.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+from typing import assert_never
+
+from kvrs.elastic import on_demand
+from kvrs.elastic.layouts import Layout
+from kvrs.elastic.moving import LinkRates, schedule
+from kvrs.elastic.plans import MovePlan, plan
+from kvrs.elastic.units import Unit, Units
+from kvrs.errors import LayoutError
+
+
+class ReformingPhase(StrEnum):
+    SERVING = "serving"
+    MOVING = "moving"
+    JOINING = "joining"
+    GIVEN_UP = "given_up"
+
+
+class Way(StrEnum):
+    RESTART = "restart"  # The lost processes again, whose memory outlived them.
+    RESHARD = "reshard"  # The survivors, with what was lost from the host.
+    REPLACE = "replace"  # The lost ranks again, with empty memory.
+    RESIZE = "resize"  # A rank leaves on purpose, or joins: nothing is lost.
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAtRisk:
+    """A stream's predicted seconds to its next token, beside those of the way itself."""
+
+    restore_s: float  # Of its lost cells, where they are lost.
+    leave_s: float = inf  # At another instance.
+
+
+# What happened.
+
+
+@dataclass(frozen=True, slots=True)
+class RanksLost:
+    """Each end of a process is reported once."""
+
+    ranks: frozenset[int]
+    memory_kept: bool = False  # Of all of them.
+    streams: tuple[StreamAtRisk, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeaving:
+    """It will end, but serves and can be read until it is released."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankOffered:
+    """A new rank, ready to join that stage."""
+
+    rank: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitArrived:
+    epoch: int
+    rank: int
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class RankJoined:
+    epoch: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeEnded:
+    """A step with known results was computed by all ranks."""
+
+    epoch: int
+    equal: bool
+
+
+Event = RanksLost | RankLeaving | RankOffered | UnitArrived | RankJoined | ProbeEnded
+
+
+# What to do.
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Compute nothing more in lower epochs; the batch under way is abandoned."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CarryOut:
+    """Start the ranks `fresh`, then make these moves; the instance is predicted to serve again
+    after `ready_s`.
+    """
+
+    epoch: int
+    way: Way
+    fresh: frozenset[int]
+    plan: MovePlan
+    ready_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    epoch: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeStep:
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    epoch: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class EndInstance:
+    reason: str
+
+
+Action = Freeze | CarryOut | Join | ProbeStep | Serve | EndInstance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Memory of each rank, and what it must hold beside weights."""
+
+    capacity_bytes: int
+    cell_bytes: int
+    pages: int  # That must find room at least.
+    buffer_bytes: int = 0
+
+    def missing_bytes(self, layout: Layout, units: Units) -> int:
+        """What the fullest rank lacks; 0: the layout fits."""
+        return max(0, *(self._needed(layout, units, rank) for rank in layout.ranks))
+
+    def _needed(self, layout: Layout, units: Units, rank: int) -> int:
+        kv = self.pages * layout.cells_per_page(rank) * self.cell_bytes
+        return layout.weight_bytes(rank, units) + kv + self.buffer_bytes - self.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Predicted seconds of the parts of each way."""
+
+    rates: LinkRates
+    join_s: float  # New formation and probe.
+    restart_s: float  # A process, until it has attached to its memory.
+    replace_s: float = inf  # A rank with empty memory on a device; inf: there is none.
+    lookahead_tokens: int = 32
+    step_s: Callable[[Layout], float] = lambda _: 0.0  # Of a layout.
+
+
+@dataclass(frozen=True, slots=True)
+class PossibleWay:
+    """One way, and how it compares."""
+
+    way: Way
+    fresh: frozenset[int]
+    plan: MovePlan
+    ready_s: float
+    cost_s: float  # Of all streams together, to the next token and with the look-ahead.
+
+
+@dataclass(slots=True)
+class Reforming:
+    units: Units
+    layout: Layout  # That serves, or did last.
+    room: Room
+    costs: Costs
+    min_ranks: int = 1
+    epoch: int = 1
+    phase: ReformingPhase = ReformingPhase.SERVING
+    _dead: set[int] = field(default_factory=set)  # Memory of the layout that is gone.
+    _absent: set[int] = field(default_factory=set)  # Processes that are gone, with memory or not.
+    _arrived: dict[int, set[Unit]] = field(default_factory=dict)
+    _started: dict[int, int] = field(default_factory=dict)  # Epoch from which a rank's word counts.
+    _doing: PossibleWay | None = None
+    _awaited: dict[int, set[Unit]] = field(default_factory=dict)
+    _unjoined: set[int] = field(default_factory=set)
+    _streams: tuple[StreamAtRisk, ...] = ()
+
+    def handle(self, event: Event) -> list[Action]:
+        """Apply one event; return the actions that it calls for, in order."""
+        if self.phase is ReformingPhase.GIVEN_UP:
+            return []
+        match event:
+            case RanksLost():
+                return self._lost(event)
+            case RankLeaving():
+                return self._resize(
+                    [[r for r in s.ranks if r != event.rank] for s in self.layout.stages]
+                )
+            case RankOffered():
+                return self._resize(
+                    [
+                        [*stage.ranks, event.rank] if at == event.stage else list(stage.ranks)
+                        for at, stage in enumerate(self.layout.stages)
+                    ],
+                    frozenset({event.rank}),
+                )
+            case UnitArrived():
+                return self._arrived_at(event)
+            case RankJoined():
+                if event.epoch != self.epoch or self.phase is not ReformingPhase.JOINING:
+                    return []
+                self._unjoined.discard(event.rank)
+                return [] if self._unjoined else [ProbeStep(self.epoch)]
+            case ProbeEnded():
+                return self._probed(event)
+            case _:
+                assert_never(event)
+
+    def choices(self) -> list[PossibleWay]:
+        """The ways that are possible now, the cheapest first."""
+        found = [*self._again(), *self._survivors()]
+        return sorted(found, key=lambda choice: choice.cost_s)
+
+    def _lost(self, event: RanksLost) -> list[Action]:
+        known = {*self.layout.ranks, *(self._doing.plan.after.ranks if self._doing else ())}
+        # A rank that was started again can be lost again.
+        running = known - self._absent | (self._doing.fresh if self._doing else frozenset())
+        lost = event.ranks & running
+        if not event.memory_kept:  # The memory of one that is not running may go too.
+            lost |= event.ranks & self._absent - self._dead
+        if not lost:
+            return []
+        self._absent |= lost
+        if not event.memory_kept:
+            self._dead |= lost
+        for rank in self._absent:
+            self._arrived.pop(rank, None)
+        self._streams = event.streams or self._streams
+        self.epoch += 1
+        choices = self.choices()
+        if not choices:
+            return self._give_up(self._why_not())
+        return [Freeze(self.epoch), *self._begin(choices[0])]
+
+    def _resize(self, groups: list[list[int]], fresh: frozenset[int] = frozenset()) -> list[Action]:
+        """Ranks change while the others serve; only from the calm."""
+        if self.phase is not ReformingPhase.SERVING or fresh & set(self.layout.ranks):
+            return []
+        try:
+            after = on_demand.reshaped(self.layout, self.units, groups)
+        except LayoutError:
+            return []
+        if len(after.ranks) < self.min_ranks or self.room.missing_bytes(after, self.units):
+            return []
+        self.epoch += 1
+        return self._begin(self._choice(Way.RESIZE, after, fresh, 0.0))
+
+    def _begin(self, choice: PossibleWay) -> list[Action]:
+        self.phase, self._doing = ReformingPhase.MOVING, choice
+        # Those that are gone count again from the epoch in which they are started.
+        self._started |= dict.fromkeys(self._absent, self.epoch + 1)
+        self._started |= dict.fromkeys(choice.fresh, self.epoch)
+        self._awaited = {}
+        for move in choice.plan.moves:
+            self._awaited.setdefault(move.target, set()).add(move.unit)
+        began = CarryOut(self.epoch, choice.way, choice.fresh, choice.plan, choice.ready_s)
+        return [began, *self._go_on()]
+
+    def _arrived_at(self, event: UnitArrived) -> list[Action]:
+        if event.epoch < self._started.get(event.rank, 0):
+            return []  # Of an earlier process, whose memory is not that of this one.
+        self._arrived.setdefault(event.rank, set()).add(event.unit)
+        if event.epoch != self.epoch or self.phase is not ReformingPhase.MOVING:
+            return []
+        self._awaited.get(event.rank, set()).discard(event.unit)
+        return self._go_on()
+
+    def _go_on(self) -> list[Action]:
+        if any(self._awaited.values()):
+            return []
+        assert self._doing is not None
+        after = self._doing.plan.after
+        self.phase, self._unjoined = ReformingPhase.JOINING, set(after.ranks)
+        return [Freeze(self.epoch), Join(self.epoch, after)]
+
+    def _probed(self, event: ProbeEnded) -> list[Action]:
+        if event.epoch != self.epoch or self.phase is not ReformingPhase.JOINING or self._unjoined:
+            return []
+        if not event.equal:
+            return self._give_up("the probe step has other bits than it must have")
+        assert self._doing is not None
+        self.layout, self.phase = self._doing.plan.after, ReformingPhase.SERVING
+        self._doing, self._streams = None, ()
+        self._dead, self._absent, self._arrived = set(), set(), {}
+        return [Serve(self.epoch, self.layout)]
+
+    def _give_up(self, reason: str) -> list[Action]:
+        self.phase = ReformingPhase.GIVEN_UP
+        return [EndInstance(reason)]
+
+    # Ways.
+
+    def _again(self) -> Iterable[PossibleWay]:
+        """The same layout, with new processes for the lost ranks."""
+        fresh = frozenset(self._absent & set(self.layout.ranks))
+        if not self._dead & set(self.layout.ranks):
+            start_s = self.costs.restart_s if fresh else 0.0
+            yield self._choice(Way.RESTART, self.layout, fresh, start_s)
+        elif self.costs.replace_s < inf:
+            yield self._choice(Way.REPLACE, self.layout, fresh, self.costs.replace_s)
+
+    def _survivors(self) -> Iterable[PossibleWay]:
+        groups = on_demand.survivors(self.layout, sorted(self._absent))
+        if not all(groups) or sum(map(len, groups)) < self.min_ranks:
+            return
+        after = on_demand.reshaped(self.layout, self.units, groups)
+        if not self.room.missing_bytes(after, self.units):
+            # Memory that outlived its process has no reader: the host has the same bytes.
+            yield self._choice(Way.RESHARD, after, frozenset(), 0.0)
+
+    def _choice(
+        self, way: Way, after: Layout, fresh: frozenset[int], start_s: float
+    ) -> PossibleWay:
+        # On a way without them the ranks that are gone cannot be read, whatever their memory has.
+        gone = self._dead if way is Way.RESTART else self._dead | self._absent
+        moves = plan(self.layout, after, self.units, gone, arrived=self._arrived)
+        ready_s = start_s + schedule(moves, self.costs.rates).makespan_s + self.costs.join_s
+        behind_s = self.costs.lookahead_tokens * self.costs.step_s(after)
+        restores = way in (Way.RESHARD, Way.REPLACE)
+        cost_s = sum(
+            min(stream.leave_s, ready_s + restores * stream.restore_s + behind_s)
+            for stream in self._streams
+        )
+        # Without streams the way that is there first.
+        return PossibleWay(way, fresh, moves, ready_s, cost_s if self._streams else ready_s)
+
+    def _why_not(self) -> str:
+        groups = on_demand.survivors(self.layout, sorted(self._absent))
+        for stage, group in zip(self.layout.stages, groups, strict=True):
+            if not group:
+                return f"no rank is left for layers [{stage.first}, {stage.last})"
+        if (left := sum(map(len, groups))) < self.min_ranks:
+            return f"{left} ranks are left, elastic.min_ranks is {self.min_ranks}"
+        after = on_demand.reshaped(self.layout, self.units, groups)
+        missing = self.room.missing_bytes(after, self.units)
+        return f"{left} ranks are left, and the fullest lacks {missing} bytes of memory"

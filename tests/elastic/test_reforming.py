@@ -1,0 +1,287 @@
+"""Whatever is lost and whenever, an instance serves again with what is left, or says why not."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrs.elastic.layouts import even, staged, uneven, validate
+from kvrs.elastic.moving import LinkRates
+from kvrs.elastic.plans import HOST
+from kvrs.elastic.reforming import (
+    Action,
+    CarryOut,
+    Costs,
+    EndInstance,
+    Freeze,
+    Join,
+    ProbeEnded,
+    ProbeStep,
+    RankJoined,
+    RankLeaving,
+    RankOffered,
+    RanksLost,
+    Reforming,
+    ReformingPhase,
+    Room,
+    Serve,
+    StreamAtRisk,
+    UnitArrived,
+    Way,
+)
+from kvrs.elastic.units import Units
+
+UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
+ROOM = Room(capacity_bytes=10_000, cell_bytes=8, pages=10)
+COSTS = Costs(rates=LinkRates(100.0, 1000.0), join_s=0.01, restart_s=0.2)
+LOST = RanksLost(frozenset({1}))
+
+
+def machine(tp: int = 4, pp: int = 1, **changes: object) -> Reforming:
+    given = {"room": ROOM, "costs": COSTS} | changes
+    return Reforming(UNITS, even(UNITS, tp, pp), **given)  # type: ignore[arg-type]
+
+
+def carry_through(own: Reforming, actions: list[Action]) -> list[Action]:
+    """Do everything that is asked for; returns all actions in order."""
+    done: list[Action] = []
+    while actions:
+        done += actions
+        events = [event for action in actions for event in answers(action)]
+        actions = [more for event in events for more in own.handle(event)]
+    return done
+
+
+def answers(action: Action) -> list[UnitArrived | RankJoined | ProbeEnded]:
+    match action:
+        case CarryOut(epoch=epoch, plan=plan):
+            return [UnitArrived(epoch, move.target, move.unit) for move in plan.moves]
+        case Join(epoch=epoch, layout=layout):
+            return [RankJoined(epoch, rank) for rank in layout.ranks]
+        case ProbeStep(epoch=epoch):
+            return [ProbeEnded(epoch, equal=True)]
+        case _:
+            return []
+
+
+def test_a_lost_rank_is_done_without() -> None:
+    own = machine()
+
+    done = carry_through(own, own.handle(LOST))
+
+    assert [type(action) for action in done] == [Freeze, CarryOut, Freeze, Join, ProbeStep, Serve]
+    assert own.layout.ranks == (0, 2, 3)
+    assert own.phase is ReformingPhase.SERVING
+    assert own.layout.number == 2
+
+
+def test_what_has_arrived_is_not_read_again_after_a_further_loss() -> None:
+    """The plan of the second loss takes the first one's bytes from where they are."""
+    own = machine()
+    first = own.handle(LOST)
+    assert isinstance(first[1], CarryOut)
+    before = {(move.unit, move.target) for move in first[1].plan.moves if move.source == HOST}
+    for event in answers(first[1])[:-1]:
+        own.handle(event)
+
+    second = own.handle(RanksLost(frozenset({3})))
+
+    assert isinstance(second[1], CarryOut)
+    kept = {unit for unit, target in before if target != 3}
+    read = {move.unit for move in second[1].plan.moves if move.source == HOST}
+    assert kept - read, "something had arrived"
+    assert read & kept <= {answers(first[1])[-1].unit}  # type: ignore[union-attr]
+    carry_through(own, second)
+    assert own.layout.ranks == (0, 2)
+
+
+def test_a_process_whose_memory_is_kept_is_started_again() -> None:
+    """AnchorTP's crash: nothing moves at all."""
+    own = machine(costs=replace(COSTS, rates=LinkRates(1.0, 1.0)))
+
+    done = carry_through(own, own.handle(replace(LOST, memory_kept=True)))
+
+    assert isinstance(done[1], CarryOut)
+    assert (done[1].way, done[1].fresh, done[1].plan.moves) == (Way.RESTART, frozenset({1}), ())
+    assert own.layout.ranks == (0, 1, 2, 3)
+
+
+def test_the_way_with_the_least_waiting_of_all_streams_is_taken() -> None:
+    """A restart that takes longer is cheaper where it saves what the streams would restore; streams
+    that had better leave do not count against it.
+    """
+    costs = replace(COSTS, rates=LinkRates(1e6, 1e7), restart_s=1.0)
+    lost = replace(LOST, memory_kept=True)
+    cases = {
+        Way.RESHARD: (StreamAtRisk(restore_s=0.1),) * 5,
+        Way.RESTART: (StreamAtRisk(restore_s=5.0),) * 5,
+    }
+
+    for way, streams in cases.items():
+        own = machine(costs=costs)
+        began = own.handle(replace(lost, streams=streams))[1]
+        assert isinstance(began, CarryOut)
+        assert began.way is way
+
+    slow = replace(costs, step_s=lambda layout: 1.0 if len(layout.ranks) < 4 else 0.01)
+    began = machine(costs=slow).handle(replace(lost, streams=cases[Way.RESHARD]))[1]
+    assert isinstance(began, CarryOut)
+    assert began.way is Way.RESTART
+
+
+def test_a_replacement_is_waited_for_where_there_is_no_other_way() -> None:
+    own = machine(min_ranks=4, costs=replace(COSTS, replace_s=30.0))
+
+    done = carry_through(own, own.handle(LOST))
+
+    assert isinstance(done[1], CarryOut)
+    assert (done[1].way, done[1].fresh) == (Way.REPLACE, frozenset({1}))
+    assert done[1].ready_s > 30
+    assert {move.target for move in done[1].plan.moves} == {1}
+    assert own.layout.ranks == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost", "said"),
+    [
+        ({"min_ranks": 3}, {0, 1}, "2 ranks are left, elastic.min_ranks is 3"),
+        ({"pp": 2, "tp": 2}, {2, 3}, r"no rank is left for layers \[1, 2\)"),
+        (
+            {"room": replace(ROOM, capacity_bytes=1500)},
+            {0, 1, 2},
+            "1 ranks are left, and the fullest lacks 1476 bytes of memory",
+        ),
+    ],
+)
+def test_without_a_way_the_instance_ends_and_says_why(
+    changes: dict[str, object], lost: set[int], said: str
+) -> None:
+    own = machine(**changes)  # type: ignore[arg-type]
+
+    (given_up,) = own.handle(RanksLost(frozenset(lost)))
+
+    assert isinstance(given_up, EndInstance)
+    assert re.search(said, given_up.reason), given_up.reason
+    assert own.phase is ReformingPhase.GIVEN_UP
+    assert own.handle(LOST) == []
+
+
+def test_other_bits_in_the_probe_step_end_the_instance() -> None:
+    own = machine()
+    actions = own.handle(LOST)
+    for action in list(actions):
+        for event in answers(action):
+            actions = own.handle(event) or actions
+    for event in answers(actions[-1]):
+        own.handle(event)
+
+    (given_up,) = own.handle(ProbeEnded(own.epoch, equal=False))
+
+    assert isinstance(given_up, EndInstance)
+
+
+def test_ranks_leave_and_join_while_the_others_serve() -> None:
+    """Nothing is frozen before the weights are there, and nothing is read from the host."""
+    own = machine()
+
+    left = own.handle(RankLeaving(2))
+    assert isinstance(left[0], CarryOut)
+    assert left[0].plan.host_bytes == 0
+    carry_through(own, left)
+    assert list(own.layout.ranks) == [0, 1, 3]
+
+    joined = own.handle(RankOffered(7, stage=0))
+    assert isinstance(joined[0], CarryOut)
+    carry_through(own, joined)
+    assert list(own.layout.ranks) == [0, 1, 3, 7]
+    assert own.phase is ReformingPhase.SERVING
+
+
+def test_bytes_of_a_dead_process_do_not_count_for_its_successor() -> None:
+    own = machine(min_ranks=4, costs=replace(COSTS, replace_s=30.0))
+    first = own.handle(LOST)
+    own.handle(LOST)
+    late = answers(first[1])[0]
+    assert isinstance(late, UnitArrived)
+
+    own.handle(late)
+    third = own.handle(RanksLost(frozenset({2})))
+
+    assert isinstance(third[1], CarryOut)
+    moved = {move.unit for move in third[1].plan.moves if move.target == 1}
+    assert late.unit in moved
+
+
+def test_a_rank_that_is_gone_already_is_not_lost_again() -> None:
+    own = machine()
+    own.handle(LOST)
+
+    assert own.handle(LOST) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_losses_at_any_moment_end_in_serving_or_giving_up(data: st.DataObject) -> None:
+    """Epochs rise, no move reads what is gone, every layout is whole and of living ranks."""
+    tp = data.draw(st.integers(1, 4))
+    stages = staged(2, [range(tp)] if data.draw(st.booleans()) else [range(tp), range(9, 9 + tp)])
+    costs = replace(COSTS, replace_s=data.draw(st.sampled_from([1.0, float("inf")])))
+    world = World(Reforming(UNITS, uneven(UNITS, stages), ROOM, costs))
+
+    for _ in range(data.draw(st.integers(1, 4))):
+        for _ in range(data.draw(st.integers(0, 12))):
+            world.step(data.draw(st.integers(0, 20)))
+        ranks = st.sampled_from(sorted(world.alive)) if world.alive else st.nothing()
+        lost = frozenset(data.draw(st.lists(ranks, max_size=2)) if world.alive else ())
+        world.lose(lost, memory_kept=data.draw(st.booleans()))
+        if data.draw(st.booleans()):
+            world.offer()
+    while world.queue:
+        world.step(None)
+
+    assert world.own.phase in (ReformingPhase.SERVING, ReformingPhase.GIVEN_UP)
+
+
+class World:
+    """The ranks of a machine: which live, which have memory, and what they still have to do."""
+
+    def __init__(self, own: Reforming) -> None:
+        self.own = own
+        self.alive, self.memory = set(own.layout.ranks), set(own.layout.ranks)
+        self.queue: list[UnitArrived | RankJoined | ProbeEnded] = []
+        self._epoch = own.epoch
+
+    def lose(self, ranks: frozenset[int], *, memory_kept: bool) -> None:
+        self.alive -= ranks
+        self.memory -= frozenset() if memory_kept else ranks
+        self._do(self.own.handle(RanksLost(ranks, memory_kept=memory_kept)))
+
+    def offer(self) -> None:
+        new = 50 + len(self.alive)
+        if new not in self.alive:
+            self.alive.add(new)
+            self.memory.add(new)
+            self._do(self.own.handle(RankOffered(new, stage=0)))
+
+    def step(self, index: int | None) -> None:
+        """A report of a rank that lives is heard, in any order."""
+        if self.queue:
+            event = self.queue.pop(0 if index is None else index % len(self.queue))
+            if isinstance(event, ProbeEnded) or event.rank in self.alive:
+                self._do(self.own.handle(event))
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, CarryOut):
+                assert action.epoch > self._epoch
+                self._epoch = action.epoch
+                self.alive |= action.fresh
+                self.memory |= action.fresh
+                assert {move.source for move in action.plan.moves} - {HOST} <= self.alive
+                assert {move.target for move in action.plan.moves} <= self.alive
+            if isinstance(action, Serve):
+                validate(action.layout, UNITS)
+                assert set(action.layout.ranks) <= self.alive & self.memory
+            self.queue += answers(action)
