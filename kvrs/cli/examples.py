@@ -19,6 +19,7 @@ _EXAMPLES = {
     "explain": [
         "kvrs explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 --bandwidth 25Gbit/s",
         "kvrs explain --log events.jsonl",
+        "kvrs explain --elastic llama-3.1-70b-h100-vllm-tp8 --tp 8 --lost 1 --backup host",
     ],
     "key": ["kvrs key team-a"],
     "profile": ["kvrs profile --out table.json --model /models/Llama-3.2-1B"],

@@ -11,6 +11,7 @@ from kvrs.config.policy import PolicyName
 from kvrs.config.tenants import key_hash
 from kvrs.errors import ConfigError
 from kvrs.explain.decision import CheckpointAt
+from kvrs.explain.show_elastic import KvBackup
 
 
 def explain(
@@ -34,13 +35,23 @@ def explain(
     budget_s: opt.BudgetS = None,
     policy: Annotated[PolicyName, typer.Option(help="Policy that decides")] = PolicyName.AUTO,
     log: opt.Log = None,
+    elastic: opt.Elastic = None,
+    tp: opt.ElasticTp = 8,
+    lost: opt.ElasticLost = 1,
+    requests: opt.ElasticRequests = 56,
+    context: opt.ElasticContext = "16k",
+    backup: opt.ElasticBackup = KvBackup.OFF,
     as_json: opt.Json = False,
 ) -> None:
     """Show one recovery decision: all options, the terms of each sum, where the answer flips."""
     given = locals()
     from kvrs.explain.show import ExplainOptions, run_explain
+    from kvrs.explain.show_elastic import ElasticOptions, run_explain_elastic
     from kvrs.explain.show_log import explain_log
 
+    if elastic is not None:
+        run_explain_elastic(filled(ElasticOptions, given, json=as_json))
+        return
     if log is not None:
         raise typer.Exit(0 if explain_log(log, as_json=as_json) else 1)
     missing = [
@@ -49,9 +60,8 @@ def explain(
         if given[name] is None
     ]
     if missing:
-        raise ConfigError(
-            [f"{line}; allowed: a value, or --log with an event log instead" for line in missing]
-        )
+        instead = "--log with an event log or --elastic with a profile instead"
+        raise ConfigError([f"{line}; allowed: a value, or {instead}" for line in missing])
     run_explain(filled(ExplainOptions, given, corrections=correct or (), json=as_json))
 
 

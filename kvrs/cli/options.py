@@ -10,6 +10,7 @@ from kvrs.config import presets
 from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MOST_WORKERS
 from kvrs.explain.decision import CheckpointAt
+from kvrs.explain.show_elastic import KvBackup
 from kvrs.traces.presets import PRESETS
 from kvrs.traces.records import Api
 
@@ -18,6 +19,8 @@ TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
 FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
+# Of `kvrs explain`.
+ELASTIC = "The loss of ranks"
 
 
 class Device(StrEnum):
@@ -265,6 +268,23 @@ CheckpointTokens = Annotated[
     int, typer.Option(min=0, help="Of prompt and output, held by an agent")
 ]
 CheckpointPlace = Annotated[CheckpointAt, typer.Option(help="Node of that agent")]
+Elastic = Annotated[
+    str | None,
+    typer.Option(
+        help="The loss of ranks of an instance instead: its profile", rich_help_panel=ELASTIC
+    ),
+]
+ElasticTp = Annotated[int, typer.Option(help="Ranks of the instance", rich_help_panel=ELASTIC)]
+ElasticLost = Annotated[int, typer.Option(help="Ranks that are lost", rich_help_panel=ELASTIC)]
+ElasticRequests = Annotated[
+    int, typer.Option(help="Requests that it serves", rich_help_panel=ELASTIC)
+]
+ElasticContext = Annotated[
+    str, typer.Option(help="Tokens of each, as 16384 or 16k", rich_help_panel=ELASTIC)
+]
+ElasticBackup = Annotated[
+    KvBackup, typer.Option(help="Where else their KV is", rich_help_panel=ELASTIC)
+]
 HostBandwidth = Annotated[
     str | None, typer.Option(help="From an agent's memory into an instance beside it")
 ]

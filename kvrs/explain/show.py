@@ -117,7 +117,7 @@ def ask(options: ExplainOptions) -> tuple[Profile, Question]:
         output_tokens=options.output_tokens,
         held_tokens=options.prompt_tokens if options.held_tokens is None else options.held_tokens,
         bytes_per_s=parse_bandwidth(options.bandwidth, "--bandwidth"),
-        local_bytes_per_s=_local_bytes_per_s(options, profile, settings),
+        local_bytes_per_s=local_bytes_per_s(options.local_bandwidth, profile),
         service_s=service_s,
         queue_s=queue_s,
         target_queue_s=options.target_queue_s,
@@ -257,11 +257,14 @@ def _host_bytes_per_s(options: ExplainOptions) -> float:
     return BackupSettings().host_to_device_bytes_per_s
 
 
-def _local_bytes_per_s(
-    options: ExplainOptions, profile: Profile, settings: PolicySettings
-) -> float:
-    if options.local_bandwidth is not None:
-        return parse_bandwidth(options.local_bandwidth, "--local-bandwidth")
+def local_bytes_per_s(given: str | None, profile: Profile) -> float:
+    """Between GPUs of a node: as given, or of the profile's GPU, or the policy's assumption.
+
+    Raises:
+        ConfigError: what is given is no rate.
+    """
+    if given is not None:
+        return parse_bandwidth(given, "--local-bandwidth")
     for link in catalog.links().values():
         if (
             link.scope == "intra_node"
@@ -269,7 +272,7 @@ def _local_bytes_per_s(
             and profile.gpu.startswith(link.gpu)
         ):
             return link.transfer.bytes_per_s
-    return settings.assumed_link_bytes_per_s
+    return PolicySettings().assumed_link_bytes_per_s
 
 
 def _show(profile: Profile, question: Question, explanation: Explanation, console: Console) -> None:

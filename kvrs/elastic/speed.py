@@ -1,0 +1,100 @@
+"""Step times of a layout, from the tables of the same model at one or two even degrees.
+
+A step is taken as a constant (launches, exchanges) and two parts that shrink with the ranks: its
+attention over cached tokens and everything else. Ranks meet after the attention and after the MLP
+of each layer, so each part takes as long as its most loaded rank, layer by layer. From two degrees
+the constant follows; from one it cannot be told, and everything is taken to shrink.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrs.elastic.layouts import Layout
+from kvrs.elastic.units import Units
+
+
+class StepTable(Protocol):
+    def seconds_for(self, batch: int, context_tokens: int) -> float: ...
+
+
+class PromptTable(Protocol):
+    def seconds_for(self, tokens: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The most loaded rank's parts of a step, over all layers: 1 / n if everything is even."""
+
+    cells: float  # Of the cells that attention reads.
+    weights: float  # Of the weights that a step of few rows reads.
+    rows: float  # Of the products of many rows: those of a spread head are divided by rows.
+
+
+def shares(layout: Layout, units: Units) -> Shares:
+    cells = weights = rows = 0.0
+    attention, mlp = sum(units.attention_bytes), sum(units.mlp_bytes)
+    for stage in layout.stages:
+        for layer in stage.layers:
+            spread = len(layout.spread(layer))
+            own = max(len(layout.heads(rank, layer)) for rank in stage.ranks)
+            tiles = max(
+                sum(units.mlp_bytes[tile] for tile in layout.tiles(rank, layer))
+                for rank in stage.ranks
+            )
+            heads = len(units.attention_bytes)
+            divided = (own + spread / len(stage.ranks)) / heads
+            cells += divided
+            weights += attention * (own + spread) / heads + tiles
+            rows += attention * divided + tiles
+    whole = units.layers * (attention + mlp)
+    return Shares(cells / units.layers, weights / whole, rows / whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Degree:
+    """The tables of an even tensor parallel degree."""
+
+    ranks: int
+    decode: StepTable
+    prefill: PromptTable
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """`near`: the degree that answers stay closest to; `far`: another, which tells how much of a
+    step does not shrink.
+    """
+
+    near: Degree
+    far: Degree | None = None
+
+    def decode_s(self, own: Shares, batch: int, context_tokens: int) -> float:
+        """A decode step of `batch` sequences with `context_tokens` of context together."""
+
+        def cached_s(degree: Degree) -> float:
+            table = degree.decode
+            return max(0.0, table.seconds_for(batch, context_tokens) - other_s(degree))
+
+        def other_s(degree: Degree) -> float:
+            # With a context of one token each.
+            return degree.decode.seconds_for(batch, min(batch, context_tokens))
+
+        near = self.near
+        shrinking_s, constant_s = self._divided(other_s)
+        # Reading cells shrinks as far as it can: what of it does not is in the constant.
+        return constant_s + shrinking_s * own.weights + cached_s(near) * near.ranks * own.cells
+
+    def prefill_s(self, own: Shares, tokens: int) -> float:
+        shrinking_s, constant_s = self._divided(lambda degree: degree.prefill.seconds_for(tokens))
+        return constant_s + shrinking_s * own.rows
+
+    def _divided(self, step_s: Callable[[Degree], float]) -> tuple[float, float]:
+        """What all ranks share, as seconds on one rank, and the constant beside it."""
+        near, far = self.near, self.far
+        near_s = step_s(near)
+        if far is None:
+            return near_s * near.ranks, 0.0
+        shared_s = (near_s - step_s(far)) / (1 / near.ranks - 1 / far.ranks)
+        shared_s = min(max(shared_s, 0.0), near_s * near.ranks)  # Neither part is negative.
+        return shared_s, near_s - shared_s / near.ranks
