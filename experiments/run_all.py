@@ -124,6 +124,7 @@ ALL = (
     _plain("decision", 1),
     _plain("request_path", 1),
     _plain("malloc_trim", 3),
+    _plain("anchortp_plans", 1),
     _plain("elastic_bits", 5, options="--seconds 40"),
     _plain("rank_exchange", 3),
     _plain("rank_kills", 10),
