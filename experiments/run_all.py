@@ -28,6 +28,7 @@ from pathlib import Path
 
 from experiments import evidence
 from experiments.conversation_trace.trace import DEFAULT_TRACE
+from experiments.raidserve_throughput.run import DEFAULT_TRACE as AVAILABILITY_TRACE
 from experiments.readme import renewed
 from experiments.record import ROOT, shown
 from experiments.staleness import run_of, state
@@ -64,6 +65,7 @@ def _file_missing(path: Path) -> str | None:
 ROOT_USER = Need("root", _networks_missing)
 GPU = Need("GPU", lambda: None if Path("/dev/nvidiactl").exists() else "no NVIDIA GPU")
 TRACE = Need("trace", lambda: _file_missing(DEFAULT_TRACE))
+AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
 OPENSSL = Need("openssl", lambda: None if shutil.which("openssl") else "no openssl command")
 TASKSET = Need("taskset", lambda: None if shutil.which("taskset") else "no taskset command")
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
@@ -125,6 +127,7 @@ ALL = (
     _plain("request_path", 1),
     _plain("malloc_trim", 3),
     _plain("anchortp_plans", 1),
+    _plain("raidserve_throughput", 5, AVAILABILITY),
     _plain("elastic_bits", 5, options="--seconds 40"),
     _plain("rank_exchange", 3),
     _plain("rank_kills", 10),
