@@ -7,8 +7,8 @@ The rules of a connection:
     Then the client asks and the server answers, one question at a time:
 
     question   answer
-    PULL       PAGE and one page's bytes, for every page in order; then END, or GONE at the first
-               page that is not held
+    PULL       PAGE and one page's bytes, or those of the part that is asked for, for every page in
+               order; then END, or GONE at the first page that is not held
     PROBE      PROBE_DATA and that many bytes
     OFFER      HELD and one `HeldPages` (agents only)
     STORE and the bytes of all its pages in order
@@ -46,9 +46,10 @@ from kvrs.protocol.page_messages import (
     StoreFrame,
     TrafficClass,
 )
+from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
 
-VERSION = 4
+VERSION = 5
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_NAME_BYTES = 255
@@ -66,6 +67,9 @@ _HEADER = struct.Struct("!2sBBI")
 _ANSWER = struct.Struct("!IIQ")  # request id, index or size, checksum
 _PROLOGUE = struct.Struct(_HEADER.format + _ANSWER.format[1:])
 _PULL = struct.Struct("!IIBBI")  # request id, number of tags, traffic class, has a tail, tail index
+# Layers and heads of the pages, then the first ones that are asked for and those behind the last;
+# six zeros: whole pages.
+_PART = struct.Struct("!6H")
 _PROBE = struct.Struct("!II")  # request id, bytes
 _IDENTITY = struct.Struct("!QI")  # epoch, bytes of a page
 _CLAIM = struct.Struct("!QQ")  # owner epoch, attempt
@@ -107,7 +111,12 @@ _MAX_BODY_BYTES = {
     FrameType.HELLO: NONCE_BYTES + _MAX_IDENTITY_BYTES + 2 * (1 + MAX_NAME_BYTES) + MAC_BYTES,
     FrameType.WELCOME: _MAX_IDENTITY_BYTES + MAC_BYTES,
     FrameType.REFUSED: MAX_REASON_BYTES,
-    FrameType.PULL: _PULL.size + MAX_TAGS * TAG_BYTES + 1 + MAX_NAME_BYTES + CHECKSUM_BYTES,
+    FrameType.PULL: _PULL.size
+    + MAX_TAGS * TAG_BYTES
+    + 1
+    + MAX_NAME_BYTES
+    + _PART.size
+    + CHECKSUM_BYTES,
     FrameType.PAGE: _ANSWER.size + MAX_PAGE_BYTES,
     FrameType.GONE: _ANSWER.size,
     FrameType.END: _ANSWER.size,
@@ -233,7 +242,8 @@ def encode_pull(pull: PullFrame) -> bytes:
     head = _PULL.pack(
         pull.request_id, _count(request.tags), request.traffic, has_tail, request.tail_index or 0
     )
-    return _question(FrameType.PULL, b"".join((head, *request.tags, _name(request.handoff or ""))))
+    handoff, part = _name(request.handoff or ""), _PART.pack(*_part(request.part))
+    return _question(FrameType.PULL, b"".join((head, *request.tags, handoff, part)))
 
 
 def decode_pull(body: bytes) -> PullFrame:
@@ -241,6 +251,7 @@ def decode_pull(body: bytes) -> PullFrame:
     request_id, count, traffic, has_tail, tail_index = _PULL.unpack(reader.take(_PULL.size))
     tags = reader.tags(count)
     handoff = reader.name()
+    part = _decoded_part(*_PART.unpack(reader.take(_PART.size)))
     reader.finish()
     if has_tail > 1 or (has_tail and not handoff) or (tail_index and not has_tail):
         raise TransferError(
@@ -249,7 +260,28 @@ def decode_pull(body: bytes) -> PullFrame:
     if traffic not in _TRAFFIC:
         raise TransferError(f"PULL of traffic class {traffic}, allowed: 0 to {max(_TRAFFIC)}")
     stream, tail = StreamId(handoff) if handoff else None, tail_index if has_tail else None
-    return PullFrame(request_id, PullRequest(tags, stream, tail, _TRAFFIC[traffic]))
+    request = PullRequest(tags, stream, tail, _TRAFFIC[traffic], part)
+    return PullFrame(request_id, request)
+
+
+def _part(part: PagePart | None) -> tuple[int, ...]:
+    if part is None:
+        return (0,) * 6
+    layers, heads = part.part.layers, part.part.heads
+    return part.layers, part.heads, layers.start, layers.stop, heads.start, heads.stop
+
+
+def _decoded_part(
+    layers: int, heads: int, layer: int, last_layer: int, head: int, last_head: int
+) -> PagePart | None:
+    if not any((layers, heads, layer, last_layer, head, last_head)):
+        return None
+    if not (layer < last_layer <= layers and head < last_head <= heads):
+        raise TransferError(
+            f"PULL of layers [{layer}, {last_layer}) and heads [{head}, {last_head}) of pages with "
+            f"{layers} layers and {heads} heads"
+        )
+    return PagePart(layers, heads, Part(range(layer, last_layer), range(head, last_head)))
 
 
 def encode_probe(probe: ProbeFrame) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
 
 
@@ -63,13 +64,14 @@ class ServerWelcome:
 @dataclass(frozen=True, slots=True)
 class PullRequest:
     """Pages by tag, in order; then perhaps page `tail_index` of the history that is retained for
-    the hand-off `handoff`.
+    the hand-off `handoff`. `part`: only these cells of each.
     """
 
     tags: tuple[Tag, ...]
     handoff: StreamId | None = None
     tail_index: int | None = None
     traffic: TrafficClass = TrafficClass.HANDOFF
+    part: PagePart | None = None
 
     def __post_init__(self) -> None:
         assert self.tail_index is None or self.handoff is not None, (

@@ -1,5 +1,6 @@
 """Rectangles of (layers, KV heads): which cells of each page a process holds, or two share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -24,6 +25,37 @@ class Part:
             slice(part.layers.start - self.layers.start, part.layers.stop - self.layers.start),
             slice(part.heads.start - self.heads.start, part.heads.stop - self.heads.start),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """A part of pages that have so many layers and heads of equal cells, as `KvGeometry` lays them
+    out.
+    """
+
+    layers: int
+    heads: int
+    part: Part
+
+    @property
+    def is_within(self) -> bool:
+        return self.part.layers.stop <= self.layers and self.part.heads.stop <= self.heads
+
+    def bytes_of(self, page_bytes: int) -> int:
+        """What of a page of that size is in the part; it is a multiple of the cells."""
+        return page_bytes // (self.layers * self.heads) * self.part.cells
+
+    def runs(self, page: memoryview) -> Sequence[memoryview]:
+        """Where the part lies in a page: a run for each layer, or one for all where it has all
+        heads.
+        """
+        layers, heads = self.part.layers, self.part.heads
+        cell = page.nbytes // (self.layers * self.heads)
+        if len(heads) == self.heads:
+            row = cell * self.heads
+            return [page[layers.start * row : layers.stop * row]]
+        starts = [(layer * self.heads + heads.start) * cell for layer in layers]
+        return [page[start : start + len(heads) * cell] for start in starts]
 
 
 def _overlap(left: range, right: range) -> range:

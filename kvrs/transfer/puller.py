@@ -68,7 +68,7 @@ class PagePuller:
         expected_epoch: int | None = None,
     ) -> PullResult:
         """Fill `pages` with the pages of `request.tags`, then `tail` with its tail page, in order
-        and as far as it goes.
+        and as far as it goes; with the cells of `request.part` only, if there is one.
 
         An error of the peer ends the pull early and stands in the result. Once this has returned or
         was cancelled, the buffers are not written any more.
@@ -146,7 +146,9 @@ class PagePuller:
         answer: AnswerHeader,
         metered: "_Metered",
     ) -> None:
-        page_bytes = connection.server.page_bytes
+        page_bytes, part = connection.server.page_bytes, pulling.request.part
+        if part is not None:
+            page_bytes = part.bytes_of(page_bytes)
         assert all(view.nbytes == page_bytes for view in pulling.views)
         filling = Filling(connection.stream, _with_prologues(pulling.views))
         session, mac = connection.stream.session, memoryview(connection.mac)

@@ -192,6 +192,7 @@ class PageServer:
     async def _answer_pull(
         self, stream: SocketStream, link: SendingLink, pull: PullFrame, page_bytes: int
     ) -> None:
+        _check_part(pull, page_bytes)
         pinned = await self._source.pin(pull.request)
         try:
             with link.sending(stream, pull.request.traffic) as sender:
@@ -246,11 +247,9 @@ async def _send_pages(
     for group in groups(pages):
         buffers: list[Bytes] = []
         for index, page in group:
-            checksum = (
-                pinned.checksums[index] if index < len(pinned.checksums) else frames.checksum(page)
-            )
-            answer = AnswerHeader(FrameType.PAGE, pull.request_id, index, checksum, len(page))
-            payload = sender.payload(page)
+            asked, checksum = _asked(page, pull, pinned.checksums[index : index + 1])
+            answer = AnswerHeader(FrameType.PAGE, pull.request_id, index, checksum, len(asked))
+            payload = sender.payload(asked)
             buffers += (session.answer(answer, payload), payload)
         if group[0][0] == 0:
             # Ahead of all, because the receiver's meter measures from its arrival.
@@ -258,6 +257,27 @@ async def _send_pages(
         await sender.send(*buffers)
     last = FrameType.END if complete else FrameType.GONE
     await sender.send(session.answer(AnswerHeader(last, pull.request_id, len(pages), 0, 0)))
+
+
+def _check_part(pull: PullFrame, page_bytes: int) -> None:
+    part = pull.request.part
+    if part is not None and page_bytes % (part.layers * part.heads):
+        raise TransferError(
+            f"PULL of a part of pages of {part.layers} layers and {part.heads} heads, but a page "
+            f"has {page_bytes} bytes"
+        )
+
+
+def _asked(page: memoryview, pull: PullFrame, stored: Sequence[int]) -> tuple[memoryview, int]:
+    """What is sent of a page, and its checksum. `stored`: that of the page when it was stored."""
+    part = pull.request.part
+    if part is None:
+        return page, stored[0] if stored else frames.checksum(page)
+    runs = part.runs(page)
+    asked = runs[0] if len(runs) == 1 else memoryview(b"".join(runs))
+    # Wrong if and only if the page is not what was stored.
+    damage = frames.checksum(page) ^ stored[0] if stored else 0
+    return asked, frames.checksum(asked) ^ damage
 
 
 async def _send_probe_data(sender: Sender, session: Session, probe: ProbeFrame) -> None:

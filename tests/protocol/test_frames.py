@@ -1,3 +1,4 @@
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvrs.protocol.page_messages import (
     StoreFrame,
     TrafficClass,
 )
+from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from tests.protocol.questions import KV, sealed, unsealed
 
@@ -43,14 +45,21 @@ TAGS = st.binary(min_size=TAG_BYTES, max_size=TAG_BYTES).map(Tag)
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 TRAFFIC = st.sampled_from(TrafficClass)
+SPANS = st.tuples(st.integers(0, 400), st.integers(1, 400), st.integers(0, 400)).map(
+    lambda span: (range(span[0], span[0] + span[1]), sum(span))
+)
+PARTS = st.none() | st.tuples(SPANS, SPANS).map(
+    lambda spans: PagePart(spans[0][1], spans[1][1], Part(spans[0][0], spans[1][0]))
+)
 REQUESTS = st.one_of(
-    st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple), traffic=TRAFFIC),
+    st.builds(PullRequest, st.lists(TAGS, max_size=20).map(tuple), traffic=TRAFFIC, part=PARTS),
     st.builds(
         PullRequest,
         st.lists(TAGS, max_size=20).map(tuple),
         st.text(min_size=1, max_size=60).map(StreamId),
         U32,
         TRAFFIC,
+        PARTS,
     ),
 )
 CLAIMS = st.builds(CheckpointClaim, NAMES.map(StreamId), U64, U64)
@@ -130,6 +139,12 @@ def test_a_body_that_is_cut_off_or_too_long_is_refused(case: Any, data: st.DataO
 ASKED = [
     frames.encode_pull(
         PullFrame(7, PullRequest((Tag(bytes(TAG_BYTES)),), StreamId("s1"), tail_index=5))
+    ),
+    frames.encode_pull(
+        PullFrame(
+            7,
+            PullRequest((Tag(bytes(TAG_BYTES)),), part=PagePart(4, 8, Part(range(1, 3), range(8)))),
+        )
     ),
     frames.encode_probe(ProbeFrame(7, 1 << 16)),
     frames.encode_offer(
@@ -212,6 +227,27 @@ def test_the_largest_questions_are_within_their_bounds_and_nothing_above_them_is
         longer = frame[:4] + (int.from_bytes(frame[4:8]) + 1).to_bytes(4)
         with pytest.raises(TransferError, match="at most"):
             frames.decode_header(longer, *QUESTIONS)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (4, 8, 0, 5, 0, 8),
+        (4, 8, 0, 4, 0, 9),
+        (4, 8, 2, 2, 0, 8),
+        (4, 8, 3, 2, 0, 8),
+        (4, 8, 0, 4, 5, 5),
+        (0, 0, 0, 4, 0, 8),
+        (4, 8, 0, 0, 0, 0),
+        (4, 0, 0, 4, 0, 0),
+    ],
+)
+def test_parts_that_are_empty_or_reach_beyond_the_page_are_refused(part: tuple[int, ...]) -> None:
+    """Layers and heads are compared with those of the pages before anything is read."""
+    body = bytes(unsealed(frames.encode_pull(PullFrame(7, PullRequest(())))[frames.HEADER_BYTES :]))
+
+    with pytest.raises(TransferError, match=r"PULL of layers \[.* heads \[.* of pages with"):
+        frames.decode_pull(sealed(body[:-12] + struct.pack("!6H", *part)))
 
 
 @settings(max_examples=300, deadline=None)
@@ -306,10 +342,10 @@ def test_the_start_of_an_answer_has_one_size(answer: AnswerHeader) -> None:
     ("header", "fault"),
     [
         (b"PK\x01\x05\0\0\0\0", "not a frame"),
-        (b"KV\x02\x05\0\0\0\0", "version 2"),
-        (b"KV\x04\x63\0\0\0\0", "type 99"),
-        (b"KV\x04\x02\0\0\0\0", "type 2"),
-        (b"KV\x04\x05\xff\xff\xff\xff", "at most"),
+        (b"KV\x04\x05\0\0\0\0", "frame version 4, this end has 5"),
+        (b"KV\x05\x63\0\0\0\0", "type 99"),
+        (b"KV\x05\x02\0\0\0\0", "type 2"),
+        (b"KV\x05\x05\xff\xff\xff\xff", "at most"),
     ],
 )
 def test_a_wrong_header_is_refused_with_what_is_wrong(header: bytes, fault: str) -> None:
