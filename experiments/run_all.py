@@ -127,6 +127,8 @@ ALL = (
     _plain("request_path", 1),
     _plain("malloc_trim", 3),
     _plain("anchortp_plans", 1),
+    _plain("layout_speed", 1),
+    _plain("prefill_shares", 1),
     _plain("raidserve_throughput", 5, AVAILABILITY),
     _plain("elastic_bits", 5, options="--seconds 40"),
     _plain("rank_exchange", 3),
