@@ -22,7 +22,7 @@ from kvrs.elastic.reforming import (
     CarryOut,
     Costs,
     Event,
-    Join,
+    FormRanks,
     ProbeEnded,
     ProbeStep,
     RankJoined,
@@ -200,7 +200,7 @@ class Node:
                 self.ready_s.append(ready_s)
                 places = dict.fromkeys((move.target, move.unit) for move in plan.moves)
                 return [UnitArrived(epoch, rank, unit) for rank, unit in places]
-            case Join(epoch=epoch, layout=layout):
+            case FormRanks(epoch=epoch, layout=layout):
                 return [RankJoined(epoch, rank) for rank in layout.ranks]
             case ProbeStep(epoch=epoch):
                 return [ProbeEnded(epoch, equal=True)]

@@ -121,7 +121,7 @@ class CarryOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class FormRanks:
     epoch: int
     layout: Layout
 
@@ -142,7 +142,7 @@ class EndInstance:
     reason: str
 
 
-Action = Freeze | CarryOut | Join | ProbeStep | Serve | EndInstance
+Action = Freeze | CarryOut | FormRanks | ProbeStep | Serve | EndInstance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +300,7 @@ class Reforming:
         assert self._doing is not None
         after = self._doing.plan.after
         self.phase, self._unjoined = ReformingPhase.JOINING, set(after.ranks)
-        return [Freeze(self.epoch), Join(self.epoch, after)]
+        return [Freeze(self.epoch), FormRanks(self.epoch, after)]
 
     def _probed(self, event: ProbeEnded) -> list[Action]:
         if event.epoch != self.epoch or self.phase is not ReformingPhase.JOINING or self._unjoined:

@@ -15,8 +15,8 @@ from kvrs.elastic.reforming import (
     CarryOut,
     Costs,
     EndInstance,
+    FormRanks,
     Freeze,
-    Join,
     ProbeEnded,
     ProbeStep,
     RankJoined,
@@ -58,7 +58,7 @@ def answers(action: Action) -> list[UnitArrived | RankJoined | ProbeEnded]:
     match action:
         case CarryOut(epoch=epoch, plan=plan):
             return [UnitArrived(epoch, move.target, move.unit) for move in plan.moves]
-        case Join(epoch=epoch, layout=layout):
+        case FormRanks(epoch=epoch, layout=layout):
             return [RankJoined(epoch, rank) for rank in layout.ranks]
         case ProbeStep(epoch=epoch):
             return [ProbeEnded(epoch, equal=True)]
@@ -71,7 +71,14 @@ def test_a_lost_rank_is_done_without() -> None:
 
     done = carry_through(own, own.handle(LOST))
 
-    assert [type(action) for action in done] == [Freeze, CarryOut, Freeze, Join, ProbeStep, Serve]
+    assert [type(action) for action in done] == [
+        Freeze,
+        CarryOut,
+        Freeze,
+        FormRanks,
+        ProbeStep,
+        Serve,
+    ]
     assert own.layout.ranks == (0, 2, 3)
     assert own.phase is ReformingPhase.SERVING
     assert own.layout.number == 2
