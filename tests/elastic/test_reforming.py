@@ -221,6 +221,21 @@ def test_bytes_of_a_dead_process_do_not_count_for_its_successor() -> None:
     assert late.unit in moved
 
 
+def test_late_reports_of_a_lost_rank_make_it_no_source() -> None:
+    """Bytes that were said to be at a rank are gone with it, whenever the report comes."""
+    own = machine()
+    carry_through(own, own.handle(RankLeaving(2)))
+    before = own.epoch
+    carry_through(own, own.handle(LOST))
+    for unit in UNITS.all():
+        own.handle(UnitArrived(before, 1, unit))
+
+    (grown, *_) = own.handle(RankOffered(7, stage=0))
+
+    assert isinstance(grown, CarryOut)
+    assert {move.source for move in grown.plan.moves} <= {0, 3}
+
+
 def test_a_rank_that_is_gone_already_is_not_lost_again() -> None:
     own = machine()
     own.handle(LOST)
