@@ -16,6 +16,7 @@ RANK = {
     "logs": 0,
     "descriptors": 0,
     "large_work": 0,
+    "garbage": 0,
     "origins": 0,
     "connections": 1,
     "tls": 1,

@@ -9,6 +9,7 @@ from kvrs.agent.routes import make_app
 from kvrs.config.file import Config
 from kvrs.connections import ConnectionLimits
 from kvrs.descriptors import raise_descriptor_limit
+from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port
 from kvrs.ids import NodeId
 from kvrs.protocol.secrets import Door, door_keys
@@ -80,6 +81,7 @@ async def _serve(
         if gossip is not None:
             await gossip.start()
             tasks.append(asyncio.create_task(gossip.run()))
+        keep_what_is_there()
         ready()
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -14,6 +14,7 @@ from kvrs.engine.instance import EngineInstance
 from kvrs.engine.page_port import EPOCHS_PER_START
 from kvrs.engine.routes import make_app
 from kvrs.engine.served import ServedInstance
+from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port, watches
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import Door, door_keys
@@ -44,6 +45,7 @@ async def serve(
     """
     instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret, older)
     async with serve_http(instance, allow_faults=config.cluster.allow_faults) as app:
+        keep_what_is_there()
         ready()
         stopping = asyncio.ensure_future(
             _drained(instance, app, stop, at_once or asyncio.Event(), config.cluster.drain_s)

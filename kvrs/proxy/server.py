@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import socket
@@ -23,6 +22,7 @@ from kvrs.config.settings import HOST_OF_PORT
 from kvrs.control.reload import reload_settings
 from kvrs.direct import DirectServer
 from kvrs.errors import ConfigError
+from kvrs.garbage import keep_what_is_there
 from kvrs.gossip.membership import Membership
 from kvrs.http import HttpPort, naming_port
 from kvrs.ids import InstanceId, NodeId
@@ -415,10 +415,7 @@ async def serve(
     proxy, stop = Proxy(config, secret, older, read, link), Stop()
 
     def ready() -> None:
-        # What is there now stays: no later collection of garbage passes through all of it, which
-        # takes tens of milliseconds.
-        gc.collect()
-        gc.freeze()
+        keep_what_is_there()
         if link is None:
             log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
         else:

@@ -1,0 +1,14 @@
+"""Garbage of a process that runs for long."""
+
+import gc
+
+
+def keep_what_is_there() -> None:
+    """No later collection of garbage passes through the objects of the start, which takes tens of
+    milliseconds. Nor does their number put collections off: Python does not look at old objects
+    before a quarter as many new ones have grown old, some 20,000, so that what ends in a circle
+    would pile up for hours.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # Counts how many are old, which are none now.
