@@ -146,6 +146,22 @@ def test_a_failed_start_reports_its_cause(tmp_path: Path) -> None:
     assert store_directory(str(tmp_path), SECRET, N0).exists()
 
 
+def test_no_collection_passes_through_the_objects_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does their number put collections off."""
+    told = "import atexit, gc, sys\n"
+    told += "atexit.register(lambda: print('kept:', gc.get_freeze_count(), file=sys.stderr))\n"
+    (tmp_path / "sitecustomize.py").write_text(told)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    agent = AgentProcess(tmp_path, document(tmp_path))
+
+    with processes(agent):
+        _, output = agent.end(signal.SIGTERM)
+
+    assert int(output.rpartition("kept:")[2]) > 10_000
+
+
 def test_an_agent_loads_no_torch() -> None:
     """So it starts in a fraction of a second."""
     script = "import sys, kvrs.agent.__main__; sys.exit('torch' in sys.modules)"
