@@ -11,6 +11,7 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import say
+from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend, demo_nodes
 from kvrs.config.exposure import check_exposure
 from kvrs.config.file import Config, load_config, parse_config, read_secrets
@@ -117,7 +118,8 @@ def _up_config(
             ]
         )
     # Checkpoints slow DistServe down (experiments/distserve_kill_series).
-    if preset is None and config is None and backend in (None, Backend.EMBEDDED):
+    is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
+    if is_plain:
         preset = SystemPreset.BEST
     given = load_config(config, os.environ, preset)
     document = given.model_dump(mode="json")
@@ -126,6 +128,8 @@ def _up_config(
         document["gossip"]["enabled"] = True
     if nodes is not None:
         document["cluster"]["nodes"] = [node.model_dump(mode="json") for node in demo_nodes(nodes)]
+        if is_plain and nodes == 1:  # There is no other node for checkpoints.
+            document["backup"]["mode"] = BackupMode.LOCAL.value
     if model is not None:
         if not (model / "config.json").is_file():
             raise ConfigError(

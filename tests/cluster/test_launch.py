@@ -6,8 +6,10 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvrs.cluster.guard import members
@@ -106,6 +108,27 @@ def test_a_cluster_whose_ray_died_reports_it_and_ends(started: Launch) -> None:
     assert started.process.wait(END_S) == 2
     assert "Ray's raylet ended with status -9" in started.output.splitlines()[-1]
     started.assert_nothing_left()
+
+
+def test_ray_listens_on_loopback_only_and_asks_for_its_token(started: Launch) -> None:
+    """Ray runs whatever a caller sends it, as the user of the cluster."""
+    started.wait_for_output("kvrs is up")
+    processes = [psutil.Process(pid) for pid in members(started.run_directory)]
+    servers = [each for each in processes if each.name() in ("gcs_server", "raylet")]
+
+    listening = {
+        (process.name(), connection.laddr.ip.removeprefix("::ffff:"))
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    modes = {each.name(): each.environ().get("RAY_AUTH_MODE") for each in servers}
+    tokens = {each.environ().get("RAY_AUTH_TOKEN", "") for each in servers}
+
+    assert listening
+    assert [each for each in listening if not ip_address(each[1]).is_loopback] == []
+    assert modes == {"gcs_server": "token", "raylet": "token"}
+    assert [len(token) for token in tokens] == [64]
 
 
 def raylet_of(run_directory: Path) -> int:
