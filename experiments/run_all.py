@@ -216,6 +216,7 @@ ALL = (
     _plain("large_bodies", 3),
     Experiment("tenants", ("attacks", "memory"), 6, "python -m experiments.tenants.run"),
     _plain("networks", 5, ROOT_USER),
+    _plain("link_monitor", 6, ROOT_USER),
     Experiment(
         "gossip_agents",
         ("gossip_agents",),

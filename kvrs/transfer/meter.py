@@ -14,8 +14,9 @@ the last byte that arrived, so a peer that dies silently does not make its link 
 
 Rate and spread are moving averages with a time constant T in seconds: a sample that ends t after
 the one before it has the weight w = 1 - exp(-t / T), rate += w * (sample - rate), and the spread
-follows |sample - rate| with 4 T, so that one step does not saturate it. `lower_bound` is what a
-decision may count on: rate - spread - rate * drift * sqrt(age).
+follows |sample - rate| with 4 T, so that one step does not saturate it. A step is believed at once
+when a second sample confirms it: two in a row that agree, both far off on one side, are the new
+rate. `lower_bound` is what a decision may count on: rate - spread - rate * drift * sqrt(age).
 
 Times are those of arrival, which may lie before the bytes are read (`arrivals.py`). Probes are for
 links without traffic of their own: long enough that a rate is seen in them, and all that are sent
@@ -37,6 +38,11 @@ _MAX_SAMPLE_S = 0.25
 
 _FIRST_SPREAD = 0.25  # Of the rate, after one sample.
 _SPREAD_CONSTANTS = 4  # Time constant of the spread, in those of the rate.
+
+# A step: two samples in a row that differ by less than this share of the larger one, ...
+_AGREE = 0.25
+# ... and from the rate by more than this factor.
+_FAR = 1.5
 
 _PROBE_OVERHEAD = 1.05  # Frames and packets around the bytes.
 _BLIND_PAUSE_S = 10.0  # After a probe in which nothing could be seen.
@@ -191,7 +197,8 @@ class LinkMeter:
         elapsed_s = link.last_s - link.since_s
         if elapsed_s >= _MIN_SAMPLE_S:
             rate = link.bytes / elapsed_s
-            if link.bytes_per_s is None:
+            before = link.latest_bytes_per_s
+            if link.bytes_per_s is None or _is_step(link.bytes_per_s, before, rate):
                 link.bytes_per_s, link.spread = rate, rate * _FIRST_SPREAD
             else:
                 passed = max(0.0, link.last_s - link.measured_s) / self._settings.time_constant_s
@@ -201,3 +208,10 @@ class LinkMeter:
             link.latest_bytes_per_s, link.measured_s = rate, link.last_s
             link.blind = 0
         link.since_s, link.bytes = link.last_s, 0
+
+
+def _is_step(estimate: float, *samples: float) -> bool:
+    """Whether two samples tell of a new rate rather than of noise around the old one."""
+    least, most = min(samples), max(samples)
+    is_far = least > estimate * _FAR or most < estimate / _FAR
+    return is_far and most - least < _AGREE * most

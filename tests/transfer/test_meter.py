@@ -108,6 +108,36 @@ def test_one_odd_sample_among_many_moves_little() -> None:
     assert 0.9e9 < meter.estimates()[A] < 2e9
 
 
+@pytest.mark.parametrize("after", [1e8, 4e8, 2.5e9, 1e10])
+def test_a_second_sample_confirms_a_step(after: float) -> None:
+    """Two that agree, far off on one side, are the new rate; the spread begins anew."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+    now_s = 0.0
+    for _ in range(50):
+        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, 1e9)
+
+    now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, after)
+    assert abs(meter.estimates()[A] / after - 1) > 0.3
+    now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, after * 1.1)
+
+    assert abs(meter.estimates()[A] / after - 1) < 0.15
+    (measured,) = meter.measurements(now_s).values()
+    assert lower_bound(measured, LINK) > after / 2
+
+
+def test_samples_that_disagree_or_are_near_are_no_step() -> None:
+    """They move the average by their time."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+    now_s = 0.0
+    for _ in range(50):
+        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, 1e9)
+
+    for bytes_per_s in (3e9, 1e10, 1.4e9, 1.4e9):
+        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, bytes_per_s)
+
+    assert 1e9 < meter.estimates()[A] < 2e9
+
+
 def test_a_reader_that_held_up_its_peer_is_not_the_links_fault() -> None:
     """Its buffer was full; what came before is a sample, and the wait after it is not."""
     meter = LinkMeter(LINK, min_sample_bytes=1000)
