@@ -6,7 +6,7 @@ import asyncio
 import errno
 import hmac
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
@@ -250,13 +250,15 @@ def watches(app: web.Application) -> int:
     return len(app[_WATCHES])
 
 
-def require_token(tokens: Sequence[bytes], what: str) -> Middleware:
-    """One of the tokens is required for all but `/healthz`; they may change."""
+def require_token(
+    tokens: Sequence[bytes], what: str, open_paths: Container[str] = (HEALTHZ,)
+) -> Middleware:
+    """One of the tokens is required for all but `open_paths`; they may change."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if request.path != HEALTHZ and not any(
+        if request.path not in open_paths and not any(
             hmac.compare_digest(given, b"Bearer " + token) for token in tokens
         ):
             return error(401, f"this endpoint requires {what}", kind="authentication_error")

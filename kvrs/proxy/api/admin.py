@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -12,13 +13,25 @@ from prometheus_client.registry import Collector
 
 from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
 from kvrs.errors import ConfigError
-from kvrs.http import answer, require_token
+from kvrs.http import HEALTHZ, answer, require_token
 from kvrs.proxy.api.openapi import add_document, admin_document
+from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.state import describe, measure
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
+
+UI = "/ui"
+# The page holds no data: it asks for them, with the token that is typed in. It loads nothing else.
+_UI_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
+    "'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action "
+    "'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 class AdminSource(Protocol):
@@ -69,11 +82,15 @@ class Admin:
         self._tokens = read_admin_tokens(security, os.environ)
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._source = source
+        self._reloads = reloads
+        self._page = (Path(__file__).parent / "ui.html").read_bytes()
 
     def application(self) -> web.Application:
-        authenticate = require_token(self._tokens, "the admin token")
+        authenticate = require_token(self._tokens, "the admin token", (HEALTHZ, UI))
         app = web.Application(middlewares=[authenticate] if self._tokens else [])
+        app.router.add_get(UI, self._ui)
         app.router.add_get("/kvrs/v1/state", self._state)
+        app.router.add_get("/kvrs/v1/overview", self._overview)
         app.router.add_post("/kvrs/v1/reload", self._reload)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/healthz", self._healthz)
@@ -89,6 +106,23 @@ class Admin:
     async def _state(self, _: web.Request) -> web.Response:
         body = msgspec.json.encode(await self._source.state())
         return web.Response(body=body, content_type="application/json")
+
+    async def _overview(self, _: web.Request) -> web.Response:
+        config = self._reloads.config
+        policy = {
+            "policy": config.policy.name.value,
+            "handoff": config.policy.handoff.value,
+            "dispatch": config.policy.dispatch.value,
+            "backup": config.backup.mode.value,
+        }
+        body = msgspec.json.encode(overview(await self._source.state(), policy))
+        return web.Response(body=body, content_type="application/json")
+
+    async def _ui(self, _: web.Request) -> web.Response:
+        """The page that shows the overview every second."""
+        return web.Response(
+            body=self._page, content_type="text/html", charset="utf-8", headers=_UI_HEADERS
+        )
 
     async def _reload(self, _: web.Request) -> web.Response:
         """Take over what has changed in the file: 400 with every fault where it has any."""

@@ -176,6 +176,8 @@ def admin_document() -> dict[str, Any]:
         "kvrs, admin port",
         {
             "/kvrs/v1/state": {"get": _operation("Instances, streams, recoveries", {})},
+            "/kvrs/v1/overview": {"get": _operation("The same in few bytes", {})},
+            "/ui": {"get": _operation("A page that shows the overview", None)},
             "/kvrs/v1/reload": {"post": _operation("Read the file again", _RELOAD)},
             "/metrics": {"get": _operation("Metrics for Prometheus", None)},
             "/healthz": {"get": _operation("Whether the process runs", None)},

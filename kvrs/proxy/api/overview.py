@@ -1,0 +1,84 @@
+"""`/kvrs/v1/overview`: the state in few bytes, for pages and terminals that show it every second.
+Pure.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+RECOVERIES = 50  # The newest ones.
+LINKS = 200
+_OF_LOAD = ("queued", "running", "free_pages", "queue_delay_s")
+_OF_INSTANCE = ("id", "role", "node", "health", "epoch", "reason")
+_OF_AGENT = ("id", "node", "health", "checkpoints", "held_bytes", "capacity_bytes", "reason")
+_OF_RECOVERY = (
+    "at_s",
+    "stream",
+    "attempt",
+    "option",
+    "from",
+    "to",
+    "cause",
+    "predicted_s",
+    "real_s",
+    "gap_s",
+    "outcome",
+)
+
+
+def overview(state: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a state as `/kvrs/v1/state` has it, of one process or of all workers."""
+    streams: Sequence[Mapping[str, Any]] = state["streams"]
+    return {
+        "proxies": [
+            {"id": each["id"], "pid": each.get("pid"), "peers": each["peers"]}
+            for each in state["proxies"]
+        ],
+        "policy": policy,
+        "instances": [_instance(row, streams) for row in state["instances"]],
+        "agents": [_kept(row, _OF_AGENT) for row in state["agents"]],
+        "links": [
+            _kept(row, ("source", "target", "bytes_per_s", "measured"))
+            for row in state["links"][:LINKS]
+        ],
+        "slots": state["slots"],
+        "streams": {
+            "open": len(streams),
+            "by_stage": dict(Counter(row["stage"] for row in streams)),
+            "inexact": sum(not row["exact"] for row in streams),
+            "restorable": _restorable(streams),
+            "why_not": dict(Counter(row["unprotected"] for row in streams if row["unprotected"])),
+        },
+        "recoveries": [_recovery(row) for row in reversed(state["recoveries"][-RECOVERIES:])],
+    }
+
+
+def _instance(row: Mapping[str, Any], streams: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    load = row["load"] or {}
+    return {
+        **_kept(row, _OF_INSTANCE),
+        **{key: load.get(key) for key in _OF_LOAD},
+        "draining": bool(load.get("draining")),
+        "ranks": len(row["ranks"]),
+        "streams": sum(row["id"] in (each["prefill"], each["decode"]) for each in streams),
+    }
+
+
+def _recovery(row: Mapping[str, Any]) -> dict[str, Any]:
+    estimates = [_kept(each, ("option", "total_s")) for each in row["estimates"]]
+    return {**_kept(row, _OF_RECOVERY), "estimates": estimates}
+
+
+def _restorable(streams: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The streams of which an agent keeps pages, in all and by agent."""
+    by_agent: Counter[str] = Counter()
+    for row in streams:
+        by_agent.update(agent for agent, pages in row["protected"].items() if pages)
+    return {
+        "streams": sum(any(row["protected"].values()) for row in streams),
+        "by_agent": dict(by_agent),
+    }
+
+
+def _kept(row: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: row[key] for key in keys if key in row}

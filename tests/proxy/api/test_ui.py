@@ -1,0 +1,165 @@
+"""`/ui` and the overview that it shows."""
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrs.proxy.api.overview import LINKS, RECOVERIES, overview
+from tests.proxy.conftest import ProxyClusterBuilder
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+MOST_PAGE_BYTES = 100_000
+POLICY = {"policy": "auto"}
+
+
+def a_state(streams: int = 0, recoveries: int = 0, links: int = 0) -> dict[str, Any]:
+    return {
+        "proxies": [{"id": "proxy-0", "pid": 1, "peers": {}}],
+        "instances": [
+            {
+                "id": "d0",
+                "role": "decode",
+                "node": "n0",
+                "health": "up",
+                "epoch": 3,
+                "load": {"queued": 1, "running": 2, "free_pages": 9, "queue_delay_s": 0.5},
+                "ranks": [],
+            },
+            {
+                "id": "d1",
+                "role": "decode",
+                "node": "n1",
+                "health": "lost",
+                "epoch": None,
+                "load": None,
+                "ranks": [],
+                "reason": "connection refused",
+            },
+        ],
+        "agents": [{"id": "agent-n0", "node": "n0", "health": "up", "checkpoints": 4}],
+        "links": [{"source": "n0", "target": "n1", "bytes_per_s": 1e9, "measured": True, "more": 1}]
+        * links,
+        "slots": {"d0": {"held": 1, "waiting": 0, "max": 32}},
+        "streams": [
+            {
+                "prefill": "p0",
+                "decode": "d0",
+                "stage": "decode",
+                "exact": True,
+                "protected": {"agent-n0": number % 2},
+                "unprotected": None if number % 2 else "no agent was found for it",
+            }
+            for number in range(streams)
+        ],
+        "recoveries": [
+            {
+                "at_s": float(number),
+                "stream": f"s{number}",
+                "attempt": 2,
+                "option": "migrate",
+                "from": "d1",
+                "to": "d0",
+                "cause": "lost",
+                "predicted_s": 0.1,
+                "real_s": 0.2,
+                "gap_s": 0.3,
+                "outcome": "resumed",
+                "regret_s": 0.0,
+                "estimates": [{"option": "migrate", "total_s": 0.1, "queue_s": 0.0}],
+            }
+            for number in range(recoveries)
+        ],
+    }
+
+
+def test_the_overview_counts_streams_and_what_can_be_restored() -> None:
+    """From where, and why the others cannot."""
+    view = overview(a_state(streams=5), POLICY)
+
+    assert view["streams"] == {
+        "open": 5,
+        "by_stage": {"decode": 5},
+        "inexact": 0,
+        "restorable": {"streams": 2, "by_agent": {"agent-n0": 2}},
+        "why_not": {"no agent was found for it": 3},
+    }
+    up, lost = view["instances"]
+    assert (up["streams"], up["queued"], lost["queued"]) == (5, 1, None)
+    assert lost["reason"] == "connection refused"
+
+
+def test_the_overview_is_bounded() -> None:
+    """Whatever the number of streams, the newest recoveries first."""
+    view = overview(a_state(streams=5000, recoveries=1000, links=4032), POLICY)
+
+    assert len(view["recoveries"]) == RECOVERIES
+    assert view["recoveries"][0]["stream"] == "s999"
+    assert len(view["links"]) == LINKS
+    assert len(json.dumps(view)) < MOST_PAGE_BYTES
+
+
+@pytest.mark.network
+async def test_the_page_needs_no_token_and_holds_no_data(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """It loads nothing from elsewhere; what it shows needs the token."""
+    token = tmp_path / "token"
+    token.write_text("only for the tests: a token\n")
+    token.chmod(0o600)
+    system = await build(pairs=1, wait=False, security={"admin_token_file": str(token)})
+    url = f"http://127.0.0.1:{system.proxy.admin_port}"
+
+    async with system.http.get(f"{url}/ui") as answer:
+        page, policy = await answer.text(), answer.headers["Content-Security-Policy"]
+    async with system.http.get(f"{url}/kvrs/v1/overview") as answer:
+        refused = answer.status
+    headers = {"Authorization": "Bearer only for the tests: a token"}
+    async with system.http.get(f"{url}/kvrs/v1/overview", headers=headers) as answer:
+        view = await answer.json()
+
+    assert refused == 401
+    assert len(page.encode()) < MOST_PAGE_BYTES
+    assert not re.search(r"https?://|@import|\bsrc=|<link", page)
+    assert "default-src 'none'" in policy
+    assert "innerHTML" not in page
+    assert {row["id"] for row in view["instances"]} == {"p0", "d0"}
+    assert view["policy"]["policy"] == "auto"
+
+
+@pytest.mark.network
+@pytest.mark.process
+@pytest.mark.skipif(BROWSER is None, reason="not installed: chromium")
+async def test_a_browser_shows_instances_and_reports_no_error(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """Headless Chromium, with a profile of its own."""
+    system = await build(pairs=1)
+    assert BROWSER is not None
+    process = await asyncio.create_subprocess_exec(
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=1500",
+        "--dump-dom",
+        f"http://127.0.0.1:{system.proxy.admin_port}/ui",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(120):
+        shown, log = await process.communicate()
+
+    assert "CONSOLE" not in log.decode(errors="replace")
+    text = shown.decode()
+    assert ">live<" in text
+    assert 'class="up"' in text
+    for name in ("p0", "d0"):
+        assert f"<span>{name} " in text
