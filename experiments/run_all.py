@@ -204,6 +204,7 @@ ALL = (
             "3_sync": "--proxies 3 --mirror sync",
         },
     ),
+    _plain("responses_kills", 6),
     *_kinds("proxy_kills", 10, **{"2_async_mix": "--mix --kills 40"}),
     _plain("rolling_upgrade", 2),
     _plain("many_deaths", 1),
