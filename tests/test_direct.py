@@ -23,7 +23,7 @@ pytestmark = pytest.mark.network
 PATH = "/v1/completions"
 
 
-def request(body: bytes = b"{}", path: str = PATH, **headers: str) -> bytes:
+def post(body: bytes = b"{}", path: str = PATH, **headers: str) -> bytes:
     fields = {"Host": "x", "Content-Length": str(len(body))} | {
         name.replace("_", "-"): value for name, value in headers.items()
     }
@@ -78,6 +78,21 @@ def test_a_head_that_is_taken_is_what_the_full_parser_makes_of_it(data: bytes) -
     assert payload_is_whole == (head.body_bytes <= 2)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("Transfer-Encoding: chunked", "Content-Encoding: gzip", "Expect: 100-continue"),
+        *("Upgrade: h2c", "Connection: upgrade", "Content-Length: 3", "Host: y", " folded"),
+    ],
+)
+def test_a_line_of_another_kind_of_request_is_for_the_full_parser(line: str) -> None:
+    """Each by itself, in a head that is usual but for it."""
+    usual = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+
+    assert parse_head(usual) is not None
+    assert parse_head(usual.replace(b"\r\n\r\n", f"\r\n{line}\r\n\r\n".encode())) is None
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_parser(data: bytes) -> None:
     """What is no usual request is for the full server."""
@@ -109,6 +124,10 @@ class Port:
 
     async def serve(self, request: DirectRequest) -> web.Response:
         self.served.append(request)
+        if b"first" in request.body:
+            # It comes after the response to this one, and before the next one's turn.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(request.protocol.data_received, post(b"third"))
         if b"bug" in request.body:
             raise ZeroDivisionError
         if b"wait" in request.body:
@@ -162,7 +181,7 @@ async def answers(port: int, *pieces: bytes, count: int = 1, pause_s: float = 0.
         writer.close()
 
 
-WHOLE = request(b'{"a": 1}')
+WHOLE = post(b'{"a": 1}')
 CHUNKED = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
 
 
@@ -172,9 +191,9 @@ CHUNKED = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\
         ((WHOLE,), b'direct:{"a": 1}'),
         ((WHOLE[:-3], WHOLE[-3:]), b'direct:{"a": 1}'),  # A body that comes in two reads.
         ((WHOLE[:30], WHOLE[30:]), b'full:{"a": 1}'),  # A head that does.
-        ((request(b"{}", "/other"),), b"full:{}"),
-        ((request(b"{}", Expect="100-continue"),), b"full:{}"),
-        ((request(b" " * (70 << 10)),), b"full:" + b" " * (70 << 10)),
+        ((post(b"{}", "/other"),), b"full:{}"),
+        ((post(b"{}", Expect="100-continue"),), b"full:{}"),
+        ((post(b" " * (70 << 10)),), b"full:" + b" " * (70 << 10)),
         (
             (CHUNKED, b"2\r\n{}\r\n0\r\n\r\n"),
             b"full:{}",
@@ -226,18 +245,26 @@ async def test_requests_behind_another_are_answered_in_order() -> None:
     """A client may send the next one before it has the response to the first, also of a kind that
     the full server takes.
     """
-    sent = b"".join(request(b"%d" % number) for number in range(40))
+    sent = b"".join(post(b"%d" % number) for number in range(40))
     async with opened() as port:
-        found = await answers(port.port, sent, request(b"last", "/other"), count=41)
+        found = await answers(port.port, sent, post(b"last", "/other"), count=41)
 
     assert found == [*(b"direct:%d" % number for number in range(40)), b"full:last"]
+
+
+async def test_a_request_that_comes_before_the_next_one_s_turn_is_behind_it() -> None:
+    """Requests are answered in the order in which they were sent."""
+    async with opened() as port:
+        found = await answers(port.port, post(b"first") + post(b"second"), count=3)
+
+    assert found == [b"direct:first", b"direct:second", b"direct:third"]
 
 
 async def test_a_client_that_leaves_cancels_its_request() -> None:
     """What runs for it ends."""
     async with opened() as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        writer.write(request(b"wait"))
+        writer.write(post(b"wait"))
         async with asyncio.timeout(10):
             while not port.served:
                 await asyncio.sleep(0.01)
@@ -252,7 +279,7 @@ async def test_a_bug_ends_the_connection_alone() -> None:
     """The client is not left waiting, and others are served."""
     async with opened() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        writer.write(request(b"bug"))
+        writer.write(post(b"bug"))
         async with asyncio.timeout(10):
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
@@ -279,7 +306,7 @@ async def test_a_port_that_closes_waits_for_requests_and_not_for_idle_connection
     """The last words of a response reach its client."""
     async with opened() as port:
         _, idle = await asyncio.open_connection("127.0.0.1", port.port)
-        asking = asyncio.create_task(answers(port.port, request(b"wait")))
+        asking = asyncio.create_task(answers(port.port, post(b"wait")))
         async with asyncio.timeout(10):
             while not port.served:
                 await asyncio.sleep(0.01)
@@ -297,7 +324,7 @@ async def test_connections_beyond_the_limit_are_refused_while_all_are_busy() -> 
     """And an idle one gives way."""
     async with opened(ConnectionLimits(1, 1)) as port:
         _, idle = await asyncio.open_connection("127.0.0.1", port.port)
-        asking = asyncio.create_task(answers(port.port, request(b"wait")))
+        asking = asyncio.create_task(answers(port.port, post(b"wait")))
         async with asyncio.timeout(10):
             while not port.served:
                 await asyncio.sleep(0.01)
