@@ -72,7 +72,7 @@ async def test_a_client_cannot_tell_a_cut_stream_from_a_whole_one(
     build: ProxyClusterBuilder, model: str, separate: bool
 ) -> None:
     """Byte for byte, times and ids aside, wherever and however the stream is cut."""
-    system = await build(proxy={"token_gap_s": 2.0}, model=model)
+    system = await build(proxy={"token_gap_s": 2.0, "keep_alive_s": None}, model=model)
     system.script.separate_finish = separate
 
     assert await wrong_answers(system, CASES, f"{separate}") == []
