@@ -131,6 +131,7 @@ class SilentBackend:
 class NoClient:
     blocked = False
     direct = None
+    take_token = None
 
     def send(self, events: Sequence[bytes]) -> None:
         raise AssertionError(events)

@@ -49,7 +49,7 @@ from kvrs.proxy.watch.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
-from kvrs.proxy.wire.pool import EngineLinks
+from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.workers.link import WorkerLink
 from kvrs.proxy.workers.running import Stop, run_service
 
@@ -221,7 +221,7 @@ class Proxy:
         keys = {
             address_of(url): door_key(self._ring[0], Door.PROXY, name) for name, url in urls.items()
         }
-        self._sessions.append(to_peers := new_session(keys, self._tls.inner))
+        self._sessions.append(to_peers := EngineLinks(Access(keys, self._tls.inner)))
         return {name: ProxyPeer(to_peers, me, name, url) for name, url in urls.items()}
 
     def _agent_backends(self) -> dict[InstanceId, AgentBackend]:

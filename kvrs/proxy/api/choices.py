@@ -22,6 +22,7 @@ class ChoiceClient:
     """Writes one choice to the common response under its own index, after the prompt if echoed."""
 
     direct = None
+    take_token = None
 
     def __init__(
         self, inner: Client, merger: Merger, index: int, journal: Journal, echo: str | None

@@ -80,6 +80,7 @@ class GenerateClient:
     """Converts the events of a stream to DistServe's form, in which each has all text so far."""
 
     direct = None
+    take_token = None
 
     def __init__(self, inner: Client) -> None:
         self._inner = inner

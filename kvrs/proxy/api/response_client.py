@@ -42,6 +42,7 @@ class ResponseClient:
     """The client of the stream of a response: none while nothing reads it."""
 
     direct = None
+    take_token = None
 
     def __init__(self) -> None:
         self.reader: ResponseReader | None = None

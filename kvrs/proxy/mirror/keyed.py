@@ -68,10 +68,14 @@ class KeyedStream:
         self._changed = changed
         self._kept = kept
         self._stop = stop
+        self._name = journal.stream.encode()
         self._recorded_ids = len(journal.output_ids)
         self._cursor = 0
         self._progress = asyncio.Event()
         self._waiting: list[Callable[[], None]] = []
+        self._noted: tuple[object, ...] = ()  # Of the journal, in the state of the record.
+        # Whether all events from the cursor on lie behind the client's position.
+        self._is_past_client = after < 0
         self._gone: str | None = None  # Why the client gets nothing any more.
         self._is_sending = False
         self._is_closed = False
@@ -118,10 +122,46 @@ class KeyedStream:
         self._recorded_ids = max(self._recorded_ids, reached)
         self._book.add(record, StreamEvent(mark, ids.tobytes(), event))
 
+    def take_token(self, token_id: int, event: bytes, now_s: float) -> None:
+        """As `send`, for an event of one token; where nothing stands between it and the client."""
+        record, outbox, inner = self.outbox.record, self.outbox, self._inner
+        is_level = self._cursor == len(record.events) and self._is_past_client
+        self._recorded_ids = seq = len(self.journal.output_ids)
+        ids = token_id.to_bytes(BYTES_PER_ID, "little")
+        self._book.add(record, StreamEvent(seq, ids, event))
+        if (
+            is_level
+            and isinstance(inner, SseClient)
+            and not inner.blocked
+            and inner.is_open
+            and not self._is_closed
+            and not outbox.waits(now_s, sync=self.sync)
+        ):
+            inner.send_framed(b"id: %b:%d\ndata: %b\n\n" % (self._name, seq, event))
+            self._cursor += 1
+            if not outbox.dirty and outbox.mirror is not None:
+                outbox.dirty = True
+                self._changed(self)
+            return
+        self.mark_dirty()
+        if self._gone is not None:
+            raise ClientGoneError(self._gone)
+
     def note_state(self) -> None:
         """Bring the state in the record up to date, before it goes anywhere."""
         journal, before = self.journal, self.record.state
         locations = tuple(KvLocation(each.holder, each.epoch, each.pages) for each in self._kept())
+        now = (
+            journal.finish_reason,
+            journal.stop_reason,
+            journal.text_sent,
+            journal.usage_sent,
+            journal.inexact,
+            locations or before.kv_locations,
+        )
+        if now == self._noted:
+            return
+        self._noted = now
         self.record.state = msgspec.structs.replace(
             before,
             finish_reason=journal.finish_reason,
@@ -199,7 +239,7 @@ class KeyedStream:
 
     def wake(self) -> None:
         """Send what may be sent now, because events, acknowledgements or room have come."""
-        if not self._is_sending:
+        if not self._is_sending and self._cursor < len(self.record.events):
             self._is_sending = True
             try:
                 self._send_ready()
@@ -255,7 +295,8 @@ class KeyedStream:
         """
         events, batch = self.record.events, []
         before = events[self._cursor - 1].seq if self._cursor else -1
-        if self.after < 0 or before > self.after:
+        if self._is_past_client or before > self.after:
+            self._is_past_client = True
             until = self.outbox.sendable(self._clock(), sync=self.sync)
             batch = events[self._cursor : min(until, self._cursor + _MOST_AT_ONCE)]
             self._cursor += len(batch)

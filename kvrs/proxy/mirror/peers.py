@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-import aiohttp
 import msgspec
 
 from kvrs.config.proxy import are_workers_of_one
@@ -26,7 +25,9 @@ from kvrs.protocol.mirror import (
     RecordVersion,
     Update,
 )
-from kvrs.proxy.backends.peer import Peer, UnusableError, body_of
+from kvrs.proxy.backends.peer import Peer, UnusableError
+from kvrs.proxy.wire.pool import EngineLinks
+from kvrs.proxy.wire.upstream import WholeReader
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +46,16 @@ Answer = TypeVar("Answer")
 class ProxyPeer(Peer):
     """Client of one other proxy; `me` identifies this one."""
 
-    def __init__(self, session: aiohttp.ClientSession, me: Hello, name: str, url: str) -> None:
-        super().__init__(session, url)
+    def __init__(self, links: EngineLinks, me: Hello, name: str, url: str) -> None:
+        super().__init__(links.session, url)
+        self._pool = links.pool(url)
         self.id = name
         self.run: str | None = None  # Of its process; None while it does not answer.
         self._me = me
 
     async def hello(self) -> str:
         """Announce this proxy; return the peer's run."""
-        return self._checked(await self._ask("POST", f"{PATH}/hello", self._me, Hello))
+        return self._checked(await self._ask(f"{PATH}/hello", self._me, Hello))
 
     def _checked(self, hello: Hello) -> str:
         if hello.id != self.id:
@@ -74,26 +76,25 @@ class ProxyPeer(Peer):
                     heard(self._checked(hello))
 
     async def mirror(self, updates: list[Update]) -> BatchAnswer:
-        answer = await self._ask("POST", PATH, Batch(self._me.id, updates), BatchAnswer)
+        answer = await self._ask(PATH, Batch(self._me.id, updates), BatchAnswer)
         if len(answer.acks) != len(updates):
             raise UpstreamError(f"acknowledges {len(answer.acks)} of {len(updates)} streams")
         return answer
 
     async def lookup(self, key: str) -> LookupAnswer:
-        return await self._ask("POST", f"{PATH}/lookup", Lookup(key), LookupAnswer)
+        return await self._ask(f"{PATH}/lookup", Lookup(key), LookupAnswer)
 
     async def read(self, key: str) -> ReadAnswer:
-        return await self._ask("POST", f"{PATH}/read", Lookup(key), ReadAnswer)
+        return await self._ask(f"{PATH}/read", Lookup(key), ReadAnswer)
 
     async def drop(self, key: str) -> LookupAnswer:
-        return await self._ask("POST", f"{PATH}/drop", Lookup(key), LookupAnswer)
+        return await self._ask(f"{PATH}/drop", Lookup(key), LookupAnswer)
 
     async def claim(self, claim: Claim) -> ClaimAnswer:
-        return await self._ask("POST", f"{PATH}/claim", claim, ClaimAnswer, retry=False)
+        return await self._ask(f"{PATH}/claim", claim, ClaimAnswer, retry=False)
 
     async def _ask(
         self,
-        method: str,
         path: str,
         message: msgspec.Struct,
         kind: type[Answer],
@@ -103,22 +104,30 @@ class ProxyPeer(Peer):
         body, sent_s = msgspec.msgpack.encode(message), time.monotonic()
         timeout_s = _TIMEOUT_S + len(body) / _SLOWEST_BYTES_PER_S
         try:
-            async with asyncio.timeout(timeout_s), self.call(method, path, body) as response:
-                raw = await body_of(response, MAX_BODY_BYTES)
+            async with asyncio.timeout(timeout_s):
+                status, raw = await self._post(path, body)
         except TimeoutError:
             # If much more time has passed, this process was stopped, and the timeout says nothing
             # about the peer.
             if retry and time.monotonic() > sent_s + timeout_s + _TIMEOUT_S:
-                return await self._ask(method, path, message, kind, retry=False)
+                return await self._ask(path, message, kind, retry=False)
             raise UpstreamError(f"no answer to {path} within {timeout_s:.1f} s") from None
-        if response.status != 200:
-            raise UpstreamError(
-                f"HTTP {response.status} for {path}: {raw[:200].decode(errors='replace')}"
-            )
+        if status != 200:
+            raise UpstreamError(f"HTTP {status} for {path}: {raw[:200].decode(errors='replace')}")
         try:
             return msgspec.msgpack.decode(raw, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UnusableError(f"unexpected answer to {path}: {error}") from None
+
+    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        reader = WholeReader(MAX_BODY_BYTES)
+        upstream = await self._pool.take()
+        try:
+            await upstream.call(self._pool.head(path, len(body)), body, reader)
+            status = upstream.status
+            return status, reader.body if status == 200 else upstream.refusal
+        finally:
+            self._pool.give_back(upstream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ proxy that is the only one with a record sends a copy to a live peer.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
@@ -42,7 +43,8 @@ from kvrs.proxy.streams.tokenizer import LazyTokenizer
 
 log = logging.getLogger(__name__)
 
-_GATHER_S = 0.02
+_GATHER_S = 0.02  # Of streams whose clients can go on only with what the mirror has.
+_GATHER_EXACT_S = 0.1  # Of those of which an engine makes the same tokens again.
 # Silent streams are updated too, so that an owner learns that its stream was granted elsewhere.
 _HEARTBEAT_S = 1.0
 _REREPLICATE_S = 0.25
@@ -100,6 +102,7 @@ class Mirror:
         self._dirty: dict[str, dict[KeyedStream, None]] = {peer: {} for peer in peers}
         self._copies = CopyQueue(self.book)
         self._wake = {peer: asyncio.Event() for peer in peers}
+        self._flush_soon = {peer: asyncio.Event() for peer in peers}  # After _GATHER_S.
         self._flush_now = {peer: asyncio.Event() for peer in peers}
 
     # Streams that run here.
@@ -245,7 +248,13 @@ class Mirror:
         self._dirty[outbox.mirror][keyed] = None
         self._wake[outbox.mirror].set()
         if state.released or state.complete or outbox.waits(self._clock(), sync=keyed.sync):
-            self._flush_now[outbox.mirror].set()
+            self._hurry(outbox.mirror)
+        elif keyed.journal.inexact:
+            self._flush_soon[outbox.mirror].set()
+
+    def _hurry(self, peer: str) -> None:
+        self._flush_now[peer].set()
+        self._flush_soon[peer].set()
 
     def _peer_lost(self, peer: str) -> None:
         self.book.lose(peer)
@@ -270,7 +279,7 @@ class Mirror:
     def _re_replicate(self) -> None:
         for target in self._copies.plan(self.peers.live_ids, self.peers.mirrors, self._clock()):
             self._wake[target].set()
-            self._flush_now[target].set()
+            self._hurry(target)
 
     # Sending.
 
@@ -296,16 +305,17 @@ class Mirror:
             _touch(self.streams.values(), self._clock())
 
     async def _send_updates(self, peer: ProxyPeer) -> None:
-        wake, flush_now = self._wake[peer.id], self._flush_now[peer.id]
+        wake, now, soon = (
+            each[peer.id] for each in (self._wake, self._flush_now, self._flush_soon)
+        )
         while True:
             await wake.wait()
-            try:
-                async with asyncio.timeout(_GATHER_S):
-                    await flush_now.wait()
-            except TimeoutError:
-                pass
-            wake.clear()
-            flush_now.clear()
+            for event, most_s in ((now, _GATHER_S), (soon, _GATHER_EXACT_S - _GATHER_S)):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(most_s):
+                        await event.wait()
+            for event in (wake, now, soon):
+                event.clear()
             batch = self._batch_for(peer.id)
             if not batch:
                 continue

@@ -19,6 +19,10 @@ _HEADERS = {
 _COMMENT = b": keep-alive\n\n"
 
 
+# The token, its event, the time.
+TakeToken = Callable[[int, bytes, float], None]
+
+
 class ClientGoneError(KvrsError):
     """The client closed its connection, or did not read for too long."""
 
@@ -36,6 +40,10 @@ class Client(Protocol):
     def direct(self) -> "SseClient | None":
         """The client on whose connection an event may lie as it is, in a chunk of its own."""
 
+    @property
+    def take_token(self) -> "TakeToken | None":
+        """Takes an event of one token, which is in the journal, as `send` would."""
+
     def send(self, events: Sequence[bytes]) -> None:
         """Send JSON payloads; raises ClientGoneError."""
 
@@ -47,6 +55,8 @@ class SseClient:
     """A client that gets a stream. Headers are sent with the first event, or with a comment that
     keeps the connection open, so that earlier errors have a status.
     """
+
+    take_token = None
 
     def __init__(
         self, request: ClientRequest, write_timeout_s: float, headers: Mapping[str, str]
@@ -76,11 +86,15 @@ class SseClient:
 
     def send_numbered(self, stream: StreamId, events: Sequence[StreamEvent]) -> None:
         """As `send`, with event ids, which a client that resumes sends back."""
+        name = stream.encode()
         self._write(
-            b"".join(
-                b"id: %s:%d\n" % (stream.encode(), event.seq) + sse(event.data) for event in events
-            )
+            b"".join([b"id: %b:%d\ndata: %b\n\n" % (name, each.seq, each.data) for each in events])
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its response has begun, and its connection stands."""
+        return self.response is not None and self.response.is_open
 
     def send_framed(self, data: bytes) -> None:
         """Send events that are framed already."""

@@ -133,15 +133,14 @@ class Relay:
         if self._template is None or self.is_complete or not self._splitter.is_between_events:
             return None
         if self._path is None:
-            direct = self._client.direct
             has_head = self._head_bytes <= len(self._template.before)
-            if direct is None or self._journal.marks is not None or not has_head:
+            if not has_head or not (self._client.direct or self._client.take_token):
                 return None
             self._path = TokenPath(
                 self._journal,
                 self._template,
                 self._head_bytes,
-                direct,
+                self._client,
                 delivered=self._delivered,
                 silence=self.silence,
                 clock=self._clock,

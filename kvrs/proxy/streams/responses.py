@@ -39,6 +39,7 @@ class WholeClient:
 
     blocked = False
     direct = None
+    take_token = None
 
     def when_free(self, resume: Callable[[], None]) -> None:
         resume()

@@ -6,7 +6,7 @@ bytes that fit the stream's template; everything else is left to them.
 from collections.abc import Callable
 
 from kvrs.control.silence import Delivered, SilenceTimer
-from kvrs.proxy.streams.clients import SseClient
+from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.wire.sse import EventTemplate
 
@@ -49,6 +49,7 @@ class TokenPath:
         "_client",
         "_clock",
         "_delivered",
+        "_direct",
         "_event_end",
         "_framing_bytes",
         "_has_no_room",
@@ -59,6 +60,7 @@ class TokenPath:
         "_most_tokens",
         "_opening",
         "_silence",
+        "_take_token",
         "_transport",
         "_wants_ids",
     )
@@ -68,7 +70,7 @@ class TokenPath:
         journal: Journal,
         template: EventTemplate,
         head_bytes: int,
-        client: SseClient,
+        client: Client,
         *,
         delivered: Delivered,
         silence: SilenceTimer,
@@ -77,12 +79,13 @@ class TokenPath:
     ) -> None:
         """`head_bytes`: of the events' head, in the place of which the client gets the stream's."""
         assert journal.head is not None
-        assert client.chunked_to is not None
         self._journal = journal
         self._attempt = journal.attempt
         self._most_tokens = _MOST_TOKENS if journal.max_tokens is None else journal.max_tokens
         self._client = client
-        self._transport = client.chunked_to
+        self._take_token = client.take_token
+        self._direct = direct = client.direct
+        self._transport = None if direct is None else direct.chunked_to
         self._delivered = delivered
         self._silence = silence
         self._clock = clock
@@ -95,12 +98,13 @@ class TokenPath:
         self._after_bytes = len(self._after)
         # What the client gets: the opening, what lies between head and ids, and the end.
         self._wants_ids = journal.wants_ids
-        self._opening = _DATA + journal.head
+        self._opening = journal.head
         self._head_bytes = head_bytes
         self._ids_bytes = template.ids_bytes
-        self._event_end = template.rest + _END_OF_EVENT + _END_OF_CHUNK
-        if self._wants_ids:
-            self._event_end = _END_OF_EVENT + _END_OF_CHUNK
+        self._event_end = b"" if self._wants_ids else template.rest
+        if direct is not None:
+            self._opening = _DATA + self._opening
+            self._event_end += _END_OF_EVENT + _END_OF_CHUNK
         self._framing_bytes = len(self._opening) + len(self._event_end) - len(_END_OF_CHUNK)
         self._most_bytes = _MOST_BYTES - self._framing_bytes
 
@@ -126,32 +130,30 @@ class TokenPath:
         # Of JSON's numbers those that need no look: natural, below 2^32.
         if not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
             return False
-        journal, transport = self._journal, self._transport
+        journal, transport, direct = self._journal, self._transport, self._direct
         ids = journal.output_ids
         if (
             journal.attempt != self._attempt
             or journal.finish_reason is not None
             or len(ids) >= self._most_tokens
-            or transport.is_closing()
+            or (transport is not None and transport.is_closing())
         ):
             return False
-        ids.append(int(digits))
+        token_id, now_s = int(digits), self._clock()
+        ids.append(token_id)
         begin = at + self._head_bytes
         end = size - 4 if self._wants_ids else text_end + self._ids_bytes
-        transport.write(
-            b"".join(
-                (
-                    _HEAD_BY_SIZE[self._framing_bytes + end - begin],
-                    self._opening,
-                    data[begin:end],
-                    self._event_end,
-                )
-            )
-        )
-        self._client.was_silent = False
+        if transport is not None and direct is not None:
+            chunk_head = _HEAD_BY_SIZE[self._framing_bytes + end - begin]
+            parts = (chunk_head, self._opening, data[begin:end], self._event_end)
+            transport.write(b"".join(parts))
+            direct.was_silent = False
+        else:
+            assert self._take_token is not None
+            self._take_token(token_id, self._opening + data[begin:end] + self._event_end, now_s)
         if self._client.blocked:
             self._has_no_room()
-        self._silence.heard_s = self._delivered.last_s = now_s = self._clock()
+        self._silence.heard_s = self._delivered.last_s = now_s
         self._delivered.tokens += 1
         journal.wrote(now_s)
         return True

@@ -1,9 +1,11 @@
 """What a stream with a key sends to its client, without any engine, proxy or mirror."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.ids import StreamId
@@ -13,6 +15,7 @@ from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.streams.clients import ClientGoneError, SseClient
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed
 from kvrs.proxy.streams.responses import WholeClient
@@ -36,8 +39,40 @@ class Client(WholeClient):
             raise self.error
 
 
+class Connection(SseClient):
+    """Keeps what would be written; blocked and lost as it is told."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.blocked = self.is_lost = False
+        self.resumes: list[Callable[[], None]] = []
+
+    @property
+    def is_open(self) -> bool:
+        return not self.is_lost
+
+    def when_free(self, resume: Callable[[], None]) -> None:
+        self.resumes.append(resume)
+
+    def free(self) -> None:
+        self.blocked, resumes, self.resumes = False, self.resumes, []
+        for resume in resumes:
+            resume()
+
+    def _write(self, data: bytes, *, is_last: bool = False) -> None:
+        if self.is_lost:
+            raise ClientGoneError("lost")
+        self.written.append(data)
+
+
 def keyed_stream(
-    client: Client, events: int, stopped: list[Failed], after: int = -1
+    client: Client | Connection,
+    events: int,
+    stopped: list[Failed],
+    after: int = -1,
+    *,
+    sync: bool = False,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> KeyedStream:
     journal = Journal(S, read(COMPLETIONS, b'{"prompt": [1], "stream": true}'), 0.0, marks=[])
     record = Record(
@@ -52,13 +87,114 @@ def keyed_stream(
         Outbox(record),
         RecordBook(),
         after,
-        sync=False,
-        clock=lambda: 0.0,
+        sync=sync,
+        clock=clock,
         texts=LazyTokenizer(None),
         changed=lambda _: None,
         kept=lambda: (),
         stop=stopped.append,
     )
+
+
+STEPS = [
+    "token",
+    "token",
+    "token",
+    "update",
+    "ack",
+    "wait",
+    "block",
+    "free",
+    "lose mirror",
+    "leave",
+    "close",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from(STEPS), max_size=40),
+    sync=st.booleans(),
+    is_mirrored=st.booleans(),
+    is_answered=st.booleans(),
+    after=st.integers(-1, 5),
+)
+def test_a_token_alone_goes_as_one_among_others_does(
+    steps: list[str], sync: bool, is_mirrored: bool, is_answered: bool, after: int
+) -> None:
+    """To the record, the mirror and the client: also where that has to wait for an answer of the
+    mirror, does not read, or is gone.
+    """
+    now_s = 0.0
+    sides: list[tuple[KeyedStream, Connection, list[object]]] = []
+    for _ in range(2):
+        connection = Connection()
+        keyed = keyed_stream(connection, 3, [], after, sync=sync, clock=lambda: now_s)
+        keyed.outbox.assign("m" if is_mirrored else None)
+        keyed.journal.output_ids.extend([1, 2, 3])
+        keyed._recorded_ids = 3
+        sides.append((keyed, connection, []))
+        keyed.wake()
+
+    for number, step in enumerate([*(["update", "ack"] if is_answered else []), *steps]):
+        now_s += 0.3 if step == "wait" else 0.0
+        for is_alone, (keyed, connection, seen) in zip((True, False), sides, strict=True):
+            try:
+                _take_step(step, keyed, connection, 100 + number, is_alone=is_alone, now_s=now_s)
+            except ClientGoneError as error:
+                seen.append(str(error))
+            keyed.note_state()
+            seen.append((keyed.blocked, keyed.outbox.dirty, b"".join(connection.written)))
+
+    (alone, _, seen_alone), (among, _, seen_among) = sides
+    assert seen_alone == seen_among
+    assert alone.record.events == among.record.events
+    assert alone.record.size_bytes == among.record.size_bytes
+    assert alone.record.state == among.record.state
+
+
+def _take_step(
+    step: str,
+    keyed: KeyedStream,
+    connection: Connection,
+    token: int,
+    *,
+    is_alone: bool,
+    now_s: float,
+) -> None:
+    outbox = keyed.outbox
+    match step:
+        case "token":
+            _give_token(keyed, token, is_alone=is_alone, now_s=now_s)
+        case "update" if outbox.dirty:
+            outbox.next(now_s)
+        case "ack" if outbox.mirror is not None:
+            outbox.take(UpdateAck(AckStatus.STORED, len(outbox.record.events)))
+            keyed.wake()
+        case "block":
+            connection.blocked = True
+        case "free":
+            connection.free()
+        case "lose mirror" if outbox.mirror is not None:
+            outbox.assign(None)
+            keyed.wake()
+        case "close":
+            keyed.close()
+        case "leave":
+            connection.is_lost = True
+        case _:  # Nothing to do.
+            pass
+
+
+def _give_token(keyed: KeyedStream, token: int, *, is_alone: bool, now_s: float) -> None:
+    journal, event = keyed.journal, b'{"token":%d}' % token
+    journal.output_ids.append(token)
+    if is_alone:
+        keyed.take_token(token, event, now_s)
+    else:
+        assert journal.marks is not None
+        journal.marks.append(journal.seq)
+        keyed.send([event])
 
 
 @pytest.mark.parametrize("after", [-1, 3000])

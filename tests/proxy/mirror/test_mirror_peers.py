@@ -20,9 +20,9 @@ from kvrs.protocol.mirror import (
     pack_ids,
 )
 from kvrs.protocol.secrets import Door, door_key
-from kvrs.proxy.backends.peer import new_unproven_session
 from kvrs.proxy.mirror import peers
 from kvrs.proxy.mirror.peers import PATH, ProxyPeer
+from kvrs.proxy.wire.pool import Access, EngineLinks
 from tests.ports import client_of, serving
 from tests.proxy.scripted import SECRET
 
@@ -42,8 +42,8 @@ async def test_a_long_record_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post(PATH, take)
-    async with serving(app) as url, new_unproven_session(None) as session:
-        peer = ProxyPeer(session, Hello("a", "a-1"), "b", url)
+    async with serving(app) as url, EngineLinks(Access()) as links:
+        peer = ProxyPeer(links, Hello("a", "a-1"), "b", url)
 
         answer = await peer.mirror([_update(8 << 20)])
         with pytest.raises(UpstreamError, match="no answer"):

@@ -18,7 +18,7 @@ from kvrs.protocol.openai.chunks import (
     Choice,
     sse,
 )
-from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.clients import ClientGoneError, SseClient, TakeToken
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.wire.http_response import HttpResponse
@@ -56,6 +56,8 @@ class Wire:
 
 class Client:
     """Frames events as a response in chunks does."""
+
+    take_token: TakeToken | None = None
 
     def __init__(self, wire: Wire, *, is_direct: bool) -> None:
         self.wire = wire

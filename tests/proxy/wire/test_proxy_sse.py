@@ -23,7 +23,7 @@ from kvrs.protocol.openai.chunks import (
     sse,
 )
 from kvrs.protocol.token_ids import packed
-from kvrs.proxy.streams.clients import SseClient
+from kvrs.proxy.streams.clients import SseClient, TakeToken
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.wire.requests import COMPLETIONS, read
@@ -251,6 +251,7 @@ def test_an_endless_event_is_refused() -> None:
 class Collector:
     blocked = False
     direct: SseClient | None = None
+    take_token: TakeToken | None = None
 
     def __init__(self) -> None:
         self.events: list[bytes] = []
