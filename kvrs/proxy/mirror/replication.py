@@ -9,7 +9,6 @@ proxy that is the only one with a record sends a copy to a live peer.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
@@ -34,6 +33,7 @@ from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.peers import Peers, ProxyPeer
+from kvrs.proxy.mirror.pending import Pending
 from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
 from kvrs.proxy.mirror.roles import RecordRole
 from kvrs.proxy.streams.clients import Client
@@ -98,12 +98,8 @@ class Mirror:
         self.streams: dict[str, KeyedStream] = {}  # Those that run here, by key of the record.
         # Those that have ended, until their mirror has everything.
         self._closing: dict[str, KeyedStream] = {}
-        # Streams with something new for a peer, in the order in which they have had it.
-        self._dirty: dict[str, dict[KeyedStream, None]] = {peer: {} for peer in peers}
+        self._pending = {peer: Pending[KeyedStream]() for peer in peers}
         self._copies = CopyQueue(self.book)
-        self._wake = {peer: asyncio.Event() for peer in peers}
-        self._flush_soon = {peer: asyncio.Event() for peer in peers}  # After _GATHER_S.
-        self._flush_now = {peer: asyncio.Event() for peer in peers}
 
     # Streams that run here.
 
@@ -245,20 +241,16 @@ class Mirror:
         outbox, state = keyed.outbox, keyed.record.state
         if outbox.mirror is None:
             return
-        self._dirty[outbox.mirror][keyed] = None
-        self._wake[outbox.mirror].set()
-        if state.released or state.complete or outbox.waits(self._clock(), sync=keyed.sync):
-            self._hurry(outbox.mirror)
-        elif keyed.journal.inexact:
-            self._flush_soon[outbox.mirror].set()
-
-    def _hurry(self, peer: str) -> None:
-        self._flush_now[peer].set()
-        self._flush_soon[peer].set()
+        is_urgent = state.released or state.complete
+        if is_urgent or outbox.waits(self._clock(), sync=keyed.sync):
+            within_s = 0.0
+        else:
+            within_s = _GATHER_S if keyed.journal.inexact else _GATHER_EXACT_S
+        self._pending[outbox.mirror].add(keyed, within_s)
 
     def _peer_lost(self, peer: str) -> None:
         self.book.lose(peer)
-        self._dirty[peer].clear()
+        self._pending[peer].clear()
         for keyed in self.streams.values():
             if keyed.outbox.mirror == peer:
                 self._assign(keyed)
@@ -278,8 +270,7 @@ class Mirror:
 
     def _re_replicate(self) -> None:
         for target in self._copies.plan(self.peers.live_ids, self.peers.mirrors, self._clock()):
-            self._wake[target].set()
-            self._hurry(target)
+            self._pending[target].hurry()
 
     # Sending.
 
@@ -305,18 +296,10 @@ class Mirror:
             _touch(self.streams.values(), self._clock())
 
     async def _send_updates(self, peer: ProxyPeer) -> None:
-        wake, now, soon = (
-            each[peer.id] for each in (self._wake, self._flush_now, self._flush_soon)
-        )
+        pending = self._pending[peer.id]
         while True:
-            await wake.wait()
-            for event, most_s in ((now, _GATHER_S), (soon, _GATHER_EXACT_S - _GATHER_S)):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(most_s):
-                        await event.wait()
-            for event in (wake, now, soon):
-                event.clear()
-            batch = self._batch_for(peer.id)
+            is_all = await pending.next()
+            batch = self._batch_for(peer.id, urgent_only=not is_all)
             if not batch:
                 continue
             try:
@@ -332,22 +315,19 @@ class Mirror:
                 else:
                     self._acknowledged(each.source, each.update.mirror_no, ack)
 
-    def _batch_for(self, peer: str) -> list[_Outgoing]:
+    def _batch_for(self, peer: str, *, urgent_only: bool) -> list[_Outgoing]:
         batch, size_bytes = [], 0
-        for each in self._outgoing(peer):
+        for each in self._outgoing(peer, urgent_only=urgent_only):
             batch.append(each)
             size_bytes += size_of(each.update)
             if size_bytes > _MOST_BATCH_BYTES:
-                self._wake[peer].set()
+                self._pending[peer].hurry()
                 break
         return batch
 
-    def _outgoing(self, peer: str) -> Iterator[_Outgoing]:
+    def _outgoing(self, peer: str, *, urgent_only: bool) -> Iterator[_Outgoing]:
         now_s = self._clock()
-        waiting = self._dirty[peer]
-        while waiting:
-            keyed = next(iter(waiting))
-            del waiting[keyed]
+        for keyed in self._pending[peer].take(urgent_only=urgent_only):
             if (
                 keyed.outbox.mirror == peer
                 and keyed.outbox.dirty
@@ -355,7 +335,7 @@ class Mirror:
             ):
                 keyed.note_state()
                 yield _Outgoing(keyed, keyed.outbox.next(now_s))
-        for record in self._copies.records_for(peer):
+        for record in () if urgent_only else self._copies.records_for(peer):
             yield _Outgoing(record, record.copy(now_s))
 
     def _acknowledged(self, keyed: KeyedStream, mirror_no: int, ack: UpdateAck) -> None:
