@@ -53,7 +53,10 @@ def _opened(
     with ExitStack() as stack:
         engines = stack.enter_context(setting.engines(instances))
         start = proxies.kvrs(tree, mirrored=mirrored, **settings)
-        yield engines, stack.enter_context(start(setting.bench(engines)))
+        running = stack.enter_context(start(setting.bench(engines)))
+        if settings.get("workers", 1) > 1:
+            _until(partial(_has_all_workers, running), "not all workers came up")
+        yield engines, running
 
 
 def _outcome(*results: Row) -> Row:
@@ -94,6 +97,12 @@ def keyed(setting: Setting, tree: Path, number: int) -> Row:
     row["ratio"] = row["cpu_s_per_million_keyed"] / row["cpu_s_per_million_plain"]
     row["ratio_both"] = row["cpu_s_per_million_keyed_both"] / row["cpu_s_per_million_plain_both"]
     return row | _outcome(*results.values())
+
+
+def _has_all_workers(running: Running) -> bool:
+    """Until the others listen, the first one would get all connections."""
+    (proxy,) = proxies.state(running)["proxies"]
+    return all(worker["state"] == "up" for worker in proxy["workers"])
 
 
 def _has_peers(running: Running) -> bool:
