@@ -66,6 +66,9 @@ ROOT_USER = Need("root", _networks_missing)
 GPU = Need("GPU", lambda: None if Path("/dev/nvidiactl").exists() else "no NVIDIA GPU")
 TRACE = Need("trace", lambda: _file_missing(DEFAULT_TRACE))
 AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
+PROMETHEUS = Need(
+    "prometheus", lambda: None if shutil.which("prometheus") else "no prometheus command"
+)
 OPENSSL = Need("openssl", lambda: None if shutil.which("openssl") else "no openssl command")
 TASKSET = Need("taskset", lambda: None if shutil.which("taskset") else "no taskset command")
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
@@ -167,6 +170,7 @@ ALL = (
     ),
     _plain("checkpoint_cost", 6),
     _plain("notice", 4),
+    _plain("alerts", 8, PROMETHEUS),
     _plain("crossover", 7),
     _plain("hand_off_crossover", 5),
     _plain("recovery_grid", 15),

@@ -148,7 +148,7 @@ def measure_events(nodes: int, rounds: int, *, is_idle: bool) -> dict[str, float
     process slept before each, and what the machine did meanwhile has passed through its caches.
     """
     config = make_config(nodes)
-    driver = Driver(config, {}, {}, Metrics(), time.monotonic, time.time)
+    driver = Driver(config, {}, {}, Metrics({}), time.monotonic, time.time)
     bring_up(driver, driver.control.instances.known)
     policy, now_s = driver.control.policy, 1.0
 
@@ -258,7 +258,7 @@ async def measure_recovery() -> dict[str, float]:
     calls = Calls()
     backends = {name: SilentBackend(calls) for name in instances}
     used = cast(Mapping[InstanceId, Backend], backends)  # Nothing watches them.
-    driver = Driver(config, used, {}, Metrics(), time.monotonic, time.time)
+    driver = Driver(config, used, {}, Metrics({}), time.monotonic, time.time)
     bring_up(driver, instances[:2])
     body, client = bodies()["ids"], NoClient()
     tasks = [asyncio.create_task(driver.run(journal_of(n, body), client)) for n in range(VICTIMS)]

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import kvrs
-from kvrs.cli import configuring, inspecting, measuring, running
+from kvrs.cli import configuring, inspecting, measuring, monitoring, running
 from kvrs.cli.common import console
 from kvrs.cli.examples import examples
 from kvrs.errors import KvrsError
@@ -47,6 +47,8 @@ for command in (
     inspecting.explain,
     inspecting.key,
     measuring.profile,
+    monitoring.alerts,
+    monitoring.dashboard,
 ):
     app.command(epilog=examples(command.__name__))(command)
 for of_files in (

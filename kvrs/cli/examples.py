@@ -23,6 +23,8 @@ _EXAMPLES = {
     ],
     "key": ["kvrs key team-a"],
     "profile": ["kvrs profile --out table.json --model /models/Llama-3.2-1B"],
+    "alerts": ["kvrs alerts > /etc/prometheus/kvrs.yaml"],
+    "dashboard": ["kvrs dashboard > kvrs.json"],
     "config check": ["kvrs config check kvrs.yaml"],
     "config show": ["KVRS_PROXY__PORT=8080 kvrs config show kvrs.yaml"],
     "config diff": ["kvrs config diff kvrs.yaml new.yaml"],

@@ -110,8 +110,7 @@ class Proxy:
     async def _start(self) -> None:
         config, clock = self._config, time.monotonic
         tls = self._load_tls()
-        instances = (instance for _, instance in config.cluster.instances())
-        metrics = Metrics({instance.id: instance.role for instance in instances})
+        metrics = _metrics_of(config)
         self._sessions.append(links := new_engine_links(config, self._ring[0], tls.inner))
         backends = open_backends(config, links)
         self._event_log = event_log = self._make_event_log()
@@ -362,6 +361,12 @@ class Proxy:
             raise ConfigError(
                 [f"proxy.{key}: port {host}:{port} {reason}; allowed: a free port, or 0 for any"]
             ) from None
+
+
+def _metrics_of(config: Config) -> Metrics:
+    instances = (instance for _, instance in config.cluster.instances())
+    agents = (node.agent_id for node in config.cluster.nodes) if config.agents_run else ()
+    return Metrics({instance.id: instance.role for instance in instances}, agents)
 
 
 def _watchers_of(driver: Driver, settings: ProxySettings, gossip_view: GossipView) -> list[Watcher]:

@@ -17,7 +17,7 @@ from kvrs.control.effects import (
     GiveEnd,
     StreamClosed,
 )
-from kvrs.control.fleet import KnownInstance
+from kvrs.control.fleet import KnownAgent, KnownInstance
 from kvrs.control.live import CannotContinue, Complete, LiveStream
 from kvrs.control.live import Outcome as ControlOutcome
 from kvrs.errors import UpstreamError
@@ -327,6 +327,10 @@ class Driver:
         now_s = self.clock()
         self._metrics.worker_lost(known.id, death, now_s - max(known.reported_s, known.beat_s))
         self.control.instance_lost(known, cause, now_s)
+
+    def agent_lost(self, known: KnownAgent, cause: str, death: DeathCause) -> None:
+        self._metrics.agents.lost(known.id, death)
+        self.control.checkpoints.lost(known, cause, self.clock())
 
     # Leases.
 

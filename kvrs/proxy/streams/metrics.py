@@ -66,8 +66,9 @@ class DeathCause(StrEnum):
 class Metrics:
     """All series. Those whose labels are known at the start exist from the start."""
 
-    def __init__(self, workers: Mapping[InstanceId, Role] | None = None) -> None:
-        workers = workers or {}
+    def __init__(
+        self, workers: Mapping[InstanceId, Role], agents: Iterable[InstanceId] = ()
+    ) -> None:
         self.registry = process_registry()
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
@@ -112,7 +113,7 @@ class Metrics:
             "Full pages of protected streams that the worker has not sent to an agent yet.",
             ["worker"],
         )
-        self.agents = AgentMetrics(self.registry)
+        self.agents = AgentMetrics(self.registry, agents)
         self.slots = counter(
             "kvrs_slots",
             "Recovery slots by outcome; local: granted by this proxy, since no agent answered.",
@@ -266,14 +267,28 @@ class LoadMetrics:
 
 
 class AgentMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, agents: Iterable[InstanceId]) -> None:
         gauge = partial(Gauge, registry=registry)
+        self._deaths = Counter(
+            "kvrs_agent_deaths",
+            "Times that an agent in use was lost.",
+            ["agent", "cause"],
+            registry=registry,
+        )
         self.up = gauge("kvrs_agent_up", "1 while the agent is in use, else 0.", ["agent"])
         self.reserved = gauge(
             "kvrs_agent_reserved_bytes",
             "Memory that the agent has reserved for streams of all proxies.",
             ["agent"],
         )
+        for agent in agents:
+            self.up.labels(agent)
+            for cause in DeathCause:
+                self._deaths.labels(agent, cause)
+
+    def lost(self, agent: InstanceId, cause: DeathCause) -> None:
+        self.up.labels(agent).set(0)
+        self._deaths.labels(agent, cause).inc()
 
 
 class AdmissionMetrics:

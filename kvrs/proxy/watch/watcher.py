@@ -214,6 +214,7 @@ class AgentWatcher(Watcher):
         self._backend = driver.agent_backends[known.id]
         super().__init__(known, self._backend, settings, gossip_view)
         self._known = known
+        self._driver = driver
         self._checkpoints = driver.control.checkpoints
         self._clock = driver.clock
 
@@ -233,7 +234,7 @@ class AgentWatcher(Watcher):
                 self._checkpoints.reported(known, report, self._clock())
 
     def _lose(self, cause: str, death: DeathCause) -> None:
-        self._checkpoints.lost(self._known, cause, self._clock())
+        self._driver.agent_lost(self._known, cause, death)
 
     async def _meet(self) -> AgentInfo:
         info = await self._backend.info()

@@ -29,6 +29,7 @@ class _Sum(Enum):
 _HOW = {
     # Of one thing, as each worker sees it.
     "kvrs_worker_deaths": _Sum.LARGEST,
+    "kvrs_agent_deaths": _Sum.LARGEST,
     "kvrs_damaged_pages": _Sum.LARGEST,
     "kvrs_worker_ejected": _Sum.LARGEST,
     "kvrs_checkpoint_lag_pages": _Sum.LARGEST,

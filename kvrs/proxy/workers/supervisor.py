@@ -84,22 +84,22 @@ class Supervisor:
         self.port = 0
         self.admin_port = 0
         self._shared = SharedByWorkers(time.monotonic)
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._added = Added()
         self._own, self._own_registry = Totals(), process_registry()
-        self._registry.register(self._added)
+        self.registry.register(self._added)
         self._up = Gauge(
             "kvrs_proxy_worker_up",
             "1 while this worker of the proxy takes requests, else 0.",
             ["proxy_worker"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._restarts = Total(
             Counter(
                 "kvrs_proxy_worker_restarts",
                 "Times that this worker of the proxy was started again.",
                 ["proxy_worker"],
-                registry=self._registry,
+                registry=self.registry,
             )
         )
 
@@ -228,7 +228,7 @@ class Supervisor:
     async def metrics(self) -> Collector:
         await self._count()
         self._own.note(families_of(self._own_registry))
-        return self._registry
+        return self.registry
 
     async def reload(self) -> ReloadResult:
         """Have all workers read the file again.

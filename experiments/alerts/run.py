@@ -1,0 +1,304 @@
+"""Prometheus scrapes a cluster whose processes are killed: each alert fires and clears.
+
+python -m experiments.alerts.run --out experiments/alerts/results
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from experiments.processes import Processes, nodes_with_pairs
+from experiments.record import Record
+from kvrs.cli.monitoring import alert_rules
+from kvrs.config.file import parse_config
+
+SCRAPE_S = 5
+MOST_SCRAPES = 2
+_LOOK_S = 0.1
+_MOST_WAIT_S = 240.0
+_CLEAR_S = 300.0
+
+Alert = dict[str, str]
+
+
+class Prometheus:
+    """A server of its own directory, and since when each alert has been firing."""
+
+    def __init__(self, directory: Path, admin_port: int) -> None:
+        self._directory = directory
+        self._port = _free_port()
+        (directory / "kvrs.yaml").write_text(alert_rules())
+        settings = {
+            "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
+            "rule_files": ["kvrs.yaml"],
+            "scrape_configs": [
+                {
+                    "job_name": "kvrs",
+                    "static_configs": [{"targets": [f"127.0.0.1:{admin_port}"]}],
+                }
+            ],
+        }
+        (directory / "prometheus.yml").write_text(json.dumps(settings))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with (self._directory / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    "prometheus",
+                    f"--config.file={self._directory / 'prometheus.yml'}",
+                    f"--storage.tsdb.path={self._directory / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{self._port}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+    def firing(self) -> list[Alert]:
+        url = f"http://127.0.0.1:{self._port}/api/v1/alerts"
+        try:
+            with urllib.request.urlopen(url, timeout=2) as response:
+                found = json.load(response)["data"]["alerts"]
+        except OSError:
+            return []
+        return [alert["labels"] for alert in found if alert["state"] == "firing"]
+
+    def is_scraping(self) -> bool:
+        url = f"http://127.0.0.1:{self._port}/api/v1/query?query=count(kvrs_worker_up==1)"
+        try:
+            with urllib.request.urlopen(url, timeout=2) as response:
+                result = json.load(response)["data"]["result"]
+        except OSError:
+            return False
+        return bool(result) and float(result[0]["value"][1]) == 4
+
+
+class Watch:
+    """Notes when which alert fires and clears, from a thread."""
+
+    def __init__(self, prometheus: Prometheus) -> None:
+        self._prometheus = prometheus
+        self.history: list[dict[str, Any]] = []  # Alert, fired and cleared.
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        firing: dict[str, dict[str, Any]] = {}
+        while not self._ended.wait(_LOOK_S):
+            now_s, seen = time.monotonic(), {}
+            for labels in self._prometheus.firing():
+                seen[json.dumps(labels, sort_keys=True)] = labels
+            for key in seen.keys() - firing.keys():
+                firing[key] = {"labels": seen[key], "fired_s": now_s, "cleared_s": None}
+                self.history.append(firing[key])
+            for key in firing.keys() - seen.keys():
+                firing.pop(key)["cleared_s"] = now_s
+
+    def find(self, wanted: Alert, since_s: float) -> dict[str, Any] | None:
+        """The alert with these labels that fired after a moment."""
+        return next(
+            (
+                row
+                for row in self.history
+                if wanted.items() <= row["labels"].items() and row["fired_s"] >= since_s
+            ),
+            None,
+        )
+
+
+def measure(directory: Path) -> list[dict[str, Any]]:
+    config = parse_config(
+        {
+            "proxy": {"workers": 2, "port": _free_port(), "admin_port": _free_port()},
+            "cluster": {"nodes": nodes_with_pairs()},
+            "backup": {"mode": "both"},
+        }
+    )
+    prometheus = Prometheus(directory, config.proxy.admin_port)
+    watch = Watch(prometheus)
+    everything = ("p0", "d0", "p1", "d1", "agent-n0", "agent-n1")
+    with Processes(config) as processes:
+        processes.start(*everything)
+        processes.wait_ready(*everything)
+        processes.start_proxy()
+        with prometheus.running(), watch.running():
+            _until(prometheus.is_scraping, "Prometheus sees all instances up")
+            time.sleep(3 * SCRAPE_S)
+            rows = Faults(processes, watch, config.proxy.admin_port).run()
+            _until(lambda: not prometheus.firing(), "all alerts are clear", _CLEAR_S)
+            time.sleep(2 * _LOOK_S)
+    for row in rows:
+        found = row.pop("found")
+        row["fired_after_s"] = round(found["fired_s"] - row["at_s"], 1)
+        cleared_s = found["cleared_s"]
+        row["cleared_after_s"] = (
+            None if cleared_s is None else round(cleared_s - row.pop("at_s"), 1)
+        )
+    return rows
+
+
+class Faults:
+    def __init__(self, processes: Processes, watch: Watch, admin_port: int) -> None:
+        self._processes = processes
+        self._watch = watch
+        self._admin_port = admin_port
+        self._rows: list[dict[str, Any]] = []
+
+    def run(self) -> list[dict[str, Any]]:
+        kill = self._processes.kill
+        self._fault("kill of a decode instance", lambda: kill("d0"), [_died("d0")])
+        self._again("d0")
+        self._fault("kill of a prefill instance", lambda: kill("p0"), [_died("p0")])
+        self._again("p0")
+        agent = {"alertname": "KvrsAgentDied", "agent": "agent-n0"}
+        self._fault("kill of an agent", lambda: kill("agent-n0"), [agent])
+        self._again("agent-n0")
+        pid = self._processes.pid("d1")
+        silent = _died("d1") | {"cause": "silent"}
+        self._fault("stop of a decode instance", lambda: os.kill(pid, signal.SIGSTOP), [silent])
+        os.kill(pid, signal.SIGCONT)
+        worker = self._state()["proxies"][0]["workers"][1]["pid"]
+        restarted = {"alertname": "KvrsProxyWorkerRestarted", "proxy_worker": "1"}
+        self._fault(
+            "kill of a worker of the proxy", lambda: os.kill(worker, signal.SIGKILL), [restarted]
+        )
+        self._node()
+        kill_proxy = [{"alertname": "KvrsProxyDown"}]
+        self._fault("kill of the proxy", lambda: kill("proxy"), kill_proxy)
+        self._fault(
+            "start of the proxy", self._processes.start_proxy, [{"alertname": "KvrsProxyRestarted"}]
+        )
+        return self._rows
+
+    def _node(self) -> None:
+        """A node dies with all its processes, and the other decode instance too."""
+
+        def kill_node() -> None:
+            for name in ("p1", "d1", "agent-n1", "d0"):
+                self._processes.kill(name)
+
+        wanted = [
+            _died("p1"),
+            _died("d1") | {"cause": "connection_lost"},
+            {"alertname": "KvrsAgentDied", "agent": "agent-n1"},
+            {"alertname": "KvrsRoleDown", "role": "decode"},
+        ]
+        lasting = [
+            {"alertname": "KvrsWorkerDown", "worker": "d1"},
+            {"alertname": "KvrsAgentDown", "agent": "agent-n1"},
+        ]
+        at_s = self._fault("kill of a node, and of the last decode instance", kill_node, wanted)
+        self._again("d0")
+        self._expect("node still dead after 2 minutes", at_s, lasting)
+        self._again("p1", "d1", "agent-n1")
+
+    def _fault(self, what: str, carry_out: Callable[[], None], wanted: list[Alert]) -> float:
+        at_s = time.monotonic()
+        carry_out()
+        self._expect(what, at_s, wanted)
+        return at_s
+
+    def _expect(self, what: str, at_s: float, wanted: list[Alert]) -> None:
+        for alert in wanted:
+            _until(lambda alert=alert: self._watch.find(alert, at_s) is not None, f"{alert} fires")
+            found = self._watch.find(alert, at_s)
+            self._rows.append({"fault": what, "alert": alert, "at_s": at_s, "found": found})
+
+    def _again(self, *names: str) -> None:
+        self._processes.start(*names)
+        self._processes.wait_ready(*names)
+
+    def _state(self) -> Any:
+        url = f"http://127.0.0.1:{self._admin_port}/kvrs/v1/state"
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return json.load(response)
+
+
+def _died(worker: str) -> Alert:
+    return {"alertname": "KvrsWorkerDied", "worker": worker}
+
+
+def _until(holds: Callable[[], bool], what: str, most_s: float = _MOST_WAIT_S) -> None:
+    give_up_s = time.monotonic() + most_s
+    while not holds():
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(f"not within {most_s:.0f} s: {what}")
+        time.sleep(_LOOK_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port
+
+
+def is_met(row: dict[str, Any]) -> bool:
+    """Whether it fired in time and cleared. An alert that waits has its wait on top, a process that
+    is stopped the silence that tells it from a busy one.
+    """
+    waits_s = 0.0
+    if row["alert"]["alertname"] in ("KvrsWorkerDown", "KvrsAgentDown"):
+        waits_s = 120.0
+    if row["alert"].get("cause") == "silent":
+        waits_s = 5.0
+    in_time = row["fired_after_s"] <= waits_s + (MOST_SCRAPES + 1) * SCRAPE_S
+    return in_time and row["cleared_after_s"] is not None
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    lines = [f"scraped and evaluated every {SCRAPE_S} s; seconds since the fault"]
+    for row in rows:
+        labels = " ".join(value for key, value in row["alert"].items() if key != "alertname")
+        alert = f"{row['alert']['alertname']} {labels}".strip()
+        lines.append(
+            f"{row['fault']:48} {alert:38} fired {row['fired_after_s']:6.1f}  "
+            f"cleared {row['cleared_after_s'] or 0:6.1f}" + ("" if is_met(row) else ": MISSED")
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if shutil.which("prometheus") is None:
+        print("no prometheus command")
+        return 2
+    record = Record(timed=False)
+    with tempfile.TemporaryDirectory(prefix="kvrs-alerts-") as directory:
+        rows = measure(Path(directory))
+    print(as_text(rows))
+    record.keep(options.out, "alerts", {"rows": rows}, as_text(rows))
+    return 0 if all(map(is_met, rows)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Alerting rules and dashboard: they name metrics that exist, and each alert fires and clears."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from kvrs.cli import app
+from kvrs.cli.monitoring import alert_rules, dashboard_json
+from kvrs.config.file import Config
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import Role
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.workers.supervisor import Supervisor
+
+NAME = re.compile(r"\b(?:kvrs|process|python)_[a-z0-9_]+")
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="no promtool, which comes with Prometheus"
+)
+# What a rule is tested with: series before and during what it is to notice, then after it. A step
+# is 15 s, the death between the tenth and the eleventh scrape.
+WORKER, JOB = 'worker="d0", instance="proxy:8001"', 'job="kvrs", instance="proxy:8001"'
+BEFORE_S = 10 * 15
+CASES: dict[str, dict[str, str]] = {
+    "KvrsWorkerDied": {
+        f'kvrs_worker_deaths_total{{cause="silent", {WORKER}}}': "0x10 1x20",
+    },
+    "KvrsAgentDied": {
+        'kvrs_agent_deaths_total{cause="silent", agent="agent-n0"}': "0x10 1x20",
+    },
+    "KvrsProxyRestarted": {f"process_start_time_seconds{{{JOB}}}": "100x10 260x20"},
+    "KvrsProxyWorkerRestarted": {
+        'kvrs_proxy_worker_restarts_total{proxy_worker="1"}': "0x10 1x20",
+    },
+    "KvrsProxyDown": {f"up{{{JOB}}}": "1x10 0x5 1x15"},
+    "KvrsWorkerDown": {f"kvrs_worker_up{{{WORKER}}}": "1x10 0x12 1x8"},
+    "KvrsAgentDown": {'kvrs_agent_up{agent="agent-n0"}': "1x10 0x12 1x8"},
+    "KvrsRoleDown": {
+        f"kvrs_worker_up{{{WORKER}}}": "1x10 0x5 1x15",
+        f'kvrs_worker_streams{{role="decode", {WORKER}}}': "3x10 0x5 3x15",
+        'kvrs_worker_up{worker="p0", instance="proxy:8001"}': "1x30",
+        'kvrs_worker_streams{role="prefill", worker="p0", instance="proxy:8001"}': "0x30",
+    },
+    "KvrsWorkerEjected": {f"kvrs_worker_ejected{{{WORKER}}}": "0x10 1x5 0x15"},
+    "KvrsStreamsGivenUp": {'kvrs_streams_given_up_total{reason="retries"}': "0x10 1x20"},
+    "KvrsOverloaded": {'kvrs_streams_given_up_total{reason="overloaded"}': "0x10 9x20"},
+    "KvrsStreamsUnprotected": {"kvrs_streams_unprotected": "0x10 4x12 0x8"},
+    "KvrsPredictionsOff": {
+        'kvrs_recovery_correction_ratio{option="migrate"}': "1x10 6x44 1x8",
+    },
+    "KvrsDamagedPages": {f"kvrs_damaged_pages_total{{{WORKER}}}": "0x10 1x60"},
+    "KvrsTaskFailed": {'kvrs_task_failures_total{task="slots"}': "0x10 1x60"},
+    "KvrsEventLoopSlow": {
+        'kvrs_event_loop_lag_seconds_bucket{instance="a", le="0.1"}': "0+30x10 300x44 300+30x40",
+        'kvrs_event_loop_lag_seconds_bucket{instance="a", le="0.5"}': "0+30x10 300+30x84",
+        'kvrs_event_loop_lag_seconds_bucket{instance="a", le="+Inf"}': "0+30x10 300+30x84",
+    },
+    "KvrsFewDescriptors": {
+        f"process_open_fds{{{JOB}}}": "90x10 950x24 90x10",
+        f"process_max_fds{{{JOB}}}": "1000x44",
+    },
+}
+
+
+def rules() -> dict[str, dict[str, Any]]:
+    (group,) = yaml.safe_load(alert_rules())["groups"]
+    return {rule["alert"]: rule for rule in group["rules"]}
+
+
+def expressions() -> Iterator[str]:
+    """Of the dashboard, with values in the place of its variables."""
+    for panel in dashboard_json()["panels"]:
+        for target in panel.get("targets", []):
+            yield target["expr"].replace("$__rate_interval", "1m").replace("$proxy", ".*")
+
+
+def exported() -> set[str]:
+    """The names of all samples, of a proxy and of the supervisor of one with workers."""
+    metrics = Metrics({InstanceId("d0"): Role.DECODE}, [InstanceId("agent-n0")])
+    supervisor = Supervisor(Config(), Path("kvrs.yaml"), Config, no_env=True)
+    text = generate_latest(metrics.registry) + generate_latest(supervisor.registry)
+    names = set()
+    for family in text_string_to_metric_families(text.decode()):
+        names |= {family.name, *(sample.name for sample in family.samples)}
+        names |= {f"{family.name}_total"} if family.type == "counter" else set()
+        if family.type == "histogram":
+            names |= {f"{family.name}_{part}" for part in ("bucket", "sum", "count")}
+    return names
+
+
+def test_every_metric_that_is_watched_is_exported() -> None:
+    """A name that nothing exports is an alert that never fires, and an empty panel."""
+    names = exported()
+
+    watched = {
+        name
+        for text in (*expressions(), *(rule["expr"] for rule in rules().values()))
+        for name in NAME.findall(text)
+    }
+
+    assert len(watched) > 30
+    assert watched <= names
+
+
+def test_every_alert_says_how_grave_it_is_and_what_happened() -> None:
+    """A page at night has a sentence, and a severity that routes it."""
+    for name, rule in rules().items():
+        assert rule["labels"]["severity"] in ("info", "warning", "critical"), name
+        assert len(rule["annotations"]["summary"]) > 20, name
+
+
+def test_panels_neither_overlap_nor_share_a_number() -> None:
+    """Grafana moves panels that overlap, and drops those with the number of another."""
+    panels = dashboard_json()["panels"]
+    cells = [
+        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
+        for panel in panels
+        for x in range(panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["h"])
+    ]
+
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_the_commands_print_what_is_installed() -> None:
+    """An installed package has both, without its repository."""
+    run = CliRunner().invoke
+
+    printed = run(app, ["alerts"]).stdout
+    dashboard = json.loads(run(app, ["dashboard"]).stdout)
+
+    assert yaml.safe_load(printed) == yaml.safe_load(alert_rules())
+    assert dashboard == dashboard_json()
+
+
+def test_every_alert_has_a_case() -> None:
+    """A rule without one may never have fired."""
+    assert rules().keys() == CASES.keys()
+
+
+@needs_promtool
+@pytest.mark.process
+def test_each_alert_fires_and_clears(tmp_path: Path) -> None:
+    """Quiet before; fires after one more scrape, or what it waits for; quiet again at the end."""
+    (tmp_path / "rules.yaml").write_text(alert_rules())
+    (tmp_path / "tests.yaml").write_text(
+        json.dumps(
+            {
+                "rule_files": ["rules.yaml"],
+                "evaluation_interval": "15s",
+                "tests": [_case(name) for name in CASES],
+            }
+        )
+    )
+
+    found = promtool("test", "rules", "tests.yaml", folder=tmp_path)
+
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@needs_promtool
+@pytest.mark.process
+def test_every_query_of_the_dashboard_can_be_read(tmp_path: Path) -> None:
+    """A panel with a query that is wrong shows an error in place of a curve."""
+    recorded = [{"record": f"q:{at}", "expr": text} for at, text in enumerate(expressions())]
+    (tmp_path / "rules.yaml").write_text(
+        json.dumps({"groups": [{"name": "dashboard", "rules": recorded}]})
+    )
+
+    found = promtool("check", "rules", "rules.yaml", folder=tmp_path)
+
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def promtool(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    assert PROMTOOL is not None
+    return subprocess.run(
+        [PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def _case(name: str) -> dict[str, Any]:
+    series = CASES[name]
+    # `1x20` is a value and twenty more.
+    steps = max(
+        sum(int(part.partition("x")[2]) + 1 for part in values.split())
+        for values in series.values()
+    )
+    waits_s = 60 * int(rules()[name].get("for", "0m").removesuffix("m"))
+    if "[5m]" in rules()[name]["expr"]:
+        waits_s += 300
+    firing = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) > 0'
+    count = {"labels": "{}", "value": 1}
+    times = {BEFORE_S: [], BEFORE_S + 15 + waits_s: [count], 15 * (steps - 1): []}
+    return {
+        "name": name,
+        "interval": "15s",
+        "input_series": [{"series": key, "values": value} for key, value in series.items()],
+        "promql_expr_test": [
+            {"expr": firing, "eval_time": f"{at_s}s", "exp_samples": samples}
+            for at_s, samples in times.items()
+        ],
+    }
