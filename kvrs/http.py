@@ -203,8 +203,9 @@ async def _begin(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except web.HTTPClientError as fault:  # No such path or method, or a body that is too large.
         response = error(fault.status, f"{request.method} {request.path:.200}: {fault.reason}")
-        if "Allow" in fault.headers:
-            response.headers["Allow"] = fault.headers["Allow"]
+        for name in ("Allow", "X-Request-Id"):
+            if name in fault.headers:
+                response.headers[name] = fault.headers[name]
         return response
 
 

@@ -1,9 +1,11 @@
-"""Log lines: one event, one line, its facts as key=value."""
+"""Log lines: one event, one line, its facts as key=value or, with the message, as a JSON object."""
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Also for the processes that a process starts.
@@ -19,10 +21,31 @@ class _KeyValueFormatter(logging.Formatter):
         self._facts = facts
 
     def format(self, record: logging.LogRecord) -> str:
-        extra = {name: value for name, value in vars(record).items() if name not in _USUAL}
-        extra |= self._facts
         line = super().format(record)
-        return " ".join([line, *(f"{name}={_shown(value)}" for name, value in extra.items())])
+        facts = {**_facts_of(record), **self._facts}
+        return " ".join([line, *(f"{name}={_shown(value)}" for name, value in facts.items())])
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, facts: Mapping[str, str]) -> None:
+        super().__init__()
+        self._facts = facts
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(_facts_of(record) | {**self._facts, **line}, default=str)
+
+
+def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if name not in _USUAL}
 
 
 def _shown(value: Any) -> str:
@@ -31,16 +54,17 @@ def _shown(value: Any) -> str:
     return repr(text) if not text.isprintable() or " " in text else text
 
 
-def log_to_stderr(**facts: str) -> None:
-    """Log everything from the environment's level on; each line has these facts too."""
-    log_to(sys.stderr, **facts)
+def log_to_stderr(level: str = "info", *, as_json: bool = False, **facts: str) -> None:
+    """Log to stderr as `log_to` does."""
+    log_to(sys.stderr, level, as_json=as_json, **facts)
 
 
-def log_to(stream: TextIO, **facts: str) -> None:
-    """Log everything from the environment's level on to a stream; without one from INFO on."""
+def log_to(stream: TextIO, level: str = "info", *, as_json: bool = False, **facts: str) -> None:
+    """Log everything from a level on to a stream; each line has these facts too. The level of the
+    environment comes before the one given.
+    """
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_KeyValueFormatter(facts))
-    level = os.environ.get(LEVEL_ENV_NAME, "").lower()
-    logging.basicConfig(
-        level=level.upper() if level in LEVELS else logging.INFO, handlers=[handler]
-    )
+    handler.setFormatter(_JsonFormatter(facts) if as_json else _KeyValueFormatter(facts))
+    asked = os.environ.get(LEVEL_ENV_NAME, "").lower()
+    level = asked if asked in LEVELS else level
+    logging.basicConfig(level=level.upper(), handlers=[handler])

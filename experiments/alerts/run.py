@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +228,12 @@ class Faults:
 
     def _expect(self, what: str, at_s: float, wanted: list[Alert]) -> None:
         for alert in wanted:
-            _until(lambda alert=alert: self._watch.find(alert, at_s) is not None, f"{alert} fires")
+            _until(partial(self._has_fired, alert, at_s), f"{alert} fires")
             found = self._watch.find(alert, at_s)
             self._rows.append({"fault": what, "alert": alert, "at_s": at_s, "found": found})
+
+    def _has_fired(self, alert: Alert, at_s: float) -> bool:
+        return self._watch.find(alert, at_s) is not None
 
     def _again(self, *names: str) -> None:
         self._processes.start(*names)

@@ -23,7 +23,7 @@ def run_agent(config: Config, node: NodeId) -> None:
     Raises:
         ConfigError: see `serve`; or there is no secret.
     """
-    log_to_stderr()
+    log_to_stderr(**config.logs.options)
     uvloop.run(_serve(config, node, read_secrets(config.security, os.environ)))
 
 

@@ -6,7 +6,6 @@ fast.
 
 import os
 import sys
-from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -15,17 +14,11 @@ import kvrs
 from kvrs.cli import configuring, inspecting, measuring, monitoring, running
 from kvrs.cli.common import console
 from kvrs.cli.examples import examples
+from kvrs.config.logs import LogLevel
 from kvrs.errors import KvrsError
 from kvrs.logs import LEVEL_ENV_NAME
 
 INTERRUPTED = 130  # The exit status after Ctrl-C.
-
-
-class LogLevel(StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 app = typer.Typer(

@@ -191,7 +191,7 @@ def proxy(config: opt.ConfigFile, workers: opt.Workers = None, no_env: opt.NoEnv
         ]
     if faults:
         raise ConfigError(faults)
-    log_to_stderr()
+    log_to_stderr(**settings.logs.options)
     secret, *older = read_secrets(settings.security, os.environ)
     if settings.proxy.workers > 1:
         uvloop.run(supervise(settings, config, read_config, no_env=no_env))

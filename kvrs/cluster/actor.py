@@ -31,7 +31,6 @@ class _Actor:
         # The log file in the run directory also marks this process as part of the run (see
         # guard.py).
         self._log = (Path(run_directory) / f"{name}.log").open("a", buffering=1)
-        log_to(self._log)
         self._ready = threading.Event()
         # Drains and ends the server, once there is one.
         self._end_server: Callable[[], object] | None = None
@@ -59,6 +58,7 @@ class _Actor:
     def _run(self) -> None:
         try:
             config = load_config(self._config_path)
+            log_to(self._log, **config.logs.options)
             secret, *self._older = read_secrets(config.security, os.environ)
             self._serve(config, secret)
         except KvrsError as error:

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.gossip import GossipSettings
+from kvrs.config.logs import LogSettings
 from kvrs.config.overrides import override
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.presets import SystemPreset
@@ -89,6 +90,10 @@ class Config(Settings):
     """Measured tables that predictions rest on."""
     security: SecuritySettings = SecuritySettings()
     """Secrets, keys and certificates; files only, no secret stands here (docs/security.md)."""
+    logs: LogSettings = LogSettings()
+    """What proxies and agents log to stderr, and the processes of `kvrs up` to their files
+    (docs/monitoring.md#logs).
+    """
 
     def url_of(self, process: InstanceSettings | AgentSettings) -> str:
         """Of the HTTP of an instance or agent of ours."""

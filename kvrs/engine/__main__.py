@@ -15,6 +15,7 @@ from pathlib import Path
 from kvrs.config.file import load_config, read_secrets
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
 from kvrs.ids import InstanceId
+from kvrs.logs import log_to_stderr
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
@@ -22,6 +23,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     from kvrs.engine.server import serve
 
     config = load_config(arguments.config, os.environ)
+    log_to_stderr(**config.logs.options)
     stop, at_once = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(

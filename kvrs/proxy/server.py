@@ -32,6 +32,7 @@ from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
 from kvrs.proving import address_of, agent_keys
 from kvrs.proxy.api.admin import Admin, OwnSource
 from kvrs.proxy.api.app import ClientApi
+from kvrs.proxy.api.observing import RequestObserver
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
@@ -84,6 +85,7 @@ class Proxy:
         self._mirror: Mirror | None = None
         self.tenants: Tenants | None = None
         self._api: ClientApi | None = None
+        self._observer: RequestObserver | None = None
         self._sessions: list[aiohttp.ClientSession | EngineLinks] = []
         self._driver: Driver | None = None
         self._event_log: EventLog | None = None
@@ -111,6 +113,7 @@ class Proxy:
         config, clock = self._config, time.monotonic
         tls = self._load_tls()
         metrics = _metrics_of(config)
+        self._observer = RequestObserver(metrics.registry, clock, logs_access=config.logs.access)
         self._sessions.append(links := new_engine_links(config, self._ring[0], tls.inner))
         backends = open_backends(config, links)
         self._event_log = event_log = self._make_event_log()
@@ -181,7 +184,7 @@ class Proxy:
         if self._link is not None:
             self._link.show(source)
             return
-        self.port = await self._listen(api.application(), "port", direct=api.direct())
+        await self._listen_to_clients(api)
         admin = Admin(source, self.reloads, self._config.security)
         self.admin_port = await self._listen(admin.application(), "admin_port")
 
@@ -190,7 +193,12 @@ class Proxy:
         until_s = time.monotonic() + _SEEN_WITHIN_S
         while not driver.control.instances.ready() and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
-        self.port = await self._listen(api.application(), "port", direct=api.direct())
+        await self._listen_to_clients(api)
+
+    async def _listen_to_clients(self, api: ClientApi) -> None:
+        assert self._observer is not None
+        app, direct = self._observer.watch(api.application(), api.direct())
+        self.port = await self._listen(app, "port", direct=direct)
 
     def _open_tenants(self) -> Tenants:
         shared = None if self._link is None else self._link.shared

@@ -33,6 +33,7 @@ async def test_logs_hold_no_prompt_no_output_and_no_key(
     config = config_of(system, tmp_path)
     document = msgspec.json.decode(config.read_bytes())
     document["proxy"] |= {"event_log": str(events), "self_test": False}
+    document["logs"] = {"level": "debug", "access": True}
     document["security"] = {"key_file": str(keys)}
     config.write_bytes(msgspec.json.encode(document))
     headers = {"Authorization": f"Bearer {KEY}", "Idempotency-Key": "order-7f3a"}
@@ -52,7 +53,8 @@ async def test_logs_hold_no_prompt_no_output_and_no_key(
         proxy.terminate()
         _, log = await proxy.communicate()
 
-    assert b"attempt failed" in log
+    for line in (b" attempt failed ", b" recovery ", b" kvrs.access request "):
+        assert line in log
     assert events.stat().st_size > 0
     written = log.decode() + events.read_text()
     for private in (KEY, "order-7f3a", TEXT, *map(str, PROMPT)):

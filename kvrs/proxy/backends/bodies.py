@@ -33,6 +33,7 @@ _HANDED_OFF = msgspec.Raw(msgspec.json.encode(KvTransferParams(do_remote_decode=
 class Call:
     path: str
     fields: dict[str, Any]
+    headers: str = ""  # Lines, each with its end.
 
     @property
     def size_bytes(self) -> int:
@@ -132,7 +133,9 @@ def _call(
         params.token_ids = cast(list[int] | None, history)  # Encoded as one.
     elif has_ids:
         fields["prompt"] = history
-    return Call(endpoint.path, fields)
+    request = journal.request
+    headers = "" if request is None else request.call_headers(journal.stream, attempt)
+    return Call(endpoint.path, fields, headers)
 
 
 def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:

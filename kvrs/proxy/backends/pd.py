@@ -63,7 +63,7 @@ class OpenAiPeer(Peer):
         pool, body = self._pool, await self._large.run(call.size_bytes, call.spend)
         upstream = await pool.take()
         try:
-            head = pool.head(call.path, len(body))
+            head = pool.head(call.path, len(body), call.headers)
             asked, body = upstream.call(head, body, reader), b""  # The answer may take minutes.
             need = await asked
             if upstream.status != 200:

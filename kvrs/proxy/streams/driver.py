@@ -57,6 +57,7 @@ from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.tasks import error_of
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.wire.request_context import CURRENT
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class Driver:
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """See one stream through; a caller that is cancelled takes the stream with it."""
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        journal.request = CURRENT.get()
         live = OpenStream(journal=journal, client=client, outcome=outcome, clock=self.clock)
         self._metrics.streams.active.inc()
         try:
@@ -169,7 +171,7 @@ class Driver:
             case Settled():
                 self.recoveries.predicted(effect)
             case Ejected() | Readmitted():
-                self._note_ejection(effect)
+                _note_ejection(self._metrics, effect)
             case WakeAt():
                 self._wake_at(effect.at_s)
             case _:
@@ -248,15 +250,6 @@ class Driver:
                 log.warning("gpu judged", extra=extra)
             case _:
                 pass  # The event log has all of them.
-
-    def _note_ejection(self, effect: Ejected | Readmitted) -> None:
-        is_ejected = isinstance(effect, Ejected)
-        self._metrics.ejected.labels(effect.instance).set(is_ejected)
-        if isinstance(effect, Ejected):
-            extra = {"instance": effect.instance, "cause": effect.cause, "pause_s": effect.pause_s}
-            log.warning("instance ejected", extra=extra)
-        else:
-            log.info("instance readmitted", extra={"instance": effect.instance})
 
     # What attempts report.
 
@@ -366,3 +359,13 @@ class Driver:
 def _open(live: LiveStream) -> OpenStream:
     assert isinstance(live, OpenStream)
     return live
+
+
+def _note_ejection(metrics: Metrics, effect: Ejected | Readmitted) -> None:
+    is_ejected = isinstance(effect, Ejected)
+    metrics.ejected.labels(effect.instance).set(is_ejected)
+    if isinstance(effect, Ejected):
+        extra = {"instance": effect.instance, "cause": effect.cause, "pause_s": effect.pause_s}
+        log.warning("instance ejected", extra=extra)
+    else:
+        log.info("instance readmitted", extra={"instance": effect.instance})

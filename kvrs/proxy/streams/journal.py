@@ -13,6 +13,7 @@ from kvrs.ids import StreamId
 from kvrs.policy.model.events import NO_DEADLINES, Deadlines, Kept
 from kvrs.protocol.openai.chunks import Usage
 from kvrs.protocol.token_ids import packed
+from kvrs.proxy.wire.request_context import RequestContext
 from kvrs.proxy.wire.requests import ParsedRequest
 
 
@@ -45,6 +46,7 @@ class Journal:
     text_sent: int | None = None
     deadlines: Deadlines = NO_DEADLINES
     client: str = ""
+    request: RequestContext | None = None
     tenant: str = ""  # Its mark; without API keys empty.
     # Of a stream that can be resumed elsewhere: where the client stands after each event that it
     # has not been given yet.

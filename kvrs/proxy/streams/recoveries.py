@@ -2,14 +2,19 @@
 cost.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Recovered, Settled
 from kvrs.policy.model.estimates import Estimate, Option, best_by_option
 from kvrs.proxy.streams.live import OpenStream
+
+log = logging.getLogger(__name__)
 
 KEPT = 1000
 # Its first token came; decided again; no slot at the target; the stream ended before.
@@ -37,6 +42,39 @@ class Recovery:
         None  # From the last token before to the first one after; none before the first token.
     )
     outcome: str = "running"  # Then one of `OUTCOMES`.
+    request_id: str | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """For its line in the log: the decision, what it was predicted to cost, what came of it."""
+        others: dict[str, float] = {}  # By option, at the best target.
+        for estimate in self.estimates:
+            if estimate.option != self.option:
+                best = others.get(estimate.option, inf)
+                others[estimate.option] = min(best, estimate.total_s)
+        facts = {
+            "stream": self.stream,
+            "request_id": self.request_id,
+            "attempt": self.attempt,
+            "option": self.option.value,
+            "from": self.failed,
+            "to": self.target,
+            "cause": self.cause,
+            "produced_tokens": self.produced_tokens,
+            "predicted_s": self.predicted_s,
+            "others_s": " ".join(f"{option}:{_short(cost)}" for option, cost in others.items()),
+            "outcome": self.outcome,
+            "real_s": self.real_s,
+            "gap_s": self.gap_s,
+        }
+        return {
+            name: _short(value) if isinstance(value, float) else value
+            for name, value in facts.items()
+            if value is not None
+        }
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
 
 
 class RecoveryLog:
@@ -73,6 +111,7 @@ class RecoveryLog:
             produced_tokens=len(live.journal.output_ids),
             decided_s=self._clock(),
             last_write_s=live.journal.last_write_s,
+            request_id=None if live.journal.request is None else live.journal.request.id,
         )
         self._running[action.stream] = recovery
         self.entries.append(recovery)
@@ -108,3 +147,4 @@ class RecoveryLog:
         if (recovery := self._running.pop(stream, None)) is not None:
             recovery.outcome = outcome
             self._settled(recovery)
+            log.info("recovery", extra=recovery.facts())

@@ -14,6 +14,7 @@ from aiohttp.http import SERVER_SOFTWARE
 
 from kvrs.direct import DirectConnection, DirectRequest
 from kvrs.http_connection import HttpConnection
+from kvrs.proxy.wire.request_context import REQUEST_ID, request_id_of
 
 # More than this unsent: the client does not read as fast as the engine writes.
 UNSENT_BYTES = 64 << 10
@@ -51,6 +52,8 @@ class StreamedResponse:
         transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
         if self._connection is not None:
             self._connection.room_changed = room_changed
+        if (request_id := request_id_of(request)) is not None:
+            headers = {**headers, REQUEST_ID: request_id}
         lines = [f"HTTP/{request.version.major}.{request.version.minor} 200 OK"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         lines += [f"Date: {rfc822_formatted_time()}", f"Server: {SERVER_SOFTWARE}"]

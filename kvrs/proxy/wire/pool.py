@@ -89,14 +89,14 @@ class Pool:
         token = "" if access.token is None else f"Authorization: Bearer {access.token}\r\n"
         self._head = (
             f"POST {parsed.path}%s HTTP/1.1\r\nHost: {parsed.netloc}\r\n{token}"
-            "Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            "Content-Type: application/json\r\nContent-Length: %d\r\n%s\r\n"
         )
         self._kept: dict[Upstream, float] = {}  # By the time since when, longest first.
         self._sweep: asyncio.TimerHandle | None = None
 
-    def head(self, path: str, size_bytes: int) -> bytes:
-        """The head of a request."""
-        return (self._head % (path, size_bytes)).encode()
+    def head(self, path: str, size_bytes: int, headers: str = "") -> bytes:
+        """The head of a request; each line of `headers` has its end."""
+        return (self._head % (path, size_bytes, headers)).encode()
 
     async def take(self) -> Upstream:
         """A connection for one call, which gives it back.

@@ -29,7 +29,7 @@ async def _work(end: socket.socket) -> None:
     link = WorkerLink()
     plan = await link.open(end)
     config = _read(plan)
-    log_to_stderr(worker=config.proxy.id)
+    log_to_stderr(**config.logs.options, worker=config.proxy.id)
     link.others = frozenset(plan.names) - {config.proxy.id}
     secret, *older = read_secrets(config.security, os.environ)
     await serve(config, secret, older, lambda: _read(plan), link)

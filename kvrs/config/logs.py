@@ -1,0 +1,39 @@
+"""Section `logs` of the configuration."""
+
+from enum import StrEnum
+from typing import TypedDict
+
+from pydantic import Field
+
+from kvrs.config.settings import Settings
+
+
+class LogFormat(StrEnum):
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogOptions(TypedDict):
+    level: str
+    as_json: bool
+
+
+class LogSettings(Settings):
+    format: LogFormat = Field(default=LogFormat.CONSOLE, strict=False)
+    """console: one line of words and key=value; json: one object a line."""
+    level: LogLevel = Field(default=LogLevel.INFO, strict=False)
+    """The least that is logged; `kvrs --log-level` and KVRS_LOG_LEVEL come first."""
+    access: bool = False
+    """A line for each request of a client (docs/monitoring.md#logs)."""
+
+    @property
+    def options(self) -> LogOptions:
+        """Of `kvrs.logs`."""
+        return {"level": self.level.value, "as_json": self.format is LogFormat.JSON}

@@ -1,0 +1,124 @@
+"""What is noted of every request at the clients' port: its id, its answer, and its access line."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from http import HTTPStatus
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter
+
+from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
+from kvrs.proxy.api.tenants import TENANT
+from kvrs.proxy.wire.request_context import (
+    CURRENT,
+    REQUEST_ID,
+    REQUEST_ID_KEY,
+    RequestContext,
+    context_of,
+)
+
+log = logging.getLogger("kvrs.access")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+CLIENT_GONE = 499
+_CODES = {*map(int, HTTPStatus), CLIENT_GONE}
+
+
+class RequestObserver:
+    def __init__(
+        self, registry: CollectorRegistry, clock: Callable[[], float], *, logs_access: bool
+    ) -> None:
+        self._responses = Counter(
+            "kvrs_http_responses",
+            "Responses to requests of clients, by path and status; 499: the client was gone.",
+            ["path", "code"],
+            registry=registry,
+        )
+        self._series: dict[tuple[str, int], Counter] = {}
+        self._clock = clock
+        self._logs_access = logs_access
+
+    def watch(
+        self, app: web.Application, direct: DirectServer
+    ) -> tuple[web.Application, DirectServer]:
+        """Note the requests of a port, before anything else is done for them. The id is in the
+        header of every response, also of a refusal.
+        """
+        app.middlewares.insert(0, self._observe)
+        paths = {path: partial(self._observe_direct, serve) for path, serve in direct.paths.items()}
+        return app, DirectServer(paths)
+
+    @web.middleware
+    async def _observe(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        context, began_s, status = self._begin(request), self._clock(), CLIENT_GONE
+        try:
+            response = await handler(request)
+            status = response.status
+            if not response.prepared:
+                response.headers[REQUEST_ID] = context.id
+            return response
+        except web.HTTPException as error:
+            status = error.status
+            error.headers[REQUEST_ID] = context.id
+            raise
+        finally:
+            self._end(request, context, _path_of(request), status, began_s)
+
+    async def _observe_direct(
+        self, serve: Serve, request: DirectRequest
+    ) -> web.Response | SentResponse:
+        context, began_s, status = self._begin(request), self._clock(), CLIENT_GONE
+        try:
+            response = await serve(request)
+            status = 200
+            if isinstance(response, web.Response):
+                status = response.status
+                response.headers[REQUEST_ID] = context.id
+            return response
+        finally:
+            self._end(request, context, request.path, status, began_s)
+
+    def _begin(self, request: web.Request | DirectRequest) -> RequestContext:
+        context = context_of(request.headers)
+        CURRENT.set(context)
+        request[REQUEST_ID_KEY] = context.id  # For responses that write their head themselves.
+        return context
+
+    def _end(
+        self,
+        request: web.Request | DirectRequest,
+        context: RequestContext,
+        path: str,
+        status: int,
+        began_s: float,
+    ) -> None:
+        series = self._series.get((path, status))
+        if series is None:
+            series = self._series[path, status] = self._responses.labels(path, _code(status))
+        series.inc()
+        if not self._logs_access:
+            return
+        facts = {
+            "request_id": context.id,
+            "method": request.method,
+            "path": path,
+            "status": status,
+            "seconds": round(self._clock() - began_s, 6),
+        }
+        state = request.state if isinstance(request, DirectRequest) else request
+        if (tenant := state.get(TENANT)) is not None and tenant.name:
+            facts["tenant"] = tenant.name
+        log.info("request", extra=facts)
+
+
+def _path_of(request: web.Request) -> str:
+    """The path as it is served, which a client cannot make up."""
+    resource = request.match_info.route.resource
+    return "other" if resource is None else resource.canonical
+
+
+def _code(status: int) -> str:
+    """An engine may refuse with any number."""
+    return str(status) if status in _CODES else f"{status // 100}xx"

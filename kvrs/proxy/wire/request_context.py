@@ -1,0 +1,58 @@
+"""What a client's request carries through the cluster: its id, and the trace that it belongs to."""
+
+import re
+import secrets
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from kvrs.direct import DirectRequest
+from kvrs.ids import StreamId
+
+REQUEST_ID = "X-Request-Id"
+TRACEPARENT = "traceparent"
+REQUEST_ID_KEY = web.RequestKey("request_id", str)
+
+# What may stand in a header and in a log without quotes.
+_ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+
+
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    id: str
+    traceparent: str | None = None  # Of the client, or of the span that it has here.
+
+    def call_headers(self, stream: StreamId, attempt: int) -> str:
+        """For the calls of an attempt. Engines take the id for that of their own request, which
+        must differ from those of other choices and attempts.
+        """
+        lines = f"{REQUEST_ID}: {self.id}-{stream[:8]}-{attempt}\r\n"
+        if self.traceparent is not None:
+            lines += f"{TRACEPARENT}: {self.traceparent}\r\n"
+        return lines
+
+
+# Of the request that the running task works on.
+CURRENT: ContextVar[RequestContext | None] = ContextVar("CURRENT", default=None)
+
+
+def request_id_of(request: web.Request | DirectRequest) -> str | None:
+    """None: at a port where nothing is noted."""
+    state = request.state if isinstance(request, DirectRequest) else request
+    return state.get(REQUEST_ID_KEY)
+
+
+def context_of(headers: Mapping[str, str]) -> RequestContext:
+    """Of a request with these headers. An id that could not stand in a log or a header is replaced,
+    and a trace that is none is dropped.
+    """
+    given, trace = headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, "")
+    return RequestContext(
+        given if _ID.fullmatch(given) else secrets.token_hex(16),
+        trace if _TRACEPARENT.fullmatch(trace) else None,
+    )
