@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TextIO
 
 LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Also for the processes that a process starts.
@@ -68,3 +70,13 @@ def log_to(stream: TextIO, level: str = "info", *, as_json: bool = False, **fact
     asked = os.environ.get(LEVEL_ENV_NAME, "").lower()
     level = asked if asked in LEVELS else level
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def old_parts(path: Path) -> dict[int, Path]:
+    """The older files of an event log, `<name>.<number>.gz`, by their numbers."""
+    numbered = re.compile(re.escape(path.name) + r"\.([0-9]{1,15})\.gz")
+    return {
+        int(found[1]): each
+        for each in path.parent.iterdir()
+        if (found := numbered.fullmatch(each.name)) is not None
+    }

@@ -118,8 +118,8 @@ class ProxySettings(Settings):
     """A file for the policy's events and actions as JSON lines, to replay an incident (`kvrs
     explain --log`).
     """
-    event_log_bytes: int = Field(default=64 << 20, ge=4096)
-    """A larger event log is renamed to FILE.1, replacing the one there."""
+    event_log_bytes: int = Field(default=1 << 30, ge=65536)
+    """Of the event log with its older parts, FILE.1.gz, FILE.2.gz, ...; the oldest are removed."""
     peer_host: Host = "127.0.0.1"
     """Of the port for the other proxies."""
     peer_port: int = Field(default=0, ge=0, le=65535)

@@ -29,6 +29,7 @@ from kvrs.control.gpus import Gpus
 from kvrs.control.leases import Leases
 from kvrs.control.links import LinkBounds
 from kvrs.control.live import CannotContinue, Complete, LiveStream, Outcome, StreamStage
+from kvrs.control.loads import LoadSteps
 from kvrs.control.self_tests import SelfTests
 from kvrs.control.silence import InstanceProgress
 from kvrs.control.slots import SlotOutcome, Slots, slot_share
@@ -113,6 +114,7 @@ class Control(Generic[S]):
         self.progress = InstanceProgress(self.instances, config.proxy.token_gap_s)
         self.fences = FenceTable()
         self._links = LinkBounds(config.transfer.link)
+        self._loads = LoadSteps()
         self.gpus = Gpus(self.instances.known)
         self._inexact = config.proxy.inexact
         self._can_give_end = can_give_end
@@ -344,6 +346,7 @@ class Control(Generic[S]):
         self.self_tests.up(info)
         seen = self.self_tests.seen(known.id)
         instance = replace(accepted, moves_kv=seen.moves_kv, tokens=seen.tokens)
+        self._loads.forget(known.id)
         # Pages of open streams in memory that the instance has taken over, leased to them.
         kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
         if kept and not lives_on:
@@ -362,7 +365,8 @@ class Control(Generic[S]):
                 self.tell(DrainReported(known.id, report.epoch, produced), now_s)
         known.load = report
         known.reported_s = now_s
-        self.tell(LoadReported(known.id, report.queue_delay_s), now_s)
+        if self._loads.is_news(known.id, report, waiting=self.policy.has_waiting):
+            self.tell(LoadReported(known.id, report.queue_delay_s), now_s)
         for link in report.links:
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
             self.link_measured(link.source, known.node, measured, now_s)

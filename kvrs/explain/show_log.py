@@ -2,6 +2,10 @@
 the policy, given the same events, asks for the same again.
 """
 
+import gzip
+import re
+import zlib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from rich.table import Table
 
 from kvrs.errors import LogError
 from kvrs.explain.incidents import Loss, RecordedDecision, chosen_of, incidents, others_of, way_of
+from kvrs.logs import old_parts
 from kvrs.policy.event_log import Header, LogEntry, Rerun, read, rerun
 from kvrs.policy.model.actions import GiveUp
 
@@ -55,20 +60,34 @@ def _lines_of(path: Path) -> tuple[list[str], list[str]]:
         header = next(read(lines), None)
     except LogError as error:
         raise LogError(f"{path}: {error}") from None
-    if isinstance(header, Header) and header.part > 1:
-        older = path.with_name(f"{path.name}.1")
-        if older.exists():
-            before, more = _lines_of_file(older)
-            lines, notes = (
-                [*before, *lines],
-                [f"begins with {older.name}, {len(before):,} lines", *more, *notes],
-            )
+    numbered = re.fullmatch(r"(.+)\.([0-9]{1,15})\.gz", path.name)
+    before = path if numbered is None else path.with_name(numbered[1])
+    older = [
+        found
+        for number, found in sorted(old_parts(before).items(), reverse=True)
+        if numbered is None or number < int(numbered[2])
+    ]
+    for file in older:
+        if not isinstance(header, Header) or header.part == 1:
+            break
+        part, more = _lines_of_file(file)
+        try:
+            earlier = next(read(part), None)
+        except LogError as error:
+            raise LogError(f"{file}: {error}") from None
+        if not isinstance(earlier, Header) or earlier.part != header.part - 1:
+            break
+        lines, header = [*part, *lines], earlier
+        notes = [f"begins with {file.name}, {len(part):,} lines", *more, *notes]
     return lines, notes
 
 
 def _lines_of_file(path: Path) -> tuple[list[str], list[str]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        whole = path.read_bytes()
+        text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise LogError(f"{path}: {error}") from None
     except OSError as error:
         raise LogError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -109,6 +128,10 @@ def _show_log(
     for column in table.columns[3:7]:
         column.justify = "right"
     began_s = entries[0].now_s if entries else 0.0
+    began_wall_s = entries[0].wall_s if entries else None
+    if began_wall_s is not None:
+        began = datetime.fromtimestamp(began_wall_s, UTC)
+        console.print(f"begins at {began:%Y-%m-%d %H:%M:%S} UTC", markup=False)
     for each in happened:
         table.add_row(f"{each.at_s - began_s:.3f}", str(each.line), *map(escape, _log_row(each)))
     console.print(table if happened else "nothing was lost")
@@ -174,6 +197,7 @@ def _log_as_json(
         "difference": None
         if difference is None
         else {"line": difference.entry.line, "again": difference.again},
+        "began_wall_s": entries[0].wall_s if entries else None,
         "losses": [each for each in happened if isinstance(each, Loss)],
         "decisions": [each for each in happened if isinstance(each, RecordedDecision)],
     }

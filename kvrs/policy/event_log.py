@@ -4,9 +4,10 @@ JSON lines; text in, text out. The first line names the version and the settings
 an event, its time and the actions that it led to. Numbers come back exactly as they were, so that
 the same events lead to the same actions.
 
-A log that outgrows its file goes on in the next one, whose header numbers the part; the file before
-it is kept as `PATH.1`. To be run again, the parts are read one after another from the first: the
-policy's state depends on all earlier events. A part 1 behind other lines is a new proxy.
+A log that outgrows its file goes on in the next one, whose header numbers the part; the files
+before it are kept as `PATH.NUMBER.gz`. To be run again, the parts are read one after another from
+the first: the policy's state depends on all earlier events. A part 1 behind other lines is a new
+proxy.
 """
 
 import json
@@ -58,6 +59,7 @@ class LogEntry:
     now_s: float
     event: Event
     actions: tuple[Action, ...]
+    wall_s: float | None = None  # The same moment by the wall clock; older logs have none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class _Line(msgspec.Struct):
     at_s: float
     event: dict[str, Any]
     actions: list[dict[str, Any]]
+    wall_s: float | None = None
 
 
 def header_line(
@@ -129,11 +132,16 @@ def header_line(
     return json.dumps({"kvrs_event_log": VERSION, "part": part, **settings})
 
 
-def event_line(now_s: float, event: Event, actions: Sequence[Action]) -> str:
-    """One line, without its end: an event at `now_s`, and the actions it led to."""
+def event_line(
+    now_s: float, event: Event, actions: Sequence[Action], wall_s: float | None = None
+) -> str:
+    """One line, without its end: an event at `now_s`, and the actions it led to; `wall_s` is the
+    same moment by the wall clock.
+    """
+    at = {"at_s": now_s} if wall_s is None else {"at_s": now_s, "wall_s": round(wall_s, 3)}
     # `json` rather than msgspec's own writer, which has null for what is not finite.
     return json.dumps(
-        {"at_s": now_s, "event": _plain(event), "actions": [_plain(action) for action in actions]}
+        at | {"event": _plain(event), "actions": [_plain(action) for action in actions]}
     )
 
 
@@ -153,7 +161,7 @@ def read(lines: Iterable[str]) -> Iterator[Header | LogEntry]:
                 raise ValueError(_NO_HEADER)
             line = msgspec.convert(found, _Line)
             actions = tuple(_record(action, _ACTIONS, "action") for action in line.actions)
-            yield LogEntry(number, line.at_s, _event(line.event), actions)
+            yield LogEntry(number, line.at_s, _event(line.event), actions, line.wall_s)
         except json.JSONDecodeError as error:
             raise LogError(
                 f"line {number}: not JSON: {error.msg} at character {error.pos}"

@@ -102,6 +102,11 @@ class RecoveryPolicy:
         """Where KV of a stream is kept, for the proxy that may have to go on with it."""
         return self._kv_locations.of(stream_id)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether streams wait for a place or a slot."""
+        return bool(self._ledger.idle) or self._slots.any_waiting
+
     def booked(self) -> dict[InstanceId, tuple[float, int]]:
         """What this proxy has sent to each instance, as `OthersBooked` tells it to others."""
         return {

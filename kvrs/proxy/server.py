@@ -248,7 +248,7 @@ class Proxy:
             config = self.reloads.config
             return header_line(config.policy, config.slo, config.backup, part)
 
-        return EventLog(Path(settings.event_log), settings.event_log_bytes, header)
+        return EventLog(Path(settings.event_log), settings.event_log_bytes, header, time.time)
 
     def _prepare_policy(self, config: Config) -> Apply | None:
         used = self.reloads.config

@@ -1,5 +1,6 @@
 """`kvrs explain` at the command line."""
 
+import gzip
 import io
 import json
 from dataclasses import replace
@@ -224,7 +225,8 @@ def test_a_log_that_goes_on_is_read_with_the_file_before_it(tmp_path: Path) -> N
     path = written(tmp_path / "events.jsonl", second)
 
     alone = shown_log(path)
-    older = written(tmp_path / "events.jsonl.1", lines[:12])
+    older = tmp_path / "events.jsonl.7.gz"
+    older.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines[:12]).encode()))
     both = shown_log(path)
 
     assert alone[0]

@@ -5,7 +5,9 @@
 
 import asyncio
 import fcntl
+import gzip
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kvrs.errors import ConfigError
+from kvrs.logs import old_parts
 from kvrs.policy.event_log import event_line
 from kvrs.policy.model.actions import Action
 from kvrs.policy.model.events import Event
@@ -22,21 +25,33 @@ log = logging.getLogger(__name__)
 _WRITE_INTERVAL_S = 0.5  # Events of this time are lost when the process is killed.
 _MOST_PENDING = 200_000  # Beyond this the disk is taken for dead.
 
-_Record = tuple[float, Event, Sequence[Action]]
+_PARTS = 16  # At least so many fit into the log.
+_MOST_PART_BYTES = 32 << 20  # Compressed in about half a second.
+
+_Record = tuple[float, float, Event, Sequence[Action]]
 
 
 class EventLog:
     """A file of JSON lines, in parts; part 1 begins with the proxy.
 
-    A part that has reached `limit_bytes` is renamed to `<name>.1`, over the part before it. The
-    lock on `<name>.lock` is held from `open` to the end of the process, so that no second proxy
-    renames the file while it is written.
+    A part that is long enough is compressed to `<name>.<number>.gz`, with a number above those
+    there, also those of the proxy before; the oldest are removed when all take more than
+    `most_bytes`. The lock on `<name>.lock` is held from `open` to the end of the process, so that
+    no second proxy touches a file of the log meanwhile.
     """
 
-    def __init__(self, path: Path, limit_bytes: int, header: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        most_bytes: int,
+        header: Callable[[int], str],
+        wall_clock: Callable[[], float],
+    ) -> None:
         self._path = path
-        self._limit_bytes = limit_bytes
+        self._part_bytes = min(most_bytes // _PARTS, _MOST_PART_BYTES)
+        self._most_old_bytes = most_bytes - self._part_bytes
         self._header = header
+        self._wall_clock = wall_clock
         self._part = 0
         self._size_bytes = 0
         self._lock: TextIO | None = None
@@ -73,7 +88,7 @@ class EventLog:
     def note(self, now_s: float, event: Event, actions: Sequence[Action]) -> None:
         if self._given_up:
             return
-        self._pending.append((now_s, event, actions))
+        self._pending.append((now_s, self._wall_clock(), event, actions))
         if len(self._pending) > _MOST_PENDING:
             self._give_up("the disk does not keep up")
 
@@ -102,10 +117,10 @@ class EventLog:
 
     def _write(self, records: list[_Record]) -> None:
         try:
-            for now_s, event, actions in records:
-                if self._size_bytes >= self._limit_bytes:
+            for now_s, wall_s, event, actions in records:
+                if self._size_bytes >= self._part_bytes:
                     self._begin_part()
-                self._write_line(event_line(now_s, event, actions))
+                self._write_line(event_line(now_s, event, actions, wall_s))
             assert self._file is not None
             self._file.flush()
         except OSError as error:
@@ -116,12 +131,26 @@ class EventLog:
         if self._file is not None:
             self._file.close()
         if self._path.is_file():
-            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+            self._keep_old_part()
         self._file = self._path.open("x", encoding="utf-8")
         self._part += 1
         self._size_bytes = 0
         self._write_line(self._header(self._part))
         self._file.flush()
+
+    def _keep_old_part(self) -> None:
+        old = old_parts(self._path)
+        made = self._path.with_name(f"{self._path.name}.{max(old, default=0) + 1}.gz")
+        unfinished = made.with_suffix(".tmp")
+        with self._path.open("rb") as read, gzip.open(unfinished, "wb", compresslevel=1) as written:
+            shutil.copyfileobj(read, written, 1 << 20)
+        unfinished.replace(made)
+        self._path.unlink()
+        kept_bytes = made.stat().st_size
+        for _, path in sorted(old.items(), reverse=True):
+            kept_bytes += path.stat().st_size
+            if kept_bytes > self._most_old_bytes:
+                path.unlink()
 
     def _write_line(self, line: str) -> None:
         assert self._file is not None

@@ -4,16 +4,24 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import gzip
+import io
 import os
+import secrets
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
+from kvrs.explain.show_log import explain_log
+from kvrs.ids import InstanceId
+from kvrs.logs import old_parts
 from kvrs.policy.event_log import LogEntry, header_line, read, rerun
 from kvrs.policy.model.actions import Recovered, Settled, Start
 from kvrs.policy.model.events import (
@@ -22,6 +30,7 @@ from kvrs.policy.model.events import (
     HolderLost,
     InstanceLost,
     InstanceUp,
+    LoadReported,
     StreamArrived,
     TimerFired,
 )
@@ -229,44 +238,81 @@ async def test_an_incident_runs_again_to_the_same_actions(
     assert again.counts["StreamEnded"] == 8
 
 
-async def test_a_long_log_continues_in_another_file(
+async def test_a_long_log_continues_in_other_files(
     build: ProxyClusterBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One old part is kept; both together can be run again, and each has its number."""
+    """Old parts are numbered and compressed; all together can be run again."""
     monkeypatch.setattr(event_log, "_WRITE_INTERVAL_S", 0.01)
-    path, old = tmp_path / "events", tmp_path / "events.1"
-    system = await build(pairs=1, proxy={"event_log": str(path), "event_log_bytes": 40_000})
+    path = tmp_path / "events"
+    system = await build(pairs=1, proxy={"event_log": str(path), "event_log_bytes": 65536})
 
     async def asked_on() -> bool:
         await asyncio.gather(*(system.complete(**REQUEST) for _ in range(5)))
-        return old.exists()
+        return (tmp_path / "events.3.gz").exists()
 
     await system.until(asked_on)
     await system.proxy.close()
 
-    lines = [*old.read_text().splitlines(), *path.read_text().splitlines()]
-    assert [msgspec.json.decode(line)["part"] for line in lines if "kvrs_event_log" in line] == [
-        1,
-        2,
-    ]
-    assert old.stat().st_size >= 40_000
-    again = rerun(lines)
+    old = [files for _, files in sorted(old_parts(path).items())]
+    lines = [line for each in old for line in gzip.decompress(each.read_bytes()).splitlines()]
+    lines += path.read_bytes().splitlines()
+    parts = [msgspec.json.decode(line)["part"] for line in lines if b"kvrs_event_log" in line]
+    assert parts == [*range(1, len(old) + 2)]
+    again = rerun([line.decode() for line in lines])
     assert again.difference is None
     assert again.counts["StreamArrived"] % 5 == 0
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["events", "events.1", "events.lock"]
+    assert explain_log(path, console=Console(file=io.StringIO()))
 
 
-async def test_a_new_proxy_begins_a_new_log(tmp_path: Path) -> None:
-    """The log of the process before is moved aside, whole."""
+async def test_the_oldest_parts_are_removed(tmp_path: Path) -> None:
+    """All files together stay within the size, of this proxy and those before it; files of others
+    with similar names are left alone.
+    """
     path = tmp_path / "events"
-    path.write_text("before\n")
+    others = [tmp_path / name for name in ("events.1", "events.0.7.gz", "events.a.gz", "events.gz")]
+    for other in others:
+        other.write_text("of another")
+    for _ in range(3):
+        opened = EventLog(path, 65536, header, time.time)
+        opened.open()
+        for number in range(2500):
+            opened.note(float(number), LoadReported(InstanceId(secrets.token_hex(60)), 0.5), ())
+        await opened.close()
 
-    opened = EventLog(path, 1 << 20, header)
+    old = old_parts(path)
+    sizes = [each.stat().st_size for each in (path, *old.values())]
+    assert sum(sizes) <= 65536 + 4096
+    assert len(old) > 8
+    assert sorted(old) == [*range(min(old), max(old) + 1)]
+    assert min(old) > 1
+    assert all(other.read_text() == "of another" for other in others)
+
+
+async def test_each_line_has_the_time_of_the_wall_clock(tmp_path: Path) -> None:
+    """Without it the log meets neither other logs nor a graph."""
+    path = tmp_path / "events"
+    opened = EventLog(path, 1 << 20, header, lambda: 1_795_237_595.1234)
     opened.open()
     opened.note(1.0, TimerFired(), ())
     await opened.close()
 
-    assert path.with_name("events.1").read_text() == "before\n"
+    (entry,) = (each for each in read(path.read_text().splitlines()) if isinstance(each, LogEntry))
+    assert (entry.now_s, entry.wall_s) == (1.0, 1_795_237_595.123)
+
+
+async def test_a_new_proxy_begins_a_new_log(tmp_path: Path) -> None:
+    """The log of the process before is moved aside, whole, and so is that of the one before it."""
+    path = tmp_path / "events"
+    path.write_text("before\n")
+
+    for _ in range(2):
+        opened = EventLog(path, 1 << 20, header, time.time)
+        opened.open()
+        opened.note(1.0, TimerFired(), ())
+        await opened.close()
+
+    assert gzip.decompress((tmp_path / "events.1.gz").read_bytes()) == b"before\n"
+    assert len(gzip.decompress((tmp_path / "events.2.gz").read_bytes()).splitlines()) == 2
     assert len(path.read_text().splitlines()) == 2
 
 
@@ -286,7 +332,7 @@ async def test_a_log_is_on_disk_before_the_proxy_ends(
 async def test_entries_of_a_cancelled_writer_are_written(tmp_path: Path) -> None:
     """The proxy may end at any moment, also between two writes."""
     path = tmp_path / "events"
-    opened = EventLog(path, 1 << 20, header)
+    opened = EventLog(path, 1 << 20, header, time.time)
     opened.open()
     busy = threading.Event()
     opened._writer.submit(busy.wait)
@@ -328,7 +374,7 @@ async def test_a_full_disk_ends_the_log_and_nothing_else(
 ) -> None:
     """A log with a gap could not be run again; streams go on without one."""
     path = tmp_path / "events"
-    opened = EventLog(path, 4096, header)
+    opened = EventLog(path, 1 << 20, header, time.time)
     opened.open()
     descriptor = os.open("/dev/full", os.O_WRONLY)
     assert opened._file is not None
@@ -348,7 +394,7 @@ async def test_a_broken_disk_ends_the_log_and_nothing_else(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Writing to address 0 of a process is an input/output error, as from a disk that fails."""
-    opened = EventLog(tmp_path / "events", 4096, header)
+    opened = EventLog(tmp_path / "events", 65536, header, time.time)
     opened.open()
     _replace(opened, "/proc/self/mem")
 
@@ -366,7 +412,7 @@ async def test_a_broken_disk_ends_the_log_and_nothing_else(
 
 async def test_a_disk_that_hangs_stops_no_stream(tmp_path: Path) -> None:
     """Events are written by a thread; the event loop notes them and goes on."""
-    opened = EventLog(tmp_path / "events", 1 << 20, header)
+    opened = EventLog(tmp_path / "events", 1 << 20, header, time.time)
     opened.open()
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)

@@ -44,7 +44,7 @@ async def test_a_second_proxy_neither_moves_nor_deletes_the_live_event_log(
     expected = "is already in use" if same_ports else f"{log} is written by another proxy that runs"
     assert expected in str(refused.value)
     assert log.stat().st_ino == inode
-    assert not os.path.exists(f"{log}.1")
+    assert not os.path.exists(f"{log}.1.gz")
     size = log.stat().st_size
     await system.complete(**REQUEST)
     await system.proxy.close()
@@ -77,4 +77,4 @@ async def test_a_log_is_free_again_when_its_proxy_has_ended(tmp_path: Path) -> N
         await proxy.close()
 
     assert log.exists()
-    assert os.path.exists(f"{log}.1")
+    assert os.path.exists(f"{log}.1.gz")

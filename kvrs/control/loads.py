@@ -1,0 +1,34 @@
+"""Which load reports the policy is told of."""
+
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import LoadReport
+
+# Smaller changes of a queue change no decision.
+_STEP = 0.1
+_STEP_S = 0.005
+
+
+class LoadSteps:
+    """Reports come several times a second; most say what the policy knows."""
+
+    def __init__(self) -> None:
+        self._told: dict[InstanceId, tuple[int, float]] = {}  # Epoch and delay.
+
+    def forget(self, instance: InstanceId) -> None:
+        """The policy knows the instance anew."""
+        self._told.pop(instance, None)
+
+    def is_news(self, instance: InstanceId, report: LoadReport, *, waiting: bool) -> bool:
+        """Whether to tell it. While streams wait for a place every report is a sign of life, after
+        which they may find one.
+        """
+        delay_s = report.queue_delay_s
+        epoch, told_s = self._told.get(instance, (-1, 0.0))
+        is_same = epoch == report.epoch and (
+            delay_s == told_s
+            or (delay_s > 0 and abs(delay_s - told_s) <= max(_STEP_S, _STEP * told_s))
+        )
+        if is_same and not waiting:
+            return False
+        self._told[instance] = report.epoch, delay_s
+        return True

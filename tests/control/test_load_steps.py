@@ -1,0 +1,57 @@
+"""Which load reports the policy is told of: fewer lines of the event log, and no other decision."""
+
+from kvrs.control.loads import LoadSteps
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import LoadReport
+
+D0, D1 = InstanceId("d0"), InstanceId("d1")
+
+
+def report(delay_s: float, epoch: int = 1) -> LoadReport:
+    return LoadReport(epoch, 0, 0, 0, delay_s, [])
+
+
+def test_what_the_policy_knows_is_told_once() -> None:
+    """An idle cluster reports several times a second that nothing has changed."""
+    steps = LoadSteps()
+
+    told = [steps.is_news(D0, report(delay_s), waiting=False) for delay_s in (0.0, 0.0, 0.0)]
+
+    assert told == [True, False, False]
+    assert steps.is_news(D1, report(0.0), waiting=False)
+
+
+def test_small_steps_add_up() -> None:
+    """Each is compared with what was told, not with the report before."""
+    steps = LoadSteps()
+    assert steps.is_news(D0, report(1.0), waiting=False)
+
+    told = [steps.is_news(D0, report(1.0 + n * 0.03), waiting=False) for n in range(1, 8)]
+
+    assert told == [False, False, False, True, False, False, False]
+
+
+def test_an_empty_queue_is_always_news() -> None:
+    """The least queue decides between idle instances."""
+    steps = LoadSteps()
+    assert steps.is_news(D0, report(0.004), waiting=False)
+
+    assert steps.is_news(D0, report(0.0), waiting=False)
+
+
+def test_while_streams_wait_every_report_is_told() -> None:
+    """It is a sign of life, after which a stream may be tried again."""
+    steps = LoadSteps()
+
+    assert all(steps.is_news(D0, report(0.0), waiting=True) for _ in range(3))
+
+
+def test_an_instance_that_is_up_again_is_told_anew() -> None:
+    """The policy has forgotten what it was told of the one before, also where the epoch stays."""
+    steps = LoadSteps()
+    assert steps.is_news(D0, report(1.0), waiting=False)
+    assert steps.is_news(D0, report(1.0, epoch=2), waiting=False)
+
+    steps.forget(D0)
+
+    assert steps.is_news(D0, report(1.0, epoch=2), waiting=False)
