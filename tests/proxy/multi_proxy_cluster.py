@@ -140,6 +140,8 @@ class MultiProxyCluster:
             for connection in list(server.connections):
                 if connection.transport is not None:
                     connection.transport.abort()
+            if port._direct is not None:
+                await port._direct.close(0.0)
         await proxy.close()
 
     def config_file(self, number: int, directory: Path) -> Path:
