@@ -186,13 +186,6 @@ class Regions:
     def drop(self, names: list[MemoryName]) -> None:
         self._unlink(names)
 
-    def drop_instance(self, instance: InstanceId) -> None:
-        """Drop all memory of an instance, as if its device were lost; a process keeps what it has
-        mapped.
-        """
-        for names in self.sets().get(instance, {}).values():
-            self._unlink(names)
-
     # Arenas of weights.
 
     def arenas(self) -> list[str]:

@@ -98,11 +98,6 @@ class AnchorServer:
         with self._one:
             self._regions.clear()
 
-    def lose(self, instance: InstanceId) -> None:
-        """Drop an instance's memory, as its device would."""
-        with self._one:
-            self._regions.drop_instance(instance)
-
     def end_orphans(self, now_s: float) -> None:
         """Give back memory that no process has used for `orphan_s`."""
         with self._one:
