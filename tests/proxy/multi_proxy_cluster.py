@@ -64,7 +64,8 @@ class Reader:
                     raw = await response.content.readuntil(b"\n\n")
                     if not raw:
                         break
-                    self._take(raw)
+                    if not raw.startswith(b":"):  # A comment keeps the connection open.
+                        self._take(raw)
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError):
             pass
         return status
