@@ -136,7 +136,9 @@ class Clients:
                     return
                 had.began = began = True
                 while not had.done and had.failure is None:
-                    self._take(had, await response.content.readuntil(b"\n\n"))
+                    raw = await response.content.readuntil(b"\n\n")
+                    if not raw.startswith(b":"):  # A comment keeps the connection open.
+                        self._take(had, raw)
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
             had.refusals[type(error).__name__] += 1
         had.breaks += began and not had.done

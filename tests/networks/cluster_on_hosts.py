@@ -225,7 +225,10 @@ class Keyed:
             if answer.status != 200:
                 return str((await answer.json())["error"]["code"])
             while not self.done and (events is None or len(self.ids) < events):
-                *named, data = (await answer.content.readuntil(b"\n\n")).strip().split(b"\n")
+                raw = await answer.content.readuntil(b"\n\n")
+                if raw.startswith(b":"):  # A comment keeps the connection open.
+                    continue
+                *named, data = raw.strip().split(b"\n")
                 if data == b"data: [DONE]":
                     self.done = True
                     continue
