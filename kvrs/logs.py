@@ -47,7 +47,12 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name not in _USUAL}
+    # Ray marks every record of its process with attributes that begin so.
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if name not in _USUAL and not name.startswith("_")
+    }
 
 
 def _shown(value: Any) -> str:

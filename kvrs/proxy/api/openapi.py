@@ -170,6 +170,14 @@ def clients_document() -> dict[str, Any]:
     )
 
 
+_PAGE = {
+    "summary": "A page that shows the overview",
+    "responses": {
+        "200": {"description": "Done", "content": {"text/html": {"schema": {"type": "string"}}}}
+    },
+}
+
+
 def admin_document() -> dict[str, Any]:
     """The API for operators."""
     return _document(
@@ -177,7 +185,7 @@ def admin_document() -> dict[str, Any]:
         {
             "/kvrs/v1/state": {"get": _operation("Instances, streams, recoveries", {})},
             "/kvrs/v1/overview": {"get": _operation("The same in few bytes", {})},
-            "/ui": {"get": _operation("A page that shows the overview", None)},
+            "/ui": {"get": _PAGE},
             "/kvrs/v1/reload": {"post": _operation("Read the file again", _RELOAD)},
             "/metrics": {"get": _operation("Metrics for Prometheus", None)},
             "/healthz": {"get": _operation("Whether the process runs", None)},
