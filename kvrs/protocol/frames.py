@@ -334,7 +334,7 @@ def decode_store(body: bytes) -> StoreFrame:
     request_id, count = _STORE.unpack(reader.take(_STORE.size))
     if not 0 < count <= MAX_RANGES:
         raise TransferError(f"STORE of {count} ranges, allowed: 1 to {MAX_RANGES}")
-    ranges = tuple(_range(reader) for _ in range(count))
+    ranges = tuple([_range(reader) for _ in range(count)])
     reader.finish()
     if (pages := sum(len(each.tags) for each in ranges)) > MAX_TAGS:
         raise TransferError(f"STORE of {pages} pages, at most {MAX_TAGS} are allowed")
@@ -473,9 +473,10 @@ class _Reader:
         if count > MAX_TAGS:
             raise TransferError(f"{self._what} of {count} tags, at most {MAX_TAGS} are allowed")
         joined = self.take(count * TAG_BYTES)
-        return tuple(
-            Tag(joined[start : start + TAG_BYTES]) for start in range(0, len(joined), TAG_BYTES)
-        )
+        # A tuple that grows from a generator comes from Python's list of free tuples of another
+        # length than the one to which it returns: those lists would fill for hours.
+        starts = range(0, len(joined), TAG_BYTES)
+        return tuple([Tag(joined[start : start + TAG_BYTES]) for start in starts])
 
     def finish(self) -> None:
         if self._offset != len(self._body):

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import TransferError
@@ -112,11 +111,13 @@ async def _checksums(pages: Sequence[memoryview]) -> Iterator[int]:
 def _ranges(batch: Sequence[StoredPages], checksums: Iterator[int]) -> tuple[StoredRange, ...]:
     """The ranges of a STORE, which are sent ahead of the pages."""
     return tuple(
-        StoredRange(
-            stored.claim,
-            stored.first_page,
-            stored.tags,
-            tuple(islice(checksums, len(stored.pages))),
-        )
-        for stored in batch
+        [
+            StoredRange(
+                stored.claim,
+                stored.first_page,
+                stored.tags,
+                tuple([next(checksums) for _ in stored.pages]),
+            )
+            for stored in batch
+        ]
     )

@@ -1,4 +1,6 @@
+import gc
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -448,3 +450,21 @@ def test_a_reason_is_bounded_and_fit_for_a_log() -> None:
 
     assert reason.startswith("no?way?[31m")
     assert len(frame) <= frames.HEADER_BYTES + frames.MAX_REASON_BYTES
+
+
+def test_no_memory_is_kept_of_questions_that_were_read() -> None:
+    """Whatever their lengths: CPython keeps up to 2,000 free tuples of each."""
+    claim = CheckpointClaim(StreamId("s"), 0, 1)
+    offers = [
+        frames.encode_offer(OfferFrame(1, claim, 0, (Tag(bytes(TAG_BYTES)),) * pages))[
+            len(KV) + 5 :
+        ]
+        for pages in range(1, 19)
+    ]
+    gc.collect()  # Empties the lists of free tuples.
+    before = sys.getallocatedblocks()
+
+    for offer in offers * 200:
+        frames.decode_offer(offer)
+
+    assert sys.getallocatedblocks() - before < 500
