@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: install demo test test-fast package test-vllm check format reference clean
+.PHONY: install demo test test-fast package test-vllm check format reference hashes clean
 
 install: .venv/.installed
 
@@ -42,6 +42,13 @@ test-vllm: install .venv-vllm/.installed
 	@echo "Setting up .venv-vllm (a few minutes, 3 GB) ..."
 	PYTHON=$(PYTHON) tests/vllm/install.sh .venv-vllm
 	@touch $@
+
+# out/hashes.txt: what the index in use gives, for `pip install --require-hashes -r`.
+hashes: install
+	@mkdir -p out
+	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report out/pip-report.json \
+		--constraint constraints.txt '.[dev]'
+	$(BIN)/python -m tests.packaging.hashes out/pip-report.json > out/hashes.txt
 
 check: install
 	$(BIN)/ruff format --check .

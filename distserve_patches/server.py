@@ -30,13 +30,13 @@ from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.elastic import grain
 from kvrs.engine.chat import load_chat_template
-from kvrs.engine.instance import WARM_UP_REPEATS, warm_up_lengths
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.probe import probe_digest
 from kvrs.engine.page_port import EPOCHS_PER_START, InstancePlace
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedModel
 from kvrs.engine.server import serve_http
+from kvrs.engine.warm_up import WARM_UP_REPEATS, warm_up_lengths
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.http import cut_watches
 from kvrs.profiles.tables import PrefillTable

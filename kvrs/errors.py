@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 # Optional packages, by the extra of the distribution that installs them (pyproject.toml).
-_ENGINE = ("jinja2", "numpy", "safetensors", "torch")
+_ENGINE = ("jinja2", "llguidance", "numpy", "safetensors", "torch")
 EXTRAS = {
     "engine": _ENGINE,
     "report": ("matplotlib", "numpy"),

@@ -186,6 +186,7 @@ class HttpPort:
         if self._direct is not None:
             await self._direct.close(self._shutdown_timeout_s)
         await self._runner.cleanup()
+        self._connections.abort()  # Trunks, whose connections have ended.
 
 
 @web.middleware
@@ -338,9 +339,30 @@ def naming_port(owner: str, key: str, host: str, port: int) -> Iterator[None]:
         ) from None
 
 
-async def watch(request: web.Request, report: Callable[[], msgspec.Struct]) -> web.StreamResponse:
-    """Send a report as a line of JSON every `?watch=SECONDS`, endlessly: the end of the stream
-    means that this process is gone.
+class News:
+    """What lets watch streams send a report before its time."""
+
+    def __init__(self) -> None:
+        self._told: asyncio.Future[None] | None = None
+
+    def tell(self) -> None:
+        if self._told is not None:
+            self._told.set_result(None)
+            self._told = None
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something is told, but not longer than that."""
+        if self._told is None:
+            self._told = asyncio.get_running_loop().create_future()
+        # All watch streams wait for one future, so none may cancel it.
+        await asyncio.wait({self._told}, timeout=timeout_s)
+
+
+async def watch(
+    request: web.Request, report: Callable[[], msgspec.Struct], news: News | None = None
+) -> web.StreamResponse:
+    """Send a report as a line of JSON every `?watch=SECONDS`, and whenever there are news,
+    endlessly: the end of the stream means that this process is gone.
     """
     interval_s = watch_interval_s(request)
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -348,7 +370,7 @@ async def watch(request: web.Request, report: Callable[[], msgspec.Struct]) -> w
         await response.prepare(request)
         while True:
             await response.write(msgspec.json.encode(report()) + b"\n")
-            await asyncio.sleep(interval_s)
+            await (asyncio.sleep(interval_s) if news is None else news.wait(interval_s))
 
 
 def watch_interval_s(request: web.Request) -> float:

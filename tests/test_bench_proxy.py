@@ -12,6 +12,7 @@ import pytest
 from experiments.bench_proxy import proxies, table
 from experiments.bench_proxy.engines import (
     PAIR,
+    SSE_PAIR,
     VLLM_PAIR,
     Engines,
     Instance,
@@ -85,7 +86,9 @@ def test_a_burst_is_counted_token_by_token(programs: Programs) -> None:
     assert result["window_tokens"] == 3 * 255
 
 
-@pytest.mark.parametrize("instances", [PAIR, VLLM_PAIR], ids=["embedded", "vllm"])
+@pytest.mark.parametrize(
+    "instances", [PAIR, SSE_PAIR, VLLM_PAIR], ids=["embedded", "no trunk", "vllm"]
+)
 def test_a_proxy_takes_the_mocks_for_engines(
     programs: Programs, instances: tuple[Instance, ...], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ RANK = {
     "garbage": 0,
     "origins": 0,
     "connections": 1,
+    "trunk": 1,
     "tls": 1,
     "protocol": 1,
     "profiles": 2,

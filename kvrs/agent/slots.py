@@ -13,8 +13,9 @@ same attempt gets the same lease; an attempt that has ended, or has a successor,
 has one lease or one queue entry, because it has one writer.
 
 The queue: a denied attempt asks again after its wait. Until then others may have the slots that
-become free; from then on these are reserved for the attempts at the head of the queue. So no
-attempt is overtaken for ever, and slots are hardly idle for one that is still waiting.
+become free; from then on these are reserved for the attempts at the head of the queue, which ask
+again at least once a second. So no attempt is overtaken for ever, and slots are hardly idle for one
+that is still waiting.
 """
 
 from collections import OrderedDict
@@ -223,7 +224,12 @@ class SlotTable:
     def _deny(self, asked: SlotAsked, target: _Target, ahead: int, now_s: float) -> Slot:
         wait_s = self._expected_wait_s(target, ahead, now_s)
         target.denied += 1
-        entry = target.queue.setdefault(asked.stream, _QueueEntry(now_s + wait_s, 0.0))
+        entry = target.queue.get(asked.stream)
+        if entry is None:
+            entry = target.queue[asked.stream] = _QueueEntry(now_s + wait_s, 0.0)
+        else:
+            # Once it is due the next free slot is kept for it, and is idle until it asks again.
+            wait_s = min(wait_s, max(entry.due_s - now_s, QUEUE_TIMEOUT_S))
         entry.until_s = now_s + wait_s + QUEUE_TIMEOUT_S
         self._queued[asked.stream] = asked.target
         return Slot(0, wait_s)

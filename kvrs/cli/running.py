@@ -196,7 +196,8 @@ def proxy(config: opt.ConfigFile, workers: opt.Workers = None, no_env: opt.NoEnv
     if settings.proxy.workers > 1:
         uvloop.run(supervise(settings, config, read_config, no_env=no_env))
         return
-    uvloop.run(serve(settings, secret, older, read_config))
+    watched = config if settings.proxy.reload_on_change else None
+    uvloop.run(serve(settings, secret, older, read_config, watched=watched))
 
 
 def agent(

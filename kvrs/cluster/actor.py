@@ -11,12 +11,16 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import NoReturn
 
+from kvrs.cluster.nursery import Keeper, Nursery
 from kvrs.cluster.processes import processes_of
 from kvrs.cluster.starts import next_start, report_fault
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
 from kvrs.errors import ConfigError, KvrsError
+from kvrs.garbage import collect_nothing_yet
 from kvrs.ids import InstanceId
 from kvrs.logs import log_to
 
@@ -76,6 +80,9 @@ class InstanceActor(_Actor):
     """An instance; its epochs are the numbers of its starts."""
 
     def _serve(self, config: Config, secret: bytes) -> None:
+        if config.state_plane.enabled and not _has_ranks(config, self._name):
+            self._keep([secret, *self._older])
+        collect_nothing_yet()
         from kvrs.engine.server import serve  # Loads torch, which only this process needs.
 
         async def run() -> None:
@@ -86,6 +93,16 @@ class InstanceActor(_Actor):
             )
 
         asyncio.run(run())
+
+    def _keep(self, ring: list[bytes]) -> NoReturn:
+        """Memory outlives the processes of this instance, so that another one can serve at once:
+        they are children of a nursery, and this actor keeps one that serves and a spare.
+        """
+        nursery = Nursery(self._config_path, self._name, ring, self._log)
+        starts = chain([self._start], iter(partial(next_start, self._run_directory, self._name), 0))
+        keeper = Keeper(nursery.make, partial(next, starts), self._ready.set)
+        self._end_server = keeper.stop
+        keeper.run()
 
 
 class ServerActor(_Actor):
@@ -133,6 +150,7 @@ class AgentActor(_Actor):
     """The agent of a node; its epoch is stored beside its segments."""
 
     def _serve(self, config: Config, secret: bytes) -> None:
+        collect_nothing_yet()
         import uvloop
 
         from kvrs.agent.server import serve
@@ -152,3 +170,10 @@ class AgentActor(_Actor):
                 serving.result()
 
         uvloop.run(run())
+
+
+def _has_ranks(config: Config, name: InstanceId) -> bool:
+    """Whether the instance is divided among processes, whose memory ends with them."""
+    return any(
+        settings.ranks > 1 for _, settings in config.cluster.instances() if settings.id == name
+    )

@@ -292,7 +292,7 @@ def _request(due: DueFault, row: Mapping[str, Any]) -> FaultRequest:
     """The request to this instance or agent."""
     fault, node = due.fault, NodeId(row["node"])
     if fault.what is What.LOSE_DEVICE:
-        return DeviceFault(due.ranks[InstanceId(row["id"])])
+        return DeviceFault(due.ranks.get(InstanceId(row["id"])))
     if fault.what is What.CORRUPT_PAGE:
         assert fault.pages is not None
         return PageFault(fault.pages)

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 
 from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
+from kvrs.config.elastic import ElasticSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.logs import LogSettings
 from kvrs.config.overrides import override
@@ -82,6 +83,8 @@ class Config(Settings):
     """Checkpoints of KV in the host memory of the nodes' agents."""
     state_plane: StatePlaneSettings = StatePlaneSettings()
     """Memory of weights and KV that outlives the processes of instances."""
+    elastic: ElasticSettings = ElasticSettings()
+    """What an instance of several ranks does that loses some."""
     gossip: GossipSettings = GossipSettings()
     """Membership and facts, among agents and proxies (docs/gossip.md); seconds are of a node's own
     time, without the time it was stopped.
@@ -288,6 +291,8 @@ def _faults_of_ranks(config: Config) -> Iterator[str]:
             yield f"{several}; allowed with backend {cluster.backend.value!r}: 1"
         elif instance.ranks > 1 and cluster.engine.device != "cpu":
             yield f"{several}; allowed with cluster.engine.device: {cluster.engine.device}: 1"
+        if instance.ranks > 1 and config.elastic.min_ranks > instance.ranks:
+            yield f"{several}; allowed with elastic.min_ranks: {config.elastic.min_ranks}: as many"
 
 
 def _faults_of_roles(config: Config) -> Iterator[str]:

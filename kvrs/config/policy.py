@@ -95,6 +95,10 @@ class PolicySettings(Settings):
     """A transfer that outlives its slot is given up and decided again."""
     assumed_link_bytes_per_s: float = Field(default=1.25e9, gt=0)
     """Until a link is measured. The default is 10 Gbit/s."""
+    lookahead_tokens: int = Field(default=32, ge=0, le=100_000)
+    """So many tokens after the next one count in a decision: at an instance that goes on with fewer
+    ranks each takes longer. 0: only the next token counts.
+    """
     handshake_s: float = Field(default=0.002, ge=0, le=10)
     """Connect, authenticate, ask: before the first page moves."""
     admission: AdmissionSettings = AdmissionSettings()

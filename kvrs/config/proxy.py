@@ -138,6 +138,8 @@ class ProxySettings(Settings):
     """
     inexact: Inexact = Field(default=Inexact.MARK, strict=False)
     """Requests that a plain engine could not continue exactly (docs/openai.md): mark or refuse."""
+    reload_on_change: bool = False
+    """Reload when the file of the configuration has changed, as by SIGHUP."""
     self_test: bool = True
     """A few tokens once per process of an instance: does KV move, are streams continued exactly
     (docs/backends.md)? false: what instances declare is believed.

@@ -9,17 +9,20 @@ the simulator's in virtual time.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Generic, TypeVar, assert_never
 
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
 from kvrs.control.checkpoints import CheckpointHolds
+from kvrs.control.drains import Drains
 from kvrs.control.effects import (
     BeginAttempt,
     Effect,
     EndAttempt,
     EndStream,
+    ExpectToken,
     GiveEnd,
     StreamClosed,
 )
@@ -30,6 +33,7 @@ from kvrs.control.leases import Leases
 from kvrs.control.links import LinkBounds
 from kvrs.control.live import CannotContinue, Complete, LiveStream, Outcome, StreamStage
 from kvrs.control.loads import LoadSteps
+from kvrs.control.reformings import Reformings
 from kvrs.control.self_tests import SelfTests
 from kvrs.control.silence import InstanceProgress
 from kvrs.control.slots import SlotOutcome, Slots, slot_share
@@ -44,8 +48,10 @@ from kvrs.policy.model.actions import (
     Redirect,
     Settled,
     Start,
+    Stay,
     WakeAt,
 )
+from kvrs.policy.model.estimates import Option
 from kvrs.policy.model.events import (
     AttemptFailed,
     DrainReported,
@@ -53,6 +59,7 @@ from kvrs.policy.model.events import (
     FailureKind,
     GpuJudged,
     InstanceLost,
+    InstanceReformed,
     InstanceUp,
     LoadReported,
     PagesKept,
@@ -113,8 +120,10 @@ class Control(Generic[S]):
         )
         self.progress = InstanceProgress(self.instances, config.proxy.token_gap_s)
         self.fences = FenceTable()
+        self.drains = Drains(self.instances, self.produced_on, self.tell)
         self._links = LinkBounds(config.transfer.link)
         self._loads = LoadSteps()
+        self._reformings = Reformings()
         self.gpus = Gpus(self.instances.known)
         self._inexact = config.proxy.inexact
         self._can_give_end = can_give_end
@@ -187,10 +196,18 @@ class Control(Generic[S]):
                 if (live := self._current(action.stream, action.attempt)) is not None:
                     self._end_attempt(live)
                     self._goes_on(live, now_s)
+            case Stay():
+                if (live := self._current(action.stream, action.attempt)) is not None:
+                    live.stays_until_s = action.until_s
+                    self._perform(ExpectToken(live))
             case GiveUp():
                 if (given_up := self.streams.get(action.stream)) is not None:
                     self.end(given_up, action, now_s)
-            case Recovered() | Settled() | Ejected() | Readmitted() | WakeAt():
+            case Settled():
+                if action.option is Option.IN_PLACE and action.stream in self.streams:
+                    self.streams[action.stream].stays_until_s = -inf
+                self._perform(action)
+            case Recovered() | Ejected() | Readmitted() | WakeAt():
                 self._perform(action)
             case _:
                 assert_never(action)
@@ -209,7 +226,7 @@ class Control(Generic[S]):
         if live.journal.attempt:
             self._end_attempt(live)
         live.journal.attempt = action.attempt
-        live.plan = action.plan
+        live.plan, live.stays_until_s = action.plan, -inf
         number = (live.journal.owner_epoch, action.attempt)
         self.fences.started(action.plan, live.id, number)
         # Before the attempt's first step, because an instance can be lost before it.
@@ -347,6 +364,8 @@ class Control(Generic[S]):
         seen = self.self_tests.seen(known.id)
         instance = replace(accepted, moves_kv=seen.moves_kv, tokens=seen.tokens)
         self._loads.forget(known.id)
+        if not lives_on:
+            self._reformings.forget(known.id)
         # Pages of open streams in memory that the instance has taken over, leased to them.
         kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
         if kept and not lives_on:
@@ -363,8 +382,18 @@ class Control(Generic[S]):
             produced = self.produced_on(known.id)
             if produced or before != (report.epoch, True):
                 self.tell(DrainReported(known.id, report.epoch, produced), now_s)
+        self.drains.reported(known.id, now_s)
         known.load = report
         known.reported_s = now_s
+        running = list(self._running_on(known.id)) if report.full_degree else []
+        re_forms = self._reformings.event(known.id, report, running, now_s)
+        if re_forms is not None:
+            self.tell(re_forms, now_s)
+        if isinstance(re_forms, InstanceReformed):
+            # Tokens that came before were perhaps of the layout before.
+            for live in running:
+                if live.stays_until_s > -inf and live.instance == known.id:
+                    self._perform(ExpectToken(live))
         if self._loads.is_news(known.id, report, waiting=self.policy.has_waiting):
             self.tell(LoadReported(known.id, report.queue_delay_s), now_s)
         for link in report.links:

@@ -32,6 +32,14 @@ class EndAttempt(msgspec.Struct, frozen=True):
     live: LiveStream
 
 
+class ExpectToken(msgspec.Struct, frozen=True):
+    """The attempt stays at an instance that re-forms: report its next token as that with which it
+    resumes.
+    """
+
+    live: LiveStream
+
+
 @dataclass(frozen=True, slots=True)
 class GiveEnd:
     """Send the end of a stream that has all its ids: no engine is needed for it."""
@@ -57,6 +65,7 @@ class StreamClosed(msgspec.Struct, frozen=True):
 Effect = (
     BeginAttempt
     | EndAttempt
+    | ExpectToken
     | GiveEnd
     | EndStream
     | StreamClosed

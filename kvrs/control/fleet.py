@@ -3,7 +3,7 @@
 Only one model is served at a time. There are no agents when `backup.mode` is off.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -34,6 +34,8 @@ class Health(StrEnum):
     STARTING = "starting"  # Never seen up.
     UP = "up"
     DOWN = "down"
+    # It was taken out of the configuration. Kept, so that what still asks for it finds it not up.
+    REMOVED = "removed"
     REFUSED = "refused"  # It answers, and must not be used; `reason` says why.
 
 
@@ -104,6 +106,18 @@ class Instances:
         self._served: InstanceInfo | None = None
         self._plain: tuple[InstanceId | None] | None = None  # `plain()`, until one comes up.
 
+    def add(self, instance: InstanceId, node: NodeId, role: Role) -> KnownInstance:
+        known = self.known[instance] = KnownInstance(instance, node, role)
+        return known
+
+    def remove(self, known: KnownInstance) -> None:
+        known.health, known.reason = Health.REMOVED, None
+        known.info = known.load = known.lost = self._plain = None
+
+    def present(self) -> Iterator[KnownInstance]:
+        """Those of the configuration."""
+        return (known for known in self.known.values() if known.health is not Health.REMOVED)
+
     @property
     def model(self) -> str | None:
         return None if self._served is None else self._served.model
@@ -173,7 +187,10 @@ class Instances:
 
     def queue_delay_s(self, instance: InstanceId) -> float:
         load = self.known[instance].load
-        return 0.0 if load is None else load.queue_delay_s
+        if load is None:
+            return 0.0
+        ready_in_s = 0.0 if load.reforming is None else load.reforming.ready_in_s
+        return max(load.queue_delay_s, ready_in_s)
 
     def queued(self, instance: InstanceId) -> int:
         """Streams that wait there until others have ended."""
@@ -249,6 +266,18 @@ class Agents:
     def of(cls, config: Config) -> "Agents":
         nodes = config.cluster.nodes if config.agents_run else []
         return cls({node.agent_id: node.id for node in nodes})
+
+    def add(self, agent: InstanceId, node: NodeId) -> KnownAgent:
+        known = self.known[agent] = self._by_node[node] = KnownAgent(agent, node)
+        return known
+
+    def remove(self, known: KnownAgent) -> None:
+        known.health, known.reason, known.info, known.report = Health.REMOVED, None, None, None
+        del self._by_node[known.node]
+
+    def present(self) -> Iterator[KnownAgent]:
+        """Those of the configuration."""
+        return (known for known in self.known.values() if known.health is not Health.REMOVED)
 
     def is_up(self, agent: InstanceId) -> bool:
         return self.known[agent].health is Health.UP

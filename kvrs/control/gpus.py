@@ -19,6 +19,9 @@ class Gpus:
         """The last state and reason of every instance whose GPUs were not always healthy."""
         return [(instance, *judgement) for instance, judgement in self._judgements.items()]
 
+    def forget(self, instance: InstanceId) -> None:
+        self._judgements.pop(instance, None)
+
     def seen(
         self, node: NodeId, gpus: Sequence[GpuHealth]
     ) -> list[tuple[InstanceId, GpuState, str]]:

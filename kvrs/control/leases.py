@@ -26,6 +26,10 @@ class Leases:
         # A release that has not been sent yet is withdrawn.
         self._ended[instance].pop(stream, None)
 
+    def holds_any(self, instance: InstanceId) -> bool:
+        """Whether an open stream has KV there."""
+        return bool(self._held.get(instance))
+
     def release(self, instance: InstanceId, stream: StreamId) -> None:
         """The stream needs nothing there any more; the next batch says so."""
         self._held[instance].pop(stream, None)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Protocol
 
 from kvrs.ids import InstanceId, StreamId
@@ -94,6 +95,8 @@ class LiveStream:
     stage: StreamStage = StreamStage.WAITING
     instance: InstanceId | None = None  # Where the current stage runs.
     prefilled_at: set[InstanceId] = field(default_factory=set)  # May retain pages of this stream.
+    # Its attempt stays at an instance that re-forms, and may be silent until then.
+    stays_until_s: float = -inf
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
 
     @property

@@ -119,16 +119,21 @@ class SelfTests:
     ) -> None:
         self._known = known
         self._enabled = enabled
-        # Where the configuration has no two instances that could exchange KV, none is tested.
-        self._tests_kv = tests_kv and any(
-            _can_exchange(one.role, other.role) for one, other in permutations(known.values(), 2)
-        )
+        self._may_test_kv = tests_kv
         self._lives: dict[InstanceId, TestedProcess] = {}
         self._losses: dict[InstanceId, int] = {}  # In its tests, one after the other.
         self._running: dict[SelfTest, list[TestedProcess]] = {}
         # `least()`, until an instance comes up or is tested.
         self._least: tuple[InstanceId | None, Continues] | None = None
         self.changed: Callable[[], None] = lambda: None  # There may be a test to run.
+
+    @property
+    def _tests_kv(self) -> bool:
+        """Where the configuration has no two instances that could exchange KV, none is tested."""
+        present = [each for each in self._known.values() if each.health is not Health.REMOVED]
+        return self._may_test_kv and any(
+            _can_exchange(one.role, other.role) for one, other in permutations(present, 2)
+        )
 
     # The life of an instance.
 
@@ -154,6 +159,12 @@ class SelfTests:
         life = self._lives.get(instance)
         if life is not None and life.is_busy:
             self._losses[instance] = self._losses.get(instance, 0) + 1
+
+    def forget(self, instance: InstanceId) -> None:
+        """It is no part of the cluster any more."""
+        self._least = None
+        self._lives.pop(instance, None)
+        self._losses.pop(instance, None)
 
     # What is known.
 
@@ -254,7 +265,11 @@ class SelfTests:
         """The next test to run; its instances are busy until `done` or `failed`."""
         if not self._enabled:
             return None
-        free = {life.info.id: life for life in self._lives.values() if self._is_free(life, now_s)}
+        free = {
+            life.info.id: life
+            for life in self._lives.values()
+            if not life.is_busy and life.retry_at_s <= now_s and self._may_be_tested(life)
+        }
         for life in free.values():
             if life.generated is None and _decodes(life.info.role):
                 return self._take(TokensTest(life.info.id))
@@ -317,10 +332,7 @@ class SelfTests:
         lives = self._running.pop(test)
         for life in lives:
             life.is_busy = False
-        return lives if all(self._lives[life.info.id] is life for life in lives) else []
-
-    def _is_free(self, life: TestedProcess, now_s: float) -> bool:
-        return not life.is_busy and life.retry_at_s <= now_s and self._may_be_tested(life)
+        return lives if all(self._lives.get(life.info.id) is life for life in lives) else []
 
     def _may_be_tested(self, life: TestedProcess) -> bool:
         return (

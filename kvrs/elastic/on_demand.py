@@ -15,8 +15,11 @@ from kvrs.elastic.units import Units
 from kvrs.errors import LayoutError
 
 
-def reshaped(before: Layout, units: Units, ranks: Sequence[Sequence[int]]) -> Layout:
+def reshaped(
+    before: Layout, units: Units, ranks: Sequence[Sequence[int]], *, spread: bool = True
+) -> Layout:
     """The layout of these ranks, given for each stage: survivors, and perhaps ranks that join.
+    Without `spread` the KV heads that are left over go to one rank each, as tiles do.
 
     Raises:
         LayoutError: a stage has no rank.
@@ -30,7 +33,12 @@ def reshaped(before: Layout, units: Units, ranks: Sequence[Sequence[int]]) -> La
     attention, mlp = [], []
     for stage in stages:
         for layer in stage.layers:
-            attention.append(_heads(before.attention[layer], stage, units, given))
+            owners = before.attention[layer]
+            attention.append(
+                _heads(owners, stage, units, given)
+                if spread
+                else _tiles(owners, stage.ranks, units.attention_bytes, given)
+            )
             mlp.append(_tiles(before.mlp[layer], stage.ranks, units.mlp_bytes, given))
     last = stages[-1].ranks
     vocabulary = _tiles(before.vocabulary, last, units.vocabulary_bytes, given)

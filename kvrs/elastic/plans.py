@@ -86,7 +86,8 @@ def plan(
     read: Counter[int] = Counter()
     moves: list[Move] = []
     for unit, wanting in _wanted(after, held).items():
-        size = units.bytes_of(unit)
+        if not (size := units.bytes_of(unit)):
+            continue
         if holders := [rank for rank, own in held.items() if unit in own]:
             for target in wanting:
                 source = min(holders, key=lambda rank: (sent[rank], rank))

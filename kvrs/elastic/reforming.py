@@ -10,7 +10,7 @@ GIVEN_UP and its streams leave.
 Pure: no clock and no I/O. The seconds of a way are predicted from bytes and rates.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -171,6 +171,8 @@ class Costs:
     join_s: float  # New formation and probe.
     restart_s: float  # A process, until it has attached to its memory.
     replace_s: float = inf  # A rank with empty memory on a device; inf: there is none.
+    # Until a lost rank that is started beside the others has joined; inf: it does not come back.
+    back_s: float = inf
     lookahead_tokens: int = 32
     step_s: Callable[[Layout], float] = lambda _: 0.0  # Of a layout.
 
@@ -193,6 +195,7 @@ class Reforming:
     room: Room
     costs: Costs
     min_ranks: int = 1
+    spread: bool = True  # Whether the ranks can compute spread heads.
     epoch: int = 1
     phase: ReformingPhase = ReformingPhase.SERVING
     _dead: set[int] = field(default_factory=set)  # Memory of the layout that is gone.
@@ -266,7 +269,7 @@ class Reforming:
         if self.phase is not ReformingPhase.SERVING or fresh & set(self.layout.ranks):
             return []
         try:
-            after = on_demand.reshaped(self.layout, self.units, groups)
+            after = self._reshaped(groups)
         except LayoutError:
             return []
         if len(after.ranks) < self.min_ranks or self.room.missing_bytes(after, self.units):
@@ -332,7 +335,7 @@ class Reforming:
         groups = on_demand.survivors(self.layout, sorted(self._absent))
         if not all(groups) or sum(map(len, groups)) < self.min_ranks:
             return
-        after = on_demand.reshaped(self.layout, self.units, groups)
+        after = self._reshaped(groups)
         if not self.room.missing_bytes(after, self.units):
             # Memory that outlived its process has no reader: the host has the same bytes.
             yield self._choice(Way.RESHARD, after, frozenset(), 0.0)
@@ -344,7 +347,7 @@ class Reforming:
         gone = self._dead if way is Way.RESTART else self._dead | self._absent
         moves = plan(self.layout, after, self.units, gone, arrived=self._arrived)
         ready_s = start_s + schedule(moves, self.costs.rates).makespan_s + self.costs.join_s
-        behind_s = self.costs.lookahead_tokens * self.costs.step_s(after)
+        behind_s = self._behind_s(after)
         restores = way in (Way.RESHARD, Way.REPLACE)
         cost_s = sum(
             min(stream.leave_s, ready_s + restores * stream.restore_s + behind_s)
@@ -353,6 +356,17 @@ class Reforming:
         # Without streams the way that is there first.
         return PossibleWay(way, fresh, moves, ready_s, cost_s if self._streams else ready_s)
 
+    def _reshaped(self, groups: Sequence[Sequence[int]]) -> Layout:
+        return on_demand.reshaped(self.layout, self.units, groups, spread=self.spread)
+
+    def _behind_s(self, after: Layout) -> float:
+        """Of the look-ahead's tokens in a layout, which is left as soon as the ranks are back."""
+        costs, step_s = self.costs, self.costs.step_s(after)
+        behind_s, whole_s = costs.lookahead_tokens * step_s, costs.step_s(self.layout)
+        if behind_s <= costs.back_s or step_s <= whole_s:
+            return behind_s
+        return costs.back_s + (costs.lookahead_tokens - costs.back_s / step_s) * whole_s
+
     def _why_not(self) -> str:
         groups = on_demand.survivors(self.layout, sorted(self._absent))
         for stage, group in zip(self.layout.stages, groups, strict=True):
@@ -360,6 +374,6 @@ class Reforming:
                 return f"no rank is left for layers [{stage.first}, {stage.last})"
         if (left := sum(map(len, groups))) < self.min_ranks:
             return f"{left} ranks are left, elastic.min_ranks is {self.min_ranks}"
-        after = on_demand.reshaped(self.layout, self.units, groups)
+        after = self._reshaped(groups)
         missing = self.room.missing_bytes(after, self.units)
         return f"{left} ranks are left, and the fullest lacks {missing} bytes of memory"

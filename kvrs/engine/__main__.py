@@ -1,6 +1,8 @@
 """Run one instance by hand: `python -m kvrs.engine --config FILE --instance ID [--epoch N]`, until
 SIGTERM or Ctrl-C.
 
+At SIGHUP it reads the file again for instances that are new.
+
 It ends when its streams are elsewhere (`cluster.drain_s`), and at a second signal at once.
 """
 
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from kvrs.config.file import load_config, read_secrets
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
+from kvrs.garbage import collect_nothing_yet
 from kvrs.ids import InstanceId
 from kvrs.logs import log_to_stderr
 
@@ -22,7 +25,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
     check_extras("engine")
     from kvrs.engine.server import serve
 
-    config = load_config(arguments.config, os.environ)
+    read = partial(load_config, arguments.config, os.environ)
+    config = read()
     log_to_stderr(**config.logs.options)
     stop, at_once = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -31,7 +35,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
         )
     secret, *older = read_secrets(config.security, os.environ)
     ready = partial(print, "ready", flush=True)
-    await serve(config, arguments.instance, arguments.epoch, secret, stop, ready, at_once, older)
+    name, epoch = arguments.instance, arguments.epoch
+    await serve(config, name, epoch, secret, stop, ready, at_once, older, read=read)
 
 
 def main() -> int:
@@ -45,6 +50,7 @@ def main() -> int:
     parser.add_argument(
         "--epoch", type=int, default=1, help="must rise with every start of the same instance"
     )
+    collect_nothing_yet()
     try:
         asyncio.run(_serve(parser.parse_args()))
     except (ConfigError, MissingExtraError) as error:

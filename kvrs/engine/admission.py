@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from functools import partial
 
+from kvrs.engine.grammars import Grammars
 from kvrs.engine.requests import GenerationRun, make_run
 from kvrs.engine.served import ServedInstance
 from kvrs.errors import RequestError
@@ -36,6 +37,10 @@ class Admission:
             map(len, instance.vocabulary.tokenizer.get_vocab(with_added_tokens=True))
         )
         self._max_characters = instance.max_model_len * longest_token
+        vocabulary = instance.vocabulary
+        self._grammars = Grammars(
+            vocabulary.tokenizer, vocabulary.vocab_size, vocabulary.eos_token_ids
+        )
 
     async def admit(self, asked: CompletionRequest | ChatRequest) -> GenerationRun:
         """A run that can be submitted.
@@ -76,7 +81,13 @@ class Admission:
             pulls=tuple(source.pages for source in sources if source.pages),
             pull_tail=any(source.handoff is not None for source in sources),
         )
-        made = partial(make_run, asked, max_tokens, sequence, sources, self._instance.vocabulary)
+        # Read by prefill too, so that a client learns at once what is wrong with it.
+        grammar = None
+        if bytes(memoryview(asked.response_format)[:1]) != b"n":
+            grammar = await asyncio.to_thread(self._grammars.grammar, asked.response_format)
+        made = partial(
+            make_run, asked, max_tokens, sequence, sources, self._instance.vocabulary, grammar
+        )
         if sequence.prefill_only or len(ids) - prompt_tokens <= _QUICKLY_REPLAYED_TOKENS:
             return made()
         return await asyncio.to_thread(made)

@@ -80,12 +80,10 @@ class AnchoredPool:
 class AnchoredMemory:
     """What an instance attaches at its start."""
 
-    def __init__(
-        self, config: Config, node: NodeId, instance: InstanceId, start: int, secret: bytes
-    ) -> None:
+    def __init__(self, config: Config, node: NodeId, instance: InstanceId, secret: bytes) -> None:
         directory = store_directory(config.backup.directory, secret, node)
         self._client = AnchorClient(directory, secret, config.state_plane.wait_s)
-        self._instance, self._start = instance, start
+        self._instance = instance
 
     def decoder(
         self, config: ModelConfig, weights: Weights, directory: Path, positions: int
@@ -117,9 +115,9 @@ class AnchoredMemory:
         return proven(with_rotary(arena.decoder(memory), config, positions)), root
 
     def pool(
-        self, geometry: KvGeometry, pages: int, rows: int, fingerprint: str
+        self, start: int, geometry: KvGeometry, pages: int, rows: int, fingerprint: str
     ) -> AnchoredPool | None:
-        """The instance's pages; None: there is no agent.
+        """The instance's pages, for that start of it; None: there is no agent.
 
         Raises:
             ConfigError: the agent refuses.
@@ -128,7 +126,7 @@ class AnchoredMemory:
         sizes = [layout.size_bytes, (pages + 1) * geometry.page_bytes]
         kind = kind_of(fingerprint, PAGE_LAYOUT, geometry, layout)
         try:
-            is_new, fds = self._client.memory(self._instance, self._start, kind, sizes)
+            is_new, fds = self._client.memory(self._instance, start, kind, sizes)
         except NoAgentError as error:
             log.warning("no agent: KV is this process's own", extra={"cause": str(error)})
             return None
@@ -138,7 +136,7 @@ class AnchoredMemory:
             _mapped(fd, size, writable=True) for fd, size in zip(fds, sizes, strict=True)
         )
         pool = KvPool(geometry, pages, torch.device("cpu"), _tensor(pool_memory))
-        ledger = PageLedger(memoryview(ledger_memory), layout, self._start, pool.view)
+        ledger = PageLedger(memoryview(ledger_memory), layout, start, pool.view)
         prefill = None if is_new else _noted_prefill(ledger)
         if prefill is None:
             # Pages are about to be written by a measurement.
@@ -184,10 +182,13 @@ def _noted_prefill(ledger: PageLedger) -> PrefillTable | None:
 
 
 def _mapped(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
-    """The bytes of a file, which stays open and locked as long as they are mapped."""
+    """The bytes of a file, which stays open and locked as long as they are mapped. What is only
+    read is there at once: its first use would cost as much, and in the middle of a step.
+    """
+    flags = mmap.MAP_SHARED | (0 if writable else mmap.MAP_POPULATE)
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
+        return mmap.mmap(fd, size_bytes, flags, access)
     finally:
         os.close(fd)  # The map has a descriptor of its own.
 

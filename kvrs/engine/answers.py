@@ -24,6 +24,7 @@ from kvrs.protocol.openai.chunks import (
     ToolCall,
     TopLogprob,
     Usage,
+    usage_of,
 )
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.text import output
@@ -74,13 +75,13 @@ class CompletionAnswer:
         return Completion(*self._head, [choice])
 
     def usage_event(self) -> Completion:
-        return Completion(*self._head, [], usage=usage_of(self._run))
+        return Completion(*self._head, [], usage=_usage(self._run))
 
     def whole(self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None) -> Completion:
         choice = self._choice(joined(steps))
         if self._asked.return_token_ids:
             choice.prompt_token_ids = prompt_ids_of(self._run)
-        answer = Completion(*self._head, [choice], usage=usage_of(self._run))
+        answer = Completion(*self._head, [choice], usage=_usage(self._run))
         if hand_off is not None:
             answer.kv_transfer_params = hand_off
         return answer
@@ -153,7 +154,7 @@ class ChatAnswer:
         return ChatChunk(*self._head, [choice])
 
     def usage_event(self) -> ChatChunk:
-        return ChatChunk(*self._head, [], usage=usage_of(self._run))
+        return ChatChunk(*self._head, [], usage=_usage(self._run))
 
     def whole(
         self, steps: Sequence[StepOutput], hand_off: KvTransferParams | None
@@ -165,7 +166,7 @@ class ChatAnswer:
             finish_reason=step.finish_reason,
             stop_reason=step.stop_reason,
         )
-        answer = ChatCompletion(*self._head, [choice], usage=usage_of(self._run))
+        answer = ChatCompletion(*self._head, [choice], usage=_usage(self._run))
         if self._asked.return_token_ids:
             choice.token_ids, answer.prompt_token_ids = step.token_ids, prompt_ids_of(self._run)
         if hand_off is not None:
@@ -204,10 +205,15 @@ def joined(steps: Sequence[StepOutput]) -> StepOutput:
     )
 
 
-def usage_of(run: GenerationRun) -> Usage:
-    """Counted over the whole stream, earlier attempts included."""
-    prompt, produced = run.sequence.prompt_tokens, run.produced_tokens
-    return Usage(prompt_tokens=prompt, completion_tokens=produced, total_tokens=prompt + produced)
+def _usage(run: GenerationRun) -> Usage:
+    """Counted over the whole stream, earlier attempts included, but for what was cached: that is
+    of this attempt, and not known of one that has taken over output.
+    """
+    sequence = run.sequence
+    prompt, cached = sequence.prompt_tokens, sequence.cached_tokens
+    if cached is not None:
+        cached = None if sequence.history_tokens > prompt else min(cached, prompt)
+    return usage_of(prompt, run.produced_tokens, cached)
 
 
 def prompt_ids_of(run: GenerationRun) -> list[int]:

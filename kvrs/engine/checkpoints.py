@@ -99,6 +99,10 @@ class Checkpointer:
         for agent in self._backlog.filled(sequence, self._clock()):
             self._wakes[agent].set()
 
+    def held(self, sequence: sequences.Sequence) -> Mapping[InstanceId, int]:
+        """How many leading full pages of the sequence each of its agents has stored."""
+        return self._backlog.held(sequence)
+
     def ended(self, sequence: sequences.Sequence) -> None:
         """Nothing more is computed. Pages of a prefill are still sent, because its stream has only
         begun.

@@ -5,25 +5,37 @@ tensors. So no lock is needed, and a page changes its owner only between two bat
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from kvrs.engine.anchored import AnchoredPool
 from kvrs.engine.fetching import PageFetcher
 from kvrs.engine.requests import GenerationRun, Sampled, StepOutput
 from kvrs.engine.runs import CheckpointHooks, RunCore
 from kvrs.engine.worker import ModelWorker
-from kvrs.errors import RanksLostError
+from kvrs.errors import RanksLostError, TransferError
+from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
+from kvrs.scheduling.fair_queue import order
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase
+from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase, pages_for
 from kvrs.scheduling.sources import PullSource, next_source
 from kvrs.text.output import TextDelta
 
 Batch = list[tuple[Sequence, Chunk]]
+
+
+class Ranks(Protocol):
+    """`kvrs.engine.ranks.group.RankGroup`, where a worker is several processes."""
+
+    def wait_serving(self) -> None: ...
+
+    def mended(self) -> None: ...
 
 
 class EngineCore(RunCore):
@@ -42,9 +54,14 @@ class EngineCore(RunCore):
         pace: Pace | None,
         checkpoints: CheckpointHooks | None = None,
         anchored: AnchoredPool | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(clock, checkpoints)
-        self._anchored = anchored
+        self._anchored, self._ranks = anchored, ranks
+        self._reformed: asyncio.Future[None] | None = None  # Done once the ranks compute again.
+        # Pages of streams that were computed, or had arrived, when cells were lost.
+        self.missing_pages: dict[StreamId, int] = {}
+        self._has_lost_cells = False
         self.worker = worker
         self.scheduler = scheduler
         self.pages = pages
@@ -75,6 +92,17 @@ class EngineCore(RunCore):
         self._bug = error
         self.wake()
 
+    def lose_cells(self) -> None:
+        """Cells of all pages are gone: every run begins again, in the same attempt."""
+        size = self.pages.page_size_tokens
+        self.missing_pages = {
+            sequence.stream: pages_for(sequence.computed_tokens, size)
+            for sequence in self._runs
+            if sequence.computed_tokens
+        }
+        self._has_lost_cells = True
+        self.wake()
+
     def wake(self) -> None:
         """Let the loop look for work."""
         self._wake.set()
@@ -94,12 +122,18 @@ class EngineCore(RunCore):
         loop = asyncio.get_running_loop()
         try:
             while self._bug is None:
+                if self._has_lost_cells:
+                    self._begin_again()
                 self.pages.expire(self._clock())
                 for pull in self.scheduler.admit():
                     self._start_pull(pull)
                 self._admission_wait.observe(
                     self._clock(), self.scheduler.departures, self.scheduler.full
                 )
+                if self._reformed is not None:
+                    await self._reformed
+                    self._reformed = None
+                    continue
                 batch = self.scheduler.next_batch()
                 if not batch:
                     await self._sleep()
@@ -111,7 +145,9 @@ class EngineCore(RunCore):
                     sampled = await loop.run_in_executor(self._thread, self._compute, batch)
                 except RanksLostError:
                     self.scheduler.abandon(batch)
-                    raise
+                    assert self._ranks is not None, "only ranks are lost"
+                    self._reformed = loop.run_in_executor(self._thread, self._ranks.wait_serving)
+                    continue
                 if self._pace is not None:
                     await asyncio.sleep(
                         self._pace.batch_s([chunk for _, chunk in batch])
@@ -125,6 +161,34 @@ class EngineCore(RunCore):
             for task in self._pulls:
                 task.cancel()
             self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_again(self) -> None:
+        """Let every run be computed anew, from what agents hold of it; between two batches."""
+        assert self._ranks is not None, "only ranks lose cells"
+        self._has_lost_cells = False
+        runs = sorted(self._runs.values(), key=lambda run: order(run.sequence))
+        for run in runs:
+            old = run.sequence
+            held: Mapping[InstanceId, int] = {}
+            if self.checkpoints is not None and run.checkpoints:
+                held = self.checkpoints.held(old)
+            self.scheduler.finish(old)
+            if self.checkpoints is not None and run.checkpoints:
+                self.checkpoints.ended(old)
+            run.sources = tuple(
+                PullSource(agent, None, range(count), TrafficClass.RECOVERY)
+                for agent, count in sorted(held.items(), key=lambda item: -item[1])
+                if count
+            )
+            run.sequence, run.reported_pages = old.again([one.pages for one in run.sources]), 0
+            del self._runs[old]
+            self._runs[run.sequence] = run
+            if self.checkpoints is not None and run.checkpoints:
+                self.checkpoints.began(run)
+            self.scheduler.add(run.sequence)
+        # Nothing is found any more that was there before, so no other run gets it.
+        self.pages.reset_cache(pinned=True)
+        self._ranks.mended()
 
     async def _sleep(self) -> None:
         """Wait for work, for at most a second, so that leases expire in time; after an idle second
@@ -172,7 +236,9 @@ class EngineCore(RunCore):
             if run is None:
                 continue
             output = run.take(one)
-            if output.finish_reason is not None:
+            if run.failure is not None:
+                self._end(run, None)
+            elif output.finish_reason is not None:
                 self._end(run, output)
             else:
                 run.outputs.put_nowait(output)
@@ -219,7 +285,12 @@ class EngineCore(RunCore):
         step = next_source(sources, pull, arrived.stop)
         while step is not None and sequence.phase is not SequencePhase.FINISHED:
             source, wanted = step
-            result = await self._fetcher.fetch(pull, source, wanted)
+            try:
+                result = await self._fetcher.fetch(pull, source, wanted)
+            except TransferError:
+                if self._ranks is None:
+                    raise
+                break  # Cells of the pages were lost while they came.
             arrived, tail = range(wanted.start, wanted.start + result.full_pages), result.tail
             if (step := next_source(sources, pull, arrived.stop)) is not None:
                 self._pulled(sequence, arrived, more_from=step[1].start)

@@ -1,11 +1,14 @@
 """One instance of the embedded engine, put together: worker, scheduler, core and page port."""
 
 import asyncio
-import statistics
+import os
+import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 
@@ -20,12 +23,13 @@ from kvrs.engine.ranks.group import RankGroup, describe_ranks
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedInstance, ServedModel
+from kvrs.engine.warm_up import measure_prefill, prefill_table
 from kvrs.engine.worker import ModelWorker, Worker
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
-from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport
+from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, ReformingReport
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
@@ -42,12 +46,50 @@ CAPABILITIES = [
     Capability.SPLIT,
     Capability.CHECKPOINT,
     Capability.EXACT_RESUME,
+    Capability.TRUNK,
 ]
 
-# An instance measures its own prefill table at its start: a few lengths, in well under a second on
-# a small model.
-WARM_UP_REPEATS = 3
-WARM_UP_LONGEST_TOKENS = 1024
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """What any start of an instance can serve."""
+
+    worker: ModelWorker
+    served: ServedModel
+
+    @classmethod
+    def load(cls, config: Config, instance_id: InstanceId, secret: bytes) -> Self:
+        """In the calling thread.
+
+        Raises:
+            ConfigError: instance, model or engine settings are wrong.
+        """
+        node, settings = find_instance(config, instance_id)
+        if config.cluster.model is None:
+            raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
+        engine = config.cluster.engine
+        started_s = time.monotonic()
+        directory = Path(config.cluster.model)
+        layout = layout_of(settings, ModelConfig.from_directory(directory).units)
+        anchored = None
+        if config.state_plane.enabled and layout is None:
+            anchored = AnchoredMemory(config, node.id, instance_id, secret)
+        worker: ModelWorker = (
+            Worker(directory, engine, anchored)
+            if layout is None
+            else RankGroup(directory, engine, layout, config.elastic)
+        )
+        loaded_s = 0.0 if engine.pace is None else Pace(engine.pace).load_s
+        try:
+            time.sleep(max(0.0, loaded_s - (time.monotonic() - started_s)))
+            return cls(worker, _describe_model(config, directory, worker))
+        except BaseException:
+            if isinstance(worker, RankGroup):
+                worker.close()
+            raise
+
+
+_ANSWERED_S = 0.02
 
 
 class EngineInstance(ServedInstance):
@@ -60,35 +102,26 @@ class EngineInstance(ServedInstance):
         epoch: int,
         secret: bytes,
         older: Sequence[bytes] = (),
+        loaded: LoadedModel | None = None,
     ) -> None:
-        """Load the model and measure its prefill, in the calling thread.
+        """Load the model, if that was not done before, and measure its prefill, in the calling
+        thread.
 
         Raises:
             ConfigError: instance, model or engine settings are wrong.
         """
+        loaded = loaded or LoadedModel.load(config, instance_id, secret)
         node, settings = find_instance(config, instance_id)
-        if config.cluster.model is None:
-            raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
         engine = config.cluster.engine
         pace = Pace(engine.pace) if engine.pace is not None else None
-        started_s = time.monotonic()
-        directory = Path(config.cluster.model)
-        layout = layout_of(settings, ModelConfig.from_directory(directory).units)
-        anchored = None
-        if config.state_plane.enabled and layout is None:
-            anchored = AnchoredMemory(config, node.id, instance_id, epoch, secret)
-        self.worker: ModelWorker = (
-            Worker(directory, engine, anchored)
-            if layout is None
-            else RankGroup(directory, engine, layout)
-        )
+        self.worker = loaded.worker
         try:
-            if pace is not None:
-                time.sleep(max(0.0, pace.load_s - (time.monotonic() - started_s)))
+            if isinstance(self.worker, Worker):
+                self.worker.take_memory(epoch)
             self.links = SendingLinks(config.transfer, SendingFaults(), node.id)
             super().__init__(
                 InstancePlace(config, node, settings, secret, epoch, self.links, older),
-                _describe_model(config, directory, self.worker),
+                loaded.served,
             )
             self._core = self._make_core(pace)
         except BaseException:
@@ -109,7 +142,9 @@ class EngineInstance(ServedInstance):
         else:
             # Where pages were kept, a measurement would write into them.
             noted = None if kept is None else kept.prefill
-            self.prefill = noted or measure_prefill(self.worker, self.max_model_len)
+            self.prefill = noted or prefill_table(
+                self.worker, self.max_model_len, Path(config.cluster.model or "")
+            )
         records = None if kept is None else kept.ledger
         pages = PageManager(engine.pages, engine.page_size_tokens, records)
         if kept is not None:
@@ -129,6 +164,7 @@ class EngineInstance(ServedInstance):
             pace=pace,
             checkpoints=self.checkpointer,
             anchored=kept,
+            ranks=self.ranks,
         )
 
     @property
@@ -176,26 +212,60 @@ class EngineInstance(ServedInstance):
             fetched_pages=self.core.fetched_pages,
             kv_bytes=self.port.kv_bytes(),
             draining=self.draining,
+            **self._of_ranks(),
         )
+
+    def _of_ranks(self) -> dict[str, Any]:
+        """What a load report says of ranks."""
+        if self.ranks is None:
+            return {}
+        now, layout = self.ranks.reforming, self.ranks.layout
+        facts = {"layout_number": layout.number, "full_degree": len(self.ranks.full.ranks)}
+        if now is None:
+            return facts | {"degree": len(layout.ranks)}
+        decode, prefill = self.ranks.reformer.factors(now.after)
+        report = ReformingReport(
+            number=now.number,
+            way=now.way,
+            ready_in_s=max(0.0, now.ready_at_s - time.monotonic()),
+            degree=len(now.after.ranks),
+            lost=list(now.lost),
+            move_bytes=now.move_bytes,
+            missing_pages=self.core.missing_pages if now.lost_cells else {},
+            page_s=self.prefill.extra(0, self.pages.page_size_tokens) * prefill,
+            decode_factor=decode,
+            prefill_factor=prefill,
+        )
+        return facts | {"degree": report.degree, "reforming": report}
 
     async def start(self) -> None:
         await self.port.start()
         loop = asyncio.get_running_loop()
         if self.ranks is not None:
-            self.ranks.on_loss = lambda lost: loop.call_soon_threadsafe(self.core.fail, lost)
+            self.ranks.on_end = lambda lost: loop.call_soon_threadsafe(self.core.fail, lost)
+            self.ranks.on_change = lambda: loop.call_soon_threadsafe(self.news.tell)
         self.tasks = [
             loop.create_task(work)
             for work in (self.core.run(), self.port.probe(), self.checkpointer.run())
         ]
 
-    def lose_device(self, rank: int) -> None:
+    def lose_device(self, rank: int | None) -> None:
         if self.ranks is None:
-            super().lose_device(rank)
+            if rank is not None:
+                raise RequestError(
+                    f"rank: got {rank}; allowed: none, it is one process", param="rank"
+                )
+            if self.anchored is not None:
+                self.anchored.ledger.drop()
+            # Once this request was answered.
+            kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+            asyncio.get_running_loop().call_later(_ANSWERED_S, kill)
             return
         if rank not in self.ranks.pids:
             allowed = ", ".join(map(str, self.ranks.pids))
             raise RequestError(f"rank: got {rank}; allowed: {allowed}", param="rank")
         self.ranks.lose_device(rank)
+        self.core.lose_cells()
 
     async def close(self) -> None:
         await super().close()
@@ -238,51 +308,6 @@ def predicted_s(prefill: PrefillTable, chunks: Sequence[Chunk]) -> float:
         prefill.extra(chunk.first_position, len(chunk.token_ids)) - prefill.step_overhead_s
         for chunk in chunks
     )
-
-
-def measure_prefill(worker: ModelWorker, max_model_len: int) -> PrefillTable:
-    """Time prefill of a few lengths on this machine, before any page is in use: the instance's own
-    table.
-    """
-    longest = min(max_model_len, worker.settings.pages * worker.geometry.page_size_tokens)
-    times = {
-        at: statistics.median(_prefill_s(worker, tokens) for _ in range(WARM_UP_REPEATS))
-        for at, tokens in warm_up_lengths(longest).items()
-    }
-    return PrefillTable.from_points(
-        f"measured at start on {worker.settings.device}", "this instance", times
-    )
-
-
-def warm_up_lengths(longest_tokens: int) -> dict[int, int]:
-    """Where on a prefill table to measure, and with how many tokens.
-
-    One token is the overhead of a step, which stands at zero tokens; it also warms the engine up.
-    """
-    step = max(1, min(longest_tokens, WARM_UP_LONGEST_TOKENS) // 8)
-    return {0: 1} | {times * step: times * step for times in (1, 2, 4, 8)}
-
-
-def _prefill_s(worker: ModelWorker, tokens: int) -> float:
-    size, step = worker.geometry.page_size_tokens, worker.settings.max_batch_tokens
-    pages = range(-(-tokens // size))
-    started_s = time.perf_counter()
-    for first in range(0, tokens, step):
-        ids = [
-            1 + position % (worker.vocab_size - 1)
-            for position in range(first, min(first + step, tokens))
-        ]
-        worker.execute(
-            [
-                Chunk(
-                    token_ids=ids,
-                    first_position=first,
-                    pages=pages,
-                    wants_logits=first + step >= tokens,
-                )
-            ]
-        )
-    return time.perf_counter() - started_s
 
 
 def find_instance(config: Config, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:

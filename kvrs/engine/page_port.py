@@ -7,7 +7,7 @@ as long as the process, and by a stage of DistServe, which gets a new pool with 
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvrs.config.backup import BackupMode
@@ -117,6 +117,12 @@ class PagePort:
         )
         return PageFetcher(pool, self.puller, self.registry), self.checkpointer
 
+    def learn(self, config: Config) -> None:
+        """Fetch from further instances and agents, which another configuration has. Checkpoints go
+        to the agents of the first one.
+        """
+        self.registry.update(peers_of(config))
+
     def detach(self) -> None:
         """The pool is gone: hold nothing until the next `attach`."""
         self._source.source = self.checkpointer = None
@@ -138,7 +144,7 @@ class PagePort:
     async def probe(self) -> None:
         """Keep an estimate of every link into the instance, until cancelled."""
         interval_s = self._place.config.transfer.probe_interval_s
-        await probe_links(self.puller, self.registry.values(), self._place.settings.id, interval_s)
+        await probe_links(self.puller, self.registry, self._place.settings.id, interval_s)
 
     async def close(self) -> None:
         await self.server.close()
@@ -147,15 +153,15 @@ class PagePort:
 
 
 async def probe_links(
-    puller: PagePuller, peers: Iterable[Peer], own: InstanceId, interval_s: float
+    puller: PagePuller, registry: Mapping[InstanceId, Peer], own: InstanceId, interval_s: float
 ) -> None:
     """Probe the links from all peers once per interval; links with traffic of their own are left
     out.
     """
-    nodes = {peer.instance: peer.node for peer in peers}
-    # The other instances of this node probe the same links.
-    probers = list(nodes.values()).count(nodes[own])
     while True:
+        peers = [*registry.values()]
+        # The other instances of this node probe the same links.
+        probers = [peer.node for peer in peers].count(registry[own].node)
         for peer in peers:
             # After an answer of one peer, the others of its node are not probed.
             if peer.instance != own:

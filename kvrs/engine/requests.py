@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvrs.engine.biases import Biases, tokenised_words
+from kvrs.engine.grammars import Grammar
 from kvrs.engine.penalties import Penalties
 from kvrs.engine.sampler import SampledLogprobs, SamplingParams, logprobs_of, sample
 from kvrs.errors import RequestError
@@ -83,6 +84,7 @@ class GenerationRun:
     outputs: asyncio.Queue[StepOutput | None] = field(
         default_factory=asyncio.Queue
     )  # None: aborted, or failed.
+    grammar: Grammar | None = None  # What the output has to be; None: any text.
     failure: str | None = None  # Why the engine lost it, if it did.
 
     @property
@@ -108,6 +110,8 @@ class GenerationRun:
         if self.produced_tokens < self.min_tokens and self.end_token_ids:
             row = row.clone()
             row[list(self.end_token_ids)] = -torch.inf
+        if self.grammar is not None:
+            row = self.grammar.apply(row, logits)
         token_id = sample(row, self.params, position=len(self.sequence.token_ids))
         return Sampled(
             token_id,
@@ -127,6 +131,8 @@ class GenerationRun:
         if token_id in self.end_token_ids:
             delta = self.text.finish()
             return StepOutput([token_id], delta, self._stop(), self._named(token_id), tokens)
+        if self.grammar is not None and not self.grammar.take(token_id):
+            self.failure = f"response_format: {self.grammar.failure}"
         delta = self.text.feed(token_id)
         if delta.stopped is not None:
             return StepOutput([token_id], delta, self._stop(), delta.stopped, tokens)
@@ -140,12 +146,17 @@ class GenerationRun:
         if the history is complete.
 
         Raises:
-            RequestError: the history goes on after its end.
+            RequestError: the history goes on after its end, or is not what was asked for.
         """
         for index, token_id in enumerate(history, 1):
             if index == len(history) and token_id in self.end_token_ids:
                 delta = self.text.finish()
                 return StepOutput([], delta, self._stop(), self._named(token_id))
+            if self.grammar is not None and not self.grammar.take(token_id):
+                raise RequestError(
+                    f"the output so far is not in the response_format: {self.grammar.failure}",
+                    param="response_format",
+                )
             stopped = self.text.feed(token_id).stopped
             if stopped is not None and index < len(history):
                 raise RequestError(
@@ -170,6 +181,7 @@ def make_run(
     sequence: Sequence,
     sources: tuple[PullSource, ...],
     model: Vocabulary,
+    grammar: Grammar | None = None,
 ) -> GenerationRun:
     """A run that continues exactly where the history of `sequence` ends.
 
@@ -177,6 +189,15 @@ def make_run(
         RequestError: the history is no possible beginning of the answer.
     """
     stop_token_ids = frozenset(request.stop_token_ids)
+    text = _text_machine(request, sequence, model.tokenizer)
+    if grammar is not None and isinstance(text, ChatOutput) and text.reasons_first:
+        raise RequestError(
+            "response_format is not supported where the template opens <think>; allowed: "
+            "chat_template_kwargs that end it",
+            param="response_format",
+        )
+    # The end of the grammar is the end of the stream.
+    ends_by_stop_only = request.ignore_eos and grammar is None
     run = GenerationRun(
         sequence=sequence,
         params=SamplingParams(
@@ -190,12 +211,11 @@ def make_run(
         biases=_biases(request, sequence, model),
         penalties=_penalties(request, sequence, model.vocab_size),
         logprobs=request.wanted_logprobs,
-        text=_text_machine(request, sequence, model.tokenizer),
+        grammar=grammar,
+        text=text,
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,
-        end_token_ids=stop_token_ids
-        if request.ignore_eos
-        else stop_token_ids | model.eos_token_ids,
+        end_token_ids=stop_token_ids if ends_by_stop_only else stop_token_ids | model.eos_token_ids,
         stop_token_ids=stop_token_ids,
         sources=sources,
         checkpoints=() if request.kvrs is None else tuple(request.kvrs.checkpoints),

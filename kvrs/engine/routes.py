@@ -111,7 +111,7 @@ class InstanceHandlers:
         """The load report once, or as an endless stream that ends with this process."""
         if "watch" not in request.query:
             return http.answer(self._instance.load())
-        return await http.watch(request, self._instance.load)
+        return await http.watch(request, self._instance.load, self._instance.news)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()

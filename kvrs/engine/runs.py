@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvrs.engine.requests import GenerationRun, StepOutput
-from kvrs.ids import StreamId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.scheduling.sequences import Sequence
 
 # An ended stream is remembered for so long: no request of it comes later, except from a proxy that
@@ -62,6 +62,9 @@ class CheckpointHooks(Protocol):
 
         Called after a batch, while the sequence owns them.
         """
+
+    def held(self, sequence: Sequence) -> Mapping[InstanceId, int]:
+        """How many leading full pages of the sequence each of its agents has stored."""
 
     def ended(self, sequence: Sequence) -> None:
         """Nothing more is computed for the sequence; its pages are at most leased or cached."""

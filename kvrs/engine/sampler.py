@@ -14,10 +14,12 @@ from torch import Tensor
 
 from kvrs.engine.layers.tiles import fold_sum
 
+_GREEDY_BELOW = 1e-5  # As vLLM's: logits over less than that may overflow.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    temperature: float = 1.0  # 0: the likeliest token.
+    temperature: float = 1.0  # 0, or next to it: the likeliest token.
     top_p: float = 1.0  # The likeliest tokens that together reach this probability.
     top_k: int = 0  # That many of the likeliest tokens; 0 and -1: all.
     min_p: float = 0.0  # Those at least so likely, compared with the likeliest.
@@ -38,7 +40,7 @@ def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
     Equal logits are ordered by id, the lowest first.
     """
     logits = logits_row.numpy()
-    if params.temperature == 0:
+    if params.temperature < _GREEDY_BELOW:
         return int(logits.argmax())
     ids = _candidates(logits, params.top_k)
     scaled = logits[ids].astype(np.float64) / params.temperature

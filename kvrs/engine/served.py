@@ -11,6 +11,7 @@ from kvrs.engine.page_port import InstancePlace, PagePort
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.runs import Attempt, RunCore
 from kvrs.errors import RequestError
+from kvrs.http import News
 from kvrs.ids import StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
@@ -49,6 +50,7 @@ class ServedInstance(ABC):
         self.port = PagePort(place, model.fingerprint, model.geometry.page_bytes)
         self.registry = self.port.registry
         self.tasks: list[asyncio.Task[None]] = []  # None of them ends by itself.
+        self.news = News()  # Of load reports that are due at once.
         self._place, self._model = place, model
 
     @property
@@ -86,13 +88,13 @@ class ServedInstance(ABC):
         """
         self.core.end_transfers(attempts)
 
-    def lose_device(self, rank: int) -> None:
-        """Kill a rank and drop the memory of its KV. For experiments.
+    def lose_device(self, rank: int | None) -> None:
+        """Kill a rank, or the only process (None), and drop the memory of its KV. For experiments.
 
         Raises:
-            RequestError: the instance has no such rank.
+            RequestError: the instance has no such rank, or no such memory.
         """
-        raise RequestError(f"rank: got {rank}; the instance is one process", param="rank")
+        raise RequestError(f"rank: got {rank}; this engine has no device to lose", param="rank")
 
     def down(self) -> str | None:
         """Why the instance cannot serve now although its process lives; None: it can."""

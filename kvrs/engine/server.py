@@ -1,25 +1,31 @@
 """The server of one instance of the embedded engine."""
 
 import asyncio
+import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from aiohttp import web
 
 from kvrs.config.file import Config
 from kvrs.connections import ConnectionLimits
 from kvrs.descriptors import raise_descriptor_limit
-from kvrs.engine.instance import EngineInstance
+from kvrs.engine.instance import EngineInstance, LoadedModel
 from kvrs.engine.page_port import EPOCHS_PER_START
 from kvrs.engine.routes import make_app
 from kvrs.engine.served import ServedInstance
+from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port, watches
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import Door, door_keys
 from kvrs.tls import load_certificates
 from kvrs.transfer.fault_route import add_fault_route
+
+log = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
 
@@ -33,19 +39,25 @@ async def serve(
     ready: Callable[[], None],
     at_once: asyncio.Event | None = None,
     older: Sequence[bytes] = (),
+    loaded: LoadedModel | None = None,
+    read: Callable[[], Config] | None = None,
 ) -> None:
     """Serve until `stop` is set, then until no stream or page here is needed, at most for
     `cluster.drain_s` or until `at_once`.
 
     `ready` is called once requests are taken. `start` must rise with every start of the instance.
-    `older`: secrets that are accepted beside the one in use.
+    `older`: secrets that are accepted beside the one in use. `loaded`: the model, where it was
+    loaded before. At SIGHUP the instances of the configuration that `read` returns are known, too.
 
     Raises:
         ConfigError: a port is in use.
     """
-    instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret, older)
+    instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret, older, loaded)
     async with serve_http(instance, allow_faults=config.cluster.allow_faults) as app:
         keep_what_is_there()
+        if read is not None:
+            learn = partial(_learn, instance, read)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, learn)
         ready()
         stopping = asyncio.ensure_future(
             _drained(instance, app, stop, at_once or asyncio.Event(), config.cluster.drain_s)
@@ -54,6 +66,16 @@ async def serve(
         stopping.cancel()
         if (bug := instance.failed()) is not None:
             raise bug
+
+
+def _learn(instance: EngineInstance, read: Callable[[], Config]) -> None:
+    try:
+        instance.port.learn(read())
+    except ConfigError as error:
+        for fault in error.faults:
+            log.error("not reloaded", extra={"cause": fault})
+    else:
+        log.info("reloaded", extra={"peers": len(instance.registry)})
 
 
 async def _drained(

@@ -64,7 +64,8 @@ class Worker:
         settings: EngineSettings,
         anchored: AnchoredMemory | None = None,
     ) -> None:
-        """Load a Hugging Face directory, or attach what an earlier process has loaded.
+        """Load a Hugging Face directory, or attach what an earlier process has loaded. Then there
+        are pages after `take_memory`.
 
         Raises:
             ConfigError: the directory or the settings are wrong.
@@ -93,14 +94,27 @@ class Worker:
             self.model, root = shared
             check_attention(config, settings.page_size_tokens, device)
         self.fingerprint = fingerprint_of(arithmetic_of(config, self.geometry, device), root)
-        # Outside of inference mode: `store` writes into the pool from other threads too.
+        self._memory = anchored
         self.anchored: AnchoredPool | None = None
-        if anchored is not None:
-            self.anchored = anchored.pool(
-                self.geometry, settings.pages, settings.max_running, self.fingerprint
-            )
+        # Outside of inference mode: `store` writes into the pool from other threads too.
+        if anchored is None:
+            self.pool = KvPool(self.geometry, settings.pages, device)
+
+    def take_memory(self, start: int) -> None:
+        """Take the pages of anchored memory, as that start of the instance: to be called once, and
+        before anything is computed. Without such memory there is nothing to do.
+
+        Raises:
+            ConfigError: the agent refuses.
+        """
+        if self._memory is None:
+            return
+        settings = self.settings
+        self.anchored = self._memory.pool(
+            start, self.geometry, settings.pages, settings.max_running, self.fingerprint
+        )
         self.pool = (
-            KvPool(self.geometry, settings.pages, device)
+            KvPool(self.geometry, settings.pages, torch.device("cpu"))
             if self.anchored is None
             else self.anchored.pool
         )

@@ -216,7 +216,9 @@ def _taken_apart(case: Case, rule: Rule, estimate: Estimate) -> Weighed:
     factor = case.factor(estimate.option)
     if factor != 1.0 and rule.learns:
         how = f"{estimate.raw_s:.6f} s by the tables, times {factor:.3g}"
-        terms.append(Term("correction", estimate.total_s - estimate.raw_s, how))
+        terms.append(Term("correction", estimate.next_token_s - estimate.raw_s, how))
+    if estimate.lookahead_s:
+        terms.append(Term("look-ahead", estimate.lookahead_s, "of the tokens after the next one"))
     return Weighed(
         estimate.option,
         estimate.total_s,

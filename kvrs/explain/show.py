@@ -15,6 +15,7 @@ from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.errors import ConfigError
 from kvrs.explain.decision import CheckpointAt, Explanation, Question, explain
+from kvrs.policy import options
 from kvrs.policy.model.estimates import Option
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import Profile
@@ -34,7 +35,8 @@ _BANDWIDTH = re.compile(
     r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)"
 )
 _MAX_TOKENS = 1 << 24
-_CORRECTED = [option.value for option in Option if option not in (Option.START, Option.ABORT)]
+_WEIGHED = {each.option for each in options.ALL}
+_CORRECTED = [option.value for option in Option if option in _WEIGHED]
 _FACTOR = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 

@@ -32,7 +32,7 @@ def explain_log(path: Path, *, as_json: bool = False, console: Console | None = 
         LogError: the file cannot be read, or one of its lines is none.
     """
     console = console or Console()
-    lines, notes = _lines_of(path)
+    lines, notes = lines_of(path)
     try:
         records = [*read(lines)]
         # From its middle on a log can be shown, but not run again: earlier events are missing.
@@ -51,7 +51,7 @@ def explain_log(path: Path, *, as_json: bool = False, console: Console | None = 
     return again is None or again.difference is None
 
 
-def _lines_of(path: Path) -> tuple[list[str], list[str]]:
+def lines_of(path: Path) -> tuple[list[str], list[str]]:
     """The lines of the log, with those of the file before it where it continues that, and notes on
     them.
     """

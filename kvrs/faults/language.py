@@ -43,7 +43,7 @@ class What(StrEnum):
     # SIGKILL. For an instance with worker processes: these, or only `workers` of them. Of a rank:
     # its process, whose memory may outlive it.
     KILL = "kill"
-    LOSE_DEVICE = "lose_device"  # A rank's process and its memory.
+    LOSE_DEVICE = "lose_device"  # A rank's process, or an instance's only one, and its memory.
     # Frozen for `for_s` (SIGSTOP, then SIGCONT): connections stay open and nothing moves.
     STOP = "stop"
     SLOW = "slow"  # For `for_s` it runs only 1/`factor` of the time.
@@ -231,8 +231,12 @@ class Fault(Settings):
                 f"{self.what} hits an instance, not a rank; allowed with rank: "
                 f"{', '.join(_OF_RANKS)}, without workers"
             )
-        if self.what is What.LOSE_DEVICE and self.whom.rank is None:
-            raise ValueError("lose_device hits a rank; allowed: whom with rank")
+        if self.what is What.LOSE_DEVICE and (
+            self.whom.role is VictimRole.AGENT or (self.whom.id is None and self.whom.role is None)
+        ):
+            raise ValueError(
+                "lose_device hits an instance, or a rank of one; allowed: whom with id or role"
+            )
         return self
 
     @property

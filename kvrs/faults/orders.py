@@ -31,9 +31,11 @@ class PageFault(msgspec.Struct, frozen=True, tag="pages"):
 
 
 class DeviceFault(msgspec.Struct, frozen=True, tag="device"):
-    """A rank of this instance is killed, and the memory of its KV is gone."""
+    """A rank of this instance is killed, and the memory of its KV is gone. None: the only process
+    of the instance.
+    """
 
-    rank: Annotated[int, msgspec.Meta(ge=0)]
+    rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class NoFault(msgspec.Struct, frozen=True, tag="none"):

@@ -3,6 +3,7 @@ can carry out.
 """
 
 import asyncio
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -64,7 +65,18 @@ class AdminPort:
         Raises:
             AdminError: there is no answer, or not from a kvrs proxy.
         """
-        url = f"{self.url}/kvrs/v1/state"
+        return await self._get("state", ("instances", "streams", "recoveries"))
+
+    async def overview(self) -> Any:
+        """`/kvrs/v1/overview`.
+
+        Raises:
+            AdminError: as `state`.
+        """
+        return await self._get("overview", ("instances", "streams", "recoveries", "policy"))
+
+    async def _get(self, what: str, keys: Sequence[str]) -> Any:
+        url = f"{self.url}/kvrs/v1/{what}"
         try:
             async with self._session.get(url, headers=self._headers) as answer:
                 body = await answer.read()
@@ -72,10 +84,11 @@ class AdminPort:
             raise AdminError(f"{url}: {error or type(error).__name__}") from None
         try:
             state = msgspec.json.decode(body)
-            state["instances"], state["streams"], state["recoveries"]
+            for key in keys:
+                state[key]
         except (msgspec.DecodeError, TypeError, KeyError):
             raise AdminError(
-                f"{url}: not the state of a kvrs proxy; it begins {body[:_SHOWN_BYTES]!r}"
+                f"{url}: not the {what} of a kvrs proxy; it begins {body[:_SHOWN_BYTES]!r}"
             ) from None
         return state
 

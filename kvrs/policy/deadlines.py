@@ -1,5 +1,10 @@
 """Deadlines of a stream's next token: the service level objective of section `slo`, or of the
 client's own headers.
+
+The end-to-end deadline is that of the last token, so the next one is due as much earlier as the
+rest of the output takes: the tokens that the request still allows, at the stream's own pace. Where
+these would have been late without the failure, too, the limit of the request says nothing about the
+end of its output, and only the next token is held against the deadline.
 """
 
 from collections.abc import Iterable
@@ -34,8 +39,16 @@ def _due_s(stream: Stream, deadlines: Deadlines) -> float:
     elif deadlines.recovery_gap_s is not None and stream.recovery.failed_at_s is not None:
         due = stream.recovery.failed_at_s + deadlines.recovery_gap_s
     if deadlines.end_to_end_s is not None:
-        due = min(due, stream.arrived_s + deadlines.end_to_end_s)
+        due = min(due, stream.arrived_s + deadlines.end_to_end_s - _reserved_s(stream, deadlines))
     return due
+
+
+def _reserved_s(stream: Stream, deadlines: Deadlines) -> float:
+    """The part of the end-to-end deadline that the output behind the next token needs."""
+    failed_at_s, rest_s = stream.recovery.failed_at_s, stream.rest_s
+    assert deadlines.end_to_end_s is not None
+    ends_s = stream.arrived_s + deadlines.end_to_end_s
+    return rest_s if failed_at_s is not None and failed_at_s + rest_s <= ends_s else 0.0
 
 
 def by_urgency(streams: Iterable[Stream]) -> list[Stream]:
@@ -60,11 +73,13 @@ def _place(stream: Stream) -> tuple[float, int]:
 def tightest(stream: Stream) -> str:
     """The deadline that is due first, in words."""
     deadlines, due = stream.deadlines, due_s(stream)
-    ends_s = stream.arrived_s + (inf if deadlines.end_to_end_s is None else deadlines.end_to_end_s)
     if due == inf:
         return "no limit"
-    if due == ends_s:
-        return f"{deadlines.end_to_end_s:g} s in all"
+    if deadlines.end_to_end_s is not None:
+        reserved_s = _reserved_s(stream, deadlines)
+        if due == stream.arrived_s + deadlines.end_to_end_s - reserved_s:
+            rest = f", {reserved_s:.1f} s of them for the rest of its output" if reserved_s else ""
+            return f"{deadlines.end_to_end_s:g} s in all{rest}"
     if not stream.first_token_sent:
         return f"{deadlines.ttft_s:g} s to its first token"
     return f"a pause of {deadlines.recovery_gap_s:g} s"

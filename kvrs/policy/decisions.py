@@ -15,6 +15,7 @@ from kvrs.policy.model.lifecycle import Stage
 from kvrs.policy.model.streams import Decision, Stream
 from kvrs.policy.options import plan_of, takes_slot
 from kvrs.policy.options.base import Books
+from kvrs.policy.options.in_place import estimate_stay
 from kvrs.policy.routing import pair_for, targets_for
 from kvrs.policy.rules import BY_NAME
 from kvrs.policy.slots import SlotBook
@@ -82,17 +83,59 @@ class Decisions:
             estimate, (estimate,), Plan(decode.instance.id, source) if in_time else None
         )
 
-    def recover(self, stream: Stream, assigned: Member, limit: int, now_s: float) -> Decision:
+    def recover(
+        self, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
+    ) -> Decision:
         """Bring a stream back with its history, at the assigned target or at another one that has
-        fewer than `limit` streams.
+        fewer than `limit` streams. `others`: victims that are placed with it, per target.
         """
         targets = [assigned]
         if self._rule.several_targets and self._settings.dispatch is Dispatch.REBALANCE:
             targets = targets_for(self._view, stream, assigned, limit)
         estimates = self._rule.weigh(self._books, stream, targets, now_s)
         chosen = self._rule.decide(
+            self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s), others
+        )
+        return self._decision(stream, chosen, estimates)
+
+    def stay_or_leave(
+        self,
+        stream: Stream,
+        home: Member,
+        assigned: Member | None,
+        limit: int,
+        now_s: float,
+    ) -> Decision | None:
+        """Go on in the same attempt at an instance that re-forms, or as `start` or `recover` would
+        elsewhere; None: it must leave, and cannot. `assigned`: None where there is no other target.
+        """
+        estimates: list[Estimate] = []
+        elsewhere: Decision | None = None
+        if stream.is_fresh:
+            elsewhere = self.start(stream, now_s)
+            if elsewhere is not None and home.instance.id in (
+                elsewhere.chosen.target,
+                elsewhere.chosen.source,
+            ):
+                elsewhere = None
+        elif assigned is not None:
+            targets = targets_for(self._view, stream, assigned, limit)
+            away = [target for target in targets if target is not home] or [assigned]
+            estimates = self._rule.weigh(self._books, stream, away, now_s)
+        if elsewhere is not None:
+            estimates = list(elsewhere.estimates)
+        if (self._rule.stays or not estimates) and Option.IN_PLACE not in stream.recovery.removed:
+            estimates.append(estimate_stay(self._books, stream, home))
+        if not estimates:
+            return None
+        chosen = self._rule.decide(
             self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s)
         )
+        if elsewhere is not None and chosen is elsewhere.chosen:
+            return Decision(chosen, tuple(estimates), elsewhere.plan)
+        return self._decision(stream, chosen, estimates)
+
+    def _decision(self, stream: Stream, chosen: Estimate, estimates: list[Estimate]) -> Decision:
         plan = None if chosen.option is Option.ABORT else plan_of(self._books, stream, chosen)
         return Decision(chosen, tuple(estimates), plan)
 
@@ -108,7 +151,7 @@ class Decisions:
         the attempt was no recovery.
         """
         attempt, decision = stream.attempt, stream.attempt.decision
-        if decision is None or not stream.recovers:
+        if decision is None or not (stream.recovers or decision.chosen.option is Option.IN_PLACE):
             return None
         chosen, real_s = decision.chosen, now_s - attempt.started_s
         best_other_s = min(
@@ -128,10 +171,16 @@ class Decisions:
             attempt.number,
             chosen.option,
             chosen.raw_s,
-            chosen.total_s,
+            chosen.next_token_s,
             real_s,
-            regret_s=real_s - best_other_s,
+            regret_s=real_s + chosen.lookahead_s - best_other_s,
         )
+
+    def broke_its_word(self, decision: Decision, lasts_s: float, now_s: float) -> None:
+        """Learn from a re-forming that is not over when it should be: it takes at least so long."""
+        chosen = decision.chosen
+        if self._rule.learns and chosen.option is Option.IN_PLACE:
+            self.corrections.observe(chosen.option, chosen.raw_s, lasts_s, now_s)
 
     def _eligible(
         self, stream: Stream, estimates: Sequence[Estimate], now_s: float

@@ -9,10 +9,15 @@ from kvrs.policy import quarantine
 from kvrs.policy.ledger import Ledger
 from kvrs.policy.model.cluster_view import Member, treatment_of
 from kvrs.policy.model.events import (
+    DrainEnded,
+    DrainOrdered,
     DrainReported,
     GpuJudged,
     HolderLost,
     InstanceLost,
+    InstanceReformed,
+    InstanceReforming,
+    InstanceRemoved,
     InstanceUp,
     LoadReported,
     OthersBooked,
@@ -22,6 +27,7 @@ from kvrs.policy.model.lifecycle import InstanceLeft, Stage
 from kvrs.policy.model.streams import Stream
 from kvrs.policy.restarts import Restarts
 from kvrs.policy.starter import Starter
+from kvrs.policy.staying import Staying
 from kvrs.policy.steps import Steps
 
 # An instance and the agent of its node that are lost within this time are lost with the node.
@@ -30,16 +36,23 @@ _LOST_WITH_ITS_NODE_S = 2.0
 
 class InstanceEvents:
     def __init__(
-        self, ledger: Ledger, starter: Starter, steps: Steps, settings: PolicySettings
+        self,
+        ledger: Ledger,
+        starter: Starter,
+        staying: Staying,
+        steps: Steps,
+        settings: PolicySettings,
     ) -> None:
         self._ledger = ledger
         self._view = ledger.view
         self._starter = starter
+        self._staying = staying
         self._steps = steps
         self._settings = settings
         self._restarts = Restarts()
         # Instances with an unhealthy GPU that are to be left; a new process is on the same GPU.
         self._gpu_degraded: set[InstanceId] = set()
+        self._drain_ordered: set[InstanceId] = set()
         self._agents_lost_s: dict[NodeId, float] = {}
 
     def reload(self, settings: PolicySettings) -> None:
@@ -51,12 +64,15 @@ class InstanceEvents:
         if member is not None and instance.epoch <= member.instance.epoch:
             return
         if member is not None and event.lives_on:
-            member.instance = instance
+            member.set_instance(instance)
             self._view.set_self_tested(member, moves_kv=instance.moves_kv, tokens=instance.tokens)
             return
         # What ran in the former epoch is gone, also when its loss was not reported.
         lost = [] if member is None else self._lose(member, "replaced by a new epoch", {}, now_s)
-        self._view.set_gpu_degraded(self._view.add(instance), instance.id in self._gpu_degraded)
+        member = self._view.add(instance)
+        member.gpu_degraded = instance.id in self._gpu_degraded
+        member.drain_ordered = instance.id in self._drain_ordered
+        self._view.update()
         self._restarts.up(self._view.members[instance.id], now_s)
         self._ledger.kv_locations.instance_up(self._view.members[instance.id])
         if sum(m.instance.role is instance.role for m in self._view.members.values()) == 1:
@@ -72,6 +88,9 @@ class InstanceEvents:
         if member is None:
             return
         member.reported_queue_s = event.queue_delay_s
+        if (reforming := member.reforming) is not None:
+            reforming.queue_s = event.queue_delay_s
+            member.reported_queue_s = max(event.queue_delay_s, reforming.ready_s - now_s)
         idle = self._ledger.idle
         broken = [stream for stream in idle.values() if stream.recovery.broken]
         freed = [each for each in broken if each.recovery.note_alive(member.instance, now_s)]
@@ -84,11 +103,24 @@ class InstanceEvents:
             self._view.count_stream(member, event.streams - member.others_streams)
             member.others_streams, member.others_work_s = event.streams, event.work_s
 
-    def lost(self, event: InstanceLost, now_s: float) -> None:
+    def lost(self, event: InstanceLost | InstanceRemoved, now_s: float) -> None:
+        if isinstance(event, InstanceRemoved):
+            self._removed(event, now_s)
+            return
         member = self._view.members.get(event.instance)
         if member is not None and event.epoch >= member.instance.epoch:
             victims = self._lose(member, event.cause, event.produced_tokens, now_s)
             self._starter.gather(victims, now_s)
+
+    def _removed(self, event: InstanceRemoved, now_s: float) -> None:
+        member, victims = self._view.members.get(event.instance), []
+        if member is not None:
+            member.drain_ordered = True  # What runs there is not to blame.
+            victims = self._lose(member, "removed", event.produced_tokens, now_s)
+        self._drain_ordered.discard(event.instance)
+        self._gpu_degraded.discard(event.instance)
+        self._restarts.forget(event.instance)
+        self._starter.gather(victims, now_s)
 
     def agent_lost(self, event: HolderLost, now_s: float) -> None:
         """No request ends an agent: what dies with it on its node dies with the node."""
@@ -109,7 +141,8 @@ class InstanceEvents:
         member = self._view.members.get(event.instance)
         if member is None:
             return
-        self._view.set_gpu_degraded(member, treatment is not None)
+        member.gpu_degraded = treatment is not None
+        self._view.update()
         if treatment is Failing.MOVE and member.is_drained:
             cause = f"moved: its GPU is {event.state.value}: {event.reason}"
             self._move(member, cause, event.produced_tokens, now_s)
@@ -124,7 +157,8 @@ class InstanceEvents:
         member = self._view.members.get(event.instance)
         if member is None or event.epoch != member.instance.epoch:
             return
-        self._view.set_draining(member)
+        member.draining = True
+        self._view.update()
         if not member.is_drained:
             return
         for stream in self._running(member) if member.retains else []:
@@ -133,6 +167,39 @@ class InstanceEvents:
                 pages = (stream.prompt_tokens + produced - 1) // member.page_size_tokens
                 self._ledger.kv_locations.retain(stream, member, pages)
         self._move(member, "moved: its instance is about to end", event.produced_tokens, now_s)
+
+    def ordered(self, event: DrainOrdered | DrainEnded, now_s: float) -> None:
+        """By an operator, for all processes of the instance."""
+        member = self._view.members.get(event.instance)
+        if isinstance(event, DrainEnded):
+            self._drain_ordered.discard(event.instance)
+        else:
+            self._drain_ordered.add(event.instance)
+        if member is None:
+            return
+        member.drain_ordered = isinstance(event, DrainOrdered)
+        self._view.update()
+        if isinstance(event, DrainEnded):
+            self._starter.place_idle(now_s)
+        elif event.moves and member.is_drained:
+            self._move(member, "moved: its instance is drained", event.produced_tokens, now_s)
+
+    def reforming(self, event: InstanceReforming | InstanceReformed, now_s: float) -> None:
+        """Its streams stay, or leave; what queues for a slot there is placed again."""
+        member = self._view.members.get(event.instance)
+        if member is None:
+            return
+        if isinstance(event, InstanceReformed):
+            self._staying.reformed(event, now_s)
+            return
+        self._staying.reforming(event, self._running(member), now_s)
+        queued = self._ledger.slots.waiting_for(event.instance)
+        if member.reforming is not None and member.is_drained and queued:
+            left = InstanceLeft(event.instance, event.cause, {}, is_lost=False)
+            stranded = [self._ledger.streams[each] for each in queued]
+            for stream in stranded:
+                self._steps.apply(stream.id, left, now_s)
+            self._starter.place_all(stranded, now_s)
 
     def _move(
         self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float
@@ -162,13 +229,11 @@ class InstanceEvents:
         return [*victims, *waiting]
 
     def _has_own_cause(self, member: Member, now_s: float) -> bool:
-        """Whether its death says nothing of its streams: it was about to end, its GPU fails, or its
-        node is lost.
+        """Whether its death says nothing of its streams: it was about to end, is drained by an
+        operator, its GPU fails, or its node is lost.
         """
         agent_lost_s = self._agents_lost_s.get(member.instance.node, -inf)
-        return (
-            member.draining or member.gpu_degraded or now_s - agent_lost_s < _LOST_WITH_ITS_NODE_S
-        )
+        return member.must_drain or now_s - agent_lost_s < _LOST_WITH_ITS_NODE_S
 
     def _leave(self, member: Member, event: InstanceLeft, now_s: float) -> list[Stream]:
         """What runs there, and what queues for a slot there, is to be placed again."""

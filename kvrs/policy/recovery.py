@@ -7,7 +7,7 @@ time. The stages of a stream, and what each event does to it, are the table of
 Invariants: a stream has one current attempt and its number only rises; what an older attempt
 reports is ignored; no `Start` names an instance that is not up, nor a holder that is lost; a stream
 that is neither started nor given up on has an alarm set; a stream is moved only because what it ran
-on was lost or failed it, or is about to end or runs on a GPU that is.
+on was lost or failed it, or is about to end or runs on a GPU that is, or an operator drains it.
 """
 
 from typing import Any, assert_never
@@ -24,12 +24,17 @@ from kvrs.policy.model.cluster_view import ClusterView
 from kvrs.policy.model.events import (
     AttemptFailed,
     CheckpointsReported,
+    DrainEnded,
+    DrainOrdered,
     DrainReported,
     Event,
     GpuJudged,
     HolderLost,
     HolderUp,
     InstanceLost,
+    InstanceReformed,
+    InstanceReforming,
+    InstanceRemoved,
     InstanceUp,
     Kept,
     LinkMeasured,
@@ -51,6 +56,7 @@ from kvrs.policy.model.lifecycle import AlarmDue, SlotFree, Stage
 from kvrs.policy.outliers import Outliers
 from kvrs.policy.slots import SlotBook
 from kvrs.policy.starter import Starter
+from kvrs.policy.staying import Staying
 from kvrs.policy.steps import Steps
 from kvrs.policy.timers import Timers
 
@@ -75,10 +81,13 @@ class RecoveryPolicy:
         self._kv_locations = self._ledger.kv_locations
         self._decisions = Decisions(self._view, self._slots, policy, slo)
         self._starter = Starter(self._ledger, self._decisions, policy, self._actions)
+        self._staying = Staying(self._ledger, self._starter, self._decisions, policy, self._actions)
         self._steps = Steps(
-            self._ledger, self._starter, self._decisions, policy, slo, self._actions
+            self._ledger, self._starter, self._staying, self._decisions, policy, slo, self._actions
         )
-        self._instances = InstanceEvents(self._ledger, self._starter, self._steps, policy)
+        self._instances = InstanceEvents(
+            self._ledger, self._starter, self._staying, self._steps, policy
+        )
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Apply one event; return the actions it calls for, in the order in which they are to be
@@ -153,6 +162,7 @@ class RecoveryPolicy:
         self._ledger.outliers.reload(policy.recovery)
         self._decisions.reload(policy, slo)
         self._starter.reload(policy)
+        self._staying.reload(policy)
         self._steps.reload(policy, slo)
         self._instances.reload(policy)
 
@@ -172,12 +182,16 @@ class RecoveryPolicy:
                 self._instances.up(event, now_s)
             case PagesKept():
                 self._kv_locations.kept_pages(event)
-            case InstanceLost():
+            case InstanceLost() | InstanceRemoved():
                 self._instances.lost(event, now_s)
             case GpuJudged():
                 self._instances.gpu_judged(event, now_s)
             case DrainReported():
                 self._instances.drain_reported(event, now_s)
+            case DrainOrdered() | DrainEnded():
+                self._instances.ordered(event, now_s)
+            case InstanceReforming() | InstanceReformed():
+                self._instances.reforming(event, now_s)
             case SelfTested():
                 self._instances.self_tested(event)
             case LoadReported():
@@ -185,9 +199,7 @@ class RecoveryPolicy:
             case OthersBooked():
                 self._instances.others_booked(event)
             case LinkMeasured():
-                if event.bytes_per_s > 0:
-                    link = self._view.link(event.source, event.target)
-                    link.bytes_per_s, link.measured = event.bytes_per_s, True
+                self._view.link(event.source, event.target).measure(event.bytes_per_s)
             case HolderUp():
                 self._kv_locations.agent_up(event)
             case HolderLost():

@@ -30,6 +30,11 @@ class Restarts:
             member.health.close(cause, now_s, pause)
             self._up_s[name] += pause
 
+    def forget(self, instance: InstanceId) -> None:
+        """The next process of this name is that of another instance."""
+        self._up_s.pop(instance, None)
+        self._quick_deaths.pop(instance, None)
+
     def died(self, member: Member, now_s: float) -> None:
         name = member.instance.id
         if now_s - self._up_s.get(name, now_s) < _QUICK_S:

@@ -188,7 +188,8 @@ def hand_off_to(
     """
     if planned.own_prefill == prefill.instance.id:
         return planned  # One call for both stages: it decodes already.
-    if settings.handoff is Handoff.OWN_PAIR and planned.is_clear(view.now_s):
+    is_left = planned.reforming is not None and planned.is_drained
+    if settings.handoff is Handoff.OWN_PAIR and not is_left and planned.is_clear(view.now_s):
         return planned
     geometry = prefill.instance.geometry
     others = (
@@ -202,7 +203,7 @@ def hand_off_to(
         and view.is_healthy(member)
     )
     is_kept = planned.quarantined_for not in (None, stream.id)
-    if is_kept or (view.is_busy(planned) and planned.health.tried_by != stream.id):
+    if is_left or is_kept or (view.is_busy(planned) and planned.health.tried_by != stream.id):
         return next(others, None if keeps_out(view, planned, stream) else planned)
     if settings.handoff is Handoff.OWN_PAIR:
         return planned

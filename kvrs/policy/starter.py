@@ -99,7 +99,7 @@ class Starter:
     def place_new(self, stream: Stream, now_s: float) -> None:
         """One that has just arrived: no other is placed with it, and nothing has failed it."""
         self._decisions.begin(now_s)
-        self._carry_out(stream, self._decisions.start(stream, now_s), now_s)
+        self.carry_out(stream, self._decisions.start(stream, now_s), now_s)
 
     def place_all(self, streams: Iterable[Stream], now_s: float) -> None:
         """Decide the streams of one event together, the most urgent first (DESIGN section 5)."""
@@ -121,9 +121,10 @@ class Starter:
         loads = {member.instance.id: member.streams for member in targets}
         assigned = assign(self._settings.dispatch, victims, loads)
         limit = ceiling(len(victims), loads)
+        others = (len(victims) - 1) / len(targets) if victims and targets else 0.0
         for stream in ordered:
             self._gathered.pop(stream.id, None)
-            self._place(stream, assigned.get(stream.id), limit, now_s)
+            self._place(stream, assigned.get(stream.id), limit, now_s, others)
         for stream in suspects:
             self._gathered.pop(stream.id, None)
             self._place_apart(stream, now_s)
@@ -163,6 +164,17 @@ class Starter:
             self._decisions.begin(now_s)
             self._place(stream, awaited, self._view.members[awaited].streams + 1, now_s)
 
+    def end_attempt(
+        self, stream: Stream, cause: str, failed: InstanceId | None, now_s: float
+    ) -> None:
+        """The attempt is over; the stream waits to be placed."""
+        decode = stream.attempt.decodes_on
+        if decode is not None and stream.attempt.resumed:
+            stream.tokens = decode.tokens or stream.tokens
+            stream.note_pace(now_s)
+        stream.recovery.note_failure(cause, failed, now_s)
+        self._ledger.wait(stream, now_s)
+
     def forget(self, stream: Stream) -> None:
         self._gathered.pop(stream.id, None)
         self._ledger.forget(stream)
@@ -181,12 +193,19 @@ class Starter:
         jitter = fraction(stream.id, recovery.failures)
         recovery.back_off(attempt.option if is_by_option else None, pause_s, jitter, now_s)
 
-    def _place(self, stream: Stream, assigned: InstanceId | None, limit: int, now_s: float) -> None:
+    def _place(
+        self,
+        stream: Stream,
+        assigned: InstanceId | None,
+        limit: int,
+        now_s: float,
+        others: float = 0.0,
+    ) -> None:
         """Start the next attempt of a stream that has none running, or leave it waiting for what it
         lacks.
 
         Targets other than the assigned one are looked at only as long as they have fewer than
-        `limit` streams.
+        `limit` streams. `others` are the victims that are placed with it, per target.
         """
         recovery = stream.recovery
         failed = recovery.attempts
@@ -205,10 +224,11 @@ class Starter:
         if stream.is_fresh:
             decision = self._decisions.start(stream, now_s)
         elif assigned is not None:
-            decision = self._decisions.recover(stream, self._view.members[assigned], limit, now_s)
-        self._carry_out(stream, decision, now_s)
+            target = self._view.members[assigned]
+            decision = self._decisions.recover(stream, target, limit, others, now_s)
+        self.carry_out(stream, decision, now_s)
 
-    def _carry_out(self, stream: Stream, decision: Decision | None, now_s: float) -> None:
+    def carry_out(self, stream: Stream, decision: Decision | None, now_s: float) -> None:
         """Start the attempt, or leave the stream waiting or give it up; None: it cannot start."""
         is_first = not stream.attempt.number
         if decision is None:
@@ -226,7 +246,9 @@ class Starter:
             self.give_up(stream, shed.reason, shed.message, shed.retry_after_s)
         elif not decision.plan.runs:
             self._start(stream, decision.plan, decision, now_s)
-        elif self._slots.acquire(decision.chosen.target, stream.id, now_s, decision.chosen.total_s):
+        elif self._slots.acquire(
+            decision.chosen.target, stream.id, now_s, decision.chosen.next_token_s
+        ):
             self._start(stream, decision.plan, decision, now_s)
             self._timers.set(stream.id, now_s + self._settings.slot_lease_s)
         else:
@@ -275,7 +297,7 @@ class Starter:
                 stream.id,
                 number,
                 chosen.option,
-                chosen.total_s,
+                chosen.next_token_s,
                 decision.estimates,
                 stream.recovery.cause,
                 stream.recovery.failed,

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import StreamId
 from kvrs.policy.deadlines import deadlines_of
 from kvrs.policy.decisions import Decisions
 from kvrs.policy.ledger import Ledger
@@ -39,6 +39,7 @@ from kvrs.policy.model.streams import Stream
 from kvrs.policy.quarantine import first_wait_s
 from kvrs.policy.routing import hand_off_to
 from kvrs.policy.starter import Starter
+from kvrs.policy.staying import Staying
 
 _OF_ATTEMPT = (PrefillDone, StreamResumed, StreamEnded, AttemptFailed, SlotDenied)
 
@@ -51,6 +52,7 @@ class Steps:
         self,
         ledger: Ledger,
         starter: Starter,
+        staying: Staying,
         decisions: Decisions,
         settings: PolicySettings,
         slo: SloSettings,
@@ -58,6 +60,7 @@ class Steps:
     ) -> None:
         self._ledger = ledger
         self._starter = starter
+        self._staying = staying
         self._decisions = decisions
         self._actions = actions
         self._arrivals = 0
@@ -178,20 +181,23 @@ class Steps:
         where that is sooner (`handoff.py`).
         """
         attempt, view = stream.attempt, self._ledger.view
+        if attempt.promise is not None:
+            self._ledger.end_promise(stream)
         plan, prefill = attempt.plan, attempt.runs_on
         assert plan is not None, stream
         assert prefill is not None, stream
         self._note_kv(stream, prefill, event.history_tokens)
         self._ledger.outliers.answered(stream, prefill)
         planned, decode = view.members.get(plan.decode), None
-        cause = "the decode instance was lost during prefill, or is about to end"
-        if planned is not None and not (planned.draining and planned.is_drained):
+        cause = "the decode instance was lost during prefill, or is drained"
+        leaves = planned is not None and (planned.draining or planned.drain_ordered)
+        if planned is not None and not (leaves and planned.is_drained):
             decode = hand_off_to(view, stream, prefill, planned, self._settings)
             cause = "a suspected request runs apart on the only decode instance"
         if planned is None or decode is None:
             if planned is not None:
                 self._halt(stream)
-            self._end_attempt(stream, cause, plan.decode, now_s)
+            self._starter.end_attempt(stream, cause, plan.decode, now_s)
             self._starter.place_all([stream], now_s)
             return
         if planned.own_prefill != prefill.instance.id:  # Else one call, which is at decode already.
@@ -207,12 +213,16 @@ class Steps:
         return changed
 
     def _resume(self, stream: Stream, event: StreamResumed, now_s: float) -> None:
+        attempt = stream.attempt
+        home = attempt.runs_on
+        if attempt.promise is not None and home is not None and home.reforming is not None:
+            return  # A token from before the re-forming; one after it is reported again.
         if (settled := self._decisions.settle(stream, now_s)) is not None:
             self._actions.append(settled)
-        if (decode := stream.attempt.runs_on) is not None:
-            self._ledger.outliers.answered(stream, decode)
+        if home is not None:
+            self._ledger.outliers.answered(stream, home)
         self._ledger.resume(stream)
-        stream.note_resumed()
+        stream.note_resumed(now_s)
 
     # Its attempt ends.
 
@@ -222,9 +232,11 @@ class Steps:
 
     def _fail(self, stream: Stream, event: AttemptFailed, now_s: float) -> None:
         stream.note_tokens(event.produced_tokens)
+        if stream.attempt.promise is not None:
+            stream.recovery.remove(stream.attempt.option)
         is_the_clients_fault = self._ledger.outliers.is_the_clients_fault(stream, event)
         self._ledger.outliers.failed(stream, event)
-        self._end_attempt(stream, event.cause, event.instance, now_s)
+        self._starter.end_attempt(stream, event.cause, event.instance, now_s)
         if is_the_clients_fault:
             self._starter.give_up(stream, Reason.REFUSED, event.cause)
             return
@@ -254,16 +266,19 @@ class Steps:
         stream.note_tokens(event.produced_tokens.get(stream.id, 0))
         if event.is_lost:
             stream.recovery.note_attempt_failed()
-        self._end_attempt(stream, event.cause, event.instance, now_s)
+        self._starter.end_attempt(stream, event.cause, event.instance, now_s)
 
     def _strand(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
         self._ledger.wait(stream, now_s)
 
     def _expire(self, stream: Stream, event: AlarmDue, now_s: float) -> None:
+        if stream.attempt.promise is not None:
+            self._staying.promise_over(stream, now_s)
+            return
         stream.recovery.expire_slot(stream.attempt.option)
         stream.recovery.note_attempt_failed()
         cause = f"its slot expired after {self._settings.slot_lease_s:g} s"
-        self._end_attempt(stream, cause, None, now_s)
+        self._starter.end_attempt(stream, cause, None, now_s)
         number = stream.attempt.number
         self._starter.place_again(stream, now_s)
         if stream.id in self._ledger.streams and stream.attempt.number == number:
@@ -287,13 +302,3 @@ class Steps:
     def halt_all(self, streams: list[Stream]) -> None:
         for stream in streams:
             self._halt(stream)
-
-    def _end_attempt(
-        self, stream: Stream, cause: str, failed: InstanceId | None, now_s: float
-    ) -> None:
-        """The attempt is over; the stream waits to be placed."""
-        decode = stream.attempt.decodes_on
-        if decode is not None and stream.attempt.resumed:
-            stream.tokens = decode.tokens or stream.tokens
-        stream.recovery.note_failure(cause, failed, now_s)
-        self._ledger.wait(stream, now_s)

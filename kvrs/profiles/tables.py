@@ -37,6 +37,7 @@ class PrefillTable:
     _last_tokens: int = field(init=False, repr=False, compare=False)
     _levelled: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _slopes: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    step_overhead_s: float = field(init=False, repr=False, compare=False)
     _linear: float = field(init=False, repr=False, compare=False)
     _quadratic: float = field(init=False, repr=False, compare=False)
 
@@ -49,6 +50,7 @@ class PrefillTable:
         linear, quadratic = _fit_from_edge(levelled, self.step_tokens)
         object.__setattr__(self, "seconds", tuple(self.seconds))
         object.__setattr__(self, "_levelled", levelled)
+        object.__setattr__(self, "step_overhead_s", levelled[0])
         object.__setattr__(self, "_last_tokens", self.step_tokens * (len(levelled) - 1))
         object.__setattr__(
             self, "_slopes", (*slopes, 0.0)
@@ -115,9 +117,20 @@ class PrefillTable:
             measured.seconds,
         )
 
-    @property
-    def step_overhead_s(self) -> float:
-        return self._levelled[0]
+    def scaled(self, factor: float) -> "PrefillTable":
+        """The table of an instance that takes this many times as long."""
+        grid = self.grid
+        if grid is not None:
+            rows = [[each * factor for each in row] for row in grid.rows]
+            grid = PrefixGrid(grid.new_step_tokens, grid.cached_step_tokens, rows)
+        return PrefillTable(
+            self.label,
+            self.source,
+            self.step_tokens,
+            [each * factor for each in self.seconds],
+            self.covered_from_tokens,
+            grid,
+        )
 
     def covers(self, tokens: int) -> bool:
         return self.covered_from_tokens <= tokens <= self._last_tokens
@@ -148,7 +161,7 @@ class PrefillTable:
         """
         if self.grid is not None:
             return self.grid.seconds_for(prefix, new)
-        return self.seconds_for(prefix + new) - self.seconds_for(prefix) + self._levelled[0]
+        return self.seconds_for(prefix + new) - self.seconds_for(prefix) + self.step_overhead_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 AttemptNumber = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Factor = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Role(StrEnum):
@@ -41,6 +42,7 @@ class Capability(StrEnum):
     EXACT_RESUME = (
         "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
     )
+    TRUNK = "trunk"  # Takes connections of its port within one (`kvrs/trunk.py`).
 
 
 class MeasuredPrefill(msgspec.Struct, frozen=True):
@@ -114,6 +116,25 @@ class LinkReport(msgspec.Struct, frozen=True):
     age_s: Seconds = 0.0  # Of the last sample.
 
 
+class ReformingReport(msgspec.Struct, frozen=True):
+    """An instance of several ranks that has lost some, and is about to go on without them or with
+    new ones. Its streams go on in the same attempt, unless they leave before.
+    """
+
+    number: Natural  # Of this re-forming; rises.
+    way: str  # One of `kvrs.elastic.reforming.Way`.
+    ready_in_s: Seconds  # Predicted, from this report on.
+    degree: Natural  # Ranks that will compute then.
+    lost: list[Natural]  # Ranks.
+    move_bytes: Natural  # Of the plan.
+    # Pages of each stream of which cells are lost, to be restored or computed once it is ready.
+    missing_pages: dict[StreamId, Natural] = {}
+    page_s: Seconds = 0.0  # Predicted per such page.
+    # Of the layout that will serve then: step times over those of the full one.
+    decode_factor: Factor = 1.0
+    prefill_factor: Factor = 1.0
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """Answer of `GET /kvrs/v1/load`, and each line of `GET /kvrs/v1/load?watch=SECONDS`
     (newline-delimited JSON).
@@ -140,6 +161,12 @@ class LoadReport(msgspec.Struct, frozen=True):
     # fetched, `checkpoint` was sent; empty: not counted.
     kv_bytes: dict[str, Natural] = {}
     draining: bool = False  # It ends as soon as none of its streams and pages is needed any more.
+    # While it re-forms. A report is pushed at once when that begins, when its prediction changes,
+    # and when it ends.
+    reforming: ReformingReport | None = None
+    layout_number: Natural = 0  # Of its ranks; rises with every change.
+    degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.
+    full_degree: Natural = 0  # Ranks that it was configured with.
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

@@ -74,6 +74,7 @@ class StreamState(msgspec.Struct, frozen=True):
     stop_reason: str | int | None = None
     text_sent: Natural | None = None
     usage_sent: bool = False
+    cached_tokens: Natural | None = None
     inexact: tuple[str, ...] = ()
     complete: bool = False  # Nothing is missing but the formal end.
     released: bool = False  # The owner has stopped: the client is gone, or it was handed over.

@@ -54,13 +54,27 @@ class Reloads:
         Raises:
             ConfigError: the file, or what it names, has faults; nothing has changed.
         """
+        return await self._take(self._read)
+
+    async def change_nodes(self, nodes: list[Any], *, is_trial: bool = False) -> ReloadResult:
+        """Take over other `cluster.nodes`, as a file would have them; the next reload takes over
+        those of the file. With `is_trial` they are only checked.
+
+        Raises:
+            ConfigError: they have faults; nothing has changed.
+        """
+        return await self._take(lambda: with_nodes(self.config, nodes), is_trial=is_trial)
+
+    async def _take(self, read: Callable[[], Config], *, is_trial: bool = False) -> ReloadResult:
         async with self._turn:
             try:
-                merged, changes, result = await asyncio.to_thread(self._prepare)
+                merged, changes, result = await asyncio.to_thread(self._prepare, read)
             except ConfigError as error:
                 for fault in error.faults:
                     log.error("not reloaded", extra={"cause": fault})
                 raise
+            if is_trial:
+                return result
             for apply in changes:
                 apply()
             self.config = merged
@@ -70,8 +84,8 @@ class Reloads:
         log.info("reloaded", extra=extra)
         return result
 
-    def _prepare(self) -> tuple[Config, list[Apply], ReloadResult]:
-        found = self._read()
+    def _prepare(self, read: Callable[[], Config]) -> tuple[Config, list[Apply], ReloadResult]:
+        found = read()
         sections = [section for part in self._parts for section in part.sections]
         differing = list(_differing(_plain(self.config), _plain(found)))
         applied = [path for path in differing if _is_in(path, sections)]
@@ -91,6 +105,13 @@ class Reloads:
             raise ConfigError(faults)
         restart_needed = [path for path in differing if not _is_in(path, sections)]
         return merged, changes, ReloadResult(applied, restart_needed)
+
+
+def with_nodes(config: Config, nodes: list[Any]) -> Config:
+    """Raises ConfigError: they have faults."""
+    document = _plain(config)
+    document["cluster"]["nodes"] = nodes
+    return parse_config(document)
 
 
 def _plain(config: Config) -> dict[str, Any]:

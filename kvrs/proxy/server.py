@@ -15,9 +15,9 @@ import aiohttp
 from aiohttp import web
 
 from kvrs import __version__
+from kvrs.config.cluster import NodeSettings
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config, config_digest, gossip_seeds
-from kvrs.config.proxy import ProxySettings
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.control.reload import reload_settings
 from kvrs.direct import DirectServer
@@ -29,7 +29,7 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.event_log import header_line
 from kvrs.protocol.mirror import Hello
 from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
-from kvrs.proving import address_of, agent_keys
+from kvrs.proving import Address, address_of, agent_keys
 from kvrs.proxy.api.admin import Admin, OwnSource
 from kvrs.proxy.api.app import ClientApi
 from kvrs.proxy.api.observing import RequestObserver
@@ -37,6 +37,7 @@ from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.peer import new_session
+from kvrs.proxy.fleet.changes import Fleet, FleetLinks
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
@@ -44,10 +45,10 @@ from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.tracing import Tracing, open_tracing
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.self_test import SelfTester
 from kvrs.proxy.watch.supervision import TaskKind, keep_running, observe_lag
-from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
 from kvrs.proxy.wire.pool import Access, EngineLinks
@@ -86,8 +87,11 @@ class Proxy:
         self.tenants: Tenants | None = None
         self._api: ClientApi | None = None
         self._observer: RequestObserver | None = None
+        self._tracing: Tracing | None = None
         self._sessions: list[aiohttp.ClientSession | EngineLinks] = []
         self._driver: Driver | None = None
+        self._to_agents: aiohttp.ClientSession | None = None
+        self._agent_keys: dict[Address, DoorKey] = {}
         self._event_log: EventLog | None = None
         self._ports: list[HttpPort] = []
         self._background: list[asyncio.Task[None]] = []
@@ -113,18 +117,15 @@ class Proxy:
         config, clock = self._config, time.monotonic
         tls = self._load_tls()
         metrics = _metrics_of(config)
-        self._observer = RequestObserver(metrics.registry, clock, logs_access=config.logs.access)
+        self._tracing = open_tracing(os.environ, config.proxy.id, config.cluster.backend)
+        self._observer = RequestObserver(
+            metrics.registry, clock, logs_access=config.logs.access, tracing=self._tracing
+        )
         self._sessions.append(links := new_engine_links(config, self._ring[0], tls.inner))
-        backends = open_backends(config, links)
+        backends, agent_backends = open_backends(config, links), self._agent_backends()
         self._event_log = event_log = self._make_event_log()
         self._driver = driver = Driver(
-            config,
-            backends,
-            self._agent_backends(),
-            metrics,
-            clock,
-            time.time,
-            event_log,
+            config, backends, agent_backends, metrics, clock, time.time, event_log
         )
         await driver.tokenizer.check()
         control = driver.control
@@ -144,24 +145,25 @@ class Proxy:
             settings, config.cluster.backend, driver, mirror, metrics, clock, tenants, links.large
         )
         gossip_view = GossipView(control.link_measured, control.gpus_seen, clock)
-        describe = self._describe
-        source = OwnSource(driver, metrics, gossip_view, describe, self.reloads, clock)
+        reached = FleetLinks(self._ring[0], links, backends, self._new_agent, agent_backends)
+        fleet = Fleet(config, driver, reached, metrics, gossip_view)
+        self.reloads.add(fleet.part)
+        source = OwnSource(driver, metrics, gossip_view, self._describe, self.reloads, clock)
         if config.proxy.peer_port:
             keys = door_keys(self._ring, config.proxy.id, Door.PROXY)
             await self._listen(make_app(mirror), "peer_port", keys)
         await mirror.peers.meet()
         await self._open_ports(api, source)
         loop = asyncio.get_running_loop()
-        watchers = _watchers_of(driver, config.proxy, gossip_view)
         if config.gossip.enabled:
-            gossip_view.join(await self._join(gossip_view), watchers)
+            gossip_view.join(await self._join(gossip_view))
         # When all ports are bound: a second proxy started by mistake fails before it.
         if event_log is not None:
             event_log.open()
         keep = partial(keep_running, failed=metrics.task_failed)
         work = [
             *(certificates.run() for certificates in tls.all),
-            *(keep(TaskKind.WATCHER, watcher.run) for watcher in watchers),
+            fleet.run(),
             keep(TaskKind.LEASES, driver.leases.run),
             keep(TaskKind.CHECKPOINT_LEASES, driver.checkpoint_leases.run),
             keep(TaskKind.SLOTS, driver.slots.run),
@@ -178,7 +180,7 @@ class Proxy:
             work.append(self._link.share_load(control))
         self._background = [loop.create_task(each) for each in work]
         if self._link is not None:
-            await self._join_workers(api, driver)
+            await self._join_workers(api, driver, self._link)
 
     async def _open_ports(self, api: ClientApi, source: OwnSource) -> None:
         if self._link is not None:
@@ -188,8 +190,12 @@ class Proxy:
         admin = Admin(source, self.reloads, self._config.security)
         self.admin_port = await self._listen(admin.application(), "admin_port")
 
-    async def _join_workers(self, api: ClientApi, driver: Driver) -> None:
+    async def _join_workers(self, api: ClientApi, driver: Driver, link: WorkerLink) -> None:
         """Take requests once an instance is seen up: until then the other workers take them."""
+        for name, moves_at_s in link.drains.items():
+            driver.control.drains.begin(
+                InstanceId(name), moves_at_s - driver.clock(), driver.clock()
+            )
         until_s = time.monotonic() + _SEEN_WITHIN_S
         while not driver.control.instances.ready() and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
@@ -234,10 +240,14 @@ class Proxy:
     def _agent_backends(self) -> dict[InstanceId, AgentBackend]:
         if not self._config.agents_run:
             return {}
-        url, nodes = self._config.url_of, self._config.cluster.nodes
-        keys = agent_keys(self._ring[0], nodes)
-        self._sessions.append(to_agents := new_session(keys, self._tls.inner))
-        return {node.agent_id: AgentBackend(to_agents, url(node.agent)) for node in nodes}
+        self._to_agents = new_session(self._agent_keys, self._tls.inner)
+        self._sessions.append(self._to_agents)
+        return {node.agent_id: self._new_agent(node) for node in self._config.cluster.nodes}
+
+    def _new_agent(self, node: NodeSettings) -> AgentBackend:
+        assert self._to_agents is not None
+        self._agent_keys.update(agent_keys(self._ring[0], [node]))
+        return AgentBackend(self._to_agents, self._config.url_of(node.agent))
 
     def _make_event_log(self) -> EventLog | None:
         settings = self._config.proxy
@@ -317,7 +327,9 @@ class Proxy:
             await self._event_log.close()
         for session in self._sessions:
             await session.close()
-        self._membership = None
+        if self._tracing is not None:
+            await self._tracing.close()
+        self._membership = self._tracing = None
         self._ports, self._background, self._sessions = [], [], []
 
     def _describe(self) -> dict[str, Any]:
@@ -377,15 +389,6 @@ def _metrics_of(config: Config) -> Metrics:
     return Metrics({instance.id: instance.role for instance in instances}, agents)
 
 
-def _watchers_of(driver: Driver, settings: ProxySettings, gossip_view: GossipView) -> list[Watcher]:
-    instances = driver.control.instances.known.values()
-    watchers: list[Watcher] = [
-        InstanceWatcher(known, driver, settings, gossip_view) for known in instances
-    ]
-    agents = driver.control.agents.known.values()
-    return watchers + [AgentWatcher(known, driver, settings, gossip_view) for known in agents]
-
-
 def _check_addresses(config: Config) -> None:
     if faults := [*faults_of_proxy(config, os.environ)]:
         raise ConfigError(faults)
@@ -421,9 +424,11 @@ async def serve(
     older: Sequence[bytes] = (),
     read: Callable[[], Config] | None = None,
     link: WorkerLink | None = None,
+    watched: Path | None = None,
 ) -> None:
-    """Run a proxy until SIGINT or SIGTERM, which a second one hastens; SIGHUP has it `read` its
-    configuration again. One of several workers of a proxy (`link`) ends with its supervisor too.
+    """Run a proxy until SIGINT or SIGTERM, which a second one hastens; SIGHUP, or a change of the
+    `watched` file, has it `read` its configuration again. One of several workers of a proxy
+    (`link`) ends with its supervisor too.
     """
     proxy, stop = Proxy(config, secret, older, read, link), Stop()
 
@@ -436,4 +441,4 @@ async def serve(
 
     if link is not None:
         link.stop = stop.asked
-    await run_service(proxy, ready, stop)
+    await run_service(proxy, ready, stop, watched)

@@ -100,6 +100,11 @@ class CheckpointBacklog:
         self._holders: defaultdict[InstanceId, _Holder] = defaultdict(_Holder)
         self._begun = 0
 
+    def held(self, sequence: Sequence) -> dict[InstanceId, int]:
+        """Leading full pages that its holders have, by their last answers."""
+        deliveries = self._deliveries.get(sequence, [])
+        return {each.holder: each.held_pages for each in deliveries if each.held_pages}
+
     # What the scheduler does.
 
     def follow(

@@ -231,11 +231,19 @@ class PageManager:
         while (lease := self._first_to_end()) is not None and lease.until_s <= now_s:
             self.unretain([lease.key])
 
-    def reset_cache(self) -> None:
-        """Forget everything that has no hard pin."""
+    def reset_cache(self, *, pinned: bool = False) -> None:
+        """Forget everything that has no hard pin; with `pinned` let nothing be found any more,
+        since what is in all pages is gone.
+        """
         self.unretain(list(self._leases))
         while self._cached:
             self._free.append(self._evict_cached())
+        if pinned:
+            for page in self._page_by_tag.values():
+                self._tags[page] = None
+                if self._records is not None:
+                    self._records.clear(page)
+            self._page_by_tag.clear()
 
     # Transitions.
 

@@ -161,9 +161,7 @@ class BatchScheduler:
     # From the queue to own pages.
 
     def admit(self) -> list[Pull]:
-        """Give pages to waiting sequences, in order, while there are any. Returns what to fetch
-        for them.
-        """
+        """Give pages to waiting sequences, in order, while there are any; return what to fetch."""
         pulls: list[Pull] = []
         # Pages that come free go to stalled sequences first; a new one that starts to pull could
         # not be preempted for them.
@@ -203,6 +201,8 @@ class BatchScheduler:
             self._blocked = sequence
             return False
         sequence.pages = found + new
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = len(found) * self._page_size
         self._change(
             sequence,
             len(found) * self._page_size,

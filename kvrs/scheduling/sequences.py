@@ -62,6 +62,8 @@ class Sequence:
     arrived: tuple[range, ...] = field(default=(), init=False)
     awaited: tuple[range, ...] = field(default=(), init=False)
     history_tokens: int = field(init=False)  # Length of `token_ids` on arrival.
+    # Found in the prefix cache at its first admission; None before.
+    cached_tokens: int | None = field(default=None, init=False)
     queue: Queue = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +103,21 @@ class Sequence:
         sequence is not finished.
         """
         return self.uncomputed_tokens - sum(map(len, self.arrived)) - sum(map(len, self.awaited))
+
+    def again(self, pulls: Iterable[range]) -> "Sequence":
+        """The same attempt from its beginning: what was computed of it is gone."""
+        new = Sequence(
+            stream=self.stream,
+            attempt=self.attempt,
+            token_ids=self.token_ids,
+            prompt_tokens=self.prompt_tokens,
+            root=self.root,
+            prefill_only=self.prefill_only,
+            pulls=tuple(pulls),
+        )
+        # What was sent does not change by it.
+        new.history_tokens = self.history_tokens
+        return new
 
     def extend_tags(self, page_size_tokens: int) -> None:
         """Tag the pages that `token_ids` has filled since the last call."""

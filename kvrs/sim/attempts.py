@@ -17,7 +17,8 @@ from kvrs.policy.model.events import (
 from kvrs.protocol.instance import SlotAsked
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.sources import PullSource
-from kvrs.sim.engine import SimCall, SimEngine, token_at
+from kvrs.sim.calls import SimCall, token_at
+from kvrs.sim.engine import SimEngine
 from kvrs.sim.process import Step, require
 from kvrs.sim.slots import SlotMessages
 from kvrs.sim.streams import SimStream
@@ -104,6 +105,7 @@ class SimAttempt:
         self._slot: SlotAsked | None = None
         self._is_open = True
         self._has_resumed = False
+        self._is_expected = False
         self._silence = SilenceTimer(host.now_s)
 
     def begin(self) -> None:
@@ -113,6 +115,10 @@ class SimAttempt:
             return
         self._control.calls_prefill(self.live, prefill)
         self._call(prefill, (), prefill_only=True)
+
+    def expect_token(self) -> None:
+        """Report the next token as that with which the attempt resumes."""
+        self._is_expected = True
 
     def close(self) -> None:
         self._is_open = False
@@ -187,7 +193,9 @@ class SimAttempt:
         progress, now_s = self._control.progress, self.host.now_s
         limit_s = progress.token_gap_s(self.live, now_s) if self._has_resumed else first_timeout_s
         next_s = self._silence.look(
-            now_s, limit_s, lambda: progress.is_making_progress(name, now_s)
+            now_s,
+            limit_s,
+            lambda: self.live.stays_until_s > now_s or progress.is_making_progress(name, now_s),
         )
         if next_s is not None:
             self.host.after(next_s - now_s, lambda: self._watch(connection, name, first_timeout_s))
@@ -230,8 +238,8 @@ class SimAttempt:
         require(token == right, f"{live.id}: token {position} is another one")
         live.journal.append(token, now_s)
         self._silence.heard_s = now_s
-        if not self._has_resumed:
-            self._has_resumed = True
+        if not self._has_resumed or self._is_expected:
+            self._has_resumed, self._is_expected = True, False
             self._release_slot()
             self._control.resumed(live, self._attempt, now_s)
             self.host.resumed(live)

@@ -82,12 +82,13 @@ class SimCluster:
             config, self.clock, self.links, Pace(pace), geometry, root_tag("simulated")
         )
         self.engines = {
-            instance.id: SimEngine(instance.id, node.id, instance.role, site)
+            instance.id: SimEngine(instance.id, node.id, instance.role, site, instance.ranks)
             for node, instance in config.cluster.instances()
         }
         nodes = config.cluster.nodes if backup.mode is not BackupMode.OFF else []
         for engine in self.engines.values():
             engine.poisoned = partial(self._poisoned, engine)
+            engine.given_up = partial(self.kill, engine, with_node=False)
         self.agents = {node.agent_id: SimAgent(node.agent_id, node.id, site) for node in nodes}
         site.holders.update(self.engines)
         site.holders.update(self.agents)

@@ -171,6 +171,7 @@ def make_world(
             max(1.0, arrivals[-1].at_s),
             nodes,
             has_agents=has_agents,
+            has_ranks=any(each.ranks > 1 for _, each in config.cluster.instances()),
             proxies=options.proxies,
         )
     return World(config, arrivals, deaths, seed=seed, proxies=options.proxies, keep_log=keep_log)

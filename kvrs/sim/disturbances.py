@@ -8,7 +8,9 @@ from functools import partial
 
 from kvrs.config.file import Config
 from kvrs.config.policy import Degraded, Dispatch, Failing, PolicyName
+from kvrs.control.fleet import Health
 from kvrs.control.reload import reload_settings
+from kvrs.control.topology import Topology
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.sim import fault_scenarios
 from kvrs.sim.cluster import CUT, MOVED, SimCluster, holders_of, open_streams
@@ -36,12 +38,15 @@ class Disturbances:
                     stream := engine.fail_one()
                 ) is not None:
                     self._cluster.note(death.name, str(stream), 1)
-            case fault_scenarios.GPU_DEGRADED:
-                self._judge_gpu(death.name, GpuState.DEGRADED)
-            case fault_scenarios.GPU_FAILING:
-                self._judge_gpu(death.name, GpuState.FAILING)
+            case fault_scenarios.GPU_DEGRADED | fault_scenarios.GPU_FAILING:
+                fails = death.name == fault_scenarios.GPU_FAILING
+                self._judge_gpu(death.name, GpuState.FAILING if fails else GpuState.DEGRADED)
             case fault_scenarios.DRAINED:
                 self._drain()
+            case fault_scenarios.DRAIN_ORDERED:
+                self._order_drain()
+            case fault_scenarios.REMOVED:
+                self._remove()
             case fault_scenarios.SICK:
                 self._sicken()
             case fault_scenarios.PROXY_KILLED:
@@ -50,6 +55,8 @@ class Disturbances:
                 self._gossip_falsely()
             case fault_scenarios.RELOADED:
                 self._reload()
+            case fault_scenarios.TWO_RANKS | fault_scenarios.MID_MOVE | fault_scenarios.LATE:
+                self._lose_ranks(death.name)
             case _:
                 raise AssertionError(death.name)
 
@@ -103,6 +110,58 @@ class Disturbances:
                 self._cluster.rng.uniform(0.3, 5.0), partial(self._cluster.end, engine, engine.life)
             )
 
+    def _order_drain(self) -> None:
+        """Every proxy is told at its own moment, and later that it is over; meanwhile the process
+        may be replaced by another one.
+        """
+        cluster, rng = self._cluster, self._cluster.rng
+        engine = cluster.any_engine()
+        if engine is None:
+            return
+        cluster.note(fault_scenarios.DRAIN_ORDERED, engine.id, cluster.streams_on(engine.id))
+        drain_s = rng.choice([0.0, rng.uniform(0.1, 3.0)])
+        for proxy in cluster.running_proxies():
+            order = partial(proxy.control.drains.begin, engine.id, drain_s)
+            proxy.after(rng.uniform(0.0, 0.5), partial(_with_time, order, cluster.clock))
+            end = partial(proxy.control.drains.end, engine.id)
+            proxy.after(rng.uniform(1.0, 8.0), partial(_with_time, end, cluster.clock))
+        if rng.random() < 0.5:
+            cluster.clock.after(rng.uniform(0.5, 4.0), partial(cluster.end, engine, engine.life))
+
+    def _remove(self) -> None:
+        """Every proxy is told at its own moment; where streams have left the instance, it is added
+        again a while later.
+        """
+        engine = self._cluster.any_engine()
+        if engine is None:
+            return
+        self._cluster.note(fault_scenarios.REMOVED, engine.id, self._cluster.streams_on(engine.id))
+        for proxy in self._cluster.running_proxies():
+            wait_s = self._cluster.rng.uniform(0.0, 0.5)
+            proxy.after(wait_s, partial(self._remove_at, proxy, engine))
+
+    def _remove_at(self, proxy: SimProxy, engine: SimEngine) -> None:
+        topology = Topology(proxy.control)
+        rng, now_s = self._cluster.rng, self._cluster.clock.now_s
+        if proxy.control.instances.known[engine.id].health is Health.REMOVED:
+            return
+        topology.remove(engine.id, rng.uniform(0.0, 2.0), now_s)
+        self._see_off(proxy, engine, topology)
+
+    def _see_off(self, proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
+        if proxy.control.instances.known[engine.id].health is Health.REMOVED:
+            return
+        if topology.gone(self._cluster.clock.now_s):
+            proxy.watches[engine.id].end()
+            again = partial(self._add_again, proxy, engine, topology)
+            proxy.after(self._cluster.rng.uniform(0.1, 3.0), again)
+        else:
+            proxy.after(0.05, partial(self._see_off, proxy, engine, topology))
+
+    def _add_again(self, proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
+        known = topology.add(engine.id, engine.node, engine.role)
+        proxy.watch_anew(known)
+
     def _sicken(self) -> None:
         """It answers every call with an error, at once, and its reports are healthy."""
         engine = self._cluster.any_engine()
@@ -113,6 +172,34 @@ class Disturbances:
         self._cluster.clock.after(
             fault_scenarios.SICK_FOR_S, partial(setattr, engine, "answer", None)
         )
+
+    def _lose_ranks(self, death: str) -> None:
+        """Two at once, one while the instance re-forms without another, or one whose re-forming
+        takes five times as long as was said.
+        """
+        rng, clock = self._cluster.rng, self._cluster.clock
+        engines = [each for each in self._cluster.engines.values() if each.is_running]
+        having = [
+            each for each in engines if each.ranks is not None and len(each.ranks.running) > 1
+        ]
+        if not having:
+            return
+        engine = rng.choice(having)
+        ranks = engine.ranks
+        assert ranks is not None
+        self._cluster.note(death, engine.id, self._cluster.streams_on(engine.id))
+        kept = rng.random() < 0.3
+        first, *others = rng.sample(ranks.running, 2)
+        if death == fault_scenarios.LATE:
+            ranks.late_factor = 5.0
+        ranks.lose([first, *others] if death == fault_scenarios.TWO_RANKS else [first], kept)
+        if death == fault_scenarios.MID_MOVE:
+            again = partial(self._lose_again, engine, engine.life, others)
+            clock.after(rng.uniform(0.0, 0.3), again)
+
+    def _lose_again(self, engine: SimEngine, life: int, ranks: list[int]) -> None:
+        if engine.is_running and engine.life == life and engine.ranks is not None:
+            engine.ranks.lose(ranks, memory_kept=False)
 
     def _kill_proxy(self) -> None:
         """Its clients resume keyed streams at another proxy, from its mirror's record; another

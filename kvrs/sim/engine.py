@@ -6,15 +6,10 @@ every page.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
-from zlib import crc32
 
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.model.actions import Place
 from kvrs.protocol.instance import (
     Capability,
-    CheckpointTarget,
     InstanceInfo,
     LinkReport,
     LoadReport,
@@ -28,64 +23,31 @@ from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase
 from kvrs.scheduling.sources import PullSource, next_source
+from kvrs.sim.calls import Batch, SimCall, SimRun, checkpoints_of, token_at
 from kvrs.sim.checkpoint_sender import CheckpointSender
 from kvrs.sim.process import Step, require
+from kvrs.sim.ranks import RankedEngine, SimRanks
 from kvrs.sim.site import Fetch, OpenedPages, PageRequest, SimPagePool, Site
 from kvrs.transfer.meter import LinkMeter
 
 _POISON_ACTS_S = 0.005
-Batch = list[tuple[Sequence, Chunk]]
 
 
-def token_at(stream: StreamId, position: int) -> int:
-    """What the model says there: every attempt says the same, as with greedy decoding."""
-    return crc32(f"{stream}:{position}".encode()) % 50_000
-
-
-class Reply(Protocol):
-    """The connection on which a call is answered."""
-
-    def prefilled(self, history_tokens: int) -> None: ...
-
-    def token(self, position: int, token: int, *, is_last: bool) -> None: ...
-
-    def broke(self, cause: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SimCall:
-    """One request of a proxy."""
-
-    stream: StreamId
-    number: tuple[int, int]  # Owner epoch, attempt.
-    token_ids: list[int]
-    prompt_tokens: int
-    max_tokens: int
-    prefill_only: bool
-    sources: tuple[PullSource, ...]
-    places: tuple[Place, ...]
-    reply: Reply
-    slot_token: int = 0
-    is_poison: bool = False  # The decode instance ends when it works on it.
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    call: SimCall
-    sequence: Sequence
-    noted_pages: int = 0
-    verified: bool = False
-
-
-class SimEngine(SimPagePool):
-    def __init__(self, name: InstanceId, node: NodeId, role: Role, site: Site) -> None:
+class SimEngine(SimPagePool, RankedEngine):
+    def __init__(
+        self, name: InstanceId, node: NodeId, role: Role, site: Site, ranks: int = 1
+    ) -> None:
         super().__init__(name, node, site.clock)
         self.role = role
+        self.ranks: SimRanks | None = None  # None: one process computes everything.
+        self.reporting: list[Step] = []  # Each sends a report of this process at once.
+        self._rank_count = ranks
         self.slow_factor = 1.0
         self.draining = False
         self.answer: str | None = None  # To every call, in place of its work.
         self.most_calls: int | None = None  # It has no room for more.
         self.poisoned: Step | None = None  # Ends this process.
+        self.given_up: Step | None = None  # The same, when too few ranks are left.
         self._site = site
         self._settings = site.config.cluster.engine
         self._size = self._settings.page_size_tokens
@@ -100,10 +62,12 @@ class SimEngine(SimPagePool):
         )
         self.backlog = CheckpointBacklog(self._size)
         self.checkpoint_sender = CheckpointSender(self, self._site)
-        self._runs: dict[Sequence, _Run] = {}
+        self.runs: dict[Sequence, SimRun] = {}
         self._attempts: dict[StreamId, tuple[int, int]] = {}
-        self._contents: dict[int, Tag] = {}  # Of pages that were ever full.
-        self._busy = False
+        self.contents: dict[int, Tag] = {}  # Of pages that were ever full.
+        self.batch: Batch | None = None  # Under way.
+        self.ranks = SimRanks(self, self._site, self._rank_count) if self._rank_count > 1 else None
+        self.reporting = []
 
     def start(self) -> None:
         self._reset()
@@ -115,7 +79,7 @@ class SimEngine(SimPagePool):
         """Silently: its node is gone, and nothing is left to reset its connections."""
         super().kill()
         self.slow_factor = 1.0
-        runs, self._runs = self._runs, {}
+        runs, self.runs = self.runs, {}
         if not silently:
             for run in runs.values():
                 run.call.reply.broke("reset")
@@ -126,7 +90,7 @@ class SimEngine(SimPagePool):
         if self.answer is not None:
             call.reply.broke(self.answer)
             return
-        if self.most_calls is not None and len(self._runs) >= self.most_calls:
+        if self.most_calls is not None and len(self.runs) >= self.most_calls:
             call.reply.broke("HTTP 503")
             return
         if call.is_poison and not call.prefill_only and self.poisoned is not None:
@@ -150,17 +114,8 @@ class SimEngine(SimPagePool):
             pulls=tuple(source.pages for source in call.sources if source.pages),
             pull_tail=any(source.handoff is not None for source in call.sources),
         )
-        self._runs[sequence] = _Run(call, sequence)
-        if call.places:
-            need_bytes = (
-                (call.prompt_tokens + call.max_tokens)
-                // self._size
-                * self._site.geometry.page_bytes
-            )
-            checkpoints = [
-                CheckpointTarget(place.holder, max(place.reserved_bytes, need_bytes))
-                for place in call.places
-            ]
+        self.runs[sequence] = SimRun(call, sequence)
+        if checkpoints := checkpoints_of(call, self._size, self._site.geometry.page_bytes):
             self.backlog.follow(sequence, checkpoints, handed_over=sequence.pull_tail)
         self.scheduler.add(sequence)
         self.look()
@@ -171,7 +126,7 @@ class SimEngine(SimPagePool):
             self._attempts[stream] = max(attempt, self._attempts.get(stream, (0, 0)))
         for run in [
             run
-            for run in self._runs.values()
+            for run in self.runs.values()
             if run.sequence.attempt < self._attempts[run.call.stream]
         ]:
             self._end(run)
@@ -186,7 +141,7 @@ class SimEngine(SimPagePool):
         self._attempts[stream] = max(below, self._attempts.get(stream, (0, 0)))
         for run in [
             run
-            for run in self._runs.values()
+            for run in self.runs.values()
             if run.call.stream == stream and run.sequence.attempt < below
         ]:
             if run.call.slot_token and len(run.sequence.token_ids) == run.sequence.history_tokens:
@@ -199,7 +154,7 @@ class SimEngine(SimPagePool):
         until_s = self.clock.now_s + MOVED_KEPT_S if self.draining else None
         for run in [
             run
-            for run in self._runs.values()
+            for run in self.runs.values()
             if (run.call.stream, run.call.number) == (stream, number)
         ]:
             self._end(run, until_s)
@@ -209,7 +164,7 @@ class SimEngine(SimPagePool):
         """An error event in the middle of a stream, as an engine sends it that has caught a fault
         of its own.
         """
-        run = next(iter(self._runs.values()), None)
+        run = next(iter(self.runs.values()), None)
         if run is None:
             return None
         self._end(run)
@@ -248,6 +203,10 @@ class SimEngine(SimPagePool):
             [LinkReport(source, m.bytes_per_s, m.spread, m.age_s) for source, m in links.items()],
             checkpoint_lag_pages=self.backlog.lag_pages,
             draining=self.draining,
+            reforming=None if self.ranks is None else self.ranks.load(),
+            layout_number=0 if self.ranks is None else self.ranks.layout_number,
+            degree=0 if self.ranks is None else self.ranks.degree,
+            full_degree=0 if self.ranks is None else self.ranks.count,
         )
 
     def renew(self, streams: Iterable[StreamId]) -> list[StreamId]:
@@ -261,54 +220,62 @@ class SimEngine(SimPagePool):
 
     def look(self) -> None:
         """Begin a batch, if none is under way and there is anything to compute."""
-        if self._busy:
+        if self.batch is not None or (self.ranks is not None and not self.ranks.serves):
             return
         self.pages.expire(self.clock.now_s)
         for pull in self.scheduler.admit():
-            _Pulling(self, self._site, pull, list(self._runs[pull.sequence].call.sources)).begin()
+            _Pulling(self, self._site, pull, list(self.runs[pull.sequence].call.sources)).begin()
         self.places.observe(self.clock.now_s, self.scheduler.departures, self.scheduler.full)
         batch = self.scheduler.next_batch()
         if not batch:
             return
         for sequence, chunk in batch:
             self._verify(sequence, chunk)
-        self._busy = True
-        seconds = self._site.pace.batch_s([chunk for _, chunk in batch]) * self.slow_factor
+        self.batch = batch
+        chunks = [chunk for _, chunk in batch]
+        seconds = self._site.pace.batch_s(chunks) * self.slow_factor
+        if self.ranks is not None:
+            decodes = all(len(chunk.token_ids) == 1 for chunk in chunks)
+            seconds *= self.ranks.factor(decodes=decodes)
         self.later(seconds, lambda: self._complete(batch))
 
     def _verify(self, sequence: Sequence, chunk: Chunk) -> None:
         """What is computed with is what the history says, however it got there."""
-        run = self._runs.get(sequence)
+        run = self.runs.get(sequence)
         if run is not None and not run.verified:
             run.verified = True
             for index in range(chunk.first_position // self._size):
-                right = self._contents.get(chunk.pages[index]) == sequence.tags[index]
+                right = self.contents.get(chunk.pages[index]) == sequence.tags[index]
                 require(right, f"{self.id} computes {sequence.stream} with a wrong page {index}")
+                gone = self.ranks is not None and self.ranks.gone(chunk.pages[index])
+                require(not gone, f"{self.id} computes {sequence.stream} with cells that are gone")
 
     def _complete(self, batch: Batch) -> None:
-        self._busy = False
+        if batch is not self.batch:
+            return  # It was abandoned.
+        self.batch = None
         sampled: dict[Sequence, int] = {}
         for sequence, chunk in batch:
             end = chunk.first_position + len(chunk.token_ids)
             for index in range(chunk.first_position // self._size, end // self._size):
-                self._contents[chunk.pages[index]] = sequence.tags[index]
+                self.received(chunk.pages[index], sequence.tags[index])
             if end % self._size:
-                self._contents.pop(chunk.pages[-1], None)
+                self.contents.pop(chunk.pages[-1], None)
             if chunk.wants_logits:
                 sampled[sequence] = token_at(sequence.stream, len(sequence.token_ids))
         prefilled = self.scheduler.complete(batch, sampled)
         for sequence, _ in batch:
             self.note_filled(sequence)
         for sequence in prefilled:
-            if (run := self._runs.get(sequence)) is not None:
+            if (run := self.runs.get(sequence)) is not None:
                 self._end(run, retain_until_s=self.clock.now_s + self._site.config.transfer.lease_s)
                 run.call.reply.prefilled(sequence.history_tokens)
         for sequence, token in sampled.items():
-            if (run := self._runs.get(sequence)) is not None:
+            if (run := self.runs.get(sequence)) is not None:
                 self._emit(run, token)
         self.look()
 
-    def _emit(self, run: _Run, token: int) -> None:
+    def _emit(self, run: SimRun, token: int) -> None:
         sequence, call = run.sequence, run.call
         produced = len(sequence.token_ids) - sequence.prompt_tokens
         is_last = produced >= call.max_tokens
@@ -316,9 +283,9 @@ class SimEngine(SimPagePool):
             self._end(run)
         call.reply.token(produced - 1, token, is_last=is_last)
 
-    def _end(self, run: _Run, retain_until_s: float | None = None) -> None:
+    def _end(self, run: SimRun, retain_until_s: float | None = None) -> None:
         sequence = run.sequence
-        del self._runs[sequence]
+        del self.runs[sequence]
         self.scheduler.finish(sequence, retain_until_s)
         if run.call.places:
             whole = sequence.prefill_only and sequence.computed_tokens >= sequence.history_tokens
@@ -328,7 +295,7 @@ class SimEngine(SimPagePool):
             self.checkpoint_sender.look()
 
     def note_filled(self, sequence: Sequence) -> None:
-        run = self._runs.get(sequence)
+        run = self.runs.get(sequence)
         if run is None or not run.call.places:
             return
         if (full_pages := sequence.computed_tokens // self._size) != run.noted_pages:
@@ -361,7 +328,7 @@ class SimEngine(SimPagePool):
         return OpenedPages(contents, tail is not None, close)
 
     def contents_of(self, pages: list[int]) -> list[Tag | None]:
-        return [self._contents.get(page) for page in pages]
+        return [self.contents.get(page) for page in pages]
 
     def verify_found(self, sequence: Sequence) -> None:
         """What others find by its tags is what the tags say."""
@@ -373,7 +340,9 @@ class SimEngine(SimPagePool):
         self.pages.release(found)
 
     def received(self, page: int, content: Tag) -> None:
-        self._contents[page] = content
+        self.contents[page] = content
+        if self.ranks is not None:
+            self.ranks.filled(page)
 
     def check_at_rest(self) -> None:
         """No stream is left, so nothing runs, and no page is owned, read or waited for."""
@@ -382,8 +351,8 @@ class SimEngine(SimPagePool):
         self.scheduler.check()
         self.backlog.check()
         require(
-            not self._runs and not self._busy,
-            f"{self.id} still runs {[run.call.stream for run in self._runs.values()]}",
+            not self.runs and self.batch is None,
+            f"{self.id} still runs {[run.call.stream for run in self.runs.values()]}",
         )
         counts = (
             self.scheduler.waiting,

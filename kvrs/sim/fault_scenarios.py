@@ -18,11 +18,18 @@ ERROR_EVENT = "error event"
 GPU_DEGRADED = "a GPU degraded"
 GPU_FAILING = "a GPU failing"
 DRAINED = "an instance drained"
+DRAIN_ORDERED = "an instance drained by an operator"
+REMOVED = "an instance removed and added again"
 SICK_FOR_S = 15.0
 SICK = "an instance that fails all calls"  # Not drawn among the others: `scenarios.sick`.
 PROXY_KILLED = "a proxy"
 FALSE_GOSSIP = "a false death by gossip"
 RELOADED = "other settings"
+ONE_RANK = "a rank, whose memory is kept"
+ONE_DEVICE = "a rank and its device"
+TWO_RANKS = "two ranks at once"
+MID_MOVE = "a rank in mid-move of another one"
+LATE = "a re-forming five times as long as said"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,8 @@ def _link(rng: Random, nodes: Sequence[str]) -> Row:
 
 _DECODE = _kill(_any("decode"))
 _RECOVERY = {"phase": "recovery"}
+_RANK, _DEVICE = {"rank": "random"}, {"what": "lose_device"}
+_OF_RANKS = ("a rank", "re-forming", "two ranks")
 
 FAULT_SCENARIOS: dict[str, FaultScenario] = {
     "prefill before the hand-off": lambda r, n: [_kill(_any("prefill"), phase="prefill")],
@@ -103,6 +112,13 @@ FAULT_SCENARIOS: dict[str, FaultScenario] = {
     PROXY_KILLED: lambda r, n: [],
     FALSE_GOSSIP: lambda r, n: [],
     RELOADED: lambda r, n: [],
+    DRAIN_ORDERED: lambda r, n: [],
+    REMOVED: lambda r, n: [],
+    ONE_RANK: lambda r, n: [_kill(_any("decode") | _RANK)],
+    ONE_DEVICE: lambda r, n: [_kill(_any("decode") | _RANK) | _DEVICE],
+    TWO_RANKS: lambda r, n: [],
+    MID_MOVE: lambda r, n: [],
+    LATE: lambda r, n: [],
 }
 
 
@@ -113,15 +129,17 @@ def random_deaths(
     nodes: Sequence[str],
     *,
     has_agents: bool,
+    has_ranks: bool,
     proxies: int,
 ) -> list[FaultEvent]:
-    """So many, at any moment of the span. What needs an agent, a second node or a second proxy is
-    left out where there is none.
+    """So many, at any moment of the span. What needs an agent, ranks, a second node or a second
+    proxy is left out where there is none.
     """
     names = [
         name
         for name in FAULT_SCENARIOS
         if (has_agents or "agent" not in name)
+        and (has_ranks or not any(what in name for what in _OF_RANKS))
         and (len(nodes) > 1 or "link" not in name)
         and (proxies > 1 or name != PROXY_KILLED)
     ]
@@ -129,13 +147,16 @@ def random_deaths(
     for name in rng.sample(names, min(count, len(names))) + rng.choices(
         names, k=max(0, count - len(names))
     ):
-        at_s = rng.uniform(0.05, span_s)
-        rows = [
-            row | {"when": row["when"] | {"at_s": at_s}}
-            for row in FAULT_SCENARIOS[name](rng, nodes)
-        ]
-        deaths.append(FaultEvent(name, at_s, tuple(parse_faults(rows)) if rows else ()))
+        deaths.append(named_death(rng, name, rng.uniform(0.05, span_s), nodes))
     return sorted(deaths, key=lambda death: death.at_s)
+
+
+def named_death(rng: Random, name: str, at_s: float, nodes: Sequence[str] = ()) -> FaultEvent:
+    """That of a name, from `at_s` on."""
+    rows = [
+        row | {"when": row["when"] | {"at_s": at_s}} for row in FAULT_SCENARIOS[name](rng, nodes)
+    ]
+    return FaultEvent(name, at_s, tuple(parse_faults(rows)) if rows else ())
 
 
 def named_deaths(faults: Sequence[Fault]) -> list[FaultEvent]:

@@ -26,17 +26,22 @@ from kvrs.policy.model.actions import (
     Redirect,
     Settled,
     Start,
+    Stay,
     WakeAt,
 )
 from kvrs.policy.model.events import (
     AttemptFailed,
     CheckpointsReported,
+    DrainOrdered,
     DrainReported,
     Event,
     GpuJudged,
     HolderLost,
     HolderUp,
     InstanceLost,
+    InstanceReformed,
+    InstanceReforming,
+    InstanceRemoved,
     InstanceUp,
     PagesKept,
     PrefillDone,
@@ -91,6 +96,7 @@ class _Writer:
     instance: InstanceId | None = None  # Where its current stage runs.
     runs: bool = False
     fetching_since_s: float | None = None  # It holds a slot.
+    stays_until_s: float | None = None  # At an instance that re-forms.
 
     def stop(self) -> None:
         self.runs, self.fetching_since_s = False, None
@@ -102,9 +108,11 @@ class _Known:
 
     up: dict[InstanceId, int] = field(default_factory=dict)  # With the epoch.
     kept: dict[tuple[InstanceId, StreamId], int] = field(default_factory=dict)  # Pages.
+    reforming: set[InstanceId] = field(default_factory=set)
 
     def lose(self, name: InstanceId) -> None:
         self.up.pop(name, None)
+        self.reforming.discard(name)
         self.kept = {key: pages for key, pages in self.kept.items() if key[0] != name}
 
 
@@ -138,6 +146,8 @@ class Invariants:
                     self._check_redirect(action, event)
                 case Halt():
                     self._check_halt(action, event, now_s)
+                case Stay():
+                    self._check_stay(action, event, now_s)
                 case Recovered() | Settled():
                     self._require_current(action.stream, action.attempt, "a record")
                 case GiveUp():
@@ -166,6 +176,13 @@ class Invariants:
                 if left is not None and left.epoch == instance.epoch:
                     kept = {(instance.id, stream): pages for stream, pages in left.pages.items()}
                     known.kept |= kept
+            case InstanceReforming(instance=name, missing_pages=missing):
+                known.reforming.add(name)
+                for stream, pages in missing.items():
+                    if pages:
+                        known.kept.pop((name, stream), None)
+            case InstanceReformed(instance=name):
+                known.reforming.discard(name)
             case PagesKept(instance=name):
                 self._taken_over[name] = event
             case InstanceLost(instance=name, epoch=epoch, produced_tokens=produced):
@@ -174,6 +191,8 @@ class Invariants:
                 known.lose(name)
                 for stream in produced:
                     self._writers.setdefault(stream, _Writer()).stop()
+            case InstanceRemoved(instance=name):
+                known.lose(name)
             case RetentionLost(instance=name, streams=streams):
                 for stream in streams:
                     known.kept.pop((name, stream), None)
@@ -274,6 +293,7 @@ class Invariants:
         writer.attempt, writer.plan, writer.runs = start.attempt, start.plan, True
         writer.instance = start.plan.prefill or start.plan.decode
         writer.fetching_since_s = now_s if start.plan.runs else None
+        writer.stays_until_s = None
 
     def _check_redirect(self, action: Redirect, event: Event) -> None:
         """Only what has just come out of prefill, and only where it goes to."""
@@ -289,17 +309,30 @@ class Invariants:
         writer.plan, writer.instance = action.plan, action.plan.decode
 
     def _check_halt(self, action: Halt, event: Event, now_s: float) -> None:
-        """Only what runs on an instance that is draining, or on a degraded or failing GPU, or has
-        held a slot for too long.
+        """Only what runs on an instance that is drained or re-forms, or on a degraded or failing
+        GPU, or has held a slot or stayed for too long.
         """
         self._require_current(action.stream, action.attempt, "a halt")
         writer = self._writers[action.stream]
-        is_moved = isinstance(event, GpuJudged | DrainReported | PrefillDone)
+        moves = GpuJudged | DrainReported | DrainOrdered | PrefillDone | InstanceReforming
+        is_over = writer.stays_until_s is not None and now_s >= writer.stays_until_s - SLACK_S
         require(
-            is_moved or self._has_expired(writer, now_s),
+            isinstance(event, moves) or is_over or self._has_expired(writer, now_s),
             f"{action.stream}: halted by {type(event).__name__}",
         )
         writer.stop()
+
+    def _check_stay(self, action: Stay, event: Event, now_s: float) -> None:
+        """Only what runs, at an instance that re-forms, until a moment that is to come."""
+        self._require_current(action.stream, action.attempt, "a stay")
+        writer = self._writers[action.stream]
+        require(writer.runs, f"{action.stream} stays, and does not run")
+        require(
+            writer.instance in self._known.reforming,
+            f"{action.stream} stays at {writer.instance}, which does not re-form",
+        )
+        require(action.until_s > now_s, f"{action.stream} stays until a moment that is past")
+        writer.stays_until_s = action.until_s
 
     def _has_expired(self, writer: _Writer, now_s: float) -> bool:
         """Its attempt has held a slot for as long as one may."""

@@ -16,9 +16,11 @@ from kvrs.control.effects import (
     Effect,
     EndAttempt,
     EndStream,
+    ExpectToken,
     GiveEnd,
     StreamClosed,
 )
+from kvrs.control.fleet import KnownInstance
 from kvrs.control.leases import Leases
 from kvrs.control.live import Complete, LiveStream
 from kvrs.control.self_tests import Continues, Generated, SelfTest, TokensTest, names_of
@@ -188,6 +190,13 @@ class SimProxy:
         ids = None if arrival.is_text else list(arrival.prompt_ids)
         self.adopt(SimJournal(stream, arrival, self.now_s, guess, ids))
 
+    def watch_anew(self, known: KnownInstance) -> None:
+        """An instance that was removed is there again."""
+        before = self.watches[known.id]
+        assert isinstance(before, InstanceWatch)
+        watch = self.watches[known.id] = before.anew(known)
+        watch.begin()
+
     def adopt(self, journal: SimJournal) -> None:
         """Open a stream that has just arrived, or that another proxy had."""
         live = self.streams[journal.stream] = SimStream(journal=journal)
@@ -215,6 +224,9 @@ class SimProxy:
                 attempt.begin()
             case EndAttempt():
                 self._end_attempt(_sim(effect.live))
+            case ExpectToken():
+                if (run := _sim(effect.live).run) is not None:
+                    run.expect_token()
             case EndStream():
                 self._end(_sim(effect.live), effect)
             case Recovered():

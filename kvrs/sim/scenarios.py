@@ -11,7 +11,17 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import Degraded, Dispatch, Failing, Handoff, PolicyName
 from kvrs.faults.language import parse_faults
 from kvrs.protocol.instance import Role
-from kvrs.sim.fault_scenarios import SICK, FaultEvent, random_deaths
+from kvrs.sim.fault_scenarios import (
+    LATE,
+    MID_MOVE,
+    ONE_DEVICE,
+    ONE_RANK,
+    SICK,
+    TWO_RANKS,
+    FaultEvent,
+    named_death,
+    random_deaths,
+)
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 
@@ -25,20 +35,28 @@ CLUSTERS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("prefill", "both"), ("decode",)),
     (("prefill", "decode"),),
 )
+_RANKS = (4, 1, 2, 1, 3, 1)  # Of every instance of a world, by its seed.
 SPAN_S = 3.0  # Streams arrive in it, and deaths come.
 
 
 def scenario(seed: int, *, keep_log: bool = False) -> World:
     """The world of that seed."""
     rng = Random(seed)
-    config = _config(rng)
+    config = _config(rng, _RANKS[seed % len(_RANKS)])
     streams = rng.randint(4, 24)
     arrivals = [_arrival(rng, config.cluster.engine.max_model_len) for _ in range(streams)]
     has_agents = config.backup.mode is not BackupMode.OFF
     nodes = [str(node.id) for node in config.cluster.nodes]
+    has_ranks = any(instance.ranks > 1 for _, instance in config.cluster.instances())
     proxies = rng.choice([1, 2, 2, 3])
     deaths = random_deaths(
-        rng, rng.randint(0, 6), SPAN_S + 1.0, nodes, has_agents=has_agents, proxies=proxies
+        rng,
+        rng.randint(0, 6),
+        SPAN_S + 1.0,
+        nodes,
+        has_agents=has_agents,
+        has_ranks=has_ranks,
+        proxies=proxies,
     )
     arrivals.sort(key=lambda arrival: arrival.at_s)
     return World(
@@ -58,6 +76,37 @@ def sick(seed: int, *, keep_log: bool = False) -> World:
     arrivals = _poisson(rng, per_s=20.0, from_s=1.0, to_s=41.0, max_tokens=5)
     death = FaultEvent(SICK, 1.0)
     return World(_pairs(3, {}), arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
+
+
+def ranked(seed: int, *, keep_log: bool = False) -> World:
+    """Decode instances of four ranks that lose some, again and again, while they serve."""
+    rng = Random(seed)
+    count = rng.choice([1, 2])
+    nodes = [
+        {
+            "id": f"n{n}",
+            "instances": [
+                {"id": f"p{n}", "role": "prefill"},
+                {"id": f"d{n}", "role": "decode", "tp": 4},
+            ],
+        }
+        for n in range(count)
+    ]
+    backup = rng.choice([BackupMode.OFF, BackupMode.LOCAL])
+    document = {"cluster": {"nodes": nodes}, "backup": {"mode": backup.value}}
+    arrivals = _poisson(rng, per_s=4.0, from_s=1.0, to_s=11.0, max_tokens=100)
+    names = [TWO_RANKS, MID_MOVE, LATE, ONE_RANK, ONE_DEVICE]
+    deaths = [named_death(rng, name, rng.uniform(1.0, 12.0)) for name in rng.choices(names, k=5)]
+    deaths.sort(key=lambda death: death.at_s)
+    return World(
+        parse_config(document),
+        arrivals,
+        deaths,
+        seed=seed,
+        proxies=2,
+        stay_away=0.0,
+        keep_log=keep_log,
+    )
 
 
 def avalanche(seed: int, *, keep_log: bool = False) -> World:
@@ -120,7 +169,7 @@ def _poisson(
     ]
 
 
-def _config(rng: Random) -> Config:
+def _config(rng: Random, tp: int) -> Config:
     cluster = rng.choice(CLUSTERS)
     modes = list(BackupMode) if len(cluster) > 1 else [BackupMode.OFF, BackupMode.LOCAL]
     name = PolicyName.AUTO if rng.random() < 0.5 else rng.choice(list(PolicyName))
@@ -141,7 +190,7 @@ def _config(rng: Random) -> Config:
                 {
                     "id": f"n{index}",
                     "instances": [
-                        {"id": f"{role[0]}{index}{letter}", "role": role}
+                        {"id": f"{role[0]}{index}{letter}", "role": role, "tp": tp}
                         for role, letter in zip(roles, "abc", strict=False)
                     ],
                 }

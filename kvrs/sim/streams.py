@@ -72,6 +72,9 @@ class Running(Protocol):
     def close(self) -> None:
         """Close its connections and release its slot."""
 
+    def expect_token(self) -> None:
+        """Report the next token as that with which it resumes."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimStream(LiveStream):

@@ -40,6 +40,7 @@ class Watch(ABC):
         self._silence = SilenceTimer(line.clock.now_s)
         self._gossiped_epoch = -1  # The latest of the process whose death gossip has reported.
         self._arrival_s = 0.0
+        self._is_over = False
         self._session = 0  # Reports of those before this one are ignored.
         self._pause_s = FIRST_PAUSE_S
 
@@ -51,6 +52,8 @@ class Watch(ABC):
     def _lose(self, cause: str) -> None: ...
 
     def begin(self) -> None:
+        if self._is_over:
+            return
         self._session += 1
         session = self._session
         self.process.call(
@@ -58,8 +61,9 @@ class Watch(ABC):
         )
 
     def end(self) -> None:
-        """The proxy has died."""
+        """The proxy has died, or the process is no part of its cluster any more."""
         self._session += 1
+        self.epoch, self._is_over = None, True
 
     def reset(self) -> None:
         """The process has died, and its kernel closes the connection."""
@@ -164,6 +168,10 @@ class InstanceWatch(Watch):
         self._known = known
         self._control = control
 
+    def anew(self, known: KnownInstance) -> "InstanceWatch":
+        """For the same process, after it was removed."""
+        return InstanceWatch(self._engine, known, self._control, self._line)
+
     def _meet(self, session: int) -> None:
         if self._known.must_be_fenced(self._engine.info()):
             self._engine.fence_all(self._control.fences.numbers(self._known.id))
@@ -177,7 +185,13 @@ class InstanceWatch(Watch):
             report = self._engine.load()
             return lambda: self._load(report)
 
+        def report_now() -> None:
+            if session == self._session:
+                heard = make()
+                self._later(lambda: heard() if session == self._session else None)
+
         self._later(met)
+        self._engine.reporting.append(report_now)
         self._report(session, make)
 
     def _load(self, report: LoadReport) -> None:

@@ -194,17 +194,26 @@ class World:
             if holder.is_running
         }
 
+    def _kill(self, due: DueFault) -> None:
+        fault = due.fault
+        is_node = fault.whom.node is not None and fault.whom.role is None
+        for name in due.instances:
+            if name in due.ranks:
+                memory_kept = fault.what is What.KILL
+                engine = self.cluster.engines[name]
+                assert engine.ranks is not None
+                engine.ranks.lose([due.ranks[name]], memory_kept=memory_kept)
+            else:
+                self.cluster.kill(self.cluster.holders[name], with_node=is_node)
+
     def _carry_out(self, due: DueFault) -> None:
         fault, death = due.fault, self._deaths[id(due.fault)]
         self.cluster.note(death.name, due.whom, len(due.streams))
         victims = [self.cluster.holders[name] for name in due.instances]
         for_s = fault.for_s or 0.0
         match fault.what:
-            # An instance ends with any of its ranks.
             case What.KILL | What.LOSE_DEVICE:
-                is_node = fault.whom.node is not None and fault.whom.role is None
-                for victim in victims:
-                    self.cluster.kill(victim, with_node=is_node)
+                self._kill(due)
             case What.STOP:
                 for victim in victims:
                     victim.freeze()

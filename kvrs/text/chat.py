@@ -45,9 +45,10 @@ class ChatOutput:
             tokenizer, stop_strings, visible=(THINK, THINK_END, CALL, CALL_END)
         )
         opening = tokenizer.decode(list(prompt_ids[-_OPENING_TOKENS:]), skip_special_tokens=False)
+        self.reasons_first = opening.rstrip().endswith(THINK)  # The template opens the reasoning.
         self._splitter = ChatSplitter(
             stream,
-            reasoning=opening.rstrip().endswith(THINK),
+            reasoning=self.reasons_first,
             tools=tools,
             parallel_tool_calls=parallel_tool_calls,
         )

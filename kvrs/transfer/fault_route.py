@@ -22,10 +22,11 @@ def add_fault_route(
     app: web.Application,
     faults: SendingFaults,
     nodes: Collection[NodeId],
-    lose_device: Callable[[int], None] | None = None,
+    lose_device: Callable[[int | None], None] | None = None,
 ) -> None:
     """Add the route to an application; `nodes` are all of the cluster. `lose_device`: of a rank by
-    its number; None: there are no ranks here. It raises RequestError.
+    its number, or (None) of an instance of one process; None: there is no device here. It raises
+    RequestError.
     """
 
     async def handle(request: web.Request) -> web.Response:
@@ -49,7 +50,9 @@ def add_fault_route(
                 faults.corrupt(fault.pages)
             case DeviceFault():
                 if lose_device is None:
-                    raise RequestError("no ranks here; allowed: an instance of several ranks")
+                    raise RequestError(
+                        "no device here; allowed: an instance of the embedded engine"
+                    )
                 lose_device(fault.rank)
             case NoFault():
                 faults.clear()

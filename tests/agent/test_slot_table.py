@@ -224,6 +224,7 @@ def test_a_place_in_the_queue_is_kept_by_asking_again() -> None:
         (1.0, "b1", 1),
         (1.0, "b2", 1),
         (2.0, "b1", 2),
+        (3.0, "b1", 2),
         (4.0, "b2", 2),
         (4.0, "b1", 2),
     ):
@@ -243,6 +244,21 @@ def test_an_attempt_that_does_not_ask_again_loses_its_place() -> None:
 
     assert not slots.has(A, asked("a2"), at_s=1.0 + wait_s)
     assert slots.has(A, asked("a2"), at_s=1.0 + wait_s + QUEUE_TIMEOUT_S)
+
+
+def test_a_due_attempt_asks_again_soon() -> None:
+    """The slot that is kept for it would be idle until then, however long transfers were before."""
+    slots = TableAndClock(1)
+    slots.ask(A, asked("a1"))
+    wait_s = slots.ask(B, asked("b1"), at_s=300.0).wait_s
+    early_s = slots.ask(B, asked("b1"), at_s=500.0).wait_s
+    again_s = slots.ask(B, asked("b1"), at_s=600.0).wait_s
+    slots.release(A, asked("a1"))
+
+    assert (wait_s, early_s) == (300.0, 100.0)
+    assert again_s <= QUEUE_TIMEOUT_S
+    assert not slots.has(A, asked("a2")), "it is kept for b1"
+    assert slots.has(A, asked("a2"), at_s=600.0 + again_s + QUEUE_TIMEOUT_S), "b1 did not ask"
 
 
 def test_an_attempt_that_ends_leaves_the_queue_at_once() -> None:

@@ -7,6 +7,7 @@ Engines of every kind take part, also those that need one call for both stages a
 nothing.
 """
 
+from collections import Counter
 from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count
@@ -24,6 +25,7 @@ from kvrs.control.effects import (
     Effect,
     EndAttempt,
     EndStream,
+    ExpectToken,
     GiveEnd,
     StreamClosed,
 )
@@ -65,6 +67,7 @@ from kvrs.protocol.instance import (
     LinkReport,
     LoadReport,
     MeasuredPrefill,
+    ReformingReport,
 )
 from kvrs.sim.invariants import Invariants
 from kvrs.sim.streams import Arrival, SimJournal, SimStream
@@ -145,7 +148,10 @@ class World:
         self.streams: dict[StreamId, SimStream] = {}
         self.log: list[tuple[Event, float]] = []
         self.answers: list[list[Action]] = []
-        self.denials = self.one_calls = 0
+        self.denials = self.one_calls = self.stays = 0
+        # Instances that re-form, and what they have said of it; they compute nothing.
+        self._reforming: dict[InstanceId, tuple[ReformingReport, float]] = {}
+        self._layouts: Counter[InstanceId] = Counter()
         self.control = Control[SimStream](
             self.config,
             run_id="test",
@@ -174,7 +180,7 @@ class World:
             name = self.random.choice(sorted(self.epochs))
             kill = ("kill_node", self.nodes[name]) if self.random.random() < 0.2 else ("kill", name)
             self.at(self.random.uniform(0.5, 6.0), kill)
-        for what in ("judge", "drain", "fence"):
+        for what in ("judge", "drain", "fence", "re_form"):
             for _ in range(kills):
                 name = self.random.choice(sorted(self.epochs))
                 self.at(self.random.uniform(0.5, 6.0), (what, name))
@@ -218,6 +224,8 @@ class World:
                 self._begin(self.streams[effect.live.id], effect.plan)
             case EndAttempt():
                 self._running.pop(effect.live.id, None)
+            case ExpectToken():
+                self.stays += 1
             case EndStream():
                 live = self.streams[effect.live.id]
                 assert not live.outcome, f"{live.id} ends twice"
@@ -251,6 +259,9 @@ class World:
         stream, attempt = whom
         live = self.streams[stream]
         if self._running.get(stream) != attempt or live.instance is None:
+            return
+        if live.instance in self._reforming and self.random.random() < 0.9:
+            self.soon(("advance", whom))
             return
         if stream in self.poisons:
             self._kill(live.instance)
@@ -349,6 +360,7 @@ class World:
         if self._is_up(name):
             return
         self.epochs[name] += 1000  # Another process.
+        self._reforming.pop(name, None)
         if name in self.control.agents.known:
             capacity = self.random.choice([1 << 16, 1 << 22, 1 << 30])
             speed = 10 ** self.random.uniform(5, 10)
@@ -377,9 +389,66 @@ class World:
         source = self.random.choice(sorted(set(self.nodes.values())))
         link = LinkReport(source, 10 ** self.random.uniform(4, 9))
         delay_s = self.random.choice([0.0, 0.3])
-        report = LoadReport(self.epochs[name], 0, 0, 0, delay_s, [link], draining=draining)
+        report = LoadReport(
+            self.epochs[name],
+            0,
+            0,
+            0,
+            delay_s,
+            [link],
+            draining=draining,
+            reforming=self._says_of_ranks(name),
+            layout_number=self._layouts[name],
+            degree=2,
+            full_degree=self.random.choice([2, 3]),
+        )
         known = self.control.instances.known[name]
         self.control.load_reported(known, report, self.now_s)
+
+    def _says_of_ranks(self, name: InstanceId) -> ReformingReport | None:
+        if name not in self._reforming:
+            return None
+        report, ready_s = self._reforming[name]
+        return msgspec.structs.replace(report, ready_in_s=max(0.0, ready_s - self.now_s))
+
+    def _re_form(self, name: object) -> None:
+        """It has lost a rank, perhaps another one in mid-move, and goes on when it has said, before
+        that or long after it, or never.
+        """
+        name = InstanceId(str(name))
+        if name not in self.control.instances.known or not self._is_up(name):
+            return
+        self._layouts[name] += 1
+        number, ready_in_s = self._layouts[name], self.random.choice([0.0, 0.05, 0.4, 3.0])
+        streams = [live.id for live in self.control.streams.values() if live.instance == name]
+        missing = {stream: self.random.randrange(9) for stream in [*streams, StreamId("ended")]}
+        factor = self.random.choice([1.0, 1.5])
+        report = ReformingReport(number, "reshard", 0.0, 2, [1], 0, missing, 0.01, factor, factor)
+        self._reforming[name] = report, self.now_s + ready_in_s
+        self._load(name)
+        whom = name, self.epochs[name] // 1000, number
+        self.at(self.now_s + ready_in_s * self.random.choice([0.5, 1.0, 5.0]), ("re_formed", whom))
+        self.at(self.now_s + self.random.uniform(0.0, 1.0), ("predict", whom))
+        if self.random.random() < 0.2:
+            self.soon((self.random.choice(["re_form", "kill"]), name))
+
+    def _predict(self, whom: object) -> None:
+        """It finds that it will take longer."""
+        assert isinstance(whom, tuple)
+        name, process, number = whom
+        if self.epochs[name] // 1000 == process and name in self._reforming:
+            report, ready_s = self._reforming[name]
+            if report.number == number:
+                self._reforming[name] = report, ready_s + self.random.choice([0.1, 2.0])
+                self._load(name)
+
+    def _re_formed(self, whom: object) -> None:
+        assert isinstance(whom, tuple)
+        name, process, number = whom
+        if self.epochs[name] // 1000 == process and self._layouts[name] == number:
+            self._reforming.pop(name, None)
+            if self._is_up(name):
+                self._load(name)
 
     def _judge(self, name: object) -> None:
         name = InstanceId(str(name))

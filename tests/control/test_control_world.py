@@ -112,7 +112,7 @@ def test_generated_worlds_cover_every_option() -> None:
     outcomes: Counter[str] = Counter()
     actions: Counter[str] = Counter()
     combined = protected = cached = one_call = denials = 0
-    for seed in range(100):
+    for seed in range(115):
         world = World(
             seed,
             CLUSTERS[seed // 5 % 5],

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.elastic.layouts import even, staged, uneven, validate
+from kvrs.elastic import on_demand
+from kvrs.elastic.layouts import SPREAD, even, staged, uneven, validate
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.plans import HOST
 from kvrs.elastic.reforming import (
@@ -307,3 +308,44 @@ class World:
                 validate(action.layout, UNITS)
                 assert set(action.layout.ranks) <= self.alive & self.memory
             self.queue += answers(action)
+
+
+def test_slower_steps_count_only_until_the_lost_rank_is_back() -> None:
+    """Where it is started beside the others, going on with them is never dearer than waiting for
+    it; without that, the look-ahead may be.
+    """
+    steps = {4: 1.0, 3: 1.4}
+    costs = replace(COSTS, restart_s=10.0, step_s=lambda layout: steps[len(layout.ranks)])
+    streams = (StreamAtRisk(0.0),)
+    kept = RanksLost(frozenset({1}), memory_kept=True, streams=streams)
+
+    for back_s, way in ((float("inf"), Way.RESTART), (10.0, Way.RESHARD)):
+        own = machine(costs=replace(costs, back_s=back_s))
+        own.handle(kept)
+        assert own.choices()[0].way is way
+
+
+@given(
+    tp=st.sampled_from([2, 4, 8]), lost=st.sets(st.integers(0, 7), min_size=1), again=st.booleans()
+)
+def test_heads_that_cannot_be_spread_have_one_rank_each(
+    tp: int, lost: set[int], again: bool
+) -> None:
+    """Of a layer no rank has two more than another, and those that are kept stay where they are."""
+    units = Units(3, (128,) * 8, (64,) * 8, (64,) * 8, 32)
+    before = even(units, tp)
+    left = [rank for rank in before.ranks if rank not in lost]
+    if not left:
+        return
+    after = on_demand.reshaped(before, units, [left], spread=False)
+    if again:
+        after = on_demand.reshaped(after, units, [before.ranks], spread=False)
+
+    validate(after, units)
+    for owners, old in zip(after.attention, before.attention, strict=True):
+        assert SPREAD not in owners
+        counts = [owners.count(rank) for rank in after.ranks]
+        assert max(counts) - min(counts) <= 1
+        if not again:
+            kept = [(new, was) for new, was in zip(owners, old, strict=True) if was in left]
+            assert all(new == was for new, was in kept)

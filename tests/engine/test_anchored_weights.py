@@ -1,5 +1,7 @@
 """Weights in an arena have the bits of those that were loaded."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,3 +89,21 @@ def test_a_changed_byte_is_found(random_model: Callable[..., Path]) -> None:
     assert arena.root(memory) == bytes(32)
     memory[20] ^= 1
     assert arena.root(memory) is None
+
+
+@pytest.mark.process
+def test_shapes_need_no_compiler(random_model: Callable[..., Path]) -> None:
+    """Torch's compiler would take a second of a process that attaches weights, and 100 MB."""
+    directory = random_model("qwen3", **FAMILIES["qwen3"])
+    program = (
+        "import sys, pathlib\n"
+        "from kvrs.engine.models.config import ModelConfig\n"
+        "from kvrs.engine.models.loading import skeleton\n"
+        "skeleton(ModelConfig.from_directory(pathlib.Path(sys.argv[1])))\n"
+        "print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)"
+    )
+
+    run = [sys.executable, "-c", program, str(directory)]
+    shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+    assert shown.split() == ["False", "False"]

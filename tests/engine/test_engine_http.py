@@ -1,6 +1,7 @@
 """What an instance answers over HTTP, and what it refuses."""
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +222,24 @@ async def test_what_exceeds_the_context_is_refused_with_the_code_that_clients_kn
 
     assert answer.status == 400
     assert error["code"] == "context_length_exceeded"
+
+
+async def test_usage_has_the_tokens_that_the_prefix_cache_had(tiny_model: Path) -> None:
+    """Full pages of the prompt, and never its last token, whose logits are needed."""
+    asked: dict[str, Any] = {"prompt": [*range(5, 5 + 32)], "max_tokens": 2}
+    longer = asked | {"prompt": [*asked["prompt"], 7, 8, 9]}
+    async with serving(tiny_model) as (_, client):
+        cached = [
+            (await (await client.post(COMPLETIONS, json=body)).json())["usage"]
+            for body in (asked, asked, longer)
+        ]
+        streamed = await client.post(
+            COMPLETIONS, json=asked | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+        *_, usage, _, _ = (await streamed.text()).split("\n\n")
+
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in cached] == [0, 16, 32]
+    assert json.loads(usage.removeprefix("data: "))["usage"] == cached[1]
 
 
 async def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:

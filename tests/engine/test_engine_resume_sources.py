@@ -378,6 +378,9 @@ class Recorder:
         assert len(sequence.pages) * P >= sequence.computed_tokens
         self.calls.append(("filled", sequence.computed_tokens // P))
 
+    def held(self, sequence: Any) -> dict[InstanceId, int]:
+        return {}
+
     def ended(self, sequence: Any) -> None:
         assert sequence.phase is SequencePhase.FINISHED
         self.calls.append(("ended", sequence.computed_tokens // P))

@@ -20,6 +20,14 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     assert sample(row, SamplingParams(temperature=0.0), position=0) == 1
 
 
+@pytest.mark.parametrize("temperature", [9e-6, 2.3e-308, 5e-324])
+def test_a_temperature_next_to_zero_is_greedy(temperature: float) -> None:
+    """Logits divided by it would be infinite, and their differences nothing."""
+    row = torch.tensor([-30.0, 40.0, 39.9, 40.0])
+
+    assert sample(row, SamplingParams(temperature=temperature, top_p=0.1), position=0) == 1
+
+
 @settings(deadline=None)
 @given(
     row=rows,

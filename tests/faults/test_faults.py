@@ -243,7 +243,7 @@ def test_two_faults_of_one_moment_have_two_victims() -> None:
     [
         ({"what": "kill", "whom": {"node": "n0", "rank": 1}}, "allowed: only together with id or"),
         ({"what": "kill", "whom": {"role": "agent", "rank": 1}}, "allowed: no agent"),
-        ({"what": "lose_device", "whom": {"id": "d0"}}, "lose_device hits a rank"),
+        ({"what": "lose_device", "whom": {"node": "n0"}}, "lose_device hits an instance"),
         (
             {"what": "corrupt_page", "pages": 1, "whom": {"id": "d0", "rank": 1}},
             "allowed with rank: kill, lose_device, stop, slow, without workers",

@@ -15,6 +15,7 @@ from kvrs import api
 from kvrs.cli import app
 from kvrs.errors import EXTRAS, MissingExtraError, check_extras
 from kvrs.load import command
+from tests.packaging.hashes import locked
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -122,3 +123,15 @@ def test_public_functions_read_what_kvrs_writes(tmp_path: Path) -> None:
     assert api.prefill_table("opt-13b-a100-kvrs-seed")
     with pytest.raises(api.ReportError):
         api.read_report(tmp_path)
+
+
+def test_hashes_are_those_of_the_files_that_pip_would_take() -> None:
+    def taken(name: str, **download: Any) -> dict[str, Any]:
+        return {"metadata": {"name": name, "version": "1.0"}, "download_info": download}
+
+    sha256 = {"archive_info": {"hashes": {"sha256": "ab"}}}
+    files = [taken("b", **sha256), taken("A", **sha256), taken("kvrs", dir_info={})]
+
+    assert locked({"install": files}) == ["A==1.0 --hash=sha256:ab", "b==1.0 --hash=sha256:ab"]
+    with pytest.raises(ValueError, match=r"c==1\.0: the report has no SHA-256"):
+        locked({"install": [taken("c", archive_info={"hashes": {"md5": "ab"}})]})

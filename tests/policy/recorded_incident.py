@@ -15,12 +15,17 @@ from kvrs.policy.model.events import (
     AttemptFailed,
     CheckpointsReported,
     Deadlines,
+    DrainEnded,
+    DrainOrdered,
     DrainReported,
     Event,
     GpuJudged,
     HolderLost,
     HolderUp,
     InstanceLost,
+    InstanceReformed,
+    InstanceReforming,
+    InstanceRemoved,
     InstanceUp,
     Kept,
     LinkMeasured,
@@ -179,8 +184,8 @@ class Rough:
             self.handle(AttemptFailed(stream, attempt, name, "reset", 5))
         elif drawn < 0.8:
             self.handle(LinkMeasured(node, NodeId(f"n{name[-1]}"), self.random.uniform(1e6, 1e10)))
-        elif drawn < 0.85 and not name.startswith("agent"):
-            self.handle(self.load(name, int(drawn * 1e6), self.random.random()))
+        elif drawn < 0.88 and not name.startswith("agent"):
+            self.handle(self.load(name, int(drawn * 1e6), self.random.random(), stream))
         elif drawn < 0.9 and name.startswith("agent"):
             self.handle(
                 CheckpointsReported(
@@ -191,7 +196,7 @@ class Rough:
                     {s: self.random.randint(0, 60) for s in self.started},
                 )
             )
-        elif drawn < 0.92 and not name.startswith("agent"):
+        elif drawn < 0.915 and not name.startswith("agent"):
             self.handle(GpuJudged(name, self.random.choice(list(GpuState)), "xid 79", {stream: 3}))
         elif drawn < 0.94 and not name.startswith("agent"):
             self.handle(self.said(name, int(drawn * 1e6), stream))
@@ -202,18 +207,43 @@ class Rough:
         else:
             self.rise(name)
 
-    def load(self, name: InstanceId, drawn: int, seconds: float) -> Event:
+    def load(self, name: InstanceId, drawn: int, seconds: float, stream: StreamId) -> Event:
         """What waits at an instance, as it reports it or as other workers have sent it."""
+        if drawn >= 850_000:
+            return self.re_formed(name, drawn, stream)
         if drawn < 815_000:
             return OthersBooked(name, seconds, drawn % 4)
         return LoadReported(name, seconds)
 
     def said(self, name: InstanceId, drawn: int, stream: StreamId) -> Event:
         """What an instance has said of itself."""
-        if drawn < 930_000:
+        kind, number = drawn % 4, drawn // 4
+        if kind == 0:
             return DrainReported(name, self.epochs[name], {stream: 3})
-        tokens = ("", "1", "2")[drawn % 3]
-        return SelfTested(name, self.epochs[name], drawn % 8 > 0, tokens)
+        if kind == 1:
+            return DrainOrdered(name, number % 2 > 0, {stream: 3})
+        if kind == 2:
+            return DrainEnded(name)
+        return SelfTested(name, self.epochs[name], number % 8 > 0, ("", "1", "2")[number % 3])
+
+    def re_formed(self, name: InstanceId, drawn: int, stream: StreamId) -> Event:
+        """An instance has lost ranks, predicts otherwise, or goes on."""
+        epoch, factor = self.epochs[name], 1 + (drawn % 3) / 2
+        if drawn % 3 == 0:
+            return InstanceReformed(name, epoch, factor, factor, 0.02)
+        return InstanceReforming(
+            name,
+            epoch,
+            drawn % 2,
+            "rank 1 lost",
+            0.01 * (drawn % 7),
+            {stream: drawn % 5},
+            0.001,
+            factor,
+            factor,
+            0.02,
+            {stream: 3},
+        )
 
     def eject(self, fresh: StreamId) -> None:
         """An instance fails every request until it is ejected, and answers its probe."""
@@ -245,6 +275,8 @@ class Rough:
         self.up.discard(name)
         if name.startswith("agent"):
             self.handle(HolderLost(name, self.epochs[name], "killed"))
+        elif self.random.random() < 0.2:
+            self.handle(InstanceRemoved(name, dict.fromkeys(self.started, 3)))
         else:
             self.handle(
                 InstanceLost(

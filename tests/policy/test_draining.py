@@ -6,6 +6,8 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Halt, Recovered, Start
 from kvrs.policy.model.estimates import Option
 from kvrs.policy.model.events import (
+    DrainEnded,
+    DrainOrdered,
     DrainReported,
     InstanceUp,
     PrefillDone,
@@ -115,3 +117,56 @@ def test_to_be_moved_is_not_to_fail() -> None:
         here = start.plan.decode
 
     assert start.attempt == 39
+
+
+def ordered(name: str, *, moves: bool = False, **produced: int) -> DrainOrdered:
+    return DrainOrdered(InstanceId(name), moves, {StreamId(s): n for s, n in produced.items()})
+
+
+def test_an_operators_order_keeps_new_streams_away_and_leaves_the_others() -> None:
+    """Those that run there may end there, until they are to be moved."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+    here = harness.decoding("s").plan.decode
+    there = "d1" if here == "d0" else "d0"
+
+    left = harness.handle(ordered(here))
+    new = decoders_of(harness, 4)
+    moved = harness.handle(ordered(here, moves=True, s=7))
+
+    assert of(left, Halt) == []
+    assert new == {there}
+    assert only(moved, Start).plan.decode == there
+    assert only(moved, Recovered).cause == "moved: its instance is drained"
+
+
+def test_an_order_holds_for_the_next_process_until_it_is_withdrawn() -> None:
+    """An instance that is replaced gets nothing before the operator says so."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+    harness.handle(ordered("d0"))
+
+    harness.handle(InstanceUp(instance("d0", epoch=2)))
+    before = decoders_of(harness, 4)
+    harness.handle(DrainEnded(InstanceId("d0")))
+
+    assert (before, decoders_of(harness, 4)) == ({"d1"}, {"d0", "d1"})
+
+
+def test_the_only_instance_of_its_role_serves_though_it_is_to_be_drained() -> None:
+    """The others have died after the order: better served there than not at all."""
+    harness = PolicyHarness("p0", "d0", "p1")
+
+    actions = harness.handle(ordered("d0", moves=True))
+
+    assert of(actions, Halt) == []
+    assert decoders_of(harness, 2) == {"d0"}
+
+
+def test_a_prefill_that_ends_is_handed_off_elsewhere_than_to_a_drained_instance() -> None:
+    """Its plan was made before the order."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+    planned = only(harness.handle(StreamArrived(S, 100)), Start).plan.decode
+    harness.handle(ordered(planned))
+
+    actions = harness.handle(PrefillDone(S, 1, 100))
+
+    assert only(actions, Start).plan.decode != planned

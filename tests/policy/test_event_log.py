@@ -22,10 +22,13 @@ from kvrs.policy.model.actions import Action, WakeAt
 from kvrs.policy.model.cluster_view import Instance
 from kvrs.policy.model.events import (
     CheckpointsReported,
+    DrainOrdered,
     DrainReported,
     Event,
     GpuJudged,
     InstanceLost,
+    InstanceReforming,
+    InstanceRemoved,
     InstanceUp,
     PagesKept,
     SettingsReloaded,
@@ -89,6 +92,9 @@ mappings: dict[Any, dict[str, Any]] = {
     InstanceLost: produced,
     GpuJudged: produced,
     DrainReported: produced,
+    DrainOrdered: produced,
+    InstanceReforming: {"missing_pages": counts} | produced,
+    InstanceRemoved: produced,
     CheckpointsReported: {"pages": counts},
     PagesKept: {"pages": counts},
     SettingsReloaded: {

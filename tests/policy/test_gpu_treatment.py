@@ -115,7 +115,8 @@ def test_a_history_is_not_computed_on_a_failing_gpu() -> None:
     members = {name: view.add(instance(name)) for name in ("p0", "p1", "d1")}
 
     well = prefill_for(view, members["d1"], stream)
-    view.set_gpu_degraded(members["p1"], True)
+    members["p1"].gpu_degraded = True
+    view.update()
 
     assert (well, prefill_for(view, members["d1"], stream)) == (members["p1"], members["p0"])
 

@@ -144,7 +144,7 @@ def test_an_attempt_whose_slot_expired_is_followed_by_one_that_needs_none() -> N
     for stream in (A, B):
         harness.decoding(stream, 321)
     harness.handle(InstanceUp(instance("d1", prefill=SLOW)))
-    harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 6e5))
+    harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 2e5))
     harness.lose("d0")
     waiting = harness.policy.snapshot()["slots"]["d1"]["waiting"]
 

@@ -42,7 +42,6 @@ def chat(**fields: Any) -> bytes:
         ("bad_words", ["x" * 16_385], "16384 characters"),
         ("allowed_token_ids", [], "not be empty"),
         ("min_p", 1.1, r"\[0.0, 1.0\]"),
-        ("response_format", {"type": "json_object"}, '{"type":"text"} or null'),
         ("guided_json", {}, "null, or the field structured_outputs"),
         ("a_new_field", 1, "allowed: .*temperature, "),
         ("structured_outputs", {"regex": "a"}, "null"),
@@ -118,11 +117,15 @@ def test_values_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None
         ({"prompt": [""]}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt[1]"),
         ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 9, "n": 16}, "prompt"),
         ({"add_special_tokens": False}, "add_special_tokens"),
     ],
 )
 def test_completions_have_limits_of_their_own(fields: dict[str, Any], param: str) -> None:
-    """Several prompts in one request, and log probabilities of a prompt, are not supported."""
+    """An engine takes one prompt, a proxy as many as are 128 choices; log probabilities of a prompt
+    are not supported.
+    """
     with pytest.raises(RequestError) as refusal:
         parse_completion_request(completion(**fields))
 

@@ -50,7 +50,7 @@ def events_of(chunks: list[bytes]) -> list[Event]:
     events = made.begin()
     for chunk in chunks:
         events += made.take(chunk)
-    return [*events, *made.end(Tokens(3, 4))]
+    return [*events, *made.end(Tokens(3, 4, 2))]
 
 
 def sent(events: list[Event], after: int) -> bytes:

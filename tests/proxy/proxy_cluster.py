@@ -105,6 +105,7 @@ async def open_proxy_cluster(
     gossip_ports: Mapping[str, int] | None = None,
     prepare: Callable[[dict[str, Scripted]], None] = lambda _: None,
     read: Callable[[], Config] | None = None,
+    cluster_drain_s: float = 30.0,
     **sections: dict[str, Any],
 ) -> AsyncIterator[ProxyCluster]:
     """Nodes n0, n1, ... with p0 and d0, p1 and d1, ..., all up; `sections` are those of the
@@ -161,7 +162,11 @@ async def open_proxy_cluster(
             "load_interval_s": 0.05,
             "self_test": False,
         } | sections.pop("proxy", {})
-        document = {"proxy": proxy_section, "cluster": {"nodes": nodes, "model": model}, **sections}
+        document = {
+            "proxy": proxy_section,
+            "cluster": {"nodes": nodes, "model": model, "drain_s": cluster_drain_s},
+            **sections,
+        }
         proxy = Proxy(parse_config(document), SECRET, read=read)
         await proxy.start()
         stack.push_async_callback(proxy.close)

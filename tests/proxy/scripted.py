@@ -24,6 +24,8 @@ from kvrs.protocol.instance import (
     LeaseUpdate,
     LoadReport,
     MeasuredPrefill,
+    RankInfo,
+    ReformingReport,
     Role,
 )
 from kvrs.protocol.openai.chunks import (
@@ -36,6 +38,7 @@ from kvrs.protocol.openai.chunks import (
     Usage,
     error_body,
     sse,
+    usage_of,
 )
 from kvrs.protocol.openai.requests import (
     ChatRequest,
@@ -141,6 +144,11 @@ class Scripted(ScriptedServer):
     damaged_pages: int = 0
     kv_bytes: dict[str, int] = field(default_factory=dict)
     draining: bool = False
+    reforming: ReformingReport | None = None
+    layout_number: int = 0
+    degree: int = 0
+    full_degree: int = 0
+    ranks: list[RankInfo] = field(default_factory=list)
     aborted: int = 0
     watches: int = 0
     refusal: tuple[int, bytes] | None = None  # The answer to every completion.
@@ -148,6 +156,7 @@ class Scripted(ScriptedServer):
     dying: asyncio.Task[None] | None = None  # Of a poisoned request.
     hangs: bool = False  # It answers no completion, and all else.
     created: int = 100
+    cached_tokens: int | None = None  # What it says of the prompts that it computes.
     deaf: bool = False  # It runs, but does not answer with its identity.
     own_prefill: str | None = (
         # It is the decode instance of a server, and sends the prompt's ids in the first event.
@@ -182,6 +191,7 @@ class Scripted(ScriptedServer):
             capabilities=self.capabilities,
             prefill=MeasuredPrefill("test", 256, [0.001, 0.01, 0.02]),
             own_prefill=None if self.own_prefill is None else InstanceId(self.own_prefill),
+            ranks=self.ranks,
         )
 
     async def _info(self, _: web.Request) -> web.Response:
@@ -218,6 +228,10 @@ class Scripted(ScriptedServer):
             fetched_pages=self.fetched_pages,
             kv_bytes=self.kv_bytes,
             draining=self.draining,
+            reforming=self.reforming,
+            layout_number=self.layout_number,
+            degree=self.degree,
+            full_degree=self.full_degree,
         )
 
     async def _leases(self, request: web.Request) -> web.Response:
@@ -305,6 +319,7 @@ class Scripted(ScriptedServer):
         whole = {
             "id": "cmpl-1",
             "choices": [choice if is_chat else choice | ids],
+            "usage": usage_of(len(ids["prompt_token_ids"]), 0, self.cached_tokens),
             "kv_transfer_params": transfer,
         }
         return web.Response(
@@ -410,7 +425,7 @@ class Scripted(ScriptedServer):
         if script.separate_finish or not made:
             yield head.event(finish_of(parsed, steps[-1]))
         if parsed.stream_options is not None and parsed.stream_options.include_usage:
-            yield head.event(None, Usage(prompt_tokens, position, prompt_tokens + position))
+            yield head.event(None, usage_of(prompt_tokens, position, self.cached_tokens))
         yield DONE
 
     def _names_prompt(self, parsed: CompletionRequest | ChatRequest) -> bool:
@@ -477,6 +492,12 @@ async def _break(
         case _:
             pass
     return response
+
+
+def without_trunk(instances: dict[str, Scripted]) -> None:
+    """Each call comes over a connection of its own."""
+    for each in instances.values():
+        each.capabilities = [one for one in each.capabilities if one is not Capability.TRUNK]
 
 
 def _json(message: msgspec.Struct) -> web.Response:

@@ -87,6 +87,8 @@ class ScriptedVllm(ScriptedServer):
     ft_path: str = "/fault_tolerance/status"
     cold: bool = False  # Its first seeded request has to wait for kernels to be compiled.
     waited: list[dict[str, Any]] = field(default_factory=list)  # Requests that had to.
+    passed: tuple[str, ...] = ()  # Paths that it answers with what it got.
+    dies_passing: bool = False  # Once: the process ends with the request.
 
     def routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/health", self._health)
@@ -97,6 +99,8 @@ class ScriptedVllm(ScriptedServer):
         router.add_get("/v1/models", self._models)
         router.add_post("/v1/completions", self._completions)
         router.add_post("/v1/chat/completions", self._completions)
+        for path in self.passed:
+            router.add_post(path, self._pass)
 
     async def start(self) -> None:
         self.engine, self.started_s = f"engine-{next(_ENGINES)}", next(_STARTS)
@@ -121,6 +125,15 @@ class ScriptedVllm(ScriptedServer):
     async def _fault_tolerance(self, _: web.Request) -> web.Response:
         engines = [{"id": n, "status": status} for n, status in enumerate(self.engines or [])]
         return _json({"total_engines": len(engines), "engines": engines})
+
+    async def _pass(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read())
+        self.bodies.append(body)
+        if self.dies_passing:
+            self.dies_passing = False
+            assert request.transport is not None
+            abort(request.transport)
+        return _json({"path": request.path, "got": body})
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json({"version": self.version})

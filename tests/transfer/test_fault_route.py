@@ -30,7 +30,7 @@ async def explain(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @asynccontextmanager
 async def serving(
-    faults: SendingFaults, lost: Callable[[int], None] | None = None
+    faults: SendingFaults, lost: Callable[[int | None], None] | None = None
 ) -> AsyncIterator[str]:
     app = web.Application(middlewares=[explain])
     add_fault_route(app, faults, {NodeId("n0"), N1}, lost)
@@ -44,7 +44,7 @@ async def serving(
 
 
 async def ask(
-    faults: SendingFaults, body: str, lost: Callable[[int], None] | None = None
+    faults: SendingFaults, body: str, lost: Callable[[int | None], None] | None = None
 ) -> tuple[int, str]:
     async with (
         serving(faults, lost) as url,
@@ -96,12 +96,12 @@ def test_no_configuration_allows_faults_by_itself() -> None:
     assert not parse_config({}).cluster.allow_faults
 
 
-async def test_a_device_is_lost_only_where_there_are_ranks() -> None:
+async def test_a_device_is_lost_only_where_there_is_one() -> None:
     """An agent has none."""
-    lost: list[int] = []
+    lost: list[int | None] = []
 
     assert (await ask(SendingFaults(), '{"type":"device","rank":2}', lost.append))[0] == 200
     refused = await ask(SendingFaults(), '{"type":"device","rank":2}')
 
     assert lost == [2]
-    assert refused == (400, "no ranks here; allowed: an instance of several ranks")
+    assert refused == (400, "no device here; allowed: an instance of the embedded engine")

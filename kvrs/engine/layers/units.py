@@ -60,7 +60,8 @@ def _cuts(count: int, heights: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 class ColumnUnits:
     """Units that each yield columns of their own from whole rows."""
 
-    matrix: Tensor  # [in, all columns], unit after unit.
+    # [in, all columns], unit after unit; without columns where units lie apart.
+    matrix: Tensor
     weights: tuple[Tensor, ...]  # Of each unit [in, its columns], in the same memory.
     biases: tuple[Tensor, ...]  # Of each unit [its columns]; none without a bias.
     bias: Tensor | None  # [all columns]
@@ -76,6 +77,11 @@ class ColumnUnits:
             () if bias is None else tuple(bias[own.start : own.stop] for own in columns),
             bias,
         )
+
+    @classmethod
+    def apart(cls, units: Sequence[Tensor], biases: Sequence[Tensor]) -> "ColumnUnits":
+        """From matrices `[its columns, in]` that stay where they are: never in one product."""
+        return cls(units[0][:0].t(), tuple(unit.t() for unit in units), tuple(biases), None)
 
     def together(self, rows: Tensor, form: Form) -> Tensor:
         """All units in one product, `[rows, all columns]`."""
@@ -125,17 +131,26 @@ class RowUnits:
         *,
         places: Sequence[int] | None = None,
         count: int | None = None,
+        apart: bool = False,
     ) -> "RowUnits":
         """From matrices `[out, columns]` as checkpoints have them. `places`: their numbers, in
-        ascending order, among `count` units; without these they are all.
+        ascending order, among `count` units; without these they are all. `apart`: they stay where
+        they are.
         """
         count = len(units) if count is None else count
         nodes = cover(range(count) if places is None else places, count)
         order = tuple(step for node in nodes for step in steps(node, count))
         assert len(order) == len(units), "each unit has a place"
+        if apart:
+            return cls(tuple(unit.t() for unit in units), None, bias, order)
         if len({unit.shape for unit in units}) != 1:
             return cls(tuple(unit.contiguous().t() for unit in units), None, bias, order)
-        stacked = torch.stack(list(units)).transpose(1, 2)
+        # Not `torch.stack`, which for tensors without memory imports torch's compiler: a second of
+        # CPU time, and 100 MB.
+        memory = units[0].new_empty(len(units), *units[0].shape)
+        for place, unit in zip(memory.unbind(), units, strict=True):
+            place.copy_(unit)
+        stacked = memory.transpose(1, 2)
         return cls(stacked.unbind(), stacked, bias, order)
 
     def sums(self, rows: Tensor, form: Form) -> list[Tensor]:

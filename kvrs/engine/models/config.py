@@ -5,7 +5,7 @@ The fields' names are part of the engine's fingerprint.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -81,7 +81,7 @@ class ModelConfig:
         embeddings = self.vocab * self.embedding + 2 * narrow * self.embedding * self.hidden
         learned = 0 if self.rope else self.max_positions * self.hidden
         norms = (2 * self.layers + 1) * self.hidden
-        return Units.of(
+        units = Units.of(
             self.grain,
             layers=self.layers,
             hidden=self.hidden,
@@ -90,6 +90,14 @@ class ModelConfig:
             weight_bytes=_WEIGHT_BYTES,
             common_bytes=(embeddings + learned + norms) * _WEIGHT_BYTES,
         )
+        # The head takes rows of the embeddings' width.
+        row = self.embedding * _WEIGHT_BYTES
+        return replace(units, vocabulary_bytes=tuple(len(t) * row for t in self.grain.vocabulary))
+
+    @property
+    def units_of_ranks(self) -> Units:
+        """What ranks hand to each other: the rest is loaded by each when it starts."""
+        return replace(self.units, common_bytes=0)
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":

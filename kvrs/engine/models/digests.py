@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvrs.elastic import grain
 from kvrs.elastic.shares import Share
+from kvrs.elastic.units import Unit, UnitKind
 from kvrs.engine.layers.units import ColumnUnits, RowUnits
 from kvrs.engine.models.decoder import Decoder, Norm, Projection, RmsNorm
 
@@ -89,6 +90,19 @@ def leaves(decoder: Decoder, share: Share | None) -> dict[str, bytes]:
         own = range(len(tiles)) if share is None else share.tiles[number]
         found |= {f"mlp {at} {of}": node for of, node in zip(own, tiles, strict=True)}
     return found
+
+
+def unit_name(unit: Unit) -> str:
+    """As `leaves` names it."""
+    at = "" if unit.kind is UnitKind.VOCABULARY else f"{unit.layer} "
+    return f"{unit.kind.name.lower()} {at}{unit.place}"
+
+
+def unit_leaf(columns: Tensor, bias: Tensor | None, rows: Tensor | None) -> bytes:
+    """The hash of one unit, of its matrices as checkpoints have them."""
+    if rows is None:
+        return _leaf(columns, bias)
+    return _node([_leaf(columns, bias), _leaf(rows)])
 
 
 def _pairs(columns: ColumnUnits, rows: RowUnits) -> list[bytes]:

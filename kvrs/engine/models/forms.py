@@ -12,7 +12,7 @@ from kvrs.engine.models.decoder import Forms, Layer
 
 # Up to this size of a block's widest matrix the cost of calls outweighs that of arithmetic; above
 # it, a unit's weights stay in a core's cache while all rows pass.
-_TOGETHER_BYTES = 2 << 20
+TOGETHER_BYTES = 2 << 20
 
 
 def choose_forms(layers: Sequence[Layer], head: ColumnUnits | None) -> Forms:
@@ -68,7 +68,7 @@ def _form(blocks: Sequence[_Block]) -> Form:
     device = blocks[0].weights[0].device
     heights = proven_heights(unit for block in blocks for unit in block.all)
     size_bytes = max(sum(unit.nbytes for unit in block.weights) for block in blocks)
-    if size_bytes <= _TOGETHER_BYTES or device.type == "cuda":
+    if size_bytes <= TOGETHER_BYTES or device.type == "cuda":
         together = Form(heights, together=True)
         if all(
             block.is_even and is_exact(block.compute, together, block.width, device)

@@ -32,7 +32,7 @@ _OPT_POSITIONS_OFFSET = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class Names:
     """What a family calls its tensors. All but the head's begin with `trunk`."""
 
     trunk: str
@@ -44,7 +44,7 @@ class _Names:
     down: str
 
 
-_LLAMA = _Names(
+_LLAMA = Names(
     trunk="model",
     final_norm="norm",
     attention_norm="input_layernorm",
@@ -53,7 +53,7 @@ _LLAMA = _Names(
     up=("mlp.gate_proj", "mlp.up_proj"),
     down="mlp.down_proj",
 )
-_OPT = _Names(
+_OPT = Names(
     trunk="model.decoder",
     final_norm="final_layer_norm",
     attention_norm="self_attn_layer_norm",
@@ -62,6 +62,19 @@ _OPT = _Names(
     up=("fc1",),
     down="fc2",
 )
+
+
+class NamedTensors(Protocol):
+    """Something with tensors by name."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+
+def names_of(config: ModelConfig, weights: NamedTensors) -> Names:
+    names = _OPT if config.family == "opt" else _LLAMA
+    # Some checkpoints of OPT were saved without their head, whose weights are the embeddings'.
+    short = replace(names, trunk=names.trunk.removeprefix("model."))
+    return short if f"{short.trunk}.embed_tokens.weight" in weights else names
 
 
 def load_decoder(
@@ -144,11 +157,7 @@ class _DecoderLoader:
         self._weights = weights
         self._device = device
         self._grain = config.grain
-        self._names = _OPT if config.family == "opt" else _LLAMA
-        # Some checkpoints of OPT were saved without their head, whose weights are the embeddings'.
-        short = replace(self._names, trunk=self._names.trunk.removeprefix("model."))
-        if f"{short.trunk}.embed_tokens.weight" in weights:
-            self._names = short
+        self._names = names_of(config, weights)
 
     def decoder(self, positions: int) -> Decoder:
         config, share, trunk = self._config, self._share, self._names.trunk
@@ -185,13 +194,15 @@ class _DecoderLoader:
     def _head(self, embedding: Embedding | None) -> ColumnUnits:
         """Rows of the head; where these are the embeddings', in their memory if all are here."""
         config, tiles = self._config, self._grain.vocabulary
+        if not self._share.vocabulary:
+            return ColumnUnits.of(torch.empty(0, config.embedding, device=self._device), [])
         if not config.tied_embeddings:
             rows = self._tensor("lm_head.weight", config.vocab, config.embedding)
         else:
             rows = self._tokens() if embedding is None else embedding.tokens
         own = [tiles[place] for place in self._share.vocabulary]
         if len(own) < len(tiles):
-            rows = _by_unit([rows], [own]) if own else rows[:0].clone()
+            rows = _by_unit([rows], [own])
         return ColumnUnits.of(rows, _side_by_side([own]))
 
     def _layer(self, index: int) -> Layer:
@@ -223,7 +234,7 @@ class _DecoderLoader:
         heads = len(self._grain.attention[0])
         queries = self._tensor(f"{prefix}.q_norm.weight", config.head_dim).expand(heads, -1)
         keys = self._tensor(f"{prefix}.k_norm.weight", config.head_dim).expand(1, -1)
-        return RmsNorm(torch.cat((queries, keys)), config.norm_eps)
+        return RmsNorm(_below_each_other((queries, keys)), config.norm_eps)
 
     def _mlp(self, prefix: str, own: Sequence[int]) -> Mlp:
         config, tiles = self._config, self._grain.mlp
@@ -328,10 +339,18 @@ def _side_by_side(columns: Sequence[Sequence[range]]) -> list[range]:
 
 def _by_unit(tensors: Sequence[Tensor], columns: Sequence[Sequence[range]]) -> Tensor:
     """Unit after unit, its rows of all tensors, one below the other."""
-    return torch.cat(
+    return _below_each_other(
         [
             tensor[own.start : own.stop]
             for of in zip(*columns, strict=True)
             for tensor, own in zip(tensors, of, strict=True)
         ]
     )
+
+
+def _below_each_other(parts: Sequence[Tensor]) -> Tensor:
+    """As `torch.cat`, which imports torch's compiler for tensors without memory."""
+    whole = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
+    for part, place in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
+        place.copy_(part)
+    return whole

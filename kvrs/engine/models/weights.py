@@ -1,7 +1,7 @@
 """Reading a model's tensors from safetensors files, one or several."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,36 +28,47 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def file_of(self, name: str) -> Path:
+        """Raises ConfigError: the tensor is missing."""
+        if name not in self._files:
+            raise ConfigError([f"{self._directory}: tensor {name}: missing"])
+        return self._files[name]
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A copy of one tensor (aligned memory of its own, wherever it lay in the file).
 
         Raises:
             ConfigError: it is missing, or of another shape or type.
         """
-        if name not in self._files:
-            raise ConfigError([f"{self._directory}: tensor {name}: missing"])
-        path = self._files[name]
+        path = self.file_of(name)
         try:
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ConfigError([f"{path}: tensor {name}: {error}"]) from None
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(
-                [
-                    f"{path}: tensor {name}: got shape {list(tensor.shape)}; allowed: "
-                    f"{list(shape)}, from config.json"
-                ]
-            )
-        if tensor.dtype not in _WIDENED:
-            raise ConfigError(
-                [f"{path}: tensor {name}: got {tensor.dtype}; allowed: float32, float16, bfloat16"]
-            )
+        check_tensor(path, name, tensor.shape, shape, tensor.dtype)
         return tensor.to(torch.float32, copy=True)
 
     @property
     def files(self) -> list[Path]:
         return sorted(set(self._files.values()))
+
+
+def check_tensor(
+    path: Path, name: str, got: Sequence[int], shape: Sequence[int], kind: torch.dtype | str
+) -> None:
+    """Raises ConfigError: a tensor has another shape or type than it must have."""
+    if tuple(got) != tuple(shape):
+        raise ConfigError(
+            [
+                f"{path}: tensor {name}: got shape {list(got)}; allowed: {list(shape)}, from "
+                f"config.json"
+            ]
+        )
+    if kind not in _WIDENED:
+        raise ConfigError(
+            [f"{path}: tensor {name}: got {kind}; allowed: float32, float16, bfloat16"]
+        )
 
 
 def _files_by_tensor(directory: Path) -> Mapping[str, Path]:

@@ -1,117 +1,156 @@
-"""The KV of an instance of several ranks: each has the cells of its own heads in memory of its own,
-and the instance's process sees whole pages.
+"""The KV of an instance of several ranks, in one memory of the instance's process: of each cell (a
+layer and a KV head) all pages, one behind the other. Each rank writes and reads the cells of its
+own heads; the instance's process sees whole pages.
+
+Which rank has a cell is no matter of where it lies: a rank that takes over the heads of a lost one
+finds their cells where they were.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvrs.elastic.shares import Share
+from kvrs.engine.layers.step import pages_per_block
+from kvrs.errors import TransferError
 from kvrs.protocol.geometry import KvGeometry
 
 _SMALL_BYTES = 1 << 20  # Up to this size a copy takes less time than a switch to another thread.
+# Behind the pages of sequences: one that is always zero, and one for probes.
+_MORE_PAGES = 2
 
 
-class CellMap:
-    """Which cells a rank has, in which order: by layer, then by head."""
+def zero_page(pages: int) -> int:
+    return pages
 
-    def __init__(self, share: Share, geometry: KvGeometry) -> None:
-        self.geometry = geometry
-        self.first: dict[int, int] = {}  # Of each layer.
-        self.heads: dict[int, int] = {}  # Of each layer, how many.
-        self.cells: list[int] = []  # By their places in a whole page.
-        for layer, own in zip(share.layers, share.heads, strict=True):
-            self.first[layer], self.heads[layer] = len(self.cells), len(own)
-            self.cells += [layer * geometry.kv_heads + head for head in own]
 
-    @property
-    def cell_bytes(self) -> int:
-        return self.geometry.page_bytes // (self.geometry.layers * self.geometry.kv_heads)
+def probe_page(pages: int) -> int:
+    return pages + 1
 
-    def memory_bytes(self, pages: int) -> int:
-        """Of that many pages and the one that is always zero."""
-        return (pages + 1) * len(self.cells) * self.cell_bytes
+
+def memory_bytes(geometry: KvGeometry, pages: int) -> int:
+    return (pages + _MORE_PAGES) * geometry.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The cells of a rank in one layer."""
+
+    heads: Tensor  # By their columns in the memory.
+    # The first column, where all lie beside each other.
+    first: int | None
+    count: int
 
 
 class CellPool:
-    """A `KvStore` over the cells of one rank, `[pages + 1, cells, 2, page_size_tokens, head_dim]`;
-    the last page is always zero.
+    """A `KvStore` over the cells of one rank, in memory `[cells, pages + 2, 2, page_size_tokens,
+    head_dim]` of all.
     """
 
-    def __init__(self, cells: CellMap, pages: int, memory: Tensor) -> None:
+    def __init__(self, share: Share, geometry: KvGeometry, pages: int, memory: Tensor) -> None:
         """`memory`: bytes that are all finite numbers."""
-        self.geometry, self.device = cells.geometry, memory.device
-        self.zero_page = pages
-        self._cells = cells
-        size, width = self.geometry.page_size_tokens, self.geometry.head_dim
-        floats = memory[: cells.memory_bytes(pages)].view(torch.float32)
-        self.tensor = floats.view(pages + 1, len(cells.cells), 2, size, width)
+        self.geometry, self.device = geometry, memory.device
+        self.zero_page = zero_page(pages)
+        size, width = geometry.page_size_tokens, geometry.head_dim
+        floats = memory[: memory_bytes(geometry, pages)].view(torch.float32)
+        self._column_runs = (pages + _MORE_PAGES) * 2
+        self.tensor = floats.view(-1, pages + _MORE_PAGES, 2, size, width)
         self._runs = floats.view(-1, size * width)
-        self.head_counts = sorted(set(cells.heads.values()) - {0})
+        self._own: dict[int, _Own] = {}
+        columns: list[int] = []
+        for layer, heads in zip(share.layers, share.heads, strict=True):
+            cells = [layer * geometry.kv_heads + head for head in heads]
+            beside = cells == list(range(cells[0], cells[0] + len(cells))) if cells else False
+            self._own[layer] = _Own(torch.tensor(cells), cells[0] if beside else None, len(cells))
+            columns += cells
+        self._columns = torch.tensor(columns, dtype=torch.int64)
+        self._per_block = pages_per_block(size)
+        self.head_counts = sorted({own.count for own in self._own.values()} - {0})
 
     def begin(self, pages: Tensor) -> None:
-        self.tensor.index_fill_(0, pages, 0.0)
+        if pages.numel():
+            self.tensor[self._columns[:, None], pages] = 0.0
 
     def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        first = self._cells.first[layer]
-        own = self.tensor[:, first : first + self._cells.heads[layer]]
-        own.permute(0, 3, 1, 2, 4)[pages, slots] = torch.stack((keys, values), 2)
+        own, both = self._own[layer], torch.stack((keys, values), 2)
+        if own.first is not None:
+            cells = self.tensor[own.first : own.first + own.count]
+            cells.permute(1, 3, 0, 2, 4)[pages, slots] = both
+        else:
+            by_slot = self.tensor.permute(0, 1, 3, 2, 4)
+            by_slot[own.heads, pages[:, None], slots[:, None]] = both
 
     def first_runs(self, pages: Tensor, heads: int) -> Tensor:
-        return pages.unsqueeze(-1) * (len(self._cells.cells) * 2) + torch.arange(heads) * 2
+        return pages.unsqueeze(-1) * 2 + torch.arange(heads) * self._column_runs
 
     def gather(self, layer: int, runs: Tensor) -> tuple[Tensor, Tensor]:
-        first = self._cells.first[layer] * 2
+        own = self._own[layer]
+        first = 0
+        if own.first is not None:
+            first = own.first * self._column_runs
+        else:
+            apart = (own.heads - torch.arange(own.count)) * self._column_runs
+            runs = (runs.view(-1, own.count, self._per_block) + apart[:, None]).view(-1)
         keys = self._runs[first:].index_select(0, runs)
         return keys, self._runs[first + 1 :].index_select(0, runs)
 
 
 class WholePages:
-    """A `PagePool` of whole pages over the memory of all ranks: a page is gathered when it is sent,
-    and scattered when it has arrived.
+    """A `PagePool` of whole pages over that memory: a page is gathered when it is sent, and
+    scattered when it has arrived.
     """
 
-    def __init__(self, geometry: KvGeometry, pages: int) -> None:
+    def __init__(self, geometry: KvGeometry, pages: int, memory: Tensor) -> None:
         self.geometry, self.pages = geometry, pages
-        # Of each rank its cells by their places in a page, and its memory `[pages, cells, bytes]`.
-        self.parts: Mapping[int, tuple[Tensor, Tensor]] = {}
-
-    def attach(self, memories: Mapping[int, tuple[CellMap, Tensor]]) -> None:
-        """Take the memory of these ranks from now on, which have every cell once."""
-        self.parts = {
-            rank: (
-                torch.tensor(cells.cells, dtype=torch.int64),
-                memory[: cells.memory_bytes(self.pages)].view(
-                    self.pages + 1, len(cells.cells), cells.cell_bytes
-                ),
-            )
-            for rank, (cells, memory) in memories.items()
-        }
-        found = sorted(cell for places, _ in self.parts.values() for cell in places.tolist())
-        assert found == list(range(self.geometry.layers * self.geometry.kv_heads)), (
-            "every cell has one rank"
+        self._cells = geometry.layers * geometry.kv_heads
+        self.memory = memory[: memory_bytes(geometry, pages)].view(
+            self._cells, pages + _MORE_PAGES, -1
         )
+        # Rises when cells are lost; pages that were staged before may be without them.
+        self.losses = 0
+        self.is_whole = True
 
     def stage(self, pages: Sequence[int]) -> "GatheredPages":
+        """Raises TransferError: cells are lost, and not all books know it."""
+        self.check(self.losses)
         return GatheredPages(self, pages)
+
+    def lose(self, cells: Sequence[int]) -> None:
+        """What is in these cells is gone. Nothing is sent until `mended`."""
+        self.is_whole = False
+        self.losses += 1
+        self.memory[list(cells)] = 0
+
+    def mended(self) -> None:
+        """No book has pages any more that were there when cells were lost."""
+        self.is_whole = True
+
+    def check(self, losses: int) -> None:
+        if not self.is_whole or losses != self.losses:
+            raise TransferError("cells of these pages are lost")
 
 
 class GatheredPages:
     """Copies of pages on their way between the ranks' memory and sockets."""
 
     def __init__(self, pool: WholePages, pages: Sequence[int]) -> None:
-        self._pool = pool
+        self._pool, self._losses = pool, pool.losses
         self._pages = torch.tensor(pages, dtype=torch.int64)
         self._buffer = torch.empty(len(pages), pool.geometry.page_bytes, dtype=torch.uint8)
         self.views = [page.numpy().data for page in self._buffer]
 
     async def save(self) -> None:
         await self._carry(self._gather, len(self._pages))
+        # After the copy: what was lost while it was made is not in it.
+        self._pool.check(self._losses)
 
     async def restore(self, count: int) -> None:
+        self._pool.check(self._losses)
         await self._carry(lambda: self._scatter(count), count)
+        self._pool.check(self._losses)
 
     def free(self) -> None:
         """The views stay valid for their holders, as any memory does."""
@@ -129,16 +168,11 @@ class GatheredPages:
             raise
 
     def _gather(self) -> None:
-        whole = self._buffer.view(len(self._pages), -1, self._cell_bytes)
-        for places, memory in self._pool.parts.values():
-            whole[:, places] = memory[self._pages]
+        cells = self._pool.memory
+        whole = self._buffer.view(len(self._pages), *cells.shape[::2])
+        whole.copy_(cells[:, self._pages].transpose(0, 1))
 
     def _scatter(self, count: int) -> None:
-        whole = self._buffer.view(len(self._pages), -1, self._cell_bytes)
-        for places, memory in self._pool.parts.values():
-            memory[self._pages[:count]] = whole[:count, places]
-
-    @property
-    def _cell_bytes(self) -> int:
-        geometry = self._pool.geometry
-        return geometry.page_bytes // (geometry.layers * geometry.kv_heads)
+        cells = self._pool.memory
+        whole = self._buffer.view(len(self._pages), *cells.shape[::2])
+        cells[:, self._pages[:count]] = whole[:count].transpose(0, 1)

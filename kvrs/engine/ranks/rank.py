@@ -9,8 +9,12 @@ import mmap
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import assert_never
 
@@ -19,19 +23,25 @@ from torch import Tensor
 
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.shares import Share
+from kvrs.elastic.units import Unit
 from kvrs.engine.allocator import keep_freed_memory
 from kvrs.engine.layers.step import build_step
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.decoder import Decoder
-from kvrs.engine.models.digests import leaves
-from kvrs.engine.models.loading import load_decoder
+from kvrs.engine.models.digests import leaves, unit_name
+from kvrs.engine.models.loading import proven, read_decoder
+from kvrs.engine.models.ranges import RangeReader
+from kvrs.engine.models.unit_blocks import UnitBlock, UnitBlocks, assemble
 from kvrs.engine.models.weights import Weights
-from kvrs.engine.ranks.cells import CellMap, CellPool
+from kvrs.engine.ranks.cells import CellPool
 from kvrs.engine.ranks.exchange import Areas, FormationEndedError, FormationMemory, SharedMemory
 from kvrs.engine.ranks.futex import Life, die_with_parent
 from kvrs.engine.ranks.wire import (
     Answer,
+    Attach,
     Compute,
+    Fetched,
+    FetchUnits,
     Join,
     Joined,
     Load,
@@ -40,6 +50,7 @@ from kvrs.engine.ranks.wire import (
     RankGoneError,
     Receiver,
     Refused,
+    UnitMove,
     chunks_of,
     encode,
     send,
@@ -114,70 +125,96 @@ class _Rank:
     def __init__(self, pair: socket.socket) -> None:
         self._pair = pair
         self._orders = Receiver(pair, Order)
+        self._answering = threading.Lock()
         self._loaded: _Loaded | None = None
         self._epoch = 0
         self._worker: ShareWorker | None = None
+        self._mover = ThreadPoolExecutor(1, thread_name_prefix="mover")
 
     def run(self) -> None:
         """Obey until the instance closes its end."""
         while True:
             try:
                 order = self._orders.receive()
+                self._obey(order)
             except RankGoneError:
                 return
-            match order:
-                case Load():
-                    if not self._answer_load(order):
-                        return
-                case Join():
-                    self._join(order)
-                case Compute():
-                    self._compute(order)
-                case _:
-                    assert_never(order)
+            except ConfigError as error:
+                self._refuse(error.faults)
+                return
+            except KvrsError as error:
+                self._refuse([str(error)])
+                return
 
-    def _answer_load(self, order: Load) -> bool:
-        lives, cells = self._orders.descriptors
-        self._orders.descriptors = []
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Load():
+                self._loaded = _Loaded(order, *map(_mapped, self._descriptors()))
+                self._answer(self._loaded.answer)
+            case FetchUnits():
+                assert self._loaded is not None, "what is no unit is loaded first"
+                memories = [_bytes_of(_mapped(file)) for file in self._descriptors()]
+                self._loaded.fetching = order.epoch
+                self._mover.submit(self._fetch, self._loaded, order, memories)
+            case Attach():
+                assert self._loaded is not None, "what is no unit is loaded first"
+                (memory,) = (_bytes_of(_mapped(file)) for file in self._descriptors())
+                self._loaded.attach(order, memory)
+            case Join():
+                (file,) = self._descriptors()
+                assert self._loaded is not None, "weights are there first"
+                self._epoch = order.epoch
+                self._worker = self._loaded.worker(order.layout, _mapped(file))
+                self._answer(Joined(order.epoch))
+            case Compute():
+                self._compute(order)
+            case _:
+                assert_never(order)
+
+    def _descriptors(self) -> list[int]:
+        found, self._orders.descriptors = self._orders.descriptors, []
+        return found
+
+    def _fetch(self, loaded: "_Loaded", order: FetchUnits, memories: list[Tensor]) -> None:
+        """On a thread of its own, while batches are computed."""
         try:
-            self._loaded = _Loaded(order, _mapped(lives), _mapped(cells))
+            for answer in loaded.fetch(order, memories):
+                self._answer(answer)
         except ConfigError as error:
-            self._answer(Refused(error.faults))
-            return False
-        except KvrsError as error:
-            self._answer(Refused([str(error)]))
-            return False
-        self._answer(self._loaded.answer)
-        return True
-
-    def _join(self, order: Join) -> None:
-        (descriptor,) = self._orders.descriptors
-        self._orders.descriptors = []
-        assert self._loaded is not None, "weights are loaded first"
-        self._epoch = order.epoch
-        self._worker = self._loaded.worker(order.layout, _mapped(descriptor))
-        self._answer(Joined(order.epoch))
+            self._refuse(error.faults)
+            os._exit(1)
+        except RankGoneError:
+            os._exit(1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
 
     def _compute(self, order: Compute) -> None:
         if order.epoch != self._epoch:
             return
-        assert self._worker is not None, "a formation is joined first"
+        if self._worker is None:
+            return  # The formation has ended in an earlier batch.
         try:
             with torch.inference_mode():
                 self._worker.execute(chunks_of(order), order.batch)
         except FormationEndedError:
             self._worker = None
 
+    def _refuse(self, faults: list[str]) -> None:
+        with suppress(RankGoneError):
+            self._answer(Refused(faults))
+
     def _answer(self, answer: Answer) -> None:
-        send(self._pair, encode(answer))
+        with self._answering:
+            send(self._pair, encode(answer))
 
 
 class _Loaded:
-    """A share of the weights, and the memory of its cells."""
+    """What a rank has: the parts that every rank of its layers has, its units, and all cells."""
 
     def __init__(self, order: Load, lives: mmap.mmap, cells: mmap.mmap) -> None:
         """Raises ConfigError, KvrsError: as `Worker`."""
-        self._life = Life(lives, order.place)
+        self._life = Life(lives, 0)
         self._life.begin()
         settings, directory = settings_of(order), Path(order.model)
         device = torch.device(settings.device)
@@ -187,45 +224,83 @@ class _Loaded:
         self._config = ModelConfig.from_directory(directory)
         self._rank, self._pages = order.rank, settings.pages
         self._geometry = geometry_of(self._config, settings)
-        share = Share.of(order.layout, order.rank)
+        layers = range(order.first, order.last)
+        nothing = Share(
+            layers, ((),) * len(layers), ((),) * len(layers), (), order.is_first, order.is_last
+        )
         positions = min(settings.max_model_len, self._config.max_positions)
         self._batch_tokens = settings.max_batch_tokens
-        self._memory = torch.frombuffer(cells, dtype=torch.uint8)
+        self._cells = _bytes_of(cells)
+        self._weights = Weights(directory)
+        self._unit_blocks = UnitBlocks(self._config, self._weights)
+        self._blocks: dict[Unit, UnitBlock] = {}
+        self.fetching = 0  # The epoch of the newest order.
         with torch.inference_mode():
-            self._decoder = load_decoder(self._config, Weights(directory), positions, device, share)
+            self._common = read_decoder(self._config, self._weights, positions, device, nothing)
             check_attention(self._config, settings.page_size_tokens, device)
             self.answer = Loaded(
                 arithmetic_of(self._config, self._geometry, device),
-                leaves(self._decoder, share),
-                unit_bytes_of(self._decoder),
+                leaves(self._common, nothing),
             )
 
+    def fetch(self, order: FetchUnits, memories: Sequence[Tensor]) -> Iterator[Fetched]:
+        """Raises ConfigError: files have changed, or cannot be read."""
+        reader = RangeReader(self._weights)
+        try:
+            for move in order.moves:
+                if self.fetching != order.epoch:
+                    return
+                yield self._fetch(order, move, memories, reader)
+        finally:
+            reader.close()
+
+    def _fetch(
+        self, order: FetchUnits, move: UnitMove, memories: Sequence[Tensor], reader: RangeReader
+    ) -> Fetched:
+        unit = move.unit
+        block = self._unit_blocks.block(unit, memories[0], move.offset)
+        known, before, was_damaged = order.hashes.get(unit_name(unit)), reader.read_bytes, False
+        found = None
+        if move.source:
+            theirs = memories[move.source]
+            block.copy_(self._unit_blocks.block(unit, theirs, move.source_offset))
+            found = block.hash()
+            was_damaged = found != known
+        if found is None or was_damaged:
+            self._unit_blocks.read(unit, reader, block)
+            found = block.hash()
+        if known is not None and found != known:
+            raise ConfigError(
+                [f"{unit_name(unit)}: the model's files have other weights than at the start"]
+            )
+        self._blocks[unit] = block
+        return Fetched(order.epoch, unit, found, reader.read_bytes - before, was_damaged)
+
+    def attach(self, order: Attach, memory: Tensor) -> None:
+        for place in order.units:
+            block = self._unit_blocks.block(place.unit, memory, place.offset)
+            self._blocks[place.unit] = block
+
     def worker(self, layout: Layout, memory: mmap.mmap) -> ShareWorker:
-        cells = CellMap(Share.of(layout, self._rank), self._geometry)
+        share = Share.of(layout, self._rank)
+        held = layout.held(self._rank)
+        self._blocks = {unit: block for unit, block in self._blocks.items() if unit in held}
+        with torch.inference_mode():
+            whole = assemble(self._common, share, self._config, self._blocks.__getitem__)
+            decoder = proven(whole)
         areas = Areas.of(
             layout,
             hidden=self._config.hidden,
             vocabulary=self._config.vocab,
             batch_tokens=self._batch_tokens,
         )
-        pool = CellPool(cells, self._pages, self._memory)
+        pool = CellPool(share, self._geometry, self._pages, self._cells)
         formation = FormationMemory(memory, areas)
-        return ShareWorker(self._config, layout, self._rank, self._decoder, pool, formation)
+        return ShareWorker(self._config, layout, self._rank, decoder, pool, formation)
 
 
-def unit_bytes_of(decoder: Decoder) -> int:
-    """Bytes of the units that are resident."""
-    blocks = [
-        weights
-        for layer in decoder.layers
-        for weights in (
-            *(layer.attention.qkv.weights, layer.attention.output.weights),
-            *(layer.mlp.up.weights, layer.mlp.down.weights),
-        )
-    ]
-    if decoder.head is not None:
-        blocks.append(decoder.head.weights)
-    return sum(unit.nbytes for block in blocks for unit in block)
+def _bytes_of(memory: mmap.mmap) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _mapped(descriptor: int) -> mmap.mmap:

@@ -9,22 +9,60 @@ import msgspec
 
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
+from kvrs.elastic.units import Unit
 from kvrs.errors import KvrsError
 from kvrs.scheduling.sequences import Chunk
 
 _LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 28
-_MOST_DESCRIPTORS = 8
+_MOST_DESCRIPTORS = 250  # The kernel takes 253 in one message.
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Load a share of the weights. With it come the memory of lives, and that of KV cells."""
+    """Load what a rank of these layers has beside units. With it come the memory of its life, and
+    that of KV cells.
+    """
 
     rank: int
-    place: int  # Of its life, in bytes.
     model: str
     settings: dict[str, Any]  # Of the engine.
-    layout: Layout
+    first: int  # The layers of its stage: [first, last).
+    last: int
+    is_first: bool  # Whether it begins with the embeddings.
+    is_last: bool  # Whether it ends with the head.
+
+
+class UnitPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a unit lies in a memory of this rank."""
+
+    unit: Unit
+    offset: int
+
+
+class UnitMove(msgspec.Struct, frozen=True, array_like=True):
+    """Where a unit comes from, and where it goes to."""
+
+    unit: Unit
+    offset: int
+    # Among the descriptors that come with the order, of another rank's memory; 0: from the files.
+    source: int
+    source_offset: int
+
+
+class FetchUnits(msgspec.Struct, frozen=True, tag="fetch"):
+    """Get units, one after another, and answer each. With it come the memory for them, and those
+    of other ranks.
+    """
+
+    epoch: int
+    moves: list[UnitMove]
+    hashes: dict[str, bytes]  # Of those whose weights are known, by name.
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """Units that lie in a memory already, which comes with it: an earlier process got them."""
+
+    units: list[UnitPlace]
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -49,13 +87,21 @@ class Compute(msgspec.Struct, frozen=True, tag="compute"):
     chunks: list[WireChunk]
 
 
-Order = Load | Join | Compute
+Order = Load | FetchUnits | Attach | Join | Compute
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     arithmetic: bytes  # Equal for ranks exactly when their results are, of the same weights.
-    leaves: dict[str, bytes]  # Hashes of the weights.
-    unit_bytes: int  # Of units, as they are resident.
+    leaves: dict[str, bytes]  # Hashes of what is no unit.
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    epoch: int
+    unit: Unit
+    hash: bytes
+    read_bytes: int  # From files.
+    # It came from another rank's memory with other bytes than it must have, and was read instead.
+    was_damaged: bool = False
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -68,7 +114,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     faults: list[str]
 
 
-Answer = Loaded | Joined | Refused
+Answer = Loaded | Fetched | Joined | Refused
 
 
 class RankGoneError(KvrsError):

@@ -55,9 +55,17 @@ class Start(msgspec.Struct, frozen=True, gc=False):
     plan: Plan
 
 
+class Stay(msgspec.Struct, frozen=True, gc=False):
+    """The attempt goes on at its instance, which re-forms; it may be silent until then."""
+
+    stream: StreamId
+    attempt: int
+    until_s: float
+
+
 class Recovered(msgspec.Struct, frozen=True, gc=False):
-    """A record beside the `Start` it explains: why this option, and what every option was predicted
-    to cost.
+    """A record beside the `Start` or `Stay` it explains: why this option, and what every option was
+    predicted to cost.
     """
 
     stream: StreamId
@@ -153,4 +161,6 @@ class WakeAt(msgspec.Struct, frozen=True, gc=False):
     at_s: float
 
 
-Action = Start | Redirect | Halt | Recovered | Settled | GiveUp | Ejected | Readmitted | WakeAt
+Action = (
+    Start | Stay | Redirect | Halt | Recovered | Settled | GiveUp | Ejected | Readmitted | WakeAt
+)

@@ -7,7 +7,7 @@ agent, are the larger of the two, because each misses part of what the other cou
 
 from bisect import bisect_left, insort
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from operator import attrgetter
 from typing import Any, assert_never
@@ -15,6 +15,7 @@ from typing import Any, assert_never
 from kvrs.config.policy import Degraded, Failing, GpuSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.model.health import UNANSWERED_S, AnswerHealth
+from kvrs.policy.model.reforming import PredictedReforming
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.gpus import GpuState
@@ -58,7 +59,13 @@ class Member:
     held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
     gpu_degraded: bool = False  # By the settings, for this state of its GPU it is to be drained.
     draining: bool = False  # The process has reported that it is about to end.
-    is_drained: bool = False  # For either reason it gets nothing new: others have its role.
+    drain_ordered: bool = False  # By an operator.
+    reforming: PredictedReforming | None = None  # It computes nothing until it has other ranks.
+    is_drained: bool = False  # For any of these it gets nothing new: others have its role.
+    # Decoding with fewer ranks than it was configured with takes so much longer per token.
+    slower_token_s: float = 0.0
+    prefill_factor: float = 1.0  # Of its prefill table, for the same reason.
+    unscaled: Instance = field(init=False)  # With the table of all its ranks.
     # A suspected stream that runs there, or will, with no other that waits for its first token.
     quarantined_for: StreamId | None = None
     quarantined_until_s: float = -inf  # Till then also if there is no other instance of its role.
@@ -84,6 +91,7 @@ class Member:
     is_ranked: bool = False  # Among the decode instances that are not drained.
 
     def __post_init__(self) -> None:
+        self.unscaled = self.instance
         self.prefills = self.instance.role is not Role.DECODE
         self.decodes = self.instance.role is not Role.PREFILL
         self.pulls = Capability.PULL_PAGES in self.instance.capabilities
@@ -97,6 +105,13 @@ class Member:
         self.page_size_tokens = self.instance.geometry.page_size_tokens
         self.bytes_per_token = self.instance.geometry.bytes_per_token
         self.rank = self.streams, self.instance.id
+
+    @property
+    def must_drain(self) -> bool:
+        """Whether nothing new is to go there while another one has its role."""
+        return (
+            self.gpu_degraded or self.draining or self.drain_ordered or self.reforming is not None
+        )
 
     @property
     def queue_s(self) -> float:
@@ -123,6 +138,26 @@ class Member:
                 or now_s - health.answered_s <= UNANSWERED_S
             )
         )
+
+    def set_instance(self, instance: Instance) -> None:
+        """Other facts of the same epoch."""
+        self.instance = self.unscaled = instance
+        self._scale()
+
+    def set_pace(self, decode_factor: float, prefill_factor: float, token_s: float) -> None:
+        """It takes so many times as long as with all its ranks, at `token_s` per token now or
+        before.
+        """
+        self.slower_token_s = max(0.0, decode_factor - 1) * token_s
+        if prefill_factor != self.prefill_factor:
+            self.prefill_factor = prefill_factor
+            self._scale()
+
+    def _scale(self) -> None:
+        self.instance = self.unscaled
+        if self.prefill_factor != 1.0:
+            table = self.unscaled.prefill.scaled(self.prefill_factor)
+            self.instance = replace(self.unscaled, prefill=table)
 
     def takes_from(self, prefill: "Member") -> bool:
         """Whether a prefill there can be handed off to this one. A server that pulls no pages takes
@@ -181,6 +216,10 @@ class Link:
     measured: bool = False
     in_flight_bytes: int = 0  # Requested for this proxy's streams and not known to have arrived.
 
+    def measure(self, bytes_per_s: float) -> None:
+        if bytes_per_s > 0:
+            self.bytes_per_s, self.measured = bytes_per_s, True
+
 
 class ClientWork:
     """Predicted compute time of what each client has sent and has no answer yet."""
@@ -230,29 +269,21 @@ class ClusterView:
         self._by_node.setdefault(instance.node, []).append(member)
         if member.decodes:
             self._set_ranked(member, True)
-        self._update()
+        self.update()
         return member
 
     def set_self_tested(self, member: Member, *, moves_kv: bool, tokens: str) -> None:
         member.moves_kv, member.tokens = moves_kv, tokens
-        self._update()
+        self.update()
 
     def remove(self, member: Member) -> None:
         del self.members[member.instance.id]
         self._by_node[member.instance.node].remove(member)
         if member.is_ranked:
             self._set_ranked(member, False)
-        self._update()
+        self.update()
 
-    def set_gpu_degraded(self, member: Member, gpu_degraded: bool) -> None:
-        member.gpu_degraded = gpu_degraded
-        self._update()
-
-    def set_draining(self, member: Member) -> None:
-        member.draining = True
-        self._update()
-
-    def _update(self) -> None:
+    def update(self) -> None:
         """After a change of the members. An instance is drained only if another healthy one has its
         role; if all are degraded, none is drained.
         """
@@ -270,17 +301,15 @@ class ClusterView:
 
     def _update_drained(self) -> None:
         members = self.members.values()
-        candidates = [
-            each for each in members if each.gpu_degraded or each.draining or each.is_drained
-        ]
+        candidates = [each for each in members if each.must_drain or each.is_drained]
         if not candidates:
             return
-        healthy = [each for each in members if not each.gpu_degraded and not each.draining]
+        healthy = [each for each in members if not each.must_drain]
         prefill = any(member.prefills for member in healthy)
         decode = any(member.decodes for member in healthy)
         for member in candidates:
             is_drained = (
-                (member.gpu_degraded or member.draining)
+                member.must_drain
                 and (prefill or not member.prefills)
                 and (decode or not member.decodes)
             )

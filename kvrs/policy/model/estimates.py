@@ -10,6 +10,7 @@ from kvrs.ids import InstanceId
 
 class Option(StrEnum):
     START = "start"  # Not a recovery: a new stream, or one that had no KV and no token yet.
+    IN_PLACE = "in_place"  # The same attempt goes on at its instance, which re-forms.
     MIGRATE = "migrate"  # From an instance that retains the KV, or has it in its prefix cache.
     RESTORE = "restore"  # From a checkpoint in an agent's host memory.
     REUSE = "reuse"  # The target has it.
@@ -27,13 +28,17 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
 
     option: Option
     target: InstanceId
-    total_s: float  # As corrected by what recoveries of this kind really cost.
+    # As corrected by what recoveries of this kind really cost, and with the look-ahead.
+    total_s: float
     queue_s: float = 0.0
     transfer_s: float = 0.0
     compute_s: float = 0.0
     extrapolated: bool = False  # A table was used outside its measured range.
     # By the tables: of a split less than the sum of its parts, of any other option their sum.
     raw_s: float = 0.0
+    # Of `compute_s` what the target computes, without the overhead of steps: victims that come to
+    # it together share its steps, and each waits for what is computed for the others.
+    at_target_s: float = 0.0
     # The instance or agent that is fetched from, or the prefill instance that computes; None: the
     # target itself.
     source: InstanceId | None = None
@@ -43,6 +48,14 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     # Migrate: the source computes what its prefix cache lacks of the history, and hands all of it
     # off.
     by_prefill: bool = False
+    # What the tokens after the next one take longer there than at an instance that has all its
+    # ranks.
+    lookahead_s: float = 0.0
+
+    @property
+    def next_token_s(self) -> float:
+        """The prediction alone: until the next token reaches the client."""
+        return self.total_s - self.lookahead_s
 
 
 def best_by_option(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:

@@ -78,6 +78,71 @@ class DrainReported:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainOrdered:
+    """An operator drains the instance, also its next processes: it gets nothing new while another
+    one has its role. With `moves` the streams that run there are moved.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    moves: bool
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainEnded:
+    """The operator's order is withdrawn: the instance is used like any other."""
+
+    instance: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReforming:
+    """The instance has lost ranks, or gets others, and goes on with its streams when it has
+    re-formed. Sent when that begins, and again when its prediction changes.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    epoch: int
+    number: int  # Of the re-forming; rises.
+    cause: str
+    ready_in_s: float
+    # Pages of each stream with lost cells, which are restored or computed once it is ready.
+    missing_pages: Mapping[StreamId, int]
+    page_s: float  # Of one such page.
+    decode_factor: float  # Step times of the layout that will serve, over those of all ranks.
+    prefill_factor: float
+    token_s: float  # Mean time between two tokens of a stream there, until now; 0: not known.
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReformed:
+    """The instance serves again, with these step times over those of all ranks."""
+
+    instance: InstanceId
+    epoch: int
+    decode_factor: float
+    prefill_factor: float
+    token_s: float  # As of `InstanceReforming`.
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRemoved:
+    """The instance is no part of the cluster any more: what is known of it is forgotten. The end of
+    an ordered drain; an `InstanceUp` adds it again, as a new one.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
 class SelfTested:
     """What a resume self-test has seen of the instance (docs/backends.md)."""
 
@@ -296,6 +361,11 @@ Event = (
     | PagesKept
     | GpuJudged
     | DrainReported
+    | DrainOrdered
+    | DrainEnded
+    | InstanceRemoved
+    | InstanceReforming
+    | InstanceReformed
     | SelfTested
     | LoadReported
     | OthersBooked

@@ -2,7 +2,8 @@
 
     (new) --> WAITING --> PREFILL --> DECODE --> (ended)
 
-    PREFILL, DECODE --> WAITING    lost, failed, moved, or its slot has expired
+    PREFILL, DECODE --> WAITING    lost, failed, moved, its slot has expired, or its instance
+                                   was to go on with it and has not
     WAITING --> DECODE             the target fetches or computes the history itself
     WAITING, DECODE --> QUEUED     the target has no slot: by the own book, or by its agent
     QUEUED --> DECODE              it has one
@@ -55,7 +56,7 @@ class InstanceLeft:
 
 @dataclass(frozen=True, slots=True)
 class AlarmDue:
-    """The stream's timer: gathering, slot lease, or wait is over."""
+    """The stream's timer: gathering, slot lease, wait or promise is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ _ROWS: dict[type[StreamEvent], tuple[Cell, ...]] = {
     SlotDenied:    (_LATE,       _LATE,       _LATE,       _EARLY,        Step.DENY),
     StreamEnded:   (_LATE,       Step.END,    Step.END,    Step.END,      Step.END),
     InstanceLeft:  (_NEVER,      _NEVER,      Step.STRAND, Step.LOSE,     Step.LOSE),
-    AlarmDue:      (_NEVER,      Step.PLACE,  Step.PLACE,  _NEVER,        Step.EXPIRE),
+    AlarmDue:      (_NEVER,      Step.PLACE,  Step.PLACE,  Step.EXPIRE,   Step.EXPIRE),
     SlotFree:      (_NEVER,      _NEVER,      Step.PLACE,  _NEVER,        _NEVER),
 }
 

@@ -70,6 +70,16 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     plan: Plan | None  # None: give up, no option meets the budget.
 
 
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """By when the instance of an attempt, which re-forms, is to bring the stream's next token."""
+
+    since_s: float
+    until_s: float
+    number: int  # Of the re-forming.
+    latest_s: float  # No changed prediction of the same re-forming extends it beyond.
+
+
 @dataclass(slots=True, eq=False)
 class AttemptState:
     """The stream's latest attempt, and what it takes up in the cluster view until it is over."""
@@ -84,6 +94,7 @@ class AttemptState:
     decodes_on: Member | None = None
     booked_on: Member | None = None
     booked_s: float = 0.0
+    promise: Promise | None = None  # While it stays at an instance that re-forms.
     # With the bytes that it has put on each.
     links: list[tuple[Link, int]] = field(default_factory=list)
 
@@ -203,6 +214,10 @@ class RecoveryState:
         if self.busy_since_s is None:
             self.busy_since_s = now_s
 
+    def remove(self, option: Option) -> None:
+        """It has failed the stream, and is not tried again before a token has come."""
+        self.removed |= {option}
+
     def expire_slot(self, option: Option) -> None:
         self.removed |= {option}
         self.slot_expired = True
@@ -224,6 +239,9 @@ class Stream:
     arrived_s: float = 0.0
     client: str = ""
     produced_tokens: int = 0  # As reported at the last failure.
+    flows_since_s: float = 0.0  # Since the first token of its last attempt that brought any,
+    flows_from_tokens: int = 0  # which had so many before it.
+    token_s: float | None = None  # Per token, until that attempt ended; None: not known.
     # Prefill has answered once: the prompt's length is known, its KV was made.
     prefilled: bool = False
     # Another proxy had it: its first attempt here is a recovery already.
@@ -269,6 +287,21 @@ class Stream:
     def note_tokens(self, produced_tokens: int) -> None:
         self.produced_tokens = max(self.produced_tokens, produced_tokens)
 
+    def note_pace(self, now_s: float) -> None:
+        """The attempt that brought its last tokens ends."""
+        tokens = self.produced_tokens - self.flows_from_tokens
+        if tokens > 0 and now_s > self.flows_since_s:
+            self.token_s = (now_s - self.flows_since_s) / tokens
+
+    @property
+    def rest_s(self) -> float:
+        """How long the tokens behind the next one take at its pace, if all that are allowed come;
+        0: not known.
+        """
+        if self.token_s is None or self.most_tokens is None:
+            return 0.0
+        return max(0, self.most_tokens - self.history_tokens - 1) * self.token_s
+
     def note_prefill(self, history_tokens: int) -> None:
         """The first prefill corrects the prompt's length, a guess while the prompt was text."""
         if not self.prefilled:
@@ -280,8 +313,9 @@ class Stream:
             if self.most_tokens is not None:
                 self.most_tokens += max(0, self.prompt_tokens - guess)
 
-    def note_resumed(self) -> None:
+    def note_resumed(self, now_s: float) -> None:
         """A token has reached the client: the recovery is over."""
         self.first_token_sent = True
+        self.flows_since_s, self.flows_from_tokens = now_s, self.produced_tokens
         self.shunned = frozenset()
         self.recovery = RecoveryState()

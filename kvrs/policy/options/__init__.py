@@ -6,6 +6,7 @@ from kvrs.policy.model.actions import Plan
 from kvrs.policy.model.estimates import Estimate, Option
 from kvrs.policy.model.streams import Stream
 from kvrs.policy.options.base import Books, RecoveryOption
+from kvrs.policy.options.in_place import IN_PLACE
 from kvrs.policy.options.migrate import MIGRATE
 from kvrs.policy.options.recompute import RECOMPUTE
 from kvrs.policy.options.restore import RESTORE
@@ -14,7 +15,8 @@ from kvrs.policy.options.split import SPLIT
 
 # In the order in which they are weighed: split stands on the fetches before it.
 ALL = (REUSE, MIGRATE, RESTORE, SPLIT, RECOMPUTE)
-BY_NAME: Mapping[Option, RecoveryOption] = {each.option: each for each in ALL}
+# Weighed for streams whose instance re-forms, at that instance alone (`policy/staying.py`).
+BY_NAME: Mapping[Option, RecoveryOption] = {each.option: each for each in (*ALL, IN_PLACE)}
 
 
 def takes_slot(estimate: Estimate) -> bool:

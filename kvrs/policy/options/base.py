@@ -169,6 +169,16 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
     return sources
 
 
+def lookahead_s(settings: PolicySettings, stream: Stream, target: Member) -> float:
+    """What the next tokens of the stream take longer there than with all its ranks."""
+    if not target.slower_token_s:
+        return 0.0
+    tokens = settings.lookahead_tokens
+    if stream.most_tokens is not None:
+        tokens = min(tokens, max(0, stream.most_tokens - stream.history_tokens))
+    return tokens * target.slower_token_s
+
+
 # Prefix caches.
 
 
@@ -253,6 +263,7 @@ def estimate_fetch(
     rest = history_tokens - prefix_tokens
     table = target.prefill
     compute_s = table.extra(prefix_tokens, rest)
+    at_target_s = compute_s - table.step_overhead_s
     raw_s = queue_s + transfer_s + compute_s
     return Estimate(
         option,
@@ -263,6 +274,7 @@ def estimate_fetch(
         compute_s,
         not table.covers_extra(prefix_tokens, rest),
         raw_s,
+        at_target_s if at_target_s > 0 else 0.0,
         source,
         second,
     )

@@ -109,7 +109,7 @@ def estimate_cached(
         compute_s,
         extrapolated,
         raw_s,
-        holder.id,
+        source=holder.id,
         by_prefill=True,
     )
 

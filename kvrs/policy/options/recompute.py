@@ -97,9 +97,11 @@ def estimate_recompute(
 
     The queue at the target counts only as far as it outlasts that.
     """
-    transfer_s = 0.0
+    transfer_s = at_target_s = 0.0
     source: InstanceId | None = None
-    if prefill.id != target.id:
+    if prefill.id == target.id:
+        at_target_s = max(0.0, compute_s - prefill.prefill.step_overhead_s)
+    else:
         transfer_s = handshake_s + history_tokens * (prefill.geometry.bytes_per_token / bytes_per_s)
         source = prefill.id
     raw_s = queue_s + compute_s + transfer_s
@@ -116,6 +118,7 @@ def estimate_recompute(
         compute_s,
         extrapolated,
         raw_s,
+        at_target_s,
         source,
     )
 

@@ -36,6 +36,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         return
     first_page, both_s, front_s = front
     raw_s = fetch.queue_s - drain_s + both_s + fetch.compute_s
+    front_at_s = front_s - table.step_overhead_s
     factors = case.books.factors
     estimates.append(
         Estimate(
@@ -47,6 +48,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             fetch.compute_s + front_s,
             fetch.extrapolated or not table.covers(first_page * size),
             raw_s,
+            fetch.at_target_s + (front_at_s if front_at_s > 0 else 0.0),
             fetch.source,
             fetch.second,
             first_page,

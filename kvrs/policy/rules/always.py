@@ -14,6 +14,8 @@ from kvrs.policy.rules.base import Rule
 class Always(Rule):
     """The cheapest estimate of the first of its options that has any; of all, where none has."""
 
+    stays = False
+
     def __init__(self, name: PolicyName, *preferred: Option) -> None:
         super().__init__(name, (REUSE, MIGRATE, RESTORE, RECOMPUTE))
         self._preferred = preferred

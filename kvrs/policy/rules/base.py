@@ -2,12 +2,21 @@
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from kvrs.config.policy import PolicyName
 from kvrs.policy import options
 from kvrs.policy.model.cluster_view import Member
 from kvrs.policy.model.estimates import Estimate, Option
 from kvrs.policy.model.streams import Stream
-from kvrs.policy.options.base import Books, Case, RecoveryOption, Term, case_of
+from kvrs.policy.options.base import (
+    Books,
+    Case,
+    RecoveryOption,
+    Term,
+    case_of,
+    lookahead_s,
+)
 
 _MIGRATE = Option.MIGRATE
 
@@ -18,6 +27,7 @@ class Rule:
     """
 
     several_targets = False  # The least loaded targets are weighed beside the assigned one.
+    stays = True  # A stream may go on where it is when its instance re-forms.
     learns = True  # Predictions are corrected by what recoveries really took.
 
     def __init__(self, name: PolicyName, weighed: Sequence[RecoveryOption]) -> None:
@@ -31,26 +41,37 @@ class Rule:
         estimates: list[Estimate] = []
         for target in targets:
             case = case_of(books, stream, target, now_s)
+            weighed = len(estimates)
             for estimate in self._estimators:
                 estimate(case, estimates)
+            if later_s := lookahead_s(books.settings, stream, target):
+                estimates[weighed:] = [_later(each, later_s) for each in estimates[weighed:]]
         return estimates
 
     def choose(self, estimates: Sequence[Estimate], fastest: Estimate) -> Estimate:
         """The estimate to carry out, of at least one."""
         return fastest
 
-    def decide(self, estimates: Sequence[Estimate], budget_s: float | None = None) -> Estimate:
+    def decide(
+        self, estimates: Sequence[Estimate], budget_s: float | None = None, others: float = 0.0
+    ) -> Estimate:
         """The choice within the budget; where no estimate meets that, `Option.ABORT` with what the
-        fastest option would have cost (seed KVRS).
+        fastest option would have cost (seed KVRS). `others`: how many other victims of the event
+        there are for each target; only `auto` counts what they wait.
         """
         fastest = cheapest(estimates)
-        if budget_s is not None and fastest.total_s > budget_s:
+        if budget_s is not None and fastest.next_token_s > budget_s:
             return Estimate(Option.ABORT, fastest.target, fastest.total_s, raw_s=fastest.raw_s)
         return self.choose(estimates, fastest)
 
     def terms(self, case: Case, estimate: Estimate) -> Iterable[Term]:
         """The summands of `estimate.raw_s`."""
         return options.BY_NAME[estimate.option].terms(case, estimate)
+
+
+def _later(estimate: Estimate, later_s: float) -> Estimate:
+    total_s = estimate.total_s + later_s
+    return msgspec.structs.replace(estimate, total_s=total_s, lookahead_s=later_s)
 
 
 def cheapest(estimates: Sequence[Estimate]) -> Estimate:

@@ -29,6 +29,7 @@ _MIGRATE, _RECOMPUTE = Option.MIGRATE, Option.RECOMPUTE
 
 
 class Rom(Rule):
+    stays = False
     learns = False
 
     def weigh(

@@ -13,10 +13,26 @@ from kvrs.protocol.instance import KvTransferParams, TokenId
 # offset.
 
 
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None  # Of the prompt, found in the prefix cache.
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails | msgspec.UnsetType | None = msgspec.UNSET
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """None: the engine does not say."""
+        details = self.prompt_tokens_details
+        return details.cached_tokens if isinstance(details, PromptDetails) else None
+
+
+def usage_of(prompt: int, produced: int, cached: int | None) -> Usage:
+    details = msgspec.UNSET if cached is None else PromptDetails(cached)
+    return Usage(prompt, produced, prompt + produced, details)
 
 
 class Logprobs(msgspec.Struct):

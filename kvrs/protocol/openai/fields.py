@@ -116,7 +116,7 @@ FIELDS: tuple[BodyField, ...] = (
     # A word of several tokens may begin before the seam.
     BodyField("bad_words", _U, _R, _U, seam=_INEXACT, of_output=True, neutral=([],)),
     BodyField("watermarking", *_VLLM_ONLY, seam=_INEXACT, of_output=True, neutral=(False,)),
-    BodyField("response_format", *_VLLM_ONLY, seam=_LEFT_OUT, neutral=({"type": "text"},)),
+    BodyField("response_format", _U, _R, _P, seam=_LEFT_OUT, neutral=({"type": "text"},)),
     BodyField("structured_outputs", *_VLLM_ONLY, seam=_LEFT_OUT, of_output=True),
     BodyField("guided_json", *_NOWHERE, instead="structured_outputs"),
     BodyField("guided_regex", *_NOWHERE, instead="structured_outputs"),

@@ -18,6 +18,7 @@ from kvrs.protocol.token_ids import packed
 TOO_LONG = "context_length_exceeded"
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
+MAX_STREAMS = 128  # Of one request: its prompts, each as often as it has choices.
 MAX_TOP_LOGPROBS = 20
 MAX_LISTED = 1024  # Words and biases: every token costs each of them.
 MAX_WORDS = 1 << 14  # Characters of all words: they are tokenised on the engine's event loop.
@@ -47,6 +48,7 @@ class _SamplingRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
+    response_format: msgspec.Raw = _NULL  # Read by the engine.
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -139,7 +141,9 @@ class _Message(msgspec.Struct):
 
 
 _FIELDS: msgspec.json.Decoder[Fields] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_PROMPTS = msgspec.json.Decoder(list[str | list[int]])
+_PROMPT = msgspec.json.Decoder(str | list[int])
+_PROMPTS = msgspec.json.Decoder(list[msgspec.Raw])
+_LIST_OF_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _MESSAGES = msgspec.json.Decoder(list[_Message])
@@ -171,26 +175,55 @@ def parse_completion_request(body: bytes, backend: str = EMBEDDED) -> Completion
     Raises: RequestError: malformed JSON, a wrong type, a value out of range, or a field that the
         backend does not take.
     """
-    return read_completion(body, backend)[0]
+    request, _, more = read_completion(body, backend)
+    if more:
+        raise RequestError(
+            f"{1 + len(more)} prompts in one request are not supported; allowed: one",
+            param="prompt",
+        )
+    return request
 
 
 def read_completion(
     body: bytes, backend: str, max_elements: int = MAX_ELEMENTS
-) -> tuple[CompletionRequest, Fields]:
-    """As `parse_completion_request`, with the fields that concern the backend, undecoded."""
-    request, fields = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
+) -> tuple[CompletionRequest, Fields, list[msgspec.Raw]]:
+    """As `parse_completion_request`, with the fields that concern the backend, undecoded, and
+    further prompts, each to be read by `read_prompt`.
+    """
+    request, fields, more = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
     _check(request, fields)
     _check_range("logprobs", request.logprobs, *LOGPROBS_RANGE)
-    if len(request.prompt) == 0:
-        raise RequestError("prompt must not be empty", param="prompt")
-    if not isinstance(request.prompt, str):
-        _check_ids("prompt", request.prompt)
+    if request.n * (1 + len(more)) > MAX_STREAMS:
+        raise RequestError(
+            f"prompt has {1 + len(more)} prompts for {request.n} choices each; allowed: at most "
+            f"{MAX_STREAMS} choices in all",
+            param="prompt",
+        )
+    _check_prompt(request.prompt)
     for other in ("logprobs", "truncate_prompt_tokens"):
         if request.echo and other in fields:
             raise RequestError(
                 f"echo together with {other} is not supported: use one of them", param="echo"
             )
-    return request, fields
+    return request, fields, more
+
+
+def read_prompt(prompt: msgspec.Raw) -> str | list[int]:
+    """One of several prompts.
+
+    Raises:
+        RequestError: it is empty, or neither text nor token ids.
+    """
+    read: str | list[int] = decode_as(_PROMPT, bytes(prompt), "prompt")
+    _check_prompt(read)
+    return read
+
+
+def _check_prompt(prompt: str | list[int]) -> None:
+    if len(prompt) == 0:
+        raise RequestError("prompt must not be empty", param="prompt")
+    if not isinstance(prompt, str):
+        _check_ids("prompt", prompt)
 
 
 def parse_chat_request(body: bytes, backend: str = EMBEDDED) -> ChatRequest:
@@ -205,9 +238,9 @@ def parse_chat_request(body: bytes, backend: str = EMBEDDED) -> ChatRequest:
 
 def read_chat(
     body: bytes, backend: str, max_elements: int = MAX_ELEMENTS
-) -> tuple[ChatRequest, Fields]:
+) -> tuple[ChatRequest, Fields, list[msgspec.Raw]]:
     """As `parse_chat_request`, with the fields that concern the backend, undecoded."""
-    request, fields = _read(_CHAT, body, ApiKind.CHAT, backend, max_elements)
+    request, fields, no_prompts = _read(_CHAT, body, ApiKind.CHAT, backend, max_elements)
     if request.max_completion_tokens is not None:
         if request.max_tokens not in (None, request.max_completion_tokens):
             raise RequestError(
@@ -237,9 +270,9 @@ def read_chat(
     ):
         if bytes(memoryview(value)[:1]) not in (opening, b"n"):
             raise RequestError(f"{name} must be {what}", param=name)
-    if not _decode(_MESSAGES, bytes(request.messages), "messages"):
+    if not decode_as(_MESSAGES, bytes(request.messages), "messages"):
         raise RequestError("messages must not be empty", param="messages")
-    return request, fields
+    return request, fields, no_prompts
 
 
 Decoded = TypeVar("Decoded")
@@ -251,9 +284,9 @@ def _read(
     api: ApiKind,
     backend: str,
     max_elements: int,
-) -> tuple[Decoded, Fields]:
-    """Decode a body, also in the equivalent forms that `_plainly` knows. Its structure is checked
-    first, so that no step of this takes long.
+) -> tuple[Decoded, Fields, list[msgspec.Raw]]:
+    """Decode a body, also in the equivalent forms that `_plainly` knows, and name the prompts
+    behind its first one. Its structure is checked first, so that no step of this takes long.
     """
     try:
         # Fields that are passed on undecoded must be valid as well.
@@ -263,44 +296,38 @@ def _read(
     # Of what is no object the decoder reads one byte.
     if body.lstrip().startswith(b"{"):
         check_structure(body, max_elements=max_elements)
+    more: list[msgspec.Raw] = []
     try:
-        request = _decode(decoder, body)
+        request = decode_as(decoder, body)
+        fields = decode_as(_FIELDS, body)
     except RequestError:
         plain = _plainly(body)
         if plain is None:
             raise
-        request = _decode(decoder, plain)
-    fields = _decode(_FIELDS, body)
-    return request, check_fields(fields, api, backend)
+        given, more = plain
+        request = decode_as(decoder, msgspec.json.encode(given))
+        fields = given if more else decode_as(_FIELDS, body)
+    return request, check_fields(fields, api, backend), more
 
 
-def _plainly(body: bytes) -> bytes | None:
-    """The body without null fields, and with a list of one prompt as that prompt; None: the body
-    is no object.
+def _plainly(body: bytes) -> tuple[Fields, list[msgspec.Raw]] | None:
+    """The fields without null ones, and with the first of a list of prompts as the prompt, and the
+    prompts behind that; None: the body is no object.
     """
     try:
         fields = _FIELDS.decode(body)
     except (msgspec.DecodeError, RecursionError):
         return None
     fields = {name: value for name, value in fields.items() if bytes(value) != b"null"}
-    if "prompt" in fields:
-        fields["prompt"] = _only_prompt(fields["prompt"])
-    return msgspec.json.encode(fields)
+    more: list[msgspec.Raw] = []
+    prompt = fields.get("prompt", _NULL)
+    if _LIST_OF_PROMPTS.match(prompt):
+        fields["prompt"], *more = _PROMPTS.decode(prompt)
+    return fields, more
 
 
-def _only_prompt(prompt: msgspec.Raw) -> msgspec.Raw:
-    try:
-        prompts = _PROMPTS.decode(prompt)
-    except msgspec.DecodeError:
-        return prompt
-    if len(prompts) > 1:
-        raise RequestError(
-            f"{len(prompts)} prompts in one request are not supported; allowed: one", param="prompt"
-        )
-    return msgspec.Raw(msgspec.json.encode(prompts[0])) if prompts else prompt
-
-
-def _decode(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = "") -> Decoded:
+def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = "") -> Decoded:
+    """Raises RequestError: it is no JSON, or of another form; it names what is wrong."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -257,6 +257,7 @@ def _format(fields: Fields) -> Fields:
 class Tokens:
     prompt: int
     output: int
+    cached: int
 
 
 class _Function(msgspec.Struct):
@@ -356,7 +357,7 @@ class Translator:
         if tokens is not None:
             usage = {
                 "input_tokens": tokens.prompt,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": tokens.cached},
                 "output_tokens": tokens.output,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": tokens.prompt + tokens.output,

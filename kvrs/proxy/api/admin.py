@@ -1,7 +1,8 @@
 """The operator's port, which is not the clients': state, metrics, reload."""
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,17 +13,20 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
-from kvrs.errors import ConfigError
-from kvrs.http import HEALTHZ, answer, require_token
+from kvrs.errors import ConfigError, RequestError
+from kvrs.http import HEALTHZ, answer, error, require_token
+from kvrs.ids import InstanceId
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.state import describe, measure
+from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, obey, with_instance, without_instance
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
 
 UI = "/ui"
+_LONGEST_DRAIN_S = 86_400.0
 # The page holds no data: it asks for them, with the token that is typed in. It loads nothing else.
 _UI_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
@@ -40,6 +44,8 @@ class AdminSource(Protocol):
     async def state(self) -> dict[str, Any]: ...
     async def metrics(self) -> Collector: ...
     async def reload(self) -> ReloadResult: ...  # Raises ConfigError.
+    async def drain_instance(self, order: DrainOrder) -> None: ...  # Raises RequestError.
+    async def change_fleet(self, change: FleetChange) -> ReloadResult: ...  # Raises ConfigError.
     def serves(self) -> bool: ...  # Whether it takes requests of clients.
 
 
@@ -60,6 +66,7 @@ class OwnSource:
         self._gossip_view = gossip_view
         self._proxy = proxy
         self._clock = clock
+        self._reloads = reloads
         self.reload = reloads.reload
 
     async def state(self) -> dict[str, Any]:
@@ -71,6 +78,12 @@ class OwnSource:
     def measured(self) -> Metrics:
         measure(self._driver, self._gossip_view, self._metrics)
         return self._metrics
+
+    async def drain_instance(self, order: DrainOrder) -> None:
+        obey(self._driver.control, order, self._clock())
+
+    async def change_fleet(self, change: FleetChange) -> ReloadResult:
+        return await self._reloads.change_nodes(change.nodes, is_trial=change.is_trial)
 
     def serves(self) -> bool:
         return True
@@ -92,6 +105,10 @@ class Admin:
         app.router.add_get("/kvrs/v1/state", self._state)
         app.router.add_get("/kvrs/v1/overview", self._overview)
         app.router.add_post("/kvrs/v1/reload", self._reload)
+        app.router.add_post("/kvrs/v1/instances", self._add_instance)
+        app.router.add_delete("/kvrs/v1/instances/{id}", self._remove_instance)
+        app.router.add_post("/kvrs/v1/drain/{id}", self._drain)
+        app.router.add_delete("/kvrs/v1/drain/{id}", self._end_drain)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/healthz", self._healthz)
         add_document(app, admin_document())
@@ -126,15 +143,52 @@ class Admin:
 
     async def _reload(self, _: web.Request) -> web.Response:
         """Take over what has changed in the file: 400 with every fault where it has any."""
+        return await self._answer(self._source.reload())
+
+    async def _add_instance(self, request: web.Request) -> web.Response:
         try:
-            return answer(await self._source.reload())
-        except ConfigError as error:
-            what = {"message": str(error), "type": "invalid_configuration", "faults": error.faults}
+            nodes = with_instance(self._reloads.config, await request.read())
+        except RequestError as fault:
+            return error(fault.status, str(fault), param=fault.param)
+        return await self._answer(self._source.change_fleet(FleetChange(nodes)))
+
+    async def _remove_instance(self, request: web.Request) -> web.Response:
+        """Its streams may end within `cluster.drain_s` and are moved then, as at a drain."""
+        try:
+            nodes = without_instance(self._reloads.config, request.match_info["id"])
+        except RequestError as fault:
+            return error(fault.status, str(fault), param=fault.param)
+        return await self._answer(self._source.change_fleet(FleetChange(nodes)))
+
+    async def _answer(self, change: Awaitable[ReloadResult]) -> web.Response:
+        try:
+            return answer(await change)
+        except ConfigError as fault:
+            what = {"message": str(fault), "type": "invalid_configuration", "faults": fault.faults}
             return web.Response(
                 status=400,
                 body=msgspec.json.encode({"error": what | {"param": None, "code": None}}),
                 content_type="application/json",
             )
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """No new streams go to the instance; the others may end within `?drain_s=`."""
+        default_s = self._reloads.config.cluster.drain_s
+        try:
+            drain_s = _drain_s(request, default_s)
+        except RequestError as fault:
+            return error(fault.status, str(fault), param=fault.param)
+        return await self._order(DrainOrder(InstanceId(request.match_info["id"]), drain_s))
+
+    async def _end_drain(self, request: web.Request) -> web.Response:
+        return await self._order(DrainOrder(InstanceId(request.match_info["id"]), None))
+
+    async def _order(self, order: DrainOrder) -> web.Response:
+        try:
+            await self._source.drain_instance(order)
+        except RequestError as fault:
+            return error(fault.status, str(fault), param=fault.param)
+        return answer({"instance": order.instance, "drain_s": order.drain_s})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         """In the text format, or in OpenMetrics where that is asked for."""
@@ -146,3 +200,18 @@ class Admin:
         if self._source.serves():
             return web.Response(text="ok\n")
         return web.Response(text="no worker is up\n", status=503)
+
+
+def _drain_s(request: web.Request, default_s: float) -> float:
+    """Raises RequestError: `?drain_s=` is no time."""
+    given = request.query.get("drain_s", str(default_s))
+    try:
+        drain_s = float(given)
+    except ValueError:
+        drain_s = math.nan
+    if not 0 <= drain_s <= _LONGEST_DRAIN_S:
+        raise RequestError(
+            f"drain_s: got {given!r:.80}; allowed: seconds from 0 to {_LONGEST_DRAIN_S:g}",
+            param="drain_s",
+        )
+    return drain_s

@@ -35,6 +35,7 @@ from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient, read_generate
 from kvrs.proxy.api.models import add_models, check_model
 from kvrs.proxy.api.openapi import add_document, clients_document
+from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import TENANT, Tenants, Use
 from kvrs.proxy.mirror.failures import SUPERSEDED
@@ -73,7 +74,7 @@ class Admitted:
     journals: list[Journal]
     client: SseClient | None  # None: the client did not ask for a stream.
     is_generate: bool  # Of DistServe's endpoint, which has one choice.
-    echo: str | None  # Prompt to send before the output.
+    echoes: list[str | None]  # Of each journal: the prompt to send before the output.
     headers: Mapping[str, str]
     use: Use
     resume: ResumeRequest | None
@@ -115,6 +116,7 @@ class ClientApi:
             app.router.add_post(path, partial(self._serve_in_full, parse))
         parts = (self._backend, self._settings, self._driver, self._mirror, self._tenants)
         ResponsesApi(self, *parts).add_to(app)
+        Passed(self, self._backend, self._driver, self._large).add_to(app)
         add_models(app, self._driver.control.instances, lambda: self.draining)
         add_document(app, clients_document())
         return app
@@ -222,8 +224,12 @@ class ClientApi:
         inexact = await self._inexact(parsed)
         deadlines = deadlines_of(request.headers)
         is_generate = request.path == generate.PATH
-        echo = await self._echo(parsed, is_generate=is_generate)
-        self._check_room(parsed.request.n)
+        echoes = [
+            await self._echo(one, is_generate=is_generate)
+            for one in parsed.prompts
+            for _ in range(one.request.n)
+        ]
+        self._check_room(parsed.streams)
         await self._take_streams(use, parsed, resume)
         found = None
         if resume is not None:
@@ -231,12 +237,17 @@ class ClientApi:
             if (turn := self._mirror.turn) is not None:
                 use.begin_turn(await turn(resume.keys[0]))
             found = await self._mirror.find(resume)
-        self._check_room(parsed.request.n)  # Again: that took a while.
+        self._check_room(parsed.streams)  # Again: that took a while.
         if found is not None:
             journals = [reopened(found, parsed, self._clock())]
         else:
             client_id = self._client_id(use, request)
-            journals = self._open_journals(parsed, inexact, deadlines, client_id)
+            journals = [
+                journal
+                for one in parsed.prompts
+                for journal in self._open_journals(one, inexact, deadlines, client_id)
+            ]
+            journals[0].wants_usage = parsed.wants_usage and len(journals) == 1
         for journal in journals:
             journal.tenant = use.tenant.mark
         use.begin(journals, is_resumed=found is not None)
@@ -246,9 +257,8 @@ class ClientApi:
         client = None
         if parsed.request.stream:
             client = SseClient(request, self._settings.write_timeout_s, headers)
-        parsed.held = held
-        parsed.strip()
-        return Admitted(parsed, journals, client, is_generate, echo, headers, use, resume, found)
+        parsed.hold(held)
+        return Admitted(parsed, journals, client, is_generate, echoes, headers, use, resume, found)
 
     async def _take_streams(
         self, use: Use, parsed: ParsedRequest, resume: ResumeRequest | None
@@ -256,9 +266,10 @@ class ClientApi:
         """Take streams and tokens from the tenant's limits. A stream that goes on was admitted
         before: the earlier connection of its client, if it is still open, is about to be closed.
         """
-        streams, most_tokens = parsed.request.n, parsed.request.max_tokens or 0
+        streams, most_tokens = parsed.streams, parsed.request.max_tokens or 0
         if resume is None:
-            await use.open(streams, parsed.tokens_guess + streams * most_tokens)
+            prompts = sum(one.tokens_guess for one in parsed.prompts)
+            await use.open(streams, prompts + streams * most_tokens)
             return
         is_running = any(key in self._mirror.streams for key in resume.keys)
         expected = parsed.tokens_guess + most_tokens if resume.stream is None else 0
@@ -339,7 +350,7 @@ class ClientApi:
         deadlines: Deadlines,
         client_id: str,
     ) -> list[Journal]:
-        """One journal per choice, each with a seed that all its attempts sample with."""
+        """A journal per choice of a prompt, each with a seed that all its attempts sample with."""
         request, seed, now_s = parsed.request, parsed.request.seed, self._clock()
         if request.temperature > 0 and seed is None:
             seed = int.from_bytes(secrets.token_bytes(8)) >> 2
@@ -349,7 +360,6 @@ class ClientApi:
                 parsed=parsed,
                 arrived_s=now_s,
                 seed=None if seed is None else _wrapped(seed + index),
-                wants_usage=parsed.wants_usage and request.n == 1,
                 prompt_ids=parsed.prompt_ids,
                 deadlines=deadlines,
                 client=client_id,
@@ -370,14 +380,14 @@ class ClientApi:
     async def _respond_stream(
         self, admitted: Admitted, client: SseClient
     ) -> tuple[Outcome, Response]:
-        journals, echo, merger = admitted.journals, admitted.echo, Merger()
+        journals, merger = admitted.journals, Merger()
         streams: list[tuple[Journal, Client]] = [(journals[0], client)]
         if admitted.is_generate:
             streams = [(journals[0], GenerateClient(client))]
-        elif len(journals) > 1 or echo is not None:
+        elif len(journals) > 1 or admitted.echoes[0] is not None:
             streams = [
                 (journal, ChoiceClient(client, merger, index, journal, echo))
-                for index, journal in enumerate(journals)
+                for index, (journal, echo) in enumerate(zip(journals, admitted.echoes, strict=True))
             ]
         outcome = await run_together(self._driver.run, streams)
         missing = _missing_end(admitted, merger) if outcome == Complete() else []
@@ -388,19 +398,19 @@ class ClientApi:
         if admitted.is_generate:
             gathered = WholeGenerateClient(self._clock)
             outcome = await self._driver.run(journals[0], gathered)
-            prompt = admitted.echo or ""
+            prompt = admitted.echoes[0] or ""
             return outcome, _whole(admitted, outcome, lambda: gathered.answer(prompt))
         clients = [WholeClient() for _ in journals]
         outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
         return outcome, _whole(
-            admitted, outcome, lambda: answer(parsed, journals, clients, admitted.echo)
+            admitted, outcome, lambda: answer(parsed, journals, clients, admitted.echoes)
         )
 
     async def _respond_resumable(
         self, admitted: Admitted, resume: ResumeRequest
     ) -> tuple[Outcome, Response]:
         """Respond to a request with a key, whose stream is new or was found and taken over."""
-        (journal,), echo = admitted.journals, admitted.echo
+        (journal,), (echo,) = admitted.journals, admitted.echoes
         gathered = WholeClient()
         journal.marks = []
         keyed = self._mirror.open(resume, journal, admitted.found, admitted.client or gathered)
@@ -418,7 +428,7 @@ class ClientApi:
             if admitted.client is not None:
                 return outcome, await _end_stream(admitted.client, outcome, [])
             return outcome, _whole(
-                admitted, outcome, lambda: answer(admitted.parsed, [journal], [gathered], echo)
+                admitted, outcome, lambda: answer(admitted.parsed, [journal], [gathered], [echo])
             )
         finally:
             self._mirror.close(keyed)

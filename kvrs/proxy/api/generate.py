@@ -59,7 +59,7 @@ def read_generate(
     fields.setdefault("temperature", msgspec.Raw(b"0"))
     parsed = read(COMPLETIONS, msgspec.json.encode(fields), backend, max_elements)
     assert isinstance(parsed.request, CompletionRequest)
-    if not isinstance(parsed.request.prompt, str):
+    if parsed.more or not isinstance(parsed.request.prompt, str):
         raise RequestError("prompt must be a string", param="prompt")
     if parsed.request.n != 1:
         raise RequestError(

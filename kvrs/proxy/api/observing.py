@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
 from kvrs.proxy.api.tenants import TENANT
+from kvrs.proxy.streams.tracing import RequestTrace, Tracing
 from kvrs.proxy.wire.request_context import (
     CURRENT,
     REQUEST_ID,
@@ -28,7 +29,12 @@ _CODES = {*map(int, HTTPStatus), CLIENT_GONE}
 
 class RequestObserver:
     def __init__(
-        self, registry: CollectorRegistry, clock: Callable[[], float], *, logs_access: bool
+        self,
+        registry: CollectorRegistry,
+        clock: Callable[[], float],
+        *,
+        logs_access: bool,
+        tracing: Tracing | None = None,
     ) -> None:
         self._responses = Counter(
             "kvrs_http_responses",
@@ -39,6 +45,7 @@ class RequestObserver:
         self._series: dict[tuple[str, int], Counter] = {}
         self._clock = clock
         self._logs_access = logs_access
+        self._tracing = tracing
 
     def watch(
         self, app: web.Application, direct: DirectServer
@@ -82,6 +89,8 @@ class RequestObserver:
 
     def _begin(self, request: web.Request | DirectRequest) -> RequestContext:
         context = context_of(request.headers)
+        if self._tracing is not None:
+            self._tracing.begin(context, request.method)
         CURRENT.set(context)
         request[REQUEST_ID_KEY] = context.id  # For responses that write their head themselves.
         return context
@@ -98,6 +107,8 @@ class RequestObserver:
         if series is None:
             series = self._series[path, status] = self._responses.labels(path, _code(status))
         series.inc()
+        if isinstance(context.trace, RequestTrace):
+            context.trace.end(path, status)
         if not self._logs_access:
             return
         facts = {

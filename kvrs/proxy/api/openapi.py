@@ -2,7 +2,7 @@
 fields of requests are those of the structs that parse them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from kvrs import __version__
 from kvrs.protocol.openai.requests import (
     HIGHEST_ID,
     LOGPROBS_RANGE,
+    MAX_STREAMS,
     RANGES,
     ChatRequest,
     CompletionRequest,
@@ -19,6 +20,7 @@ from kvrs.protocol.openai.requests import (
 from kvrs.protocol.openai.responses import PATH as RESPONSES
 from kvrs.protocol.openai.responses import response_schema
 from kvrs.proxy.api.generate import ALLOWED
+from kvrs.proxy.api.passed import FIELDS as PASSED
 
 PATH = "/openapi.json"
 
@@ -90,6 +92,30 @@ _RELOAD = {
         for name in ("applied", "restart_needed")
     },
 }
+_INSTANCE = {
+    "type": "object",
+    "required": ["node", "id", "role", "port"],
+    "properties": {
+        "node": {"type": "string"},
+        "agent": {"type": ["object", "null"]},
+        "id": {"type": "string"},
+        "role": {"enum": ["prefill", "decode", "both"]},
+        "host": {"type": "string"},
+        "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    },
+}
+_DRAIN = {
+    "type": "object",
+    "required": ["instance", "drain_s"],
+    "properties": {"instance": {"type": "string"}, "drain_s": {"type": ["number", "null"]}},
+}
+_DRAIN_S = {
+    "name": "drain_s",
+    "in": "query",
+    "required": False,
+    "description": "How long its streams may run on; without it, cluster.drain_s.",
+    "schema": {"type": "number", "minimum": 0, "maximum": 86400},
+}
 _REFERENCE = "#/components/schemas/{name}"
 # Between processes of the cluster; dropped where a client sends them.
 _INTERNAL = ("kvrs", "kv_transfer_params")
@@ -109,6 +135,11 @@ _UNDECODED: Mapping[str, dict[str, Any]] = {
     "tools": _OBJECTS,
     "documents": _OBJECTS,
     "chat_template_kwargs": {"type": ["object", "null"]},
+    "response_format": {
+        "type": ["object", "null"],
+        "required": ["type"],
+        "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}},
+    },
     "prompt": {
         "anyOf": [
             {"type": "string", "minLength": 1},
@@ -140,6 +171,7 @@ def clients_document() -> dict[str, Any]:
                 "post": _operation("End a response that runs in the background", _RESPONSE),
             },
             "/generate": {"post": _streamed("DistServe's endpoint", _TEXT, _generate())},
+            **{path: {"post": _passed(path)} for path in PASSED},
             "/v1/models": {
                 "get": _operation(
                     "Served models",
@@ -187,6 +219,21 @@ def admin_document() -> dict[str, Any]:
             "/kvrs/v1/overview": {"get": _operation("The same in few bytes", {})},
             "/ui": {"get": _PAGE},
             "/kvrs/v1/reload": {"post": _operation("Read the file again", _RELOAD)},
+            "/kvrs/v1/instances": {
+                "post": _operation("Add an instance to a node", _RELOAD, _INSTANCE)
+            },
+            "/kvrs/v1/instances/{id}": {
+                "parameters": [_ID_IN_PATH],
+                "delete": _operation("Remove an instance once its streams are gone", _RELOAD),
+            },
+            "/kvrs/v1/drain/{id}": {
+                "parameters": [_ID_IN_PATH],
+                "post": {
+                    **_operation("Send nothing new to the instance, and move its streams", _DRAIN),
+                    "parameters": [_DRAIN_S],
+                },
+                "delete": _operation("Use the instance again", _DRAIN),
+            },
             "/metrics": {"get": _operation("Metrics for Prometheus", None)},
             "/healthz": {"get": _operation("Whether the process runs", None)},
         },
@@ -246,6 +293,13 @@ def _operation(
     return operation
 
 
+def _passed(path: str) -> dict[str, Any]:
+    """An endpoint that vLLM checks; the proxy's own tokenizer answers it in one form."""
+    properties: dict[str, Any] = {name: {} for name in ("model", *PASSED[path])}
+    body = {"type": "object", "properties": properties, "additionalProperties": False}
+    return _operation("As vLLM answers it, or 404 without vLLM", {"type": "object"}, body)
+
+
 def _streamed(
     summary: str, answer: Mapping[str, Any], request: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -257,18 +311,14 @@ def _streamed(
 
 def _request(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """The body as a struct reads it; further fields may be taken, by backend (docs/openai.md). A
-    null is as good as no field, and a list of one prompt as the prompt.
+    null is as good as no field; a completion takes several prompts, each with `n` choices, which
+    are `MAX_STREAMS` in all.
     """
     fields = _fields(kind)
-    properties = {
-        field.encode_name: _field(field)
-        if field.required
-        else {"anyOf": [_field(field), {"type": "null"}]}
-        for field in fields
-    }
+    properties = _properties(fields)
     if (prompt := properties.get("prompt")) is not None:
-        one = {"type": "array", "items": prompt, "minItems": 1, "maxItems": 1}
-        properties["prompt"] = {"anyOf": [prompt, one]}
+        many = {"type": "array", "items": prompt, "minItems": 1, "maxItems": MAX_STREAMS}
+        properties["prompt"] = {"anyOf": [prompt, many]}
     required = [field.encode_name for field in fields if field.required]
     return {"type": "object", "required": required, "properties": properties}
 
@@ -281,7 +331,7 @@ def _generate() -> dict[str, Any]:
         "logprobs": {"type": "null"},
     }
     fields = [each for each in _fields(CompletionRequest) if each.encode_name in ALLOWED]
-    properties = {field.encode_name: _field(field) for field in fields} | own
+    properties = _properties(fields) | own
     return {
         "type": "object",
         "required": ["prompt"],
@@ -292,6 +342,15 @@ def _generate() -> dict[str, Any]:
 
 def _fields(kind: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:
     return [each for each in msgspec.structs.fields(kind) if each.encode_name not in _INTERNAL]
+
+
+def _properties(fields: Sequence[msgspec.structs.FieldInfo]) -> dict[str, Any]:
+    return {
+        field.encode_name: _field(field)
+        if field.required
+        else {"anyOf": [_field(field), {"type": "null"}]}
+        for field in fields
+    }
 
 
 def _field(field: msgspec.structs.FieldInfo) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def _instance(row: Mapping[str, Any], streams: Sequence[Mapping[str, Any]]) -> d
     return {
         **_kept(row, _OF_INSTANCE),
         **{key: load.get(key) for key in _OF_LOAD},
-        "draining": bool(load.get("draining")),
+        "draining": bool(load.get("draining")) or row["drain"] is not None,
         "ranks": len(row["ranks"]),
         "streams": sum(row["id"] in (each["prefill"], each["decode"]) for each in streams),
     }

@@ -419,7 +419,8 @@ def _asked(stored: Stored) -> Asked:
 def _tokens(record: Record) -> Tokens:
     prompt_bytes = len(record.prompt_ids or b"")
     output_bytes = sum(len(event.ids) for event in record.events)
-    return Tokens(prompt_bytes // BYTES_PER_ID, output_bytes // BYTES_PER_ID)
+    cached = record.state.cached_tokens or 0
+    return Tokens(prompt_bytes // BYTES_PER_ID, output_bytes // BYTES_PER_ID, cached)
 
 
 def _position(request: web.Request) -> tuple[bool, int]:

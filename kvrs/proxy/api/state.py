@@ -24,15 +24,14 @@ def describe(
     health = {row["id"]: row["health"] for row in policy["instances"]}
     return {
         "instances": [
-            _instance(known, driver, health.get(known.id))
-            for known in control.instances.known.values()
+            _instance(known, driver, health.get(known.id), now_s)
+            for known in control.instances.present()
         ],
         "proxies": [proxy],
         "members": [] if gossip is None else gossip.pop("members"),
         "gossip": gossip,
         "agents": [
-            _agent(known, driver.agent_backends[known.id].url)
-            for known in control.agents.known.values()
+            _agent(known, driver.agent_backends[known.id].url) for known in control.agents.present()
         ],
         "links": policy["links"],
         "slots": policy["slots"],
@@ -54,14 +53,15 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         metrics.model.labels(control.instances.model).set(1)
     at = Counter(live.instance for live in driver.streams.values())
     metrics.streams.waiting.set(at[None])
-    for known in control.instances.known.values():
+    for known in control.instances.present():
         metrics.loads.measure(known, at[known.id])
+        metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
         if known.load is not None:
             metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
             metrics.damaged.follow(known.load.damaged_pages, known.id)
         else:
             metrics.checkpoint_lag.remove(known.id)
-    for agent in control.agents.known.values():
+    for agent in control.agents.present():
         metrics.agents.up.labels(agent.id).set(agent.health is Health.UP)
         metrics.agents.reserved.labels(agent.id).set(
             0 if agent.report is None else agent.report.reserved_bytes
@@ -75,7 +75,7 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
 
 
 def _instance(
-    known: KnownInstance, driver: Driver, answers: Mapping[str, Any] | None
+    known: KnownInstance, driver: Driver, answers: Mapping[str, Any] | None, now_s: float
 ) -> dict[str, Any]:
     shown = {
         "id": known.id,
@@ -87,12 +87,34 @@ def _instance(
         "ranks": [] if known.info is None else msgspec.to_builtins(known.info.ranks),
         "layout": None if known.info is None else msgspec.to_builtins(known.info.layout),
         "health": known.health,
+        **_ranks(known, now_s),
         "epoch": None if known.info is None else known.info.epoch,
         "load": None if known.load is None else msgspec.to_builtins(known.load),
         "answers": answers,  # What the policy makes of its answers; None while it is not up.
+        "drain": driver.control.drains.describe(known.id, now_s),  # By order of an operator.
         "self_test": driver.control.self_tests.describe(known.id),
     }
     return shown if known.reason is None else shown | {"reason": known.reason}
+
+
+def _ranks(known: KnownInstance, now_s: float) -> dict[str, Any]:
+    """How many ranks compute, of an instance that has several; None: it has no parts, or is not up.
+
+    `ready_in_s`: by the prediction of the instance, while it re-forms.
+    """
+    load = known.load
+    if load is None or not load.full_degree:
+        return {"state": None, "degree": None, "full_degree": None, "ready_in_s": None}
+    state, ready_in_s = "full" if load.degree >= load.full_degree else "degraded", None
+    if load.reforming is not None:
+        age_s = now_s - known.reported_s
+        state, ready_in_s = "reforming", max(0.0, load.reforming.ready_in_s - age_s)
+    return {
+        "state": state,
+        "degree": load.degree,
+        "full_degree": load.full_degree,
+        "ready_in_s": ready_in_s,
+    }
 
 
 def _agent(known: KnownAgent, url: str) -> dict[str, Any]:

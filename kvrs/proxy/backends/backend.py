@@ -50,6 +50,7 @@ class Prefilled:
     good_until_s: float | None = (
         None  # On the monotonic clock: not to be forwarded later. None: that does no harm.
     )
+    cached_tokens: int | None = None  # Of the prompt; None: the engine does not say.
 
 
 class Backend(Protocol):
@@ -92,6 +93,9 @@ class Backend(Protocol):
         ended or the reader needs no more of it. A call that is cancelled ends the request in the
         engine.
         """
+
+    async def ask(self, call: Call) -> bytes:
+        """The answer to a request that is no stream, and that any instance answers alike."""
 
     def blames_prefill(self, error: Any) -> bool:
         """Whether the error event that opened a decode call is about a hand-off that failed."""

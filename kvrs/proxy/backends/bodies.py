@@ -55,11 +55,18 @@ class Call:
         return body
 
 
-def prefill_call(journal: Journal, attempt: int, places: Sequence[Place], *, exact: bool) -> Call:
+def prefill_call(
+    journal: Journal,
+    attempt: int,
+    places: Sequence[Place],
+    *,
+    exact: bool,
+    traceparent: str | None = None,
+) -> Call:
     """The call that computes and retains the KV of the whole history, and sends its pages to
     `places`.
     """
-    call = _call(journal, attempt, places, exact=exact, is_prefill=True)
+    call = _call(journal, attempt, places, exact=exact, is_prefill=True, traceparent=traceparent)
     fields = call.fields
     fields["max_tokens"] = 1
     fields["temperature"] = 0
@@ -77,9 +84,18 @@ def decode_call(
     *,
     exact: bool,
     slot_token: int = 0,
+    traceparent: str | None = None,
 ) -> Call:
     """The call that streams the tokens after the history. It never has a peer's host and port."""
-    call = _call(journal, attempt, places, exact=exact, runs=runs, slot_token=slot_token)
+    call = _call(
+        journal,
+        attempt,
+        places,
+        exact=exact,
+        runs=runs,
+        slot_token=slot_token,
+        traceparent=traceparent,
+    )
     fields = call.fields
     fields["stream"] = True
     if journal.wants_usage:
@@ -102,6 +118,7 @@ def _call(
     is_prefill: bool = False,
     runs: Sequence[PageRange] = (),
     slot_token: int = 0,
+    traceparent: str | None,
 ) -> Call:
     endpoint, history = journal.parsed.endpoint, journal.history
     # A plain engine would render a chat's messages again; it takes ids in completions only.
@@ -134,7 +151,7 @@ def _call(
     elif has_ids:
         fields["prompt"] = history
     request = journal.request
-    headers = "" if request is None else request.call_headers(journal.stream, attempt)
+    headers = "" if request is None else request.call_headers(journal.stream, attempt, traceparent)
     return Call(endpoint.path, fields, headers)
 
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from kvrs.config.cluster import Backend as Engine
+from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
@@ -33,20 +34,23 @@ def open_backends(config: Config, links: EngineLinks) -> dict[InstanceId, Backen
     Raises: ConfigError: the directory of the model of an engine that does not report its geometry
         is missing.
     """
-    if config.cluster.backend is not Engine.VLLM:
-        return {
-            instance.id: PdBackend(links, config.url_of(instance))
-            for _, instance in config.cluster.instances()
-        }
     model = config.cluster.model
-    assert model is not None
-    if not (Path(model) / "config.json").is_file():
+    if config.cluster.backend is Engine.VLLM and not (Path(model or "") / "config.json").is_file():
         raise ConfigError(
             [f"cluster.model: {model}/config.json is not there; allowed: a Hugging Face directory"]
         )
     return {
-        instance.id: VllmBackend(
-            links, instance.url, Named(instance.id, node.id, instance.role, model)
-        )
+        instance.id: open_backend(config, links, node, instance)
         for node, instance in config.cluster.instances()
     }
+
+
+def open_backend(
+    config: Config, links: EngineLinks, node: NodeSettings, instance: InstanceSettings
+) -> Backend:
+    if config.cluster.backend is not Engine.VLLM:
+        return PdBackend(links, config.url_of(instance))
+    model = config.cluster.model
+    assert model is not None
+    named = Named(instance.id, node.id, instance.role, model)
+    return VllmBackend(links, instance.url, named)

@@ -13,8 +13,8 @@ import msgspec
 
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
-from kvrs.protocol.instance import FenceRequest, InstanceInfo, LoadReport
-from kvrs.protocol.openai.chunks import error_body, error_kind
+from kvrs.protocol.instance import Capability, FenceRequest, InstanceInfo, LoadReport
+from kvrs.protocol.openai.chunks import Usage, error_body, error_kind
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
@@ -39,6 +39,7 @@ class _PrefillChoice(msgspec.Struct):
 
 class _PrefillAnswer(msgspec.Struct):
     choices: list[_PrefillChoice] = []
+    usage: Usage | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
@@ -59,9 +60,14 @@ class OpenAiPeer(Peer):
     def decode(self, call: Call, reader: Reader) -> Coroutine[Any, Any, None]:
         return self._complete(call, reader)
 
+    async def ask(self, call: Call) -> bytes:
+        reader = WholeReader(_MAX_PREFILL_BYTES)
+        await self._complete(call, reader)
+        return reader.body
+
     async def _complete(self, call: Call, reader: Reader) -> None:
         pool, body = self._pool, await self._large.run(call.size_bytes, call.spend)
-        upstream = await pool.take()
+        upstream = await pool.take(len(body))
         try:
             head = pool.head(call.path, len(body), call.headers)
             asked, body = upstream.call(head, body, reader), b""  # The answer may take minutes.
@@ -90,15 +96,22 @@ def _prefilled(body: bytes) -> Prefilled:
             "return_token_ids"
         )
     transfer = answer.kv_transfer_params
-    # Copied: where it lies in the answer it would keep all of it.
-    return Prefilled(prompt_ids, None if bytes(transfer) in _ABSENT else transfer.copy())
+    return Prefilled(
+        prompt_ids,
+        # Copied: where it lies in the answer it would keep all of it.
+        None if bytes(transfer) in _ABSENT else transfer.copy(),
+        cached_tokens=None if answer.usage is None else answer.usage.cached_tokens,
+    )
 
 
 class PdBackend(OpenAiPeer):
     """An instance with the instance protocol."""
 
     async def info(self) -> InstanceInfo:
-        return await self.control("GET", "/kvrs/v1/instance", None, InstanceInfo)
+        info = await self.control("GET", "/kvrs/v1/instance", None, InstanceInfo)
+        if Capability.TRUNK in info.capabilities:
+            await self._pool.use_trunk()
+        return info
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
         request = FenceRequest(

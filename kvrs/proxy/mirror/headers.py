@@ -61,6 +61,8 @@ def parse_resume_headers(
         raise RequestError(f"{KEY} is not supported at {path}", param=KEY)
     if parsed.request.n != 1:
         raise RequestError(f"n must be 1 with {KEY}, got {parsed.request.n}", param="n")
+    if parsed.more:
+        raise RequestError(f"{KEY} allows one prompt, got {len(parsed.prompts)}", param="prompt")
     digest = blake2b(path.encode() + b"\0" + body, digest_size=32).digest()
     secret = secret_of_tenant()
     keys = tuple(secret.record_keys(key))
@@ -85,6 +87,7 @@ def reopened(record: Record, parsed: ParsedRequest, now_s: float) -> Journal:
         seed=header.seed,
         wants_usage=parsed.wants_usage,
         prompt_ids=unpack_ids(record.prompt_ids) if record.prompt_ids else parsed.prompt_ids,
+        cached_tokens=state.cached_tokens,
         output_ids=record.output_ids,
         owner_epoch=record.owner_epoch,
         head=record.head,

@@ -156,6 +156,7 @@ class KeyedStream:
             journal.stop_reason,
             journal.text_sent,
             journal.usage_sent,
+            journal.cached_tokens,
             journal.inexact,
             locations or before.kv_locations,
         )
@@ -168,6 +169,7 @@ class KeyedStream:
             stop_reason=journal.stop_reason,
             text_sent=journal.text_sent,
             usage_sent=journal.usage_sent,
+            cached_tokens=journal.cached_tokens,
             inexact=journal.inexact,
             kv_locations=locations or before.kv_locations,
         )

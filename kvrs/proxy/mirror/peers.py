@@ -121,7 +121,7 @@ class ProxyPeer(Peer):
 
     async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
         reader = WholeReader(MAX_BODY_BYTES)
-        upstream = await self._pool.take()
+        upstream = await self._pool.take(len(body))
         try:
             await upstream.call(self._pool.head(path, len(body)), body, reader)
             status = upstream.status

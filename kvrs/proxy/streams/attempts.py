@@ -4,6 +4,7 @@ decides what follows.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -26,6 +27,7 @@ from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.live import Failed, OpenStream
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.streams.tracing import NO_SPAN, CallSpan, traced_call
 
 
 class AttemptDriver(Protocol):
@@ -71,6 +73,7 @@ class Attempt:
         self._instances = driver.control.instances
         self._instance = plan.prefill or plan.decode  # The one that a failure is attributed to.
         self._has_resumed = False
+        self._span: CallSpan = NO_SPAN  # Of the decode call.
         # Of an attempt that is one call: who computes the history, and how much of the output
         # belongs to that.
         self._prefilling: InstanceId | None = None
@@ -181,12 +184,26 @@ class Attempt:
         self._control.calls_prefill(live, instance)
         timeout_s = self._control.progress.first_token_timeout_s(instance)
         places, exact = instances.places(instance, self._plan), instances.resumes_exactly(instance)
-        call = prefill_call(live.journal, self._attempt, places, exact=exact)
-        with silence_limit(lambda: timeout_s, lambda: self._is_making_progress(instance)):
+
+        def excused() -> bool:
+            return self._stays() or self._is_making_progress(instance)
+
+        with (
+            traced_call(live.journal.request, "prefill", instance, live.journal) as span,
+            silence_limit(lambda: timeout_s, excused),
+        ):
+            call = prefill_call(
+                live.journal, self._attempt, places, exact=exact, traceparent=span.traceparent
+            )
             answer = await self._driver.backends[instance].prefill(call)
         if live.journal.prompt_ids is None:
             live.journal.tokenised(answer.prompt_ids)
+        live.journal.note_cached(answer.cached_tokens)
         return answer
+
+    def _stays(self) -> bool:
+        """Whether its instance re-forms, and the stream waits there for that."""
+        return self._live.stays_until_s > self._driver.clock()
 
     def _is_making_progress(self, instance: InstanceId) -> bool:
         return self._control.progress.is_making_progress(instance, self._driver.clock())
@@ -200,10 +217,8 @@ class Attempt:
         if self._prefilling is None:
             live.enter(StreamStage.DECODE, plan.decode)
         waits_at = [plan.decode, *filter(None, [self._prefilling])]
-        places, exact = (
-            instances.places(plan.decode, plan),
-            instances.resumes_exactly(plan.decode),
-        )
+        places = instances.places(plan.decode, plan)
+        exact = instances.resumes_exactly(plan.decode)
         # What fetches no history needs none: the hand-off of a prefill is not counted.
         slot = (
             await self._driver.slots.acquire(
@@ -211,9 +226,6 @@ class Attempt:
             )
             if plan.runs
             else 0
-        )
-        call = decode_call(
-            live.journal, self._attempt, plan.runs, places, transfer, exact=exact, slot_token=slot
         )
         progress = self._control.progress
         first_token_timeout_s = max(map(progress.first_token_timeout_s, waits_at))
@@ -227,17 +239,30 @@ class Attempt:
             return (
                 relay.is_complete
                 or live.client.blocked
+                or self._stays()
                 or any(
                     map(self._is_making_progress, waits_at[:1] if self._has_resumed else waits_at)
                 )
             )
 
         relay = self._relay(continuation)
+        live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
+        call = partial(
+            decode_call,
+            *(live.journal, self._attempt, plan.runs, places, transfer),
+            exact=exact,
+            slot_token=slot,
+        )
         try:
-            with silence_limit(limit_s, excused) as watchdog:
+            with (
+                traced_call(
+                    live.journal.request, "decode", plan.decode, live.journal
+                ) as self._span,
+                silence_limit(limit_s, excused) as watchdog,
+            ):
                 relay.silence = watchdog.silence
-                await backend.decode(call, relay)
+                await backend.decode(call(traceparent=self._span.traceparent), relay)
                 relay.check_end()
         except ErrorEventError as error:
             if (
@@ -250,6 +275,8 @@ class Attempt:
             raise
         finally:
             relay.leave()
+            if self._attempt == live.journal.attempt:
+                live.expect_token = None
 
     def _check_exactness(self, target: InstanceId) -> None:
         """Mark a stream that this instance cannot go on with exactly, as self-tests have seen.
@@ -274,7 +301,11 @@ class Attempt:
         self._driver.slots.release(journal.stream, journal.owner_epoch, self._attempt)
 
     def _resumed(self) -> None:
+        if self._has_resumed:  # It stayed at an instance that has re-formed.
+            self._driver.resumed(self._live, self._attempt)
+            return
         self._has_resumed = True
+        self._span.first_token()
         self._live.decoded_by = self._control.self_tests.process(self._plan.decode)
         self._release_slot()
         if self._prefilling is not None:

@@ -14,6 +14,7 @@ from kvrs.control.effects import (
     Effect,
     EndAttempt,
     EndStream,
+    ExpectToken,
     GiveEnd,
     StreamClosed,
 )
@@ -57,6 +58,7 @@ from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.tasks import error_of
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.streams.tracing import RequestTrace
 from kvrs.proxy.wire.request_context import CURRENT
 
 log = logging.getLogger(__name__)
@@ -126,7 +128,9 @@ class Driver:
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """See one stream through; a caller that is cancelled takes the stream with it."""
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        journal.request = CURRENT.get()
+        journal.request = request = CURRENT.get()
+        if request is not None and isinstance(request.trace, RequestTrace):
+            request.trace.opened(journal)
         live = OpenStream(journal=journal, client=client, outcome=outcome, clock=self.clock)
         self._metrics.streams.active.inc()
         try:
@@ -148,16 +152,8 @@ class Driver:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case BeginAttempt():
-                live = _open(effect.live)
-                # A client that has just left ends its stream when its own task runs.
-                if not live.outcome.done():
-                    self._start(live, self._attempt(live, effect.plan).run())
-            case EndAttempt():
-                _open(effect.live).end_task()
-            case GiveEnd():
-                live = _open(effect.live)
-                self._start(live, self._attempt(live, effect.plan).end_alone())
+            case BeginAttempt() | EndAttempt() | ExpectToken() | GiveEnd():
+                self._perform_attempt(_open(effect.live), effect)
             case EndStream():
                 self._end(_open(effect.live), effect.outcome)
             case StreamClosed():
@@ -174,6 +170,24 @@ class Driver:
                 _note_ejection(self._metrics, effect)
             case WakeAt():
                 self._wake_at(effect.at_s)
+            case _:
+                assert_never(effect)
+
+    def _perform_attempt(
+        self, live: OpenStream, effect: BeginAttempt | EndAttempt | ExpectToken | GiveEnd
+    ) -> None:
+        match effect:
+            case BeginAttempt():
+                # A client that has just left ends its stream when its own task runs.
+                if not live.outcome.done():
+                    self._start(live, self._attempt(live, effect.plan).run())
+            case EndAttempt():
+                live.end_task()
+            case ExpectToken():
+                if live.expect_token is not None:
+                    live.expect_token()
+            case GiveEnd():
+                self._start(live, self._attempt(live, effect.plan).end_alone())
             case _:
                 assert_never(effect)
 

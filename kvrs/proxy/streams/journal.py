@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvrs.control.silence import mean_interval_s
 from kvrs.ids import StreamId
 from kvrs.policy.model.events import NO_DEADLINES, Deadlines, Kept
-from kvrs.protocol.openai.chunks import Usage
+from kvrs.protocol.openai.chunks import Usage, usage_of
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.request_context import RequestContext
 from kvrs.proxy.wire.requests import ParsedRequest
@@ -29,6 +29,8 @@ class Journal:
     seed: int | None = None  # What every attempt samples with; None: as greedy needs none.
     wants_usage: bool = False  # Of several choices none does: theirs is counted together.
     prompt_ids: Sequence[int] | None = None  # None until an engine has tokenised the prompt.
+    # Of the prompt, found in a prefix cache by the first attempt that says so; None: none has.
+    cached_tokens: int | None = None
     output_ids: "array[int]" = field(default_factory=lambda: array("I"))
     owner_epoch: int = (
         0  # How often the stream has gone from one proxy, or one request of its client, to another.
@@ -124,6 +126,11 @@ class Journal:
         """
         return len(self.output_ids) + self.finished + self.usage_sent
 
+    def note_cached(self, tokens: int | None) -> None:
+        """An engine has said what its prefix cache had; a later attempt does not count."""
+        if self.cached_tokens is None and not self.output_ids:
+            self.cached_tokens = tokens
+
     @property
     def finished(self) -> bool:
         """Whether the client has all text, so that only the formal end can be missing.
@@ -134,7 +141,7 @@ class Journal:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, len(self.output_ids), self.history_tokens)
+        return usage_of(self.prompt_tokens, len(self.output_ids), self.cached_tokens)
 
     def wrote(self, now_s: float) -> None:
         """Record that token ids were written to the client now."""

@@ -40,6 +40,8 @@ class OpenStream(LiveStream):
     entered: list[EnteredStage] = field(default_factory=list)  # All stages, one after another.
     task: asyncio.Task[None] | None = None
     decoded_by: TestedProcess | None = None  # The one that gave the last output.
+    # Has the current attempt report its next token as if it were its first.
+    expect_token: Callable[[], None] | None = None
     refusal: Failed | None = None  # The last one of an instance, for the client if it stands.
 
     def __post_init__(self) -> None:

@@ -91,6 +91,11 @@ class Metrics:
         )
         self.up = gauge("kvrs_worker_up", "1 while the worker is in use, else 0.", ["worker"])
         self.ejected = gauge("kvrs_worker_ejected", "1 while it is ejected, else 0.", ["worker"])
+        self.draining = gauge(
+            "kvrs_worker_draining",
+            "1 while the worker gets no new streams, by order or because it ends, else 0.",
+            ["worker"],
+        )
         self.deaths = counter(
             "kvrs_worker_deaths", "Times that a worker in use was lost.", ["worker", "cause"]
         )
@@ -98,7 +103,7 @@ class Metrics:
             "kvrs_worker_death_notice_seconds",
             "Time from the last report or heartbeat of a worker to the notice of its death.",
         )
-        self.loads = LoadMetrics(self.registry, workers)
+        self.loads = LoadMetrics(self.registry)
         self.failures = counter(
             "kvrs_attempts_failed",
             "Attempts that failed while their worker was in use.",
@@ -122,9 +127,10 @@ class Metrics:
         self.recoveries = RecoveryMetrics(self.registry)
         self.admission = AdmissionMetrics(self.registry)
         self.gossip = GossipMetrics(self.registry)
-        self._create_series(workers)
+        self._create_series()
+        self.add_workers(workers)
 
-    def _create_series(self, workers: Mapping[InstanceId, Role]) -> None:
+    def _create_series(self) -> None:
         """Create the series at 0, so that no rate misses the first event."""
         for outcome in ("granted", *Refusal, "unreachable", "superseded"):
             self.resumes.labels(outcome)
@@ -132,13 +138,23 @@ class Metrics:
             self._task_failures.labels(kind)
         for outcome in SlotOutcome:
             self.slots.labels(outcome)
+
+    def add_workers(self, workers: Mapping[InstanceId, Role]) -> None:
+        self.loads.add(workers)
         for worker in workers:
             self.up.labels(worker)
             self.ejected.labels(worker)
+            self.draining.labels(worker)
             self.failures.labels(worker)
             self.damaged.follow(0, worker)
             for cause in DeathCause:
                 self.deaths.labels(worker, cause)
+
+    def remove_worker(self, worker: InstanceId) -> None:
+        """It is no part of the cluster any more; what was counted of it stays."""
+        for gauge in (self.up, self.ejected, self.draining, self.checkpoint_lag):
+            gauge.remove(worker)
+        self.loads.remove(worker)
 
     def slot_asked(self, outcome: str) -> None:
         self.slots.labels(outcome).inc()
@@ -211,8 +227,8 @@ class RecoveryMetrics:
 class LoadMetrics:
     """What workers report of their load, and what this proxy has open there."""
 
-    def __init__(self, registry: CollectorRegistry, workers: Mapping[InstanceId, Role]) -> None:
-        self._roles = workers
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._roles: dict[InstanceId, Role] = {}
         gauge = partial(Gauge, registry=registry, labelnames=["worker", "role"])
         self._streams = gauge("kvrs_worker_streams", "Open streams of this proxy at the worker.")
         self._queued = gauge(
@@ -240,10 +256,18 @@ class LoadMetrics:
             ["source", "target"],
             registry=registry,
         )
+
+    def add(self, workers: Mapping[InstanceId, Role]) -> None:
+        self._roles.update(workers)
         for worker, role in workers.items():
             self._streams.labels(worker, role)
             for kind in KV_KINDS:
                 self._kv.follow(0, worker, kind)
+
+    def remove(self, worker: InstanceId) -> None:
+        labels = worker, self._roles.pop(worker)
+        for gauge in (self._streams, self._queued, self._running, self._free, self._delay):
+            gauge.remove(*labels)
 
     def measure(self, known: KnownInstance, streams: int) -> None:
         labels, load = (known.id, known.role), known.load
@@ -282,9 +306,16 @@ class AgentMetrics:
             ["agent"],
         )
         for agent in agents:
-            self.up.labels(agent)
-            for cause in DeathCause:
-                self._deaths.labels(agent, cause)
+            self.add(agent)
+
+    def add(self, agent: InstanceId) -> None:
+        self.up.labels(agent)
+        for cause in DeathCause:
+            self._deaths.labels(agent, cause)
+
+    def remove(self, agent: InstanceId) -> None:
+        self.up.remove(agent)
+        self.reserved.remove(agent)
 
     def lost(self, agent: InstanceId, cause: DeathCause) -> None:
         self.up.labels(agent).set(0)

@@ -13,6 +13,8 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Recovered, Settled
 from kvrs.policy.model.estimates import Estimate, Option, best_by_option
 from kvrs.proxy.streams.live import OpenStream
+from kvrs.proxy.streams.tracing import RequestTrace
+from kvrs.proxy.wire.request_context import RequestContext
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Recovery:
     )
     outcome: str = "running"  # Then one of `OUTCOMES`.
     request_id: str | None = None
+    request: RequestContext | None = None  # While it runs.
 
     def facts(self) -> dict[str, Any]:
         """For its line in the log: the decision, what it was predicted to cost, what came of it."""
@@ -112,6 +115,7 @@ class RecoveryLog:
             decided_s=self._clock(),
             last_write_s=live.journal.last_write_s,
             request_id=None if live.journal.request is None else live.journal.request.id,
+            request=live.journal.request,
         )
         self._running[action.stream] = recovery
         self.entries.append(recovery)
@@ -131,6 +135,9 @@ class RecoveryLog:
         recovery = self._running.get(stream)
         if recovery is None or recovery.attempt != attempt:
             return
+        # A token from before a re-forming, which settles nothing.
+        if recovery.option is Option.IN_PLACE and recovery.raw_s is None:
+            return
         now_s = self._clock()
         recovery.real_s = now_s - recovery.decided_s
         if recovery.last_write_s is not None:
@@ -148,3 +155,6 @@ class RecoveryLog:
             recovery.outcome = outcome
             self._settled(recovery)
             log.info("recovery", extra=recovery.facts())
+            request, recovery.request = recovery.request, None
+            if request is not None and isinstance(request.trace, RequestTrace):
+                request.trace.recovered(recovery, self._clock())

@@ -54,7 +54,8 @@ class ErrorEventError(UpstreamError):
 class Relay:
     """Writes the events of one attempt to the journal and to the client.
 
-    `resumed` is called once, at the first new token or at the end that the attempt adds. With a
+    `resumed` is called at the first new token or at the end that the attempt adds, and once more
+    after each `expect_token`. With a
     `continuation` the client's events are made here, from the engine's ids or its text; otherwise
     they are the engine's own.
     """
@@ -90,6 +91,7 @@ class Relay:
         self._template: EventTemplate | None = None
         self._path: TokenPath | None = None  # Of events that fit it.
         self._lessons = 0 if self._reads_all else _MOST_LESSONS
+        self._is_first = not journal.output_ids
         self._first_event = True
         # A later attempt's events carry another time of creation: exchange it.
         self._foreign_head = False
@@ -167,6 +169,13 @@ class Relay:
         if self._flow is not None and not self.is_complete:
             self.silence.heard_s = self._clock()  # Its silence until now was this proxy's.
             self._flow.resume()
+
+    def expect_token(self) -> None:
+        """Report the next token by `resumed` once more."""
+        self._noted = False
+        if self._path is not None:
+            self._path.close()
+            self._path = None
 
     def leave(self) -> None:
         """The call is over."""
@@ -261,7 +270,7 @@ class Relay:
         if event.error is not None:
             _raise_error_event(event.error)
         if not event.choices:
-            return self._take_usage(data, event)
+            return self._take_usage(event)
         return self._take_choice(data, event.choices[0])
 
     def _take_choice(self, data: bytes, choice: ReceivedChoice) -> bytes | None:
@@ -317,12 +326,14 @@ class Relay:
             choice.token_ids = piece.token_ids
         return journal.parsed.endpoint.event(journal.head, [choice])
 
-    def _take_usage(self, data: bytes, event: ReceivedChunk) -> bytes | None:
+    def _take_usage(self, event: ReceivedChunk) -> bytes | None:
+        """The proxy's own count: a decode instance does not know what prefill had cached."""
         journal = self._journal
-        if event.usage is None or not journal.wants_usage or journal.usage_sent:
+        if event.usage is None or not journal.finished:
             return None
-        journal.usage_sent = True
-        return self._trim(data)
+        if self._is_first and journal.cached_tokens is None:
+            journal.cached_tokens = event.usage.cached_tokens
+        return next(iter(journal.missing_end()), None)
 
     def _append(self, ids: list[int]) -> None:
         journal = self._journal

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice, ReceivedDelta, Usage
+from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice, ReceivedDelta, Usage, usage_of
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.streams.journal import Journal
@@ -124,7 +124,7 @@ def answer(
     parsed: ParsedRequest,
     journals: Sequence[Journal],
     clients: Sequence[WholeClient],
-    echo: str | None,
+    echoes: Sequence[str | None],
 ) -> bytes:
     """The body of a response whose choices are all complete."""
     first = journals[0]
@@ -137,7 +137,9 @@ def answer(
         "model": head.model,
         "choices": [
             client.choice(journal, index, echo)
-            for index, (journal, client) in enumerate(zip(journals, clients, strict=True))
+            for index, (journal, client, echo) in enumerate(
+                zip(journals, clients, echoes, strict=True)
+            )
         ],
         "object": "chat.completion" if is_chat else "text_completion",
         "usage": total_usage(journals),
@@ -148,7 +150,11 @@ def answer(
 
 
 def total_usage(journals: Sequence[Journal]) -> Usage:
-    """Of all choices together; their common prompt counts once."""
-    prompt = journals[0].prompt_tokens
+    """Of all choices together; a prompt that several have in common counts once, as its first
+    choice has it.
+    """
+    firsts = list({id(journal.parsed): journal for journal in reversed(journals)}.values())
+    prompt = sum(journal.prompt_tokens for journal in firsts)
     produced = sum(len(journal.output_ids) for journal in journals)
-    return Usage(prompt, produced, prompt + produced)
+    cached = [journal.cached_tokens for journal in firsts if journal.cached_tokens is not None]
+    return usage_of(prompt, produced, sum(cached) if len(cached) == len(firsts) else None)

@@ -108,6 +108,10 @@ class TokenPath:
         self._framing_bytes = len(self._opening) + len(self._event_end) - len(_END_OF_CHUNK)
         self._most_bytes = _MOST_BYTES - self._framing_bytes
 
+    def close(self) -> None:
+        """Relay nothing more: what comes next is read by the relay itself."""
+        self._most_tokens = 0
+
     def take(self, data: bytes) -> bool:
         """Relay a read; False: it is not of the usual form, and nothing has happened."""
         size = len(data)

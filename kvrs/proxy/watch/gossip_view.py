@@ -9,7 +9,7 @@ reporting stays in use, whatever is gossiped about its agent.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, assert_never
 
 from kvrs.errors import GossipError
@@ -54,11 +54,19 @@ class GossipView:
             InstanceId, tuple[int, str, float]
         ] = {}  # Lost, and not back yet: epoch, cause, when.
 
-    def join(self, membership: Membership, watchers: Iterable[Watching]) -> None:
+    def join(self, membership: Membership) -> None:
         self._membership = membership
-        for watcher in watchers:
-            self._watchers[watcher.node].append(watcher)
-            self._nodes[watcher.id] = watcher.node
+
+    def follow(self, watcher: Watching) -> None:
+        """From now on its watch hears of gossiped deaths."""
+        self._watchers[watcher.node].append(watcher)
+        self._nodes[watcher.id] = watcher.node
+
+    def leave(self, watcher: Watching) -> None:
+        """Its process is no part of the cluster any more."""
+        self._watchers[watcher.node].remove(watcher)
+        del self._nodes[watcher.id]
+        self.up(watcher.id)
 
     def heard(self, event: Event) -> None:
         """At a gossiped death the watches there check at once whether a report is overdue."""

@@ -3,11 +3,14 @@ process's death.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+import msgspec
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.control.fleet import Health, KnownAgent, KnownInstance
@@ -152,9 +155,11 @@ class InstanceWatcher(Watcher):
         super().__init__(known, self._backend, settings, gossip_view)
         self._known = known
         self._driver = driver
+        self._shape: tuple[int, int, int] | None = None  # Of its ranks, when they were learned.
 
     async def _watch(self) -> None:
         known, info = self._known, await self._meet()
+        self._shape = None
         async with (
             self._limit() as heard,
             self._backend.watch_load(self._interval_s) as reports,
@@ -184,6 +189,17 @@ class InstanceWatcher(Watcher):
             self._driver.control.instance_up(known, info, self._driver.clock())
             self._gossip_view.up(known.id)
         self._driver.control.load_reported(known, report, self._driver.clock())
+        return await self._with_ranks(info, report) if report.full_degree else info
+
+    async def _with_ranks(self, info: InstanceInfo, report: LoadReport) -> InstanceInfo:
+        """Ranks and layout change without a new epoch."""
+        number = 0 if report.reforming is None else report.reforming.number
+        shape = report.layout_number, report.degree, number
+        if shape != self._shape:
+            with contextlib.suppress(UpstreamError):  # Then with the next report.
+                now = await self._backend.info()
+                info = msgspec.structs.replace(info, ranks=now.ranks, layout=now.layout)
+                self._known.info, self._shape = info, shape
         return info
 
     def _lose(self, cause: str, death: DeathCause) -> None:

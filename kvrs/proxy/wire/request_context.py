@@ -26,14 +26,19 @@ _TRACEPARENT = re.compile(
 class RequestContext:
     id: str
     traceparent: str | None = None  # Of the client, or of the span that it has here.
+    trace: object | None = None  # Its spans (kvrs/proxy/streams/tracing.py), where there are any.
 
-    def call_headers(self, stream: StreamId, attempt: int) -> str:
+    def call_headers(self, stream: StreamId, attempt: int, traceparent: str | None) -> str:
         """For the calls of an attempt. Engines take the id for that of their own request, which
-        must differ from those of other choices and attempts.
+        must differ from those of other choices and attempts. `traceparent`: of the call's own span.
         """
-        lines = f"{REQUEST_ID}: {self.id}-{stream[:8]}-{attempt}\r\n"
-        if self.traceparent is not None:
-            lines += f"{TRACEPARENT}: {self.traceparent}\r\n"
+        return self.headers(f"{self.id}-{stream[:8]}-{attempt}", traceparent)
+
+    def headers(self, request_id: str, traceparent: str | None = None) -> str:
+        """Lines for a call of that id."""
+        lines = f"{REQUEST_ID}: {request_id}\r\n"
+        if (traceparent := traceparent or self.traceparent) is not None:
+            lines += f"{TRACEPARENT}: {traceparent}\r\n"
         return lines
 
 

@@ -21,6 +21,7 @@ from kvrs.protocol.openai.requests import (
     CompletionRequest,
     read_chat,
     read_completion,
+    read_prompt,
 )
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.tenants import TenantSecret
@@ -50,9 +51,10 @@ class Endpoint:
     path: str
     object: bytes  # Value of `object` in every event.
     api: ApiKind
-    # By a body, a backend, and how many elements the body may have.
+    # By a body, a backend, and how many elements the body may have; with further prompts.
     read: Callable[
-        [bytes, str, int], tuple[CompletionRequest | ChatRequest, dict[str, msgspec.Raw]]
+        [bytes, str, int],
+        tuple[CompletionRequest | ChatRequest, dict[str, msgspec.Raw], list[msgspec.Raw]],
     ]
     choice: Callable[[TextDelta], Choice | ChatChunkChoice]
 
@@ -88,7 +90,7 @@ CHAT = Endpoint(
 @dataclass(slots=True, eq=False)
 class ParsedRequest:
     """A client's request, and undecoded those of its fields that engines get, which lie in the
-    body.
+    body. Of several prompts each has its own, of which the first is the request.
     """
 
     endpoint: Endpoint
@@ -96,10 +98,21 @@ class ParsedRequest:
     fields: Mapping[str, msgspec.Raw]
     size_bytes: int
     prompt_ids: "array[int] | None" = None  # None until the client or an engine has given them.
+    more: "tuple[ParsedRequest, ...]" = ()  # Those of the prompts behind the first one.
     held: Held | None = None  # Follows what is kept.
+    counted_bytes: int = 0  # Its share of that.
+
+    @property
+    def prompts(self) -> "tuple[ParsedRequest, ...]":
+        return self, *self.more
+
+    @property
+    def streams(self) -> int:
+        return self.request.n * (1 + len(self.more))
 
     @property
     def tokens_guess(self) -> int:
+        """Of the prompt."""
         return self.size_bytes // _BYTES_PER_TOKEN + 1
 
     def tokenised(self, ids: "array[int]") -> "array[int]":
@@ -117,6 +130,7 @@ class ParsedRequest:
         """Drop what was decoded to be checked, and is in `fields` as well."""
         request = self.request
         request.stop_token_ids, request.bad_words = [], []
+        request.response_format = msgspec.Raw()
         request.allowed_token_ids, request.logit_bias = None, {}
         if isinstance(request, CompletionRequest):
             request.prompt = ""
@@ -127,8 +141,17 @@ class ParsedRequest:
     def count(self) -> None:
         """Have the budget follow what is kept."""
         if self.held is not None:
-            ids = self.prompt_ids or ()
-            self.held.resize(sum(map(len, self.fields.values())) + _BYTES_PER_ID * len(ids))
+            ids, before_bytes = self.prompt_ids or (), self.counted_bytes
+            fields_bytes = sum(map(len, self.fields.values()))
+            self.counted_bytes = fields_bytes + _BYTES_PER_ID * len(ids)
+            self.held.resize(self.held.size_bytes - before_bytes + self.counted_bytes)
+
+    def hold(self, held: Held) -> None:
+        """Keep no more of the body than is needed, and have the budget follow that."""
+        self.counted_bytes = held.size_bytes
+        for parsed in self.prompts:
+            parsed.held = held
+            parsed.strip()
 
     def _drop_prompt(self) -> None:
         # The others are copied: one that lies in the body keeps all of it.
@@ -155,8 +178,31 @@ def read(
     Raises:
         RequestError: it is malformed, or has a field that the backend does not take.
     """
-    request, fields = endpoint.read(body, backend, max_elements)
-    parsed = ParsedRequest(endpoint, request, fields, len(body))
+    request, fields, prompts = endpoint.read(body, backend, max_elements)
+    others_bytes = sum(map(len, prompts))
+    parsed = _parsed(endpoint, request, fields, len(body) - others_bytes)
+    if prompts:
+        assert isinstance(request, CompletionRequest)
+        shared_bytes = parsed.size_bytes - len(fields["prompt"])
+        parsed.more = tuple(
+            _parsed(
+                endpoint,
+                msgspec.structs.replace(request, prompt=read_prompt(prompt)),
+                fields | {"prompt": prompt},
+                shared_bytes + len(prompt),
+            )
+            for prompt in prompts
+        )
+    return parsed
+
+
+def _parsed(
+    endpoint: Endpoint,
+    request: CompletionRequest | ChatRequest,
+    fields: dict[str, msgspec.Raw],
+    size_bytes: int,
+) -> ParsedRequest:
+    parsed = ParsedRequest(endpoint, request, fields, size_bytes)
     if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
         try:
             given = packed(request.prompt)
@@ -170,4 +216,5 @@ def read(
 def salted(parsed: ParsedRequest, secret: TenantSecret) -> ParsedRequest:
     """The request with its tenant's salt, so that no other tenant finds its pages in a cache."""
     salt = msgspec.Raw(msgspec.json.encode(secret.salt(parsed.request.cache_salt)))
-    return replace(parsed, fields={**parsed.fields, "cache_salt": salt})
+    more = tuple(salted(each, secret) for each in parsed.more)
+    return replace(parsed, fields={**parsed.fields, "cache_salt": salt}, more=more)

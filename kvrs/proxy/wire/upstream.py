@@ -94,7 +94,14 @@ class EventReader:
 class Upstream(asyncio.Protocol):
     """Serves one call at a time. `lost` is called once the connection has ended."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, lost: Callable[["Upstream"], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        lost: Callable[["Upstream"], None],
+        *,
+        in_trunk: bool = False,
+    ) -> None:
+        self.in_trunk = in_trunk  # Else it is a connection of its own.
         self._loop = loop
         self._lost = lost
         self._transport: asyncio.Transport | None = None

@@ -5,23 +5,27 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any
 
 import msgspec
 
 from kvrs.control.core import Control
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.policy.model.events import OthersBooked
 from kvrs.proxy.api.admin import OwnSource
+from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused
+from kvrs.proxy.reload import ReloadResult
 from kvrs.proxy.workers.asking import Asking
 from kvrs.proxy.workers.channel import Channel
 from kvrs.proxy.workers.loads import Booked, booked_now, changes
 from kvrs.proxy.workers.messages import (
     BOOKED,
     DRAIN,
+    FLEET,
     METRICS,
+    ORDER,
     PING,
     PLAN,
     READY,
@@ -49,6 +53,7 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         self.others: Set[str] = frozenset()
         self.all_drain = False
+        self.drains: Mapping[str, float] = {}
         self.stop: Callable[[], None] | None = None
         self._plan: asyncio.Future[WorkerPlan] = loop.create_future()
         self._source: asyncio.Future[OwnSource] = loop.create_future()
@@ -60,6 +65,8 @@ class WorkerLink:
                 RELOAD: self._reload,
                 PING: lambda body: body,
                 DRAIN: self._drain,
+                ORDER: self._order,
+                FLEET: self._change_fleet,
                 BOOKED: self._take_others,
             },
             _end,
@@ -100,7 +107,9 @@ class WorkerLink:
         self.channel.tell(READY)
 
     def _take_plan(self, body: bytes) -> bytes:
-        self._plan.set_result(unpacked(body, WorkerPlan))
+        plan = unpacked(body, WorkerPlan)
+        self.drains = plan.drains
+        self._plan.set_result(plan)
         return b""
 
     async def _state(self, _: bytes) -> bytes:
@@ -110,11 +119,18 @@ class WorkerLink:
         return packed(families_of((await self._source).measured().registry))
 
     async def _reload(self, _: bytes) -> bytes:
+        return await _reloaded((await self._source).reload())
+
+    async def _change_fleet(self, body: bytes) -> bytes:
+        change = unpacked(body, FleetChange)
+        return await _reloaded((await self._source).change_fleet(change))
+
+    async def _order(self, body: bytes) -> bytes:
         try:
-            result = await (await self._source).reload()
-        except ConfigError as error:
-            return packed(Reloaded(faults=error.faults))
-        return packed(Reloaded(result.applied, result.restart_needed))
+            await (await self._source).drain_instance(unpacked(body, DrainOrder))
+        except RequestError as error:
+            return packed(OrderRefused(error.status, str(error)))
+        return b""
 
     def _drain(self, _: bytes) -> bytes:
         self.all_drain = True
@@ -122,6 +138,14 @@ class WorkerLink:
             os._exit(0)  # It has not begun.
         self.stop()
         return b""
+
+
+async def _reloaded(change: Awaitable[ReloadResult]) -> bytes:
+    try:
+        result = await change
+    except ConfigError as error:
+        return packed(Reloaded(faults=error.faults))
+    return packed(Reloaded(result.applied, result.restart_needed))
 
 
 def _end() -> None:

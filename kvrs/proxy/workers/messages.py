@@ -12,6 +12,8 @@ STATE = "state"
 METRICS = "metrics"
 RELOAD = "reload"
 PING = "ping"
+ORDER = "order"  # A `DrainOrder`.
+FLEET = "fleet"  # A `FleetChange`.
 DRAIN = "drain"  # The whole proxy drains; a second time: at once.
 # From a worker:
 READY = "ready"
@@ -34,6 +36,9 @@ class WorkerPlan(msgspec.Struct):
     names: list[str]  # Ids of all workers.
     port: int  # The bound one of clients.
     peer_ports: list[int]  # Of all workers.
+    # Instances that an operator drains: when what runs there is moved, by the monotonic clock.
+    drains: dict[str, float]
+    nodes: list[Any] | None = None  # In place of the file's.
 
 
 class Sample(msgspec.Struct, array_like=True):

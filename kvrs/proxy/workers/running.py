@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 from kvrs.descriptors import raise_descriptor_limit
@@ -14,6 +15,8 @@ from kvrs.errors import ConfigError
 from kvrs.proxy.reload import ReloadResult
 
 log = logging.getLogger(__name__)
+
+_LOOK_AT_FILE_S = 1.0
 
 
 class Service(Protocol):
@@ -35,8 +38,12 @@ class Stop:
         (self.at_once if self.first.is_set() else self.first).set()
 
 
-async def run_service(service: Service, ready: Callable[[], None], stop: Stop) -> None:
-    """Run until SIGINT or SIGTERM, which a second one hastens; SIGHUP has it reload."""
+async def run_service(
+    service: Service, ready: Callable[[], None], stop: Stop, watched: Path | None = None
+) -> None:
+    """Run until SIGINT or SIGTERM, which a second one hastens; SIGHUP has it reload, and a change
+    of the `watched` file.
+    """
     asked_to_reload = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -53,6 +60,7 @@ async def run_service(service: Service, ready: Callable[[], None], stop: Stop) -
     running = asyncio.ensure_future(service.run())
     stopping = asyncio.ensure_future(stop.first.wait())
     reloading = asyncio.ensure_future(_reload_when(asked_to_reload, service))
+    watching = asyncio.ensure_future(_watch(watched, asked_to_reload))
     try:
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -69,9 +77,32 @@ async def run_service(service: Service, ready: Callable[[], None], stop: Stop) -
         for ended in done - {hurried}:
             await ended  # Re-raise internal errors: the exit status must not be 0.
     finally:
-        for task in (running, stopping, reloading):
+        for task in (running, stopping, reloading, watching):
             task.cancel()
         await service.close()
+
+
+async def _watch(path: Path | None, changed: asyncio.Event) -> None:
+    """By its status, which also shows that a link to it leads elsewhere; one that is missing for a
+    moment is being replaced.
+    """
+    if path is None:
+        return
+    before = _status(path)
+    while True:
+        await asyncio.sleep(_LOOK_AT_FILE_S)
+        now = _status(path)
+        if now is not None and now != before:
+            before = now
+            changed.set()
+
+
+def _status(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 async def _reload_when(asked: asyncio.Event, service: Service) -> None:

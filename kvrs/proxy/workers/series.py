@@ -32,6 +32,7 @@ _HOW = {
     "kvrs_agent_deaths": _Sum.LARGEST,
     "kvrs_damaged_pages": _Sum.LARGEST,
     "kvrs_worker_ejected": _Sum.LARGEST,
+    "kvrs_worker_draining": _Sum.LARGEST,
     "kvrs_checkpoint_lag_pages": _Sum.LARGEST,
     "kvrs_agent_reserved_bytes": _Sum.LARGEST,
     "kvrs_gossip_members": _Sum.LARGEST,

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from prometheus_client.registry import Collector
 from kvrs import __version__
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config, config_digest
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HttpPort, naming_port
 from kvrs.proxy.api.admin import Admin
+from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.metrics import Total, process_registry
 from kvrs.proxy.wire.capacity import capacity_of
@@ -32,7 +33,9 @@ from kvrs.proxy.workers.channel import ChannelError
 from kvrs.proxy.workers.link import LOAD_INTERVAL_S
 from kvrs.proxy.workers.messages import (
     BOOKED,
+    FLEET,
     METRICS,
+    ORDER,
     PING,
     RELOAD,
     STATE,
@@ -73,7 +76,7 @@ class Supervisor:
         self._config = config
         self.reloads = Reloads(config, read)
         # What the workers reload, so that its changes are named as those of one proxy.
-        self.reloads.add(ReloadingPart("policy", _nothing, ("policy", "slo")))
+        self.reloads.add(ReloadingPart("policy", _nothing, ("policy", "slo", "cluster.nodes")))
         self._path = path
         self._ports = KeptPorts()
         self._admin: HttpPort | None = None
@@ -83,6 +86,8 @@ class Supervisor:
         self.places: list[WorkerPlace] = []
         self.port = 0
         self.admin_port = 0
+        # All plans refer to it, also those of workers that are started again.
+        self._drains: dict[str, float] = {}
         self._shared = SharedByWorkers(time.monotonic)
         self.registry = CollectorRegistry()
         self._added = Added()
@@ -131,7 +136,13 @@ class Supervisor:
         await self._open_admin(tls)
         for worker, name in enumerate(proxy.names):
             plan = WorkerPlan(
-                worker, str(self._path), self._no_env, proxy.names, self.port, peer_ports
+                worker,
+                str(self._path),
+                self._no_env,
+                proxy.names,
+                self.port,
+                peer_ports,
+                self._drains,
             )
             handlers, ended = self._shared.handlers(worker), partial(self._shared.end, worker)
             self.places.append(WorkerPlace(plan, name, handlers, self._changed.set, ended))
@@ -237,23 +248,59 @@ class Supervisor:
             ConfigError: one of them does not answer, and none has reloaded, or finds a fault.
         """
         self._check_all_in(await self._ask_all(PING))
-        answers = await self._ask_all(RELOAD, _RELOAD_S)
+        found = await self._reloaded(RELOAD)
+        own = await self.reloads.reload()
+        for place in self.places:
+            place.plan.nodes = None
+        return _added_results(own, found)
+
+    async def change_fleet(self, change: FleetChange) -> ReloadResult:
+        """Raises as `reload`."""
+        await self.reloads.change_nodes(change.nodes, is_trial=True)
+        await self._reloaded(FLEET, packed(msgspec.structs.replace(change, is_trial=True)))
+        for place in self.places:
+            place.plan.nodes = change.nodes
+        found = await self._reloaded(FLEET, packed(change))
+        return _added_results(await self.reloads.change_nodes(change.nodes), found)
+
+    async def _reloaded(self, what: str, body: bytes = b"") -> list[Reloaded]:
+        answers = await self._ask_all(what, _RELOAD_S, body)
         self._check_all_in(answers)
         found = [unpacked(answer, Reloaded) for answer in answers.values()]
         if faults := dict.fromkeys(fault for each in found for fault in each.faults):
             raise ConfigError([*faults])
-        own = await self.reloads.reload()
-        applied = dict.fromkeys((*own.applied, *(path for each in found for path in each.applied)))
-        needed = (*own.restart_needed, *(path for each in found for path in each.restart_needed))
-        return ReloadResult([*applied], [*dict.fromkeys(needed)])
+        return found
+
+    async def drain_instance(self, order: DrainOrder) -> None:
+        """Raises RequestError: a worker refuses it, or does not answer; then none obeys."""
+        await self._order(msgspec.structs.replace(order, is_trial=True))
+        if order.drain_s is None:
+            self._drains.pop(order.instance, None)
+        else:
+            self._drains[order.instance] = time.monotonic() + order.drain_s
+        await self._order(order)
+
+    async def _order(self, order: DrainOrder) -> None:
+        answers = await self._ask_all(ORDER, body=packed(order))
+        if silent := self._silent(answers):
+            raise RequestError(f"{silent}: no answer; allowed: when all workers are up", status=503)
+        for body in filter(None, answers.values()):
+            refused = unpacked(body, OrderRefused)
+            raise RequestError(refused.message, param="id", status=refused.status)
+
+    def _silent(self, answers: Container[int]) -> str:
+        """The names of workers that have not answered."""
+        return ", ".join(place.name for place in self.places if place.plan.worker not in answers)
 
     def _check_all_in(self, answers: Container[int]) -> None:
-        if silent := [place.name for place in self.places if place.plan.worker not in answers]:
-            fault = f"{', '.join(silent)}: no answer to a reload; allowed: when all workers are up"
+        if silent := self._silent(answers):
+            fault = f"{silent}: no answer to a reload; allowed: when all workers are up"
             log.error("not reloaded", extra={"cause": fault})
             raise ConfigError([fault])
 
-    async def _ask_all(self, name: str, timeout_s: float = _ANSWER_S) -> dict[int, bytes]:
+    async def _ask_all(
+        self, name: str, timeout_s: float = _ANSWER_S, body: bytes = b""
+    ) -> dict[int, bytes]:
         """The answers of workers that are up and answer in time."""
         answers: dict[int, bytes] = {}
 
@@ -261,7 +308,7 @@ class Supervisor:
             if place.state is not PlaceState.UP or place.channel is None:
                 return
             try:
-                answers[place.plan.worker] = await place.channel.ask(name, timeout_s=timeout_s)
+                answers[place.plan.worker] = await place.channel.ask(name, body, timeout_s)
             except ChannelError as error:
                 log.warning("worker silent", extra={"proxy": place.name, "cause": str(error)})
 
@@ -300,6 +347,12 @@ class Supervisor:
             await self._count()
 
 
+def _added_results(own: ReloadResult, found: Sequence[Reloaded]) -> ReloadResult:
+    applied = dict.fromkeys((*own.applied, *(path for each in found for path in each.applied)))
+    needed = (*own.restart_needed, *(path for each in found for path in each.restart_needed))
+    return ReloadResult([*applied], [*dict.fromkeys(needed)])
+
+
 def _nothing(_: Config) -> Apply | None:
     return None
 
@@ -316,4 +369,4 @@ async def supervise(
         ports = {"port": supervisor.port, "admin_port": supervisor.admin_port}
         log.info("proxy ready", extra=ports | {"workers": config.proxy.workers})
 
-    await run_service(supervisor, ready, Stop())
+    await run_service(supervisor, ready, Stop(), path if config.proxy.reload_on_change else None)

@@ -167,6 +167,12 @@ class PageLedger:
         for page in range(self._layout.pages):
             self.clear(page)
 
+    def drop(self) -> None:
+        """The pages are lost: no process can adopt them, and this one ends before its next
+        batch.
+        """
+        self._memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
+
     def write_note(self, note: bytes) -> None:
         """Facts that the process after this one need not find out again."""
         assert len(note) <= _NOTE_BYTES - 2 * _SEAL.size

@@ -18,7 +18,7 @@ from kvrs.elastic.shares import Share
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.weights import Weights
-from kvrs.engine.ranks.cells import CellMap, CellPool, WholePages
+from kvrs.engine.ranks.cells import CellPool, WholePages, memory_bytes
 from kvrs.engine.ranks.exchange import Areas, FormationMemory
 from kvrs.engine.ranks.rank import ShareWorker
 from kvrs.engine.worker import geometry_of
@@ -36,14 +36,13 @@ class ThreadRanks:
             batch_tokens=settings.max_batch_tokens,
         )
         self.memory = FormationMemory(mmap.mmap(-1, areas.size_bytes), areas)
-        self.pages = WholePages(geometry, settings.pages)
-        self._workers, memories = [], {}
+        cells = torch.frombuffer(
+            mmap.mmap(-1, memory_bytes(geometry, settings.pages)), dtype=torch.uint8
+        )
+        self.pages = WholePages(geometry, settings.pages, cells)
+        self._workers = []
         for rank in layout.ranks:
             share = Share.of(layout, rank)
-            cells = CellMap(share, geometry)
-            size = max(mmap.PAGESIZE, cells.memory_bytes(settings.pages))
-            memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-            memories[rank] = (cells, memory)
             with torch.inference_mode():
                 decoder = load_decoder(
                     config,
@@ -52,9 +51,8 @@ class ThreadRanks:
                     torch.device("cpu"),
                     share,
                 )
-            pool = CellPool(cells, settings.pages, memory)
+            pool = CellPool(share, geometry, settings.pages, cells)
             self._workers.append(ShareWorker(config, layout, rank, decoder, pool, self.memory))
-        self.pages.attach(memories)
         self._threads = ThreadPoolExecutor(len(self._workers))
         self._batch = 0
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from kvrs.config.cluster import InstanceSettings
+from kvrs.config.elastic import ElasticSettings
 from kvrs.config.engine import EngineSettings
+from kvrs.elastic.reforming import Way
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.worker import Worker
-from kvrs.errors import RanksLostError
+from kvrs.errors import RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.scheduling.sequences import Chunk
@@ -31,13 +33,13 @@ TOKENS = [(7 * at * at + 3) % 500 for at in range(120)]
 CUTS = [0, 50, 51, 67, 119, 120]
 
 
-def group_of(model: Path, **ranks: object) -> RankGroup:
+def group_of(model: Path, elastic: ElasticSettings | None = None, **ranks: object) -> RankGroup:
     instance = InstanceSettings.model_validate(
         {"id": InstanceId("d0"), "role": Role.DECODE, **ranks}
     )
     layout = layout_of(instance, ModelConfig.from_directory(model).units)
     assert layout is not None
-    return RankGroup(model, SETTINGS, layout)
+    return RankGroup(model, SETTINGS, layout, elastic)
 
 
 @pytest.fixture(scope="module")
@@ -98,40 +100,93 @@ def test_the_units_are_resident_once(tiny_model: Path, pair: RankGroup) -> None:
     assert len(set(pair.unit_bytes.values())) == 1
 
 
+def compute_again(group: RankGroup, worker: Worker) -> None:
+    """All chunks, each as often as ranks are lost, against one process."""
+    for chunk in chunks():
+        while True:
+            try:
+                logits = group.execute([chunk])
+            except RanksLostError:
+                group.wait_serving()
+            else:
+                assert same_bytes(logits, worker.execute([chunk]))
+                break
+
+
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_lost_rank_is_told_by_its_number(tiny_model: Path, stopped: bool) -> None:
+def test_the_other_ranks_go_on_and_the_lost_one_comes_back(tiny_model: Path, stopped: bool) -> None:
     """One that is killed at once; one that hangs when a batch takes too long, and it is killed
-    then, so that it computes nothing any more.
+    then, so that it computes nothing any more. The others stay the processes that they are, read
+    what was lost from the files and nothing else, and give it to the new one.
     """
-    group = group_of(tiny_model, tp=2)
+    group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
     group.predict = lambda chunks: 0.01
-    (first, *_) = chunks()
+    survivor, lost = group.pids[0], group.pids[1]
+    half = group.unit_bytes[1]
     try:
-        group.execute([first])
-        os.kill(group.pids[1], signal.SIGSTOP if stopped else signal.SIGKILL)
+        compute_again(group, worker)
+        os.kill(lost, signal.SIGSTOP if stopped else signal.SIGKILL)
+        with pytest.raises(RanksLostError):
+            compute_on(group, chunks()[0])
+        group.wait_serving()
+        assert not Path(f"/proc/{lost}").exists()
+        assert group.pids == {0: survivor}
+        compute_again(group, worker)
+        while len(group.layout.ranks) < 2:
+            compute_again(group, worker)
+        compute_again(group, worker)
+
+        assert group.pids.keys() == {0, 1}
+        assert group.pids[0] == survivor
+        assert group.unit_bytes == {0: half, 1: half}
+        reshard, resize = group.reformer.done
+        assert (reshard.way, resize.way) == (Way.RESHARD, Way.RESIZE)
+        assert reshard.moved == {"host": half, "read": half}
+        assert (reshard.host_bytes, reshard.peer_bytes) == (half, 0)
+        assert resize.moved == {"peer": half, "read": 0}
+        assert (resize.host_bytes, resize.peer_bytes) == (0, half)
+    finally:
+        group.close()
+
+
+def test_without_elastic_a_lost_rank_is_the_end(tiny_model: Path) -> None:
+    group = group_of(tiny_model, ElasticSettings(enabled=False), tp=2)
+    ended: list[RanksLostError] = []
+    group.on_end = ended.append
+    try:
+        os.kill(group.pids[1], signal.SIGKILL)
         with pytest.raises(RanksLostError) as lost:
-            compute_on(group, first)
-        assert lost.value.ranks == (1,)
+            compute_on(group, chunks()[0])
+        with pytest.raises(RanksLostError, match="rank 1 has died"):
+            group.wait_serving()
+        assert lost.value.ranks in ((1,), ())
         assert list(group.lost) == [1]
+        assert [each.ranks for each in ended] == [(1,)]
     finally:
         group.close()
 
 
 async def test_a_lost_device_is_a_lost_rank_without_its_memory(tiny_model: Path) -> None:
-    """What it had of a page is gone, and what others had is there."""
-    group = group_of(tiny_model, tp=2)
-    (first, *_) = chunks()
+    """No page is sent before the books know that its cells are gone. Then all is computed again."""
+    group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
     try:
-        group.execute([first])
+        compute_again(group, worker)
+        staged = group.pool.stage([chunks()[0].pages[0]])
         group.lose_device(1)
-        with pytest.raises(RanksLostError):
-            compute_on(group, first)
-        staged = group.pool.stage([first.pages[0]])
-        await staged.save()
-        cells = torch.frombuffer(staged.views[0], dtype=torch.float32).view(4, 2, -1)
+        with pytest.raises(TransferError):
+            await staged.save()
+        with pytest.raises(TransferError):
+            group.pool.stage([chunks()[0].pages[0]])
+        group.mended()
+        again = group.pool.stage([chunks()[0].pages[0]])
+        await again.save()
+        cells = torch.frombuffer(again.views[0], dtype=torch.float32).view(4, 2, -1)
         assert cells[:, 0].count_nonzero() > 0
         assert cells[:, 1].count_nonzero() == 0
-        assert group.lost_devices == {1}
+        with pytest.raises(RanksLostError):
+            compute_on(group, chunks()[0])
+        group.wait_serving()
+        compute_again(group, worker)
     finally:
         group.close()
 

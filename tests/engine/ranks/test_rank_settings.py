@@ -8,7 +8,7 @@ import pytest
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import parse_config
 from kvrs.engine.models.config import ModelConfig
-from kvrs.engine.ranks.group import Shared
+from kvrs.engine.ranks.seats import Shared
 from kvrs.engine.ranks.settings import check_layouts, layout_of
 from kvrs.errors import ConfigError, KvrsError
 

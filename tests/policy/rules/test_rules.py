@@ -1,11 +1,15 @@
 """The registry of policies, and which estimate each one takes."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrs.config.policy import PolicyName
 from kvrs.ids import InstanceId
 from kvrs.policy import rules
 from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.rules.auto import AUTO
+from kvrs.policy.rules.base import cheapest
 from kvrs.policy.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.profiles import catalog
 from tests.policy.policy_harness import instance
@@ -79,3 +83,63 @@ def test_no_option_within_the_budget_means_abort() -> None:
         rules.BY_NAME[PolicyName.ALWAYS_MIGRATE].decide(estimates, budget_s=2.0).option
         is Option.MIGRATE
     )
+
+
+TIMES_S = st.floats(0, 100)
+ESTIMATES = st.lists(
+    st.builds(
+        Estimate,
+        st.sampled_from([Option.MIGRATE, Option.SPLIT, Option.RECOMPUTE]),
+        st.just(D),
+        TIMES_S,
+        at_target_s=TIMES_S,
+    ),
+    min_size=1,
+)
+OTHERS = st.floats(0, 1000)
+
+
+def test_many_victims_spare_the_target_and_one_does_not() -> None:
+    """A split is faster for its stream, but the target computes its front while others wait."""
+    migrate = Estimate(Option.MIGRATE, D, 0.10, at_target_s=0.01)
+    split = Estimate(Option.SPLIT, D, 0.06, at_target_s=0.03)
+
+    assert AUTO.decide([migrate, split]) == split
+    assert AUTO.decide([migrate, split], others=1) == split
+    assert AUTO.decide([migrate, split], others=3) == migrate
+
+
+@given(ESTIMATES, OTHERS)
+def test_the_choice_costs_all_victims_together_least(
+    estimates: list[Estimate], others: float
+) -> None:
+    """Its own cost, and what the others wait for it at the target. Alone: the cheapest."""
+    chosen = AUTO.decide(estimates, others=others)
+
+    least = min(each.total_s + others * each.at_target_s for each in estimates)
+    assert chosen.total_s + others * chosen.at_target_s == least
+    assert AUTO.decide(estimates) == cheapest(estimates)
+
+
+@given(ESTIMATES, OTHERS, OTHERS)
+def test_more_victims_never_have_the_target_compute_more(
+    estimates: list[Estimate], some: float, more: float
+) -> None:
+    """What the others wait for counts the more, the more others there are."""
+    few, many = sorted((some, more))
+
+    at_target_s = [AUTO.decide(estimates, others=n).at_target_s for n in (few, many)]
+
+    assert at_target_s[1] <= at_target_s[0] or few == many
+
+
+@given(ESTIMATES, OTHERS, TIMES_S)
+def test_what_others_wait_for_makes_no_victim_late(
+    estimates: list[Estimate], others: float, budget_s: float
+) -> None:
+    """A stream that can be back in time is, whatever its choice costs the others."""
+    chosen = AUTO.decide(estimates, budget_s, others)
+
+    can_be = min(each.total_s for each in estimates) <= budget_s
+    assert (chosen.option is not Option.ABORT) == can_be
+    assert not can_be or chosen.total_s <= budget_s

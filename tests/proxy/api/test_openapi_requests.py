@@ -132,7 +132,8 @@ async def test_other_methods_and_media_types_are_answered_as_documented(proxy: P
     def ask() -> None:
         for url in urls(proxy):
             paths = requests.get(f"{url}/openapi.json", timeout=5).json()["paths"]
-            for path, item in paths.items():
+            for template, item in paths.items():
+                path = template.replace("{", "").replace("}", "")
                 for method in METHODS:
                     if method.lower() in item:
                         continue

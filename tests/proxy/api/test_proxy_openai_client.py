@@ -2,13 +2,11 @@
 through cuts.
 """
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scenarios import SCENARIOS
 from tests.proxy.scripted import Cut, Fault
@@ -21,19 +19,6 @@ TOOLS: Any = [
         "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-
-
-@pytest.fixture
-async def system(build: ProxyClusterBuilder) -> ProxyCluster:
-    return await build()
-
-
-@pytest.fixture
-async def client(system: ProxyCluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{system.url}/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
 
 
 def chat(play: str, **fields: Any) -> dict[str, Any]:
@@ -73,6 +58,36 @@ async def test_a_chat_streams_through_a_cut(
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == len(deltas) - 1
+
+
+async def test_usage_says_what_the_first_attempt_had_cached(
+    system: ProxyCluster, client: openai.AsyncOpenAI
+) -> None:
+    """Of prefill, which alone looks for the prompt in a cache for the client: a decode instance has
+    pages of others, and a recovery those of the stream itself.
+    """
+    for instance in system.instances.values():
+        is_prefill = instance.id.startswith("p")
+        instance.cached_tokens = 7 if is_prefill else 9
+    asked = chat("emoji", stream_options={"include_usage": True})
+    cut(system, 0)
+
+    whole = await client.chat.completions.create(**chat("emoji"), n=2)
+    chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    response = await client.responses.create(model="scripted", input="play emoji.")
+    for instance in system.instances.values():
+        instance.cached_tokens = None
+    unknown = await client.chat.completions.create(**chat("emoji"))
+
+    assert not system.script.cuts
+    for usage in (whole.usage, chunks[-1].usage):
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == 7
+    assert response.usage is not None
+    assert response.usage.input_tokens_details.cached_tokens == 7
+    assert unknown.usage is not None
+    assert unknown.usage.prompt_tokens_details is None
 
 
 async def test_the_helper_for_streams_puts_tool_calls_together(
@@ -145,6 +160,59 @@ async def test_log_probabilities_and_choices_of_a_completion(
     assert answer.choices[0].logprobs.text_offset[0] == 0
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2 * len(answer.choices[0].logprobs.tokens or ())
+
+
+@pytest.mark.parametrize("prompts", [["play cjk.", "play latin."], [[1, 600, 2], [5, 6]]])
+async def test_every_prompt_of_a_request_is_answered_as_if_alone(
+    system: ProxyCluster, client: openai.AsyncOpenAI, prompts: Any
+) -> None:
+    """Choice k of prompt i has the index `i * n + k`, as OpenAI counts; the cut of one leaves the
+    others whole, and the usage has each prompt once.
+    """
+    request: dict[str, Any] = {
+        "model": "scripted",
+        "max_tokens": 30,
+        "temperature": 1.0,
+        "echo": isinstance(prompts[0], str),
+        "n": 2,
+        "seed": 5,
+        "user": "cut",
+    }
+    alone = [await client.completions.create(**request, prompt=one) for one in prompts]
+    cut(system, 5, seed=6)
+
+    whole = await client.completions.create(**request, prompt=prompts)
+    cuts_left = len(system.script.cuts)
+    cut(system, 5, seed=5)
+    texts = [""] * 4
+    stream = await client.completions.create(
+        **request, prompt=prompts, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+
+    assert (cuts_left, system.script.cuts) == (0, {})
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    expected = [choice.text for answer in alone for choice in answer.choices]
+    assert [choice.text for choice in whole.choices] == texts == expected
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert whole.usage == chunks[-1].usage
+    assert whole.usage is not None
+    used = [answer.usage for answer in alone if answer.usage]
+    assert whole.usage.prompt_tokens == sum(usage.prompt_tokens for usage in used)
+    assert whole.usage.completion_tokens == sum(usage.completion_tokens for usage in used)
+
+
+async def test_equal_prompts_of_a_request_draw_differently(client: openai.AsyncOpenAI) -> None:
+    """Without a seed of the client's each prompt has its own."""
+    answer = await client.completions.create(
+        model="scripted", prompt=[[5, 6, 7]] * 2, max_tokens=30, temperature=1.0
+    )
+
+    first, second = answer.choices
+    assert first.text != second.text
 
 
 async def test_several_choices_stream_side_by_side(

@@ -1,13 +1,11 @@
 """The Responses API with the openai package, unmodified, as the client."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scenarios import SCENARIOS
 from tests.proxy.scripted import Fault
@@ -15,19 +13,6 @@ from tests.proxy.scripted import Fault
 pytestmark = pytest.mark.network
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
-
-
-@pytest.fixture
-async def system(build: ProxyClusterBuilder) -> ProxyCluster:
-    return await build()
-
-
-@pytest.fixture
-async def client(system: ProxyCluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{system.url}/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
 
 
 def asked(play: str, **fields: Any) -> dict[str, Any]:

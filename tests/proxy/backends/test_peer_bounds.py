@@ -12,6 +12,7 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.scripted import without_trunk
 
 pytestmark = pytest.mark.network
 
@@ -78,12 +79,13 @@ async def test_clients_learn_no_address(build: ProxyClusterBuilder) -> None:
     system = await build(
         pairs=1,
         policy={"recovery": {"max_attempts": 1, "wait_s": 0.5}},
+        prepare=without_trunk,
     )
     p0 = system.instances["p0"]
     assert p0._port is not None
     for site in list(p0._port._runner.sites):  # Its watch goes on.
         await site.stop()
-    system.instances["p0"].cut_streams()
+    p0.cut_streams()
 
     status, body = await system.complete(prompt=[1, 2], max_tokens=3, temperature=0)
 

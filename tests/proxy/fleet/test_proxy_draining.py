@@ -2,7 +2,9 @@
 
 import asyncio
 import signal
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvrs.config.file import Config
@@ -138,6 +140,94 @@ async def test_a_resume_that_is_looked_up_while_its_proxy_is_told_to_end_does_no
         await reader.read_all(1)
 
     assert reader.errors == ["shutting_down"]
+
+
+async def order(system: ProxyCluster, method: str, path: str) -> tuple[int, Any]:
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/drain/{path}"
+    async with system.http.request(method, url) as answer:
+        return answer.status, msgspec.json.decode(await answer.read())
+
+
+async def decoders_of(system: ProxyCluster) -> list[str]:
+    """Where streams that begin now decode."""
+    request = {"prompt": [1, 2, 3], "max_tokens": 3}
+    before = {name: one.calls.copy() for name, one in system.instances.items()}
+    for _ in range(4):
+        assert (await system.ask(request))[0] == 200
+    return [
+        name
+        for name, one in system.instances.items()
+        if name.startswith("d") and len(one.calls) > len(before[name])
+    ]
+
+
+async def test_an_operator_drains_an_instance_and_ends_that(build: ProxyClusterBuilder) -> None:
+    """Streams that run there may end; new ones go elsewhere until the order is withdrawn."""
+    system = await build()
+    asked = await held_open(system, count=4)
+    rows = (await system.state())["streams"]
+    on_d0 = [row["id"] for row in rows if row["decode"] == "d0"]
+
+    ordered = await order(system, "POST", "d0?drain_s=600")
+    state = await system.state()
+    shown = {row["id"]: row["drain"] is not None for row in state["instances"]}
+    draining = await system.count("kvrs_worker_draining", worker="d0")
+    stayed = [row["id"] for row in state["streams"] if row["decode"] == "d0"]
+    release(system)
+    exact = await all_exact(asked)
+    meanwhile = await decoders_of(system)
+    ended = await order(system, "DELETE", "d0")
+
+    assert ordered == (200, {"instance": "d0", "drain_s": 600.0})
+    assert shown == {"p0": False, "d0": True, "p1": False, "d1": False}
+    assert draining == 1
+    assert stayed == on_d0 != []
+    assert exact
+    assert meanwhile == ["d1"]
+    assert ended == (200, {"instance": "d0", "drain_s": None})
+    assert await decoders_of(system) == ["d0"]
+    assert await system.count("kvrs_worker_draining", worker="d0") == 0
+
+
+async def test_what_runs_on_a_drained_instance_is_moved_when_its_time_is_over(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Without a token lost, repeated or changed."""
+    system = await build()
+    asked = await held_open(system, count=4)
+
+    await order(system, "POST", "d0?drain_s=0.2")
+    await system.until(lambda: _all_on(system, "d1"))
+    release(system)
+
+    assert await all_exact(asked)
+    causes = {row["cause"] for row in (await system.state())["recoveries"]}
+    assert causes == {"moved: its instance is drained"}
+
+
+async def test_an_order_that_cannot_be_carried_out_changes_nothing(
+    build: ProxyClusterBuilder,
+) -> None:
+    """No instance of that name, no time, or nowhere to go."""
+    system = await build()
+    await order(system, "POST", "d1")
+
+    refused = [
+        (await order(system, method, path))[0]
+        for method, path in [
+            ("POST", "d7"),
+            ("DELETE", "d7"),
+            ("POST", "d0?drain_s=soon"),
+            ("POST", "d0?drain_s=-1"),
+            ("POST", "d0?drain_s=nan"),
+        ]
+    ]
+    status, answer = await order(system, "POST", "d0")
+
+    assert refused == [404, 404, 400, 400, 400]
+    assert status == 409
+    assert "no other instance that is up and not drained can do decode" in str(answer)
+    assert await decoders_of(system) == ["d0"]
 
 
 async def test_a_bug_while_a_proxy_drains_does_not_end_like_an_order(

@@ -72,6 +72,27 @@ async def test_a_stream_is_resumed_at_another_proxy_after_a_kill(group: GroupBui
     assert {(body["owner_epoch"], body["attempt"]) for body in bodies} == {(0, 1), (1, 1)}
 
 
+async def test_what_was_cached_for_the_prompt_goes_with_the_record(group: GroupBuilder) -> None:
+    """The next proxy's engines have the prompt in their caches, from the first attempt."""
+    here = await group()
+    gate, reader = gate_at(here, 4), here.reader(stream_options={"include_usage": True})
+    for instance in here.system.instances.values():
+        instance.cached_tokens = 2
+    await reader.read(0, tokens=4)
+    async with asyncio.timeout(10):
+        while len(here.book(1).records[record_key("k")].events) < 4:
+            await asyncio.sleep(0.005)
+
+    await here.kill(0)
+    for instance in here.system.instances.values():
+        instance.cached_tokens = 9
+    gate.set()
+    assert await reader.read(1) == 200
+
+    usage = msgspec.json.decode(reader.events[-1])["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
 async def test_without_last_event_id_the_whole_stream_is_replayed(group: GroupBuilder) -> None:
     """The client may have discarded its part; a finished answer is replayed too, without an
     engine.
@@ -406,6 +427,7 @@ async def test_a_draining_proxy_hands_its_streams_over(group: GroupBuilder) -> N
         ({"Idempotency-Key": "k", "Last-Event-ID": "ab"}, {"stream": True}, "Last-Event-ID"),
         ({"Idempotency-Key": "k", "Last-Event-ID": "ab:1"}, {}, "Last-Event-ID"),
         ({"Idempotency-Key": "k"}, {"n": 2}, "n"),
+        ({"Idempotency-Key": "k"}, {"prompt": ["a", "b"]}, "prompt"),
     ],
 )
 async def test_a_key_that_cannot_be_honoured_is_rejected(

@@ -135,6 +135,42 @@ async def test_a_killed_worker_comes_back_and_the_others_go_on(
         assert await proxy.count("kvrs_requests_total", outcome="complete") == 10 + of_other + 1
 
 
+async def test_every_worker_obeys_an_order_to_drain_also_one_that_comes_back(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """An order is the proxy's, not that of the worker that takes it."""
+    system = await build()
+
+    async def reached(proxy: WorkersOfProxy) -> set[str]:
+        before = {name: len(one.calls) for name, one in system.instances.items()}
+        answers = await asyncio.gather(*(proxy.ask(REQUEST) for _ in range(20)))
+        assert {status for status, _ in answers} == {200}
+        return {
+            name for name, one in system.instances.items() if _decodes(one.calls[before[name] :])
+        }
+
+    async with open_workers(system, tmp_path, workers=2) as proxy:
+        unknown, _ = await proxy.admin("/kvrs/v1/drain/d7", "POST")
+        alone = [(await proxy.admin(f"/kvrs/v1/drain/{name}", "POST"))[0] for name in ("d0", "d1")]
+        drained = await reached(proxy)
+        os.kill((await proxy.workers())[0]["pid"], signal.SIGKILL)
+        await proxy.until_logged(b"worker lost")
+        await proxy.until_up()
+        later = await reached(proxy)
+        state = await proxy.state()
+        ended, _ = await proxy.admin("/kvrs/v1/drain/d0", "DELETE")
+        after = await reached(proxy)
+
+    assert (unknown, alone, ended) == (404, [200, 409], 200)
+    assert drained == later == {"p0", "p1", "d1"}
+    assert [row["id"] for row in state["instances"] if row["drain"]] == ["d0"]
+    assert after == {*system.instances}
+
+
+def _decodes(calls: list[str]) -> bool:
+    return "POST /v1/completions" in calls
+
+
 async def test_workers_end_with_their_supervisor(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:

@@ -1,0 +1,125 @@
+"""One instance kept alive by processes that are made before they are needed."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, NoReturn
+
+from kvrs.config.file import ENV_NAME
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+
+_MAX_MESSAGE_BYTES = 1 << 16
+# After a start that did not get as far as serving.
+_PAUSE_S = 0.5
+
+
+class Nursery:
+    """A process that forks those of an instance. Where it has ended, another one is made, which
+    takes as long as to start an engine.
+    """
+
+    def __init__(
+        self, config_path: Path, instance: InstanceId, ring: list[bytes], log: IO[str]
+    ) -> None:
+        self._config_path, self._instance, self._ring = config_path, instance, ring
+        self._log = log
+        self._line: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def make(self) -> socket.socket:
+        """The line of a new process, whose end is that of the process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            if not self._send(theirs):
+                self._begin()
+                self._send(theirs)
+        return ours
+
+    def _send(self, theirs: socket.socket) -> bool:
+        if self._line is not None:
+            with suppress(OSError):
+                socket.send_fds(self._line, [b"make"], [theirs.fileno()])
+                return True
+        return False
+
+    def _begin(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        if self._process is not None:
+            self._process.wait()
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "kvrs.engine.nursery"),
+                    *("--config", str(self._config_path), "--instance", self._instance),
+                    *("--line", str(theirs.fileno())),
+                ],
+                pass_fds=[theirs.fileno()],
+                # One thread in all: it is forked.
+                env=os.environ
+                | {ENV_NAME: b"\n".join(self._ring).decode(), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+            )
+
+
+class Keeper:
+    """Has one process of an instance serve, and another one wait to follow it."""
+
+    def __init__(
+        self,
+        make: Callable[[], socket.socket],
+        next_start: Callable[[], int],
+        ready: Callable[[], object],
+    ) -> None:
+        self._make, self._next_start, self._ready = make, next_start, ready
+        self._serving: socket.socket | None = None
+        self._has_served = False
+
+    def run(self) -> NoReturn:
+        """Raises ConfigError: the first process cannot serve as it is configured."""
+        following = self._make()
+        while True:
+            with following as line:
+                self._serving = line
+                if served := self._start(line):
+                    self._has_served = True
+                    following = self._make()
+                    _hear(line)  # Its end.
+            if not served:
+                time.sleep(_PAUSE_S)
+                following = self._make()
+
+    def stop(self) -> None:
+        """Have the process drain and end."""
+        if (line := self._serving) is not None:
+            with suppress(OSError):
+                line.send(b"stop")
+
+    def _start(self, line: socket.socket) -> bool:
+        """Whether it serves."""
+        with suppress(OSError):
+            line.send(f"start {self._next_start()}".encode())
+        word, _, fault = _hear(line).partition(" ")
+        if word == "fault" and not self._has_served:
+            raise ConfigError(fault.splitlines())
+        if word != "ready":
+            return False
+        self._ready()
+        return True
+
+
+def _hear(line: socket.socket) -> str:
+    """The next message; "" when the process has ended."""
+    try:
+        return line.recv(_MAX_MESSAGE_BYTES).decode()
+    except ConnectionError:
+        return ""

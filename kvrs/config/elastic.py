@@ -1,0 +1,20 @@
+"""Section `elastic` of the configuration: instances of several ranks that lose some."""
+
+from pydantic import Field
+
+from kvrs.config.settings import Settings
+
+
+class ElasticSettings(Settings):
+    enabled: bool = True
+    """Whether an instance of several ranks that loses one goes on with the others, in the same
+    process and with the same streams, and grows back; otherwise a lost rank ends its instance.
+    """
+    min_ranks: int = Field(default=1, ge=1, le=4096)
+    """With fewer ranks an instance does not serve: it starts the lost ones again, or ends. At most
+    the ranks of the smallest instance of several ranks.
+    """
+    lookahead_tokens: int = Field(default=32, ge=0, le=1 << 20)
+    """Tokens of each stream for which the slower steps of fewer ranks are counted, where it is
+    decided how an instance goes on.
+    """

@@ -1,0 +1,111 @@
+"""JSON mode: which tokens may come next, by the grammar of `response_format`.
+
+A grammar's state depends on the schema and the output tokens alone, so an attempt that continues a
+stream elsewhere builds it from the history.
+"""
+
+import json
+import threading
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kvrs.errors import RequestError
+from kvrs.protocol.openai.requests import decode_as
+
+_PARAM = "response_format"
+_ANY_OBJECT = {"type": "object"}
+_SHOWN_CHARACTERS = 300  # Of what is wrong with a schema.
+
+
+class _JsonSchema(msgspec.Struct):
+    schema: dict[str, Any] = {}
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None  # The output follows the schema in any case.
+
+
+class _Format(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+_FORMAT = msgspec.json.Decoder(_Format | None)
+
+
+class Grammar:
+    """Of one stream."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def failure(self) -> str:
+        """Why it can say no more; empty while it can."""
+        return self._matcher.get_error()
+
+    def apply(self, row: Tensor, logits: Tensor) -> Tensor:
+        """Logits `[vocab]` without the tokens that the grammar forbids; those of the model, where
+        others have forbidden all that it allows.
+        """
+        allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        forbidden = allowed[: len(row)] == 0
+        masked = row.masked_fill(forbidden, -torch.inf)
+        if bool(torch.isfinite(masked).any()):
+            return masked
+        return logits.masked_fill(forbidden, -torch.inf)
+
+    def take(self, token_id: int) -> bool:
+        """Go on behind an output token; whether the grammar allows it."""
+        return bool(self._matcher.consume_token(token_id))
+
+
+class Grammars:
+    """Makes the grammars of one model's streams."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        # A large one takes a second.
+        return LLTokenizer(
+            self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+        )
+
+    def grammar(self, response_format: msgspec.Raw) -> Grammar | None:
+        """The grammar at the beginning of the output; None: any text is allowed. Not to be called
+        on the event loop.
+
+        Raises:
+            RequestError: the format is malformed, or its schema has what is not supported.
+        """
+        asked = decode_as(_FORMAT, bytes(response_format), _PARAM)
+        if asked is None or asked.type == "text":
+            return None
+        if not self._eos_token_ids:
+            raise RequestError("the model has no token that ends an output", param=_PARAM)
+        schema: dict[str, Any] = _ANY_OBJECT
+        if asked.type == "json_schema":
+            if asked.json_schema is None:
+                raise RequestError("json_schema is missing", param=f"{_PARAM}.json_schema")
+            schema = asked.json_schema.schema
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        with self._lock:
+            matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            cause = matcher.get_error()[:_SHOWN_CHARACTERS]
+            raise RequestError(
+                f"the schema is not supported: {cause}", param=f"{_PARAM}.json_schema.schema"
+            )
+        return Grammar(matcher)

@@ -1,0 +1,73 @@
+"""Ranks that compute together: from the orders of a batch to its logits."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from kvrs.elastic.layouts import Layout
+from kvrs.engine.ranks.exchange import Areas, FormationMemory
+from kvrs.engine.ranks.seats import RankSeat, Shared
+from kvrs.engine.ranks.wire import batch_of, encode
+from kvrs.errors import RanksLostError
+from kvrs.scheduling.sequences import Chunk
+
+
+class RankFormation:
+    """The ranks of one layout, in memory of their own. Batches are computed by one thread at a
+    time.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        layout: Layout,
+        seats: Mapping[int, RankSeat],
+        areas: Areas,
+        shared: Shared,
+    ) -> None:
+        self.epoch, self.layout = epoch, layout
+        self.memory = FormationMemory(shared.memory, areas)
+        self._seats = {rank: seats[rank] for rank in layout.ranks}
+        self._batch = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.memory.ended.value)
+
+    def end(self) -> None:
+        """A batch that is computed ends without a result."""
+        self.memory.end()
+
+    def execute(self, chunks: Sequence[Chunk], page_size_tokens: int, limit_s: float) -> Tensor:
+        """As `Worker.execute`.
+
+        Raises:
+            RanksLostError: ranks were lost, or were killed because they hung.
+        """
+        self._batch += 1
+        frame = encode(batch_of(self.epoch, self._batch, chunks, page_size_tokens))
+        until_s = time.monotonic() + limit_s
+        for seat in self._seats.values():
+            try:
+                seat.send(frame)
+            except RanksLostError:
+                seat.kill()
+                raise
+        for line in self.memory.lines.values():
+            line.done.wait(self._batch, lambda: self._look(until_s, limit_s))
+        return self.memory.logits(sum(chunk.wants_logits for chunk in chunks)).clone()
+
+    def _look(self, until_s: float, limit_s: float) -> None:
+        """While a batch is computed."""
+        dead = [rank for rank, seat in self._seats.items() if seat.process.poll() is not None]
+        if dead or self.has_ended:
+            raise RanksLostError(dead, "has died")
+        if time.monotonic() > until_s and (stuck := self.memory.stuck(self._batch)):
+            # Before anything else goes on: what they would write later reaches nothing.
+            for rank in stuck:
+                self._seats[rank].kill()
+            raise RanksLostError(stuck, f"has not computed a batch for {limit_s:.1f} s")
+
+
+Predict = Callable[[Sequence[Chunk]], float]

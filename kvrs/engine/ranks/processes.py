@@ -1,0 +1,181 @@
+"""The processes of an instance's ranks: their start, the weights that they get, and formations."""
+
+import logging
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from queue import SimpleQueue
+
+from kvrs.config.engine import EngineSettings
+from kvrs.elastic.layouts import Layout
+from kvrs.elastic.plans import HOST, Move
+from kvrs.elastic.reforming import RankLeaving
+from kvrs.elastic.units import Unit
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.models.digests import unit_name
+from kvrs.engine.models.unit_blocks import UnitBlocks
+from kvrs.engine.models.weights import Weights
+from kvrs.engine.ranks.exchange import Areas
+from kvrs.engine.ranks.formation import RankFormation
+from kvrs.engine.ranks.seats import Answered, Ended, RankSeat, Shared, UnitAt
+from kvrs.engine.ranks.wire import (
+    Attach,
+    Fetched,
+    FetchUnits,
+    Join,
+    Load,
+    Loaded,
+    Order,
+    UnitMove,
+    UnitPlace,
+)
+from kvrs.errors import KvrsError, RanksLostError
+
+log = logging.getLogger(__name__)
+
+_MOST_SOURCES = 200  # Memories that one order names; units of others are read from the files.
+
+Told = Answered | Ended | RankLeaving
+
+
+class RankProcesses:
+    """All that is there of an instance's ranks. Used by one thread at a time."""
+
+    def __init__(
+        self, directory: Path, settings: EngineSettings, config: ModelConfig, cells: Shared
+    ) -> None:
+        self.seats: dict[int, RankSeat] = {}
+        self.told: SimpleQueue[Told | None] = SimpleQueue()
+        self.hashes: dict[str, bytes] = {}
+        self.arithmetic: bytes | None = None
+        # Of weights, by the epoch of the order: `host` and `peer` as they are in memory, and what
+        # was read of files for it; `damaged` counts units.
+        self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._directory, self._settings = directory, settings
+        self._config, self._cells = config, cells
+        self._blocks = UnitBlocks(config, Weights(directory))
+        self._coming: dict[tuple[int, int, Unit], tuple[UnitAt, Move]] = {}
+
+    def start(self, rank: int, layout: Layout, stage: int) -> RankSeat:
+        """A new process for a rank of that stage, in no seat yet."""
+        seat = RankSeat(rank, self.told.put)
+        layers = layout.stages[stage].layers
+        order = Load(
+            rank=rank,
+            model=str(self._directory),
+            settings=self._settings.model_dump(mode="json"),
+            first=layers.start,
+            last=layers.stop,
+            is_first=stage == 0,
+            is_last=stage == len(layout.stages) - 1,
+        )
+        _order(seat, order, [seat.lives.descriptor, self._cells.descriptor])
+        return seat
+
+    def loaded(self, seat: RankSeat, answer: Loaded) -> None:
+        """Raises KvrsError: the rank computes with other results, or has other weights."""
+        if self.arithmetic is None:
+            self.arithmetic = answer.arithmetic
+        if answer.arithmetic != self.arithmetic:
+            raise KvrsError(
+                f"rank {seat.rank} computes with other results than the others; allowed: ranks "
+                f"of one arithmetic"
+            )
+        self._note(seat.rank, answer.leaves.items())
+        seat.watch()
+
+    def fetched(self, seat: RankSeat, answer: Fetched) -> None:
+        """Raises KvrsError: the rank has other weights."""
+        name = unit_name(answer.unit)
+        self._note(seat.rank, [(name, answer.hash)])
+        at, move = self._coming.pop((seat.pid, answer.epoch, answer.unit))
+        seat.units[answer.unit] = at
+        is_read = move.source == HOST or answer.was_damaged
+        moved = self.moved[answer.epoch]
+        moved["host" if is_read else "peer"] += move.bytes
+        moved["read"] += answer.read_bytes
+        if answer.was_damaged:
+            moved["damaged"] += 1
+            log.warning("a unit was damaged in a rank's memory", extra={"unit": name})
+
+    def fetch(self, epoch: int, moves: Iterable[Move]) -> None:
+        """Let each target get its units; each has room for all of them before the first moves.
+
+        Raises:
+            KvrsError: there is not so much memory.
+        """
+        ordered = sorted(moves, key=lambda move: move.target)
+        of_targets = {
+            target: list(own) for target, own in groupby(ordered, lambda move: move.target)
+        }
+        rooms = {target: self._room(epoch, target, own) for target, own in of_targets.items()}
+        for target, (order, descriptors) in rooms.items():
+            _order(self.seats[target], order, descriptors)
+
+    def _room(self, epoch: int, target: int, moves: list[Move]) -> tuple[FetchUnits, list[int]]:
+        seat = self.seats[target]
+        places, size = self._blocks.places([move.unit for move in moves])
+        memory = Shared.make(f"kvrs-units-{target}", size)
+        descriptors, sources, wire = [memory.descriptor], {HOST: 0}, []
+        stops = [*list(places.values())[1:], size]
+        for move, stop in zip(moves, stops, strict=True):
+            source, source_offset = 0, 0
+            if move.source != HOST:
+                theirs = self.seats[move.source].units[move.unit]
+                key = theirs.memory.descriptor
+                if key not in sources and len(sources) < _MOST_SOURCES:
+                    sources[key] = len(descriptors)
+                    descriptors.append(key)
+                source, source_offset = sources.get(key, 0), theirs.offset
+            at = UnitAt(memory, places[move.unit], stop)
+            self._coming[seat.pid, epoch, move.unit] = at, move
+            wire.append(UnitMove(move.unit, at.offset, source, source_offset))
+        names = [unit_name(move.unit) for move in moves]
+        known = {name: self.hashes[name] for name in names if name in self.hashes}
+        return FetchUnits(epoch, wire, known), descriptors
+
+    def attach(self, rank: int, units: dict[Unit, UnitAt]) -> None:
+        """Give a new process the memory that an earlier one of its rank has left."""
+        seat = self.seats[rank]
+        seat.units = units
+        memories = {id(at.memory): at.memory for at in units.values()}
+        for key, memory in memories.items():
+            places = [
+                UnitPlace(unit, at.offset) for unit, at in units.items() if id(at.memory) == key
+            ]
+            _order(seat, Attach(places), [memory.descriptor])
+
+    def form(self, epoch: int, layout: Layout, areas: Areas) -> RankFormation:
+        """Let the ranks compute together, in memory of their own; each answers when it can.
+
+        Raises:
+            KvrsError: there is not so much memory.
+        """
+        shared = Shared.make("kvrs-formation", areas.size_bytes)
+        try:
+            formation = RankFormation(epoch, layout, self.seats, areas, shared)
+            for rank in layout.ranks:
+                _order(self.seats[rank], Join(epoch, layout), [shared.descriptor])
+        finally:
+            os.close(shared.descriptor)
+        return formation
+
+    def close(self, patience_s: float) -> None:
+        for seat in self.seats.values():
+            seat.close(patience_s)
+
+    def _note(self, rank: int, found: Iterable[tuple[str, bytes]]) -> None:
+        for name, leaf in found:
+            if self.hashes.setdefault(name, leaf) != leaf:
+                raise KvrsError(f"rank {rank} has read other weights than the others: {name}")
+
+
+def _order(seat: RankSeat, order: Order, descriptors: list[int]) -> None:
+    """A rank that takes no orders is ended, which is told as every end is."""
+    try:
+        seat.order(order, descriptors)
+    except RanksLostError as lost:
+        log.warning("a rank takes no orders", extra={"cause": str(lost)})
+        seat.kill()

@@ -1,0 +1,435 @@
+"""Carries out what `kvrs.elastic.reforming` decides, with the processes of ranks.
+
+One thread takes what ranks and their watchers tell, one thing after another, and gives orders. The
+thread that computes waits meanwhile, or goes on where nothing is lost.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from queue import Empty
+from typing import Protocol, assert_never
+
+from torch import Tensor
+
+from kvrs.config.elastic import ElasticSettings
+from kvrs.elastic.layouts import Layout
+from kvrs.elastic.reforming import (
+    Action,
+    CarryOut,
+    EndInstance,
+    Event,
+    FormRanks,
+    Freeze,
+    ProbeEnded,
+    ProbeStep,
+    RankJoined,
+    RankLeaving,
+    RankOffered,
+    RanksLost,
+    Reforming,
+    ReformingPhase,
+    Room,
+    Serve,
+    StreamAtRisk,
+    UnitArrived,
+    Way,
+)
+from kvrs.elastic.speed import shares
+from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.ranks.formation import Predict, RankFormation
+from kvrs.engine.ranks.processes import RankProcesses, Told
+from kvrs.engine.ranks.seats import Answered, Ended, RankSeat, free_bytes
+from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
+from kvrs.errors import KvrsError, RanksLostError
+from kvrs.scheduling.sequences import Chunk
+
+log = logging.getLogger(__name__)
+
+# A lost rank is started again after so long; each time that it dies before it serves, twice as
+# long.
+_AGAIN_S = 0.5
+_AGAIN_MOST_S = 60.0
+_MOST_STARTS = 3  # Of one rank within a re-forming that needs it.
+
+
+class ReformedGroup(Protocol):
+    """`kvrs.engine.ranks.group.RankGroup`."""
+
+    processes: RankProcesses
+    layout: Layout
+    full: Layout
+    lost: dict[int, float]
+    lost_devices: set[int]
+    streams: int
+    predict: Predict | None
+    probed: Tensor
+
+    def freeze(self, *, at_once: bool) -> None: ...
+    def form(self, epoch: int, layout: Layout) -> RankFormation: ...
+    def probe(self, formation: RankFormation) -> Tensor: ...
+    def serve(self, formation: RankFormation) -> None: ...
+    def give_up(self, error: RanksLostError) -> None: ...
+    def changed(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReformingNow:
+    """What is under way."""
+
+    number: int
+    way: Way
+    ready_at_s: float  # Predicted.
+    after: Layout
+    lost: tuple[int, ...]
+    move_bytes: int
+    lost_cells: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reformed:
+    """What was done, beside what was predicted."""
+
+    number: int
+    way: Way
+    began_s: float
+    served_s: float
+    predicted_s: float
+    paused: bool  # Whether nothing was computed meanwhile.
+    degree: int
+    host_bytes: int  # Of the plan, as `peer_bytes`.
+    peer_bytes: int
+    moved: Mapping[str, int]  # As `RankProcesses.moved`, of this plan.
+
+
+@dataclass(slots=True)
+class _Begun:
+    began_s: float
+    action: CarryOut
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A rank of the full layout that does not compute."""
+
+    stage: int
+    due_s: float
+    wait_s: float = _AGAIN_S
+    spare: RankSeat | None = None  # Ready to join once it is loaded.
+
+
+class Reformer:
+    def __init__(self, group: ReformedGroup, machine: Reforming, settings: ElasticSettings) -> None:
+        self._group, self._processes, self._machine = group, group.processes, machine
+        self._settings = settings
+        machine.costs = replace(
+            machine.costs, lookahead_tokens=settings.lookahead_tokens, step_s=self._step_s
+        )
+        self.now: ReformingNow | None = None
+        self.done: list[Reformed] = []
+        self._begun: _Begun | None = None
+        self._formation: RankFormation | None = None
+        self._missing: dict[int, _Missing] = {}
+        self._left: set[int] = set()  # On purpose.
+        self._starts: dict[int, int] = {}  # In this re-forming.
+        self._first_lost_s = 0.0
+        self._is_stopping = self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="reformer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        if self._formation is not None:
+            self._formation.end()  # A probe may be under way.
+        self._processes.told.put(None)
+        self._thread.join()
+
+    def leave(self, rank: int) -> None:
+        """Let a rank go on purpose: it serves until the others have what it had."""
+        self._processes.told.put(RankLeaving(rank))
+
+    def factors(self, layout: Layout) -> tuple[float, float]:
+        """Step times of decode and of prefill over those of the full layout."""
+        own, whole = (shares(each, self._machine.units) for each in (layout, self._group.full))
+        return own.weights / whole.weights, own.rows / whole.rows
+
+    def _step_s(self, layout: Layout) -> float:
+        """Predicted of a decode step."""
+        predict = self._group.predict
+        step_s = 0.0 if predict is None else predict([Chunk([0], 0, [0], wants_logits=True)])
+        return step_s * self.factors(layout)[0]
+
+    # What is told.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                told = self._processes.told.get(timeout=self._patience_s())
+            except Empty:
+                told = None
+            if self._is_stopping:
+                break
+            if self._has_ended:
+                continue
+            try:
+                self._take(told)
+                self._start_missing()
+            except Exception as error:
+                log.exception("the ranks cannot go on")
+                self._end(f"cannot go on: {error}")
+        for missing in self._missing.values():
+            if missing.spare is not None:
+                missing.spare.close()
+
+    def _patience_s(self) -> float | None:
+        if self._has_ended:
+            return None
+        due = [each.due_s for each in self._missing.values() if each.spare is None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _take(self, told: Told | None) -> None:
+        match told:
+            case Ended(seat=seat):
+                self._ended(seat)
+            case Answered(seat=seat, answer=answer):
+                if self._is_known(seat):
+                    self._answered(seat, answer)
+            case RankLeaving(rank=rank):
+                self._left.add(rank)
+                self._handle(told)
+            case None:
+                pass  # A rank is due.
+
+    def _is_known(self, seat: RankSeat) -> bool:
+        missing = self._missing.get(seat.rank)
+        spare = None if missing is None else missing.spare
+        return seat is spare or self._processes.seats.get(seat.rank) is seat
+
+    def _answered(self, seat: RankSeat, answer: Answer) -> None:
+        try:
+            match answer:
+                case Loaded():
+                    self._processes.loaded(seat, answer)
+                    self._offer()
+                case Fetched():
+                    self._processes.fetched(seat, answer)
+                    self._handle(UnitArrived(answer.epoch, seat.rank, answer.unit))
+                case Joined():
+                    self._handle(RankJoined(answer.epoch, seat.rank))
+                case Refused():
+                    log.error("a rank refuses", extra={"rank": seat.rank, "why": answer.faults})
+        except KvrsError as error:
+            log.error("a rank cannot be used", extra={"rank": seat.rank, "cause": str(error)})
+            seat.kill()
+
+    def _ended(self, seat: RankSeat) -> None:
+        if not self._is_known(seat):
+            return
+        missing = self._missing.get(seat.rank)
+        if missing is not None and missing.spare is seat:
+            missing.spare = None
+            missing.due_s = time.monotonic() + missing.wait_s
+            missing.wait_s = min(2 * missing.wait_s, _AGAIN_MOST_S)
+            seat.close()
+            return
+        if seat.rank in self._group.lost and seat.process.returncode is not None:
+            return  # Told before, by another witness.
+        seat.kill()
+        now_s = time.monotonic()
+        self._group.lost[seat.rank] = now_s
+        if self._begun is None or self._begun.action.way is Way.RESIZE:
+            self._first_lost_s = now_s
+        if not self._settings.enabled:
+            self._group.freeze(at_once=True)
+            self._end("has died", [seat.rank])
+            return
+        is_kept = seat.rank not in self._group.lost_devices
+        if not is_kept:
+            seat.release(list(seat.units))
+        self._measure_room()
+        streams = (StreamAtRisk(0.0),) * self._group.streams
+        self._handle(RanksLost(frozenset({seat.rank}), is_kept, streams))
+
+    def _measure_room(self) -> None:
+        """Each rank may take its part of what is free beside the most that one has now."""
+        machine, layout = self._machine, self._group.layout
+        most = max(layout.weight_bytes(rank, machine.units) for rank in layout.ranks)
+        each = free_bytes() // len(layout.ranks)
+        machine.room = Room(capacity_bytes=most + each, cell_bytes=0, pages=0)
+
+    # What is done.
+
+    def _handle(self, event: Event) -> None:
+        is_loss = isinstance(event, RanksLost)
+        for action in self._machine.handle(event):
+            self._carry(action, is_loss=is_loss)
+
+    def _carry(self, action: Action, *, is_loss: bool) -> None:
+        match action:
+            case Freeze():
+                self._group.freeze(at_once=is_loss)
+            case CarryOut():
+                self._begin(action)
+            case FormRanks():
+                self._form(action)
+            case ProbeStep():
+                self._probe(action)
+            case Serve():
+                self._serve(action)
+            case EndInstance():
+                self._end(action.reason)
+            case _:
+                assert_never(action)
+
+    def _begin(self, action: CarryOut) -> None:
+        now_s = time.monotonic()
+        if self._begun is None:
+            self._starts = {}
+        began_s = now_s if action.way is Way.RESIZE else self._first_lost_s
+        self._begun = _Begun(began_s, action)
+        self.now = ReformingNow(
+            number=action.epoch,
+            way=action.way,
+            ready_at_s=now_s + action.ready_s,
+            after=action.plan.after,
+            lost=tuple(sorted(self._group.lost)),
+            move_bytes=action.plan.host_bytes + action.plan.peer_bytes,
+            lost_cells=bool(self._group.lost_devices & self._group.lost.keys()),
+        )
+        log.warning(
+            "the ranks re-form",
+            extra={"way": action.way, "ready_in_s": action.ready_s, "lost": self.now.lost},
+        )
+        self._group.changed()
+        for rank in sorted(action.fresh):
+            if not self._seat(rank, action):
+                return
+        try:
+            self._processes.fetch(action.epoch, action.plan.moves)
+        except KvrsError as error:
+            self._end(str(error))
+
+    def _seat(self, rank: int, action: CarryOut) -> bool:
+        """A new process in a rank's seat: one that is ready, or else another one."""
+        missing = self._missing.pop(rank, None)
+        if missing is not None and missing.spare is not None:
+            seat = missing.spare
+        else:
+            self._starts[rank] = self._starts.get(rank, 0) + 1
+            if self._starts[rank] > _MOST_STARTS:
+                self._end(f"was started {_MOST_STARTS} times and has died each time", [rank])
+                return False
+            stage = _stage_of(self._group.full, rank)
+            seat = self._processes.start(rank, self._group.full, stage)
+        old = self._processes.seats.pop(rank, None)
+        self._group.lost.pop(rank, None)
+        self._group.lost_devices.discard(rank)
+        self._processes.seats[rank] = seat
+        if old is not None:
+            kept, old.units = old.units, {}
+            old.close()
+            if kept:
+                self._processes.attach(rank, kept)
+        return True
+
+    def _form(self, action: FormRanks) -> None:
+        self._formation = self._group.form(action.epoch, action.layout)
+
+    def _probe(self, action: ProbeStep) -> None:
+        assert self._formation is not None, "the ranks have joined"
+        try:
+            found = self._group.probe(self._formation)
+        except RanksLostError:
+            return
+        self._handle(ProbeEnded(action.epoch, same_bytes(found, self._group.probed)))
+
+    def _serve(self, action: Serve) -> None:
+        assert self._formation is not None, "the ranks have joined"
+        assert self._begun is not None, "a re-forming has begun"
+        seats = self._processes.seats
+        for rank in [rank for rank in seats if rank not in action.layout.ranks]:
+            seats.pop(rank).close()
+            self._group.lost.pop(rank, None)
+        for rank in action.layout.ranks:
+            held = action.layout.held(rank)
+            seats[rank].release([unit for unit in seats[rank].units if unit not in held])
+            self._missing.pop(rank, None)
+        self._note(action)
+        self._begun, self.now = None, None
+        self._group.serve(self._formation)
+        now_s = time.monotonic()
+        for stage, each in enumerate(self._group.full.stages):
+            for rank in each.ranks:
+                if rank not in action.layout.ranks and rank not in self._left:
+                    self._missing.setdefault(rank, _Missing(stage, now_s + _AGAIN_S))
+        self._group.changed()
+        self._offer()
+
+    def _note(self, action: Serve) -> None:
+        """What it has cost, which the next one is predicted by."""
+        assert self._begun is not None, "a re-forming has begun"
+        begun, now_s = self._begun, time.monotonic()
+        moved = dict(self._processes.moved.pop(action.epoch, {}))
+        # Of plans that a further loss has broken off: what of them arrived late counts for none.
+        self._processes.moved.clear()
+        way, plan = begun.action.way, begun.action.plan
+        done = Reformed(
+            number=action.epoch,
+            way=way,
+            began_s=begun.began_s,
+            served_s=now_s,
+            predicted_s=begun.action.ready_s,
+            paused=way is not Way.RESIZE,
+            degree=len(action.layout.ranks),
+            host_bytes=plan.host_bytes,
+            peer_bytes=plan.peer_bytes,
+            moved=moved,
+        )
+        self.done = [*self.done[-99:], done]
+        if way is Way.RESHARD and not plan.moves:
+            costs = self._machine.costs
+            self._machine.costs = replace(costs, join_s=(costs.join_s + now_s - begun.began_s) / 2)
+        log.warning(
+            "the ranks compute again",
+            extra={"way": way, "degree": done.degree, "seconds": now_s - begun.began_s},
+        )
+
+    def _end(self, reason: str, ranks: list[int] | None = None) -> None:
+        self._has_ended = True
+        self._group.freeze(at_once=True)
+        self.now = None
+        self._group.give_up(RanksLostError(ranks or sorted(self._group.lost), reason))
+        self._group.changed()
+
+    # Back to the full degree.
+
+    def _start_missing(self) -> None:
+        """Start ranks that are missing, once they are due and nothing else is under way."""
+        if self._machine.phase is not ReformingPhase.SERVING:
+            return
+        now_s = time.monotonic()
+        for rank, missing in self._missing.items():
+            if missing.spare is None and missing.due_s <= now_s:
+                try:
+                    missing.spare = self._processes.start(rank, self._group.full, missing.stage)
+                except (KvrsError, OSError) as error:
+                    log.warning("a rank is not started", extra={"cause": str(error)})
+                    missing.due_s = now_s + missing.wait_s
+                    missing.wait_s = min(2 * missing.wait_s, _AGAIN_MOST_S)
+
+    def _offer(self) -> None:
+        """Let a rank that is ready join, where nothing else is under way."""
+        for rank, missing in list(self._missing.items()):
+            if self._machine.phase is not ReformingPhase.SERVING:
+                return
+            if missing.spare is not None and missing.spare.is_loaded:
+                self._measure_room()
+                self._handle(RankOffered(rank, missing.stage))
+
+
+def _stage_of(layout: Layout, rank: int) -> int:
+    return next(at for at, stage in enumerate(layout.stages) if rank in stage.ranks)

@@ -1,0 +1,188 @@
+"""The processes of ranks as the process of their instance sees them, and memory that both share."""
+
+import mmap
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrs.elastic.units import Unit
+from kvrs.engine.ranks.futex import Life
+from kvrs.engine.ranks.wire import Answer, Order, RankGoneError, Receiver, encode, send
+from kvrs.errors import KvrsError, RanksLostError
+
+_ORDER_TIMEOUT_S = 5.0  # Until a rank that takes no order has gone.
+END_S = 1.0  # Until a rank that is told to end has ended.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """Memory that processes share; it exists while one of them has it mapped or open."""
+
+    descriptor: int
+    memory: mmap.mmap
+
+    @classmethod
+    def make(cls, name: str, size_bytes: int) -> "Shared":
+        """Raises KvrsError: there is not so much memory."""
+        # Without this look the kernel would end processes, this or others, to find it.
+        if size_bytes > (free := free_bytes()):
+            raise KvrsError(
+                f"no room for {size_bytes} bytes of shared memory ({name}): {free} are free"
+            )
+        descriptor = os.memfd_create(name)
+        try:
+            # Reserved now: a page that is missing later would end the process that touches it.
+            os.posix_fallocate(descriptor, 0, max(size_bytes, mmap.PAGESIZE))
+            return cls(descriptor, mmap.mmap(descriptor, 0))
+        except OSError as error:
+            os.close(descriptor)
+            raise KvrsError(
+                f"no room for {size_bytes} bytes of shared memory ({name}): {error.strerror}"
+            ) from None
+
+    def drop(self, first: int = 0, stop: int | None = None) -> None:
+        """Give back the whole pages of a range, also where other processes have it mapped."""
+        first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = len(self.memory) if stop is None else stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < stop:
+            self.memory.madvise(mmap.MADV_REMOVE, first, stop - first)
+
+    def close(self) -> None:
+        """Views of the memory keep it alive."""
+        os.close(self.descriptor)
+
+
+def free_bytes() -> int:
+    """What the kernel can give without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return sys.maxsize  # A kernel that does not tell.
+
+
+@dataclass(frozen=True, slots=True)
+class UnitAt:
+    """Where a unit lies."""
+
+    memory: Shared
+    offset: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    seat: "RankSeat"
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process has died. Each is told at least once."""
+
+    seat: "RankSeat"
+
+
+class RankSeat:
+    """One process of a rank, and the memory of its units, which outlives it."""
+
+    def __init__(self, rank: int, tell: Callable[[Answered | Ended], object]) -> None:
+        """Start it. `tell` is called from other threads."""
+        self.rank, self._tell = rank, tell
+        self.units: dict[Unit, UnitAt] = {}
+        self.is_loaded = False
+        self.began_s = time.monotonic()
+        self._sending = threading.Lock()
+        self.lives = Shared.make("kvrs-life", Life.BYTES)
+        self._life = Life(self.lives.memory, 0)
+        self._life.prepare()
+        self._pair, theirs = socket.socketpair()
+        timeout = struct.pack("@ll", int(_ORDER_TIMEOUT_S), 0)
+        self._pair.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self._answers = Receiver(self._pair, Answer)
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "kvrs.engine.ranks.rank"),
+                    *(str(theirs.fileno()), str(os.getpid())),
+                ],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+            )
+        self._threads = [self._run(self._read)]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def order(self, message: Order, descriptors: Sequence[int] = ()) -> None:
+        """Raises RanksLostError: it has ended, or takes no orders."""
+        self.send(encode(message), descriptors)
+
+    def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
+        try:
+            with self._sending:
+                send(self._pair, frame, descriptors)
+        except RankGoneError as error:
+            raise RanksLostError([self.rank], str(error)) from None
+
+    def watch(self) -> None:
+        """Tell its death at once from now on; it has begun its life."""
+        self.is_loaded = True
+        self._threads.append(self._run(self._await_end))
+
+    def kill(self) -> None:
+        """End it; it computes nothing any more when this returns."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """End it, and give its memory back."""
+        with suppress(OSError):
+            self._pair.shutdown(socket.SHUT_RDWR)
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        for thread in self._threads:
+            thread.join(END_S)
+        self._pair.close()
+        self.lives.close()
+        self.release(list(self.units))
+
+    def release(self, units: Sequence[Unit]) -> None:
+        """Give back the memory of units that it does not have any more."""
+        gone = [self.units.pop(unit) for unit in units]
+        kept = {id(at.memory) for at in self.units.values()}
+        for at in gone:
+            at.memory.drop(at.offset, at.stop)
+        for memory in {id(at.memory): at.memory for at in gone}.values():
+            if id(memory) not in kept:
+                memory.close()
+
+    def _run(self, work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, name=f"rank-{self.rank}", daemon=True)
+        thread.start()
+        return thread
+
+    def _read(self) -> None:
+        while True:
+            try:
+                answer = self._answers.receive()
+            except RankGoneError:
+                self._tell(Ended(self))
+                return
+            self._tell(Answered(self, answer))
+
+    def _await_end(self) -> None:
+        self._life.await_end()
+        self._tell(Ended(self))

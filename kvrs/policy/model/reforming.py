@@ -1,0 +1,25 @@
+"""What the policy keeps of an instance that re-forms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrs.ids import StreamId
+
+
+@dataclass(slots=True, eq=False)
+class PredictedReforming:
+    """By the instance's last report; it restores the streams that stay in the order in which they
+    were booked here.
+    """
+
+    number: int
+    cause: str
+    ready_s: float
+    missing_pages: Mapping[StreamId, int]
+    page_s: float
+    queue_s: float  # Its queue, as it reports it beside.
+    ahead_s: float = 0.0  # What restoring the streams takes that stay, as far as they are decided.
+
+    def restore_s(self, stream: StreamId) -> float:
+        """What it takes to have the lost cells of a stream's pages again."""
+        return self.missing_pages.get(stream, 0) * self.page_s

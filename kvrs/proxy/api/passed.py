@@ -1,0 +1,221 @@
+"""Endpoints beside streams: answered in one piece, and the same by any instance, so that a request
+whose instance dies is repeated at another one. vLLM answers all of them; before other engines the
+proxy's own tokenizer answers those about tokens.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from kvrs.control.core import Control
+from kvrs.errors import ConfigError, RequestError, UpstreamError
+from kvrs.ids import InstanceId
+from kvrs.large_work import LargeWork
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.fields import VLLM
+from kvrs.protocol.openai.requests import HIGHEST_ID, Fields, decode_as
+from kvrs.protocol.openai.structure import check_structure
+from kvrs.protocol.token_ids import encode
+from kvrs.proxy.api.answers import json_response, refusal
+from kvrs.proxy.api.models import check_model
+from kvrs.proxy.api.tenants import TENANT, Use
+from kvrs.proxy.backends.backend import RefusedError
+from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.peer import BusyError
+from kvrs.proxy.fleet.watchdog import silence_limit
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.live import Failed, OpenStream
+from kvrs.proxy.wire.budget import ByteBudget, Held
+from kvrs.proxy.wire.request_context import CURRENT
+
+_OF_TEXT = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
+_OF_CHAT = (
+    *("messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
+    *("continue_final_message", "media_io_kwargs", "mm_processor_kwargs"),
+)
+_OF_POOLING = ("user", "use_activation", "activation", "softmax")
+_SCORE = (
+    *("text_1", "text_2", "queries", "documents", "data_1", "data_2"),
+    *("mm_processor_kwargs", *_OF_TEXT, *_OF_POOLING),
+)
+_RERANK = ("query", "documents", "top_n", "mm_processor_kwargs", *_OF_TEXT, *_OF_POOLING)
+# What a client may set, beside `model`: as of streams, no other field reaches an engine.
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    TOKENIZE: ("prompt", "add_special_tokens", "return_token_strs", *_OF_CHAT),
+    DETOKENIZE: ("tokens",),
+    "/v1/embeddings": (
+        *("input", "encoding_format", "dimensions", "normalize"),
+        *(*_OF_TEXT, *_OF_POOLING, *_OF_CHAT),
+    ),
+    "/score": _SCORE,
+    "/v1/score": _SCORE,
+    "/rerank": _RERANK,
+    "/v1/rerank": _RERANK,
+}
+_FIELDS: msgspec.json.Decoder[Fields] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_BYTES_PER_TOKEN = 4
+
+
+class TokenizeRequest(msgspec.Struct):
+    """Body of `POST /tokenize`, as the proxy's own tokenizer answers it."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct):
+    tokens: list[int]
+    model: str | None = None
+
+
+class TokenizeAnswer(msgspec.Struct):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    prompt: str
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+_MODEL = msgspec.json.Decoder(str | None)
+
+
+class BodyReader(Protocol):
+    """What of the clients' port these endpoints need."""
+
+    budget: ByteBudget
+
+    async def read(self, held: Held, use: Use, request: web.Request) -> bytes: ...
+
+
+class Passed:
+    """The routes of these endpoints."""
+
+    def __init__(self, api: BodyReader, backend: str, driver: Driver, large: LargeWork) -> None:
+        self._api = api
+        self._backend = backend
+        self._driver = driver
+        self._large = large
+        self._control: Control[OpenStream] = driver.control
+
+    def add_to(self, app: web.Application) -> None:
+        for path in FIELDS:
+            app.router.add_post(path, partial(self._serve, path))
+
+    async def _serve(self, path: str, request: web.Request) -> web.Response:
+        use = Use(request[TENANT], self._driver.clock)
+        with Held(self._api.budget, request.remote or "") as held, use:
+            body = await self._api.read(held, use, request)
+            await use.open(1, len(body) // _BYTES_PER_TOKEN)
+            return await self._answer(path, body)
+
+    async def _answer(self, path: str, body: bytes) -> web.Response:
+        """The answer to a request with this body.
+
+        Raises:
+            RequestError: the body is wrong, or no engine here has the endpoint.
+        """
+        fields = await self._large.run(len(body), partial(_fields, path, body))
+        model = decode_as(_MODEL, bytes(fields.get("model", b"null")), "model")
+        check_model(self._control.instances, model)
+        if self._backend == VLLM:
+            return await self._ask(path, fields)
+        if path == TOKENIZE:
+            return await self._tokenize(fields)
+        if path == DETOKENIZE:
+            return await self._detokenize(fields)
+        raise RequestError(
+            f"{path} is not served by the engine {self._backend!r}; allowed: an engine of vLLM",
+            status=404,
+        )
+
+    # By the tokenizer here.
+
+    async def _tokenize(self, fields: Fields) -> web.Response:
+        if (not_text := next((name for name in fields if name in _OF_CHAT), None)) is not None:
+            raise RequestError(
+                f"{not_text} needs the template of an engine of vLLM; allowed: prompt",
+                param=not_text,
+            )
+        asked = decode_as(_TOKENIZE, encode(fields))
+        tokenizer = await self._tokenizer()
+        special = asked.add_special_tokens
+        found = await self._large.run(
+            len(asked.prompt),
+            lambda: tokenizer.encode(asked.prompt, add_special_tokens=special),
+        )
+        strings = found.tokens if asked.return_token_strs else None
+        most = self._control.instances.max_model_len
+        return json_response(encode(TokenizeAnswer(len(found.ids), most, found.ids, strings)))
+
+    async def _detokenize(self, fields: Fields) -> web.Response:
+        tokens = decode_as(_DETOKENIZE, encode(fields)).tokens
+        tokenizer = await self._tokenizer()
+        known = min(HIGHEST_ID, tokenizer.get_vocab_size(with_added_tokens=True) - 1)
+        if (wrong := next((one for one in tokens if not 0 <= one <= known), None)) is not None:
+            raise RequestError(f"token ids must be in [0, {known}], got {wrong}", param="tokens")
+        text = await self._large.run(
+            len(tokens), lambda: tokenizer.decode(tokens, skip_special_tokens=False)
+        )
+        return json_response(msgspec.json.encode(DetokenizeAnswer(text)))
+
+    async def _tokenizer(self) -> Tokenizer:
+        try:
+            return await self._driver.tokenizer.load()
+        except ConfigError as error:
+            raise RequestError(f"there is no tokenizer: {error}", status=404) from None
+
+    # By an instance.
+
+    async def _ask(self, path: str, fields: Fields) -> web.Response:
+        """From one instance after the other, the least loaded first, until one answers."""
+        instances, failure = self._control.instances, Failed(503, _NO_INSTANCE, 1.0)
+        up = [name for name in instances.known if instances.is_up(name)]
+        for name in sorted(up, key=instances.queued):
+            try:
+                return json_response(await self._ask_one(name, path, fields))
+            except RefusedError as error:
+                return json_response(error.body, error.status)
+            except UpstreamError as error:
+                is_busy = isinstance(error, BusyError)
+                wait_s = error.retry_after_s if isinstance(error, BusyError) else 1.0
+                code = "busy" if is_busy else "retries"
+                body = error_body(f"{name}: {error}", kind="server_error", code=code)
+                failure = Failed(503 if is_busy else 502, body, wait_s)
+        return refusal(failure)
+
+    async def _ask_one(self, name: InstanceId, path: str, fields: Fields) -> bytes:
+        context, progress = CURRENT.get(), self._control.progress
+        call = Call(path, dict(fields), "" if context is None else context.headers(context.id))
+        limit_s = progress.first_token_timeout_s(name)
+        with silence_limit(
+            lambda: limit_s, lambda: progress.is_making_progress(name, self._driver.clock())
+        ):
+            return await self._driver.backends[name].ask(call)
+
+
+_NO_INSTANCE = error_body("no instance is up", kind="server_error", code="no_instance")
+
+
+def _fields(path: str, body: bytes) -> Fields:
+    if body.lstrip().startswith(b"{"):
+        check_structure(body)
+    given = decode_as(_FIELDS, body)
+    fields = {name: value for name, value in given.items() if bytes(value) != b"null"}
+    allowed = ("model", *FIELDS[path])
+    if (unknown := next((name for name in fields if name not in allowed), None)) is not None:
+        raise RequestError(
+            f"{unknown[:80]!r} is not known; allowed: {', '.join(allowed)}", param=unknown[:80]
+        )
+    return fields

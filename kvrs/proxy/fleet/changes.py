@@ -1,0 +1,187 @@
+"""Instances and agents that a running proxy adds and removes as its configuration says."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+
+from kvrs.config.cluster import InstanceSettings, NodeSettings
+from kvrs.config.file import Config
+from kvrs.config.proxy import ProxySettings
+from kvrs.control.fleet import KnownAgent, KnownInstance
+from kvrs.control.topology import Topology
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import Role
+from kvrs.proving import instance_keys
+from kvrs.proxy.backends.agent import AgentBackend
+from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.backends.cluster import open_backend
+from kvrs.proxy.reload import Apply, ReloadingPart
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.watch.gossip_view import GossipView
+from kvrs.proxy.watch.supervision import TaskKind, keep_running
+from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
+from kvrs.proxy.wire.pool import EngineLinks
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLinks:
+    """What reaches instances and agents; both mappings are those of the driver."""
+
+    secret: bytes
+    engines: EngineLinks
+    backends: MutableMapping[InstanceId, Backend]
+    new_agent: Callable[[NodeSettings], AgentBackend]
+    agent_backends: MutableMapping[InstanceId, AgentBackend]
+
+
+class Fleet:
+    """Runs the watches of all instances and agents of the configuration in use."""
+
+    def __init__(
+        self,
+        config: Config,
+        driver: Driver,
+        links: FleetLinks,
+        metrics: Metrics,
+        gossip_view: GossipView,
+    ) -> None:
+        self._config = config
+        self._settings: ProxySettings = config.proxy
+        self._driver = driver
+        self._links = links
+        self._metrics = metrics
+        self._gossip_view = gossip_view
+        self._topology = Topology(driver.control)
+        self._group: asyncio.TaskGroup | None = None
+        self._watches: dict[InstanceId, asyncio.Task[None]] = {}
+        self._watchers: dict[InstanceId, Watcher] = {}
+        for instance in driver.control.instances.present():
+            self._watch(instance)
+        for agent in driver.control.agents.present():
+            self._watch(agent)
+
+    async def run(self) -> None:
+        """Watch until cancelled; an exception is an internal error."""
+        async with asyncio.TaskGroup() as self._group:
+            for watcher in [*self._watchers.values()]:
+                self._start(watcher)
+            while True:
+                await asyncio.sleep(_LOOK_S)
+                if self._topology.leaving:
+                    for name in self._topology.gone(self._driver.clock()):
+                        self._unwatch(name)
+                        del self._links.backends[name]
+                        self._metrics.remove_worker(name)
+                        log.info("instance removed", extra={"instance": name})
+
+    @property
+    def part(self) -> ReloadingPart:
+        """What of the configuration it takes over while streams run."""
+        return ReloadingPart("fleet", self._prepare, ("cluster.nodes",))
+
+    def _prepare(self, config: Config) -> Apply | None:
+        """Raises ConfigError: a change that cannot be carried out while streams run."""
+        before, after = self._config, config
+        if before.cluster.nodes == after.cluster.nodes:
+            return None
+        if faults := [*self._faults(before, after)]:
+            raise ConfigError(faults)
+        return lambda: self._apply(after)
+
+    def _faults(self, before: Config, after: Config) -> Iterator[str]:
+        known, wanted = _instances(before), _instances(after)
+        for name, (node, instance) in wanted.items():
+            what = f"cluster.nodes: instance {name!r}"
+            if instance.port == 0:
+                yield f"{what} has no port; allowed: the port it listens on"
+            if name in self._topology.leaving:
+                yield f"{what} is still being removed; allowed: when it is gone"
+            elif name in known and _place(*known[name]) != _place(node, instance):
+                yield (
+                    f"{what} has another node, role or address; allowed: as it was, or another id"
+                )
+        agents = {node.agent_id: node.agent for node in before.cluster.nodes}
+        for node in after.cluster.nodes if after.agents_run else ():
+            what = f"cluster.nodes: the agent of node {node.id!r}"
+            if node.agent.port == 0:
+                yield f"{what} has no port; allowed: the port it listens on"
+            if node.agent_id in agents and agents[node.agent_id].url != node.agent.url:
+                yield f"{what} has another address; allowed: as it was, or another node"
+        yield from self._unserved([*(known.keys() - wanted.keys())])
+
+    def _unserved(self, removed: list[InstanceId]) -> Iterator[str]:
+        """Streams that run need instances that are up, not such as may come up."""
+        instances, drains = self._driver.control.instances, self._driver.control.drains
+        up = {known.id: known.role for known in instances.known.values() if drains.remains(known)}
+        for role in (Role.PREFILL, Role.DECODE):
+            able = {name for name, of in up.items() if of in (role, Role.BOTH)}
+            if able and able <= {*removed}:
+                yield (
+                    f"cluster.nodes: without {', '.join(sorted(able))} no instance that is up can "
+                    f"do {role.value}; allowed: when another one is up"
+                )
+
+    def _apply(self, after: Config) -> None:
+        control, now_s = self._driver.control, self._driver.clock()
+        known, wanted = _instances(self._config), _instances(after)
+        agents = {each.id: each for each in control.agents.present()}
+        self._config = after
+        for name, (node, instance) in wanted.items():
+            if name not in known:
+                self._add(after, node, instance)
+        for name in known.keys() - wanted.keys():
+            log.info("instance leaves", extra={"instance": name})
+            self._topology.remove(name, after.cluster.drain_s, now_s)
+        for node in after.cluster.nodes if after.agents_run else ():
+            if agents.pop(node.agent_id, None) is None:
+                self._links.agent_backends[node.agent_id] = self._links.new_agent(node)
+                self._metrics.agents.add(node.agent_id)
+                self._watch(control.agents.add(node.agent_id, node.id))
+        for agent in agents.values():
+            self._unwatch(agent.id)
+            self._topology.remove_agent(agent, now_s)
+            self._metrics.agents.remove(agent.id)
+
+    def _add(self, config: Config, node: NodeSettings, instance: InstanceSettings) -> None:
+        log.info("instance added", extra={"instance": instance.id, "url": instance.url})
+        links = self._links
+        links.engines.admit(instance_keys(links.secret, [instance]))
+        links.backends[instance.id] = open_backend(config, links.engines, node, instance)
+        self._metrics.add_workers({instance.id: instance.role})
+        self._watch(self._topology.add(instance.id, node.id, instance.role))
+
+    def _watch(self, known: KnownInstance | KnownAgent) -> None:
+        driver, settings, gossip_view = self._driver, self._settings, self._gossip_view
+        watcher: Watcher
+        if isinstance(known, KnownInstance):
+            watcher = InstanceWatcher(known, driver, settings, gossip_view)
+        else:
+            watcher = AgentWatcher(known, driver, settings, gossip_view)
+        self._watchers[known.id] = watcher
+        self._gossip_view.follow(watcher)
+        if self._group is not None:
+            self._start(watcher)
+
+    def _start(self, watcher: Watcher) -> None:
+        assert self._group is not None
+        work = keep_running(TaskKind.WATCHER, watcher.run, self._metrics.task_failed)
+        self._watches[watcher.id] = self._group.create_task(work)
+
+    def _unwatch(self, name: InstanceId) -> None:
+        self._gossip_view.leave(self._watchers.pop(name))
+        self._watches.pop(name).cancel()
+
+
+def _instances(config: Config) -> dict[InstanceId, tuple[NodeSettings, InstanceSettings]]:
+    return {instance.id: (node, instance) for node, instance in config.cluster.instances()}
+
+
+def _place(node: NodeSettings, instance: InstanceSettings) -> tuple[object, ...]:
+    return node.id, instance.role, instance.url

@@ -1,0 +1,62 @@
+"""What proxies ask of a simulated instance, and what it answers."""
+
+from dataclasses import dataclass
+from typing import Protocol
+from zlib import crc32
+
+from kvrs.ids import StreamId
+from kvrs.policy.model.actions import Place
+from kvrs.protocol.instance import CheckpointTarget
+from kvrs.scheduling.sequences import Chunk, Sequence
+from kvrs.scheduling.sources import PullSource
+
+Batch = list[tuple[Sequence, Chunk]]
+
+
+def token_at(stream: StreamId, position: int) -> int:
+    """What the model says there: every attempt says the same, as with greedy decoding."""
+    return crc32(f"{stream}:{position}".encode()) % 50_000
+
+
+class Reply(Protocol):
+    """The connection on which a call is answered."""
+
+    def prefilled(self, history_tokens: int) -> None: ...
+
+    def token(self, position: int, token: int, *, is_last: bool) -> None: ...
+
+    def broke(self, cause: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SimCall:
+    """One request of a proxy."""
+
+    stream: StreamId
+    number: tuple[int, int]  # Owner epoch, attempt.
+    token_ids: list[int]
+    prompt_tokens: int
+    max_tokens: int
+    prefill_only: bool
+    sources: tuple[PullSource, ...]
+    places: tuple[Place, ...]
+    reply: Reply
+    slot_token: int = 0
+    is_poison: bool = False  # The decode instance ends when it works on it.
+
+
+@dataclass(slots=True, eq=False)
+class SimRun:
+    call: SimCall
+    sequence: Sequence
+    noted_pages: int = 0
+    verified: bool = False
+
+
+def checkpoints_of(call: SimCall, page_size_tokens: int, page_bytes: int) -> list[CheckpointTarget]:
+    """The agents that get the call's pages, with room for all that it may come to."""
+    need_bytes = (call.prompt_tokens + call.max_tokens) // page_size_tokens * page_bytes
+    return [
+        CheckpointTarget(place.holder, max(place.reserved_bytes, need_bytes))
+        for place in call.places
+    ]

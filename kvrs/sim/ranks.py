@@ -1,0 +1,327 @@
+"""The ranks of a simulated instance: the layouts, plans and states of `kvrs.elastic` in virtual
+time, and which cells of its pages are gone.
+
+The model has few units, of the bytes that a model of that size has in all: what is simulated is
+which rank has what, and when it is there.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import assert_never
+
+import msgspec
+
+from kvrs.elastic.layouts import SPREAD, Layout, hybrid, staged
+from kvrs.elastic.moving import LinkRates, schedule
+from kvrs.elastic.placing import SpreadTurns
+from kvrs.elastic.reforming import (
+    Action,
+    CarryOut,
+    Costs,
+    EndInstance,
+    Event,
+    FormRanks,
+    Freeze,
+    ProbeEnded,
+    ProbeStep,
+    RankJoined,
+    RankOffered,
+    RanksLost,
+    Reforming,
+    ReformingPhase,
+    Room,
+    Serve,
+    StreamAtRisk,
+    UnitArrived,
+    Way,
+)
+from kvrs.elastic.speed import Shares, shares
+from kvrs.elastic.units import Unit, Units
+from kvrs.ids import StreamId
+from kvrs.protocol.instance import ReformingReport
+from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.tags import Tag
+from kvrs.scheduling.checkpoint_backlog import CheckpointBacklog
+from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.scheduler import BatchScheduler
+from kvrs.scheduling.sequences import Sequence
+from kvrs.scheduling.sources import PullSource
+from kvrs.sim.calls import Batch, SimRun, checkpoints_of
+from kvrs.sim.process import SimProcess, Step
+from kvrs.sim.site import Site
+
+_UNITS = Units(
+    layers=4,
+    attention_bytes=(200_000_000,) * 6,
+    mlp_bytes=(250_000_000,) * 12,
+    vocabulary_bytes=(50_000_000,) * 8,
+    common_bytes=100_000_000,
+)
+_RATES = LinkRates(host_bytes_per_s=25e9, peer_bytes_per_s=100e9)
+_JOIN_S, _RESTART_S = 0.02, 0.15
+_GROWS_AFTER_S = 1.5
+_PAGES = 1  # That must find room beside the weights; cells take no part of the simulated memory.
+_NO_CELLS: frozenset[tuple[int, int]] = frozenset()
+Cell = tuple[int, int]  # Layer, KV head.
+
+
+class RankedEngine(SimProcess):
+    """An instance that may have ranks."""
+
+    scheduler: BatchScheduler
+    pages: PageManager
+    backlog: CheckpointBacklog
+    runs: dict[Sequence, SimRun]
+    contents: dict[int, Tag]
+    batch: Batch | None
+    reporting: list[Step]
+    given_up: Step | None  # Ends the process.
+
+    @abstractmethod
+    def look(self) -> None:
+        """Begin whatever can be begun."""
+
+
+class SimRanks:
+    def __init__(self, engine: RankedEngine, site: Site, count: int) -> None:
+        self.count = count
+        self.number = 0
+        self.report: ReformingReport | None = None
+        self.late_factor = 1.0  # What it predicts takes so many times as long.
+        self._engine = engine
+        self._site = site
+        self._size = site.config.cluster.engine.page_size_tokens
+        self._ready_s = 0.0
+        layout = hybrid(_UNITS, staged(_UNITS.layers, [range(count)]))
+        self._full = shares(layout, _UNITS)
+        self._turns = SpreadTurns.cyclic(layout.stages[0])
+        whole = _UNITS.total_bytes
+        self._machine = Reforming(
+            _UNITS,
+            layout,
+            Room(capacity_bytes=whole * 3 // 4, cell_bytes=0, pages=_PAGES),
+            Costs(rates=_RATES, join_s=_JOIN_S, restart_s=_RESTART_S),
+        )
+        self._layout = layout  # By which the cells that are there lie.
+        self._gone: dict[int, frozenset[Cell]] = {}  # Of pages that were full.
+        self._start_s = 0.0  # Until the ranks of this plan run.
+        self._missing: dict[StreamId, int] = {}  # Pages of streams with cells that are gone.
+        self._lost: list[int] = []
+        self._has_lost_cells = False  # Since the last freeze.
+
+    # What the instance asks.
+
+    @property
+    def serves(self) -> bool:
+        return self._machine.phase is ReformingPhase.SERVING or self._grows
+
+    @property
+    def _grows(self) -> bool:
+        return self._machine.phase is ReformingPhase.MOVING and self.report is None
+
+    @property
+    def degree(self) -> int:
+        return len(self._machine.layout.ranks)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        return self._machine.layout.ranks
+
+    @property
+    def layout_number(self) -> int:
+        return self._machine.layout.number
+
+    def load(self) -> ReformingReport | None:
+        """What is reported now."""
+        if self.report is None:
+            return None
+        ready_in_s = max(0.0, self._ready_s - self._site.clock.now_s)
+        return msgspec.structs.replace(self.report, ready_in_s=ready_in_s)
+
+    def factor(self, *, decodes: bool) -> float:
+        """Step times of the layout over those of all ranks."""
+        return _factor(shares(self._machine.layout, _UNITS), self._full, decodes=decodes)
+
+    def filled(self, page: int) -> None:
+        """All cells of the page have been written."""
+        self._gone.pop(page, None)
+
+    def gone(self, page: int) -> frozenset[Cell]:
+        return self._gone.get(page, _NO_CELLS)
+
+    # What happens to it.
+
+    def lose(self, ranks: Iterable[int], memory_kept: bool) -> None:
+        lost = frozenset(ranks)
+        if not memory_kept:
+            for page in self._engine.contents:
+                self._gone[page] = self.gone(page) | self._cells_of(page, lost)
+            for run in self._engine.runs.values():
+                run.verified = False  # What it computes with is looked at again.
+            self._has_lost_cells = True
+        restore_s = self._page_s()
+        at_risk = tuple(
+            StreamAtRisk(0.0 if memory_kept else pages * restore_s)
+            for pages in self._computed_pages().values()
+        )
+        self._missing = {} if memory_kept else self._computed_pages()
+        self._lost = sorted(lost)
+        self._handle(RanksLost(lost, memory_kept, at_risk))
+
+    def _cells_of(self, page: int, ranks: frozenset[int]) -> frozenset[Cell]:
+        """The cells of a page that lie on these ranks."""
+        layout = self._layout
+        turns = self._turns.turns[page % len(self._turns.turns)]
+        return frozenset(
+            (layer, head)
+            for layer, owners in enumerate(layout.attention)
+            for head, owner in enumerate(owners)
+            if (turns[layer] if owner == SPREAD else owner) in ranks
+        )
+
+    def _freeze(self) -> None:
+        """With lost cells every stream begins again in the same attempt: from a checkpoint, as far
+        as there is one; the rest is computed.
+        """
+        engine = self._engine
+        if engine.batch is not None:
+            engine.scheduler.abandon(engine.batch)
+            engine.batch = None
+        if self._has_lost_cells:
+            self._has_lost_cells = False
+            self._site.links.drop(engine)
+            for run in list(engine.runs.values()):
+                self._begin_again(run)
+            engine.pages.reset_cache()
+
+    def _begin_again(self, run: SimRun) -> None:
+        engine, before, call = self._engine, run.sequence, run.call
+        del engine.runs[before]
+        engine.backlog.ended(before, send_rest=False)
+        engine.scheduler.finish(before)
+        full_pages = (len(before.token_ids) - 1) // self._size
+        sources = tuple(
+            PullSource(place.holder, None, range(full_pages), TrafficClass.RECOVERY)
+            for place in call.places
+            if full_pages
+        )
+        sequence = Sequence(
+            stream=before.stream,
+            attempt=before.attempt,
+            token_ids=before.token_ids,
+            prompt_tokens=before.prompt_tokens,
+            root=before.root,
+            prefill_only=before.prefill_only,
+            pulls=tuple(source.pages for source in sources),
+        )
+        again = replace(call, sources=sources, slot_token=0)
+        engine.runs[sequence] = SimRun(again, sequence)
+        page_bytes = self._site.geometry.page_bytes
+        if checkpoints := checkpoints_of(again, self._size, page_bytes):
+            engine.backlog.follow(sequence, checkpoints, handed_over=False)
+        engine.scheduler.add(sequence)
+
+    def _computed_pages(self) -> dict[StreamId, int]:
+        return {
+            run.call.stream: run.sequence.computed_tokens // self._size
+            for run in self._engine.runs.values()
+        }
+
+    def _page_s(self) -> float:
+        """Of restoring or computing one page again."""
+        table, tokens = self._site.pace.prefill, 100 * self._size
+        return (table.seconds_for(tokens) - table.step_overhead_s) / 100
+
+    def _changed(self) -> None:
+        """Report at once."""
+        for report in list(self._engine.reporting):
+            report()
+
+    def _handle(self, event: Event) -> None:
+        for action in self._machine.handle(event):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        late = self.late_factor
+        match action:
+            case Freeze():
+                self._freeze()
+            case CarryOut():
+                self._carry_out(action)
+            case FormRanks():
+                if self.report is None:  # It served while units moved.
+                    self._announce(action.layout, Way.RESIZE, _JOIN_S, 0)
+                for rank in action.layout.ranks:
+                    joined = RankJoined(action.epoch, rank)
+                    self._later((self._start_s + _JOIN_S) * late, joined)
+                self._start_s = 0.0
+            case ProbeStep():
+                self._later(0.0, ProbeEnded(action.epoch, equal=True))
+            case Serve():
+                self._serve(action.layout)
+            case EndInstance():
+                if self._engine.given_up is not None:
+                    self._engine.given_up()
+            case _:
+                assert_never(action)
+
+    def _carry_out(self, action: CarryOut) -> None:
+        self._start_s = 0.0
+        if action.way is not Way.RESIZE:
+            self._announce(action.plan.after, action.way, action.ready_s, _moved(action))
+        if action.way is Way.RESTART:
+            self._start_s = _RESTART_S
+        ends_s: dict[tuple[int, Unit], float] = {}
+        for timed in schedule(action.plan, _RATES).timed:
+            key = timed.move.target, timed.move.unit
+            ends_s[key] = max(ends_s.get(key, 0.0), timed.end_s)
+        for (rank, unit), end_s in ends_s.items():
+            arrived = UnitArrived(action.epoch, rank, unit)
+            self._later((self._start_s + end_s) * self.late_factor, arrived)
+        if ends_s:
+            self._start_s = 0.0
+
+    def _announce(self, after: Layout, way: Way, ready_s: float, move_bytes: int) -> None:
+        self.number += 1
+        self._ready_s = self._site.clock.now_s + ready_s
+        then = shares(after, _UNITS)
+        self.report = ReformingReport(
+            self.number,
+            way.value,
+            ready_s,
+            len(after.ranks),
+            [] if way is Way.RESIZE else self._lost,
+            move_bytes,
+            self._missing,
+            self._page_s(),
+            _factor(then, self._full, decodes=True),
+            _factor(then, self._full, decodes=False),
+        )
+        self._changed()
+
+    def _serve(self, layout: Layout) -> None:
+        stage = layout.stages[0]
+        for rank in self._layout.ranks:
+            if rank not in stage.ranks and len(stage.ranks) < len(self._layout.ranks):
+                self._turns = self._turns.without(rank, stage.ranks)
+        if len(stage.ranks) >= len(self._layout.ranks):
+            self._turns = SpreadTurns.cyclic(stage)
+        self._layout, self.report, self._missing = layout, None, {}
+        self.late_factor = 1.0
+        self._engine.look()
+        self._changed()
+        if len(stage.ranks) < self.count:
+            absent = min(set(range(self.count)) - set(stage.ranks))
+            self._later(_GROWS_AFTER_S, RankOffered(absent, 0))
+
+    def _later(self, delay_s: float, event: Event) -> None:
+        self._engine.later(delay_s, lambda: self._handle(event))
+
+
+def _moved(action: CarryOut) -> int:
+    return action.plan.host_bytes + action.plan.peer_bytes
+
+
+def _factor(own: Shares, full: Shares, *, decodes: bool) -> float:
+    return own.weights / full.weights if decodes else own.rows / full.rows

@@ -1,0 +1,211 @@
+"""Instances whose memory outlives their processes: killed ones are followed by spares."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvrs.cluster.fault_injection import check_faults, inject_faults, rows_of
+from kvrs.cluster.launcher import Cluster
+from kvrs.cluster.nursery import Keeper
+from kvrs.config.file import parse_config
+from kvrs.errors import ConfigError
+from kvrs.faults.language import FaultSchedule, parse_faults
+from kvrs.ids import InstanceId
+from kvrs.load.admin import AdminPort
+from kvrs.load.passes import Injection
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+WAIT_S = 60.0
+PROMPT = [(7 * at * at + 3) % 500 + 2 for at in range(50)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One instance, so that its streams have nowhere else to go."""
+    nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both"}]}]
+    document = {
+        "cluster": {"nodes": nodes, "engine": {"pages": 256}, "allow_faults": True},
+        "proxy": {"port": 0, "admin_port": 0},
+        "state_plane": {"enabled": True},
+    }
+    with Cluster(parse_config(document), lambda line: None) as running:
+        yield running
+
+
+class Stream:
+    """Greedy ids of one request, as they arrive."""
+
+    def __init__(self, cluster: Cluster, tokens: int = 300) -> None:
+        self.ids: list[int] = []
+        body = {"model": "tiny-llama", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
+        body |= {"stream": True, "return_token_ids": True, "ignore_eos": True}
+        self._request = urllib.request.Request(
+            f"{cluster.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+
+    def read(self) -> list[int]:
+        with urllib.request.urlopen(self._request, timeout=WAIT_S) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
+                    self.ids += choice["token_ids"]
+        return self.ids
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def pid_of(cluster: Cluster) -> int:
+    return int(rows_of(cluster.state())[InstanceId("e0")]["pid"])
+
+
+def nursery_of(pid: int) -> int:
+    """The parent of an engine."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def spares(cluster: Cluster, nursery: int) -> list[int]:
+    """Its other children, which have the weights mapped."""
+    found = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if nursery_of(pid) == nursery and "/weights-" in Path(f"/proc/{pid}/maps").read_text():
+                found.append(pid)
+    return [pid for pid in found if pid != pid_of(cluster)]
+
+
+def go_on(cluster: Cluster, *signals: tuple[int, signal.Signals], end: bool = False) -> list[int]:
+    """The ids of a stream in the middle of which these signals are sent."""
+    stream = Stream(cluster)
+    with ThreadPoolExecutor(1) as client:
+        reading = client.submit(stream.read)
+        until(lambda: len(stream.ids) > 100 or reading.done())
+        for pid, number in signals:
+            os.kill(pid, number)
+        if end:
+            cluster.end(InstanceId("e0"))
+        return reading.result(WAIT_S)
+
+
+def test_a_killed_process_is_followed_by_a_spare(cluster: Cluster) -> None:
+    """Its stream goes on exactly, from the pages that it left. A killed spare, and a killed
+    nursery, are made again.
+    """
+    expected = Stream(cluster).read()
+    first = pid_of(cluster)
+    nursery = nursery_of(first)
+    until(lambda: len(spares(cluster, nursery)) == 1)
+    (spare,) = spares(cluster, nursery)
+
+    assert go_on(cluster, (first, signal.SIGKILL)) == expected
+    assert pid_of(cluster) == spare
+    (recovery,) = cluster.state()["recoveries"]
+    assert recovery["option"] == "reuse"
+
+    until(lambda: len(spares(cluster, nursery)) == 1)
+    (second,) = spares(cluster, nursery)
+    assert go_on(cluster, (second, signal.SIGKILL), (spare, signal.SIGKILL)) == expected
+    assert nursery_of(pid_of(cluster)) == nursery
+
+    until(lambda: len(spares(cluster, nursery)) == 1)
+    (third,) = spares(cluster, nursery)
+    fourth = (nursery, signal.SIGKILL), (pid_of(cluster), signal.SIGKILL)
+    assert go_on(cluster, *fourth) == expected
+    assert pid_of(cluster) == third
+    until(lambda: len(spares(cluster, nursery_of(third))) <= 1)
+    assert go_on(cluster, (third, signal.SIGKILL)) == expected
+    assert nursery_of(pid_of(cluster)) != nursery
+
+
+async def test_a_lost_device_takes_its_pages_along(cluster: Cluster) -> None:
+    """The stream goes on exactly, but nothing of it is there to be used again."""
+    expected = Stream(cluster).read()
+    before, known = pid_of(cluster), len(cluster.state()["recoveries"])
+    (fault,) = parse_faults(
+        [{"when": {"inflight_at_least": 1}, "what": "lose_device", "whom": {"id": "e0"}}]
+    )
+    with ThreadPoolExecutor(1) as client:
+        stream = Stream(cluster)
+        reading = client.submit(stream.read)
+        await asyncio.to_thread(until, lambda: len(stream.ids) > 100 or reading.done())
+        async with AdminPort(cluster.admin_url, cluster.secret, cluster.admin_token) as port:
+            await check_faults([fault], port)
+            schedule = FaultSchedule([fault], 0, Random)
+            await inject_faults(Injection(port, schedule, time.monotonic(), lambda: 0, []))
+        got = await asyncio.to_thread(reading.result, WAIT_S)
+
+    assert got == expected
+    assert pid_of(cluster) != before
+    (recovery,) = cluster.state()["recoveries"][known:]
+    assert recovery["option"] != "reuse"
+
+
+def test_a_drained_process_is_followed_by_a_spare(cluster: Cluster) -> None:
+    """As in a rolling restart: the stream ends at the old process, or goes on at the new one."""
+    expected, before = Stream(cluster).read(), pid_of(cluster)
+
+    assert go_on(cluster, end=True) == expected
+    until(lambda: not cluster.down() and pid_of(cluster) != before)
+    assert Stream(cluster).read() == expected
+
+
+class Played:
+    """Processes that do as they are told: one answer each to the number of its start."""
+
+    def __init__(self, *answers: str | None) -> None:
+        self._answers = list(answers)
+        self.started: list[str] = []
+
+    def make(self) -> socket.socket:
+        if not self._answers:
+            raise KeyboardInterrupt
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        threading.Thread(target=self._play, args=(theirs, self._answers.pop(0))).start()
+        return ours
+
+    def _play(self, line: socket.socket, answer: str | None) -> None:
+        with line:
+            self.started.append(line.recv(100).decode())
+            if answer is not None:
+                line.send(answer.encode())
+
+
+def kept(played: Played) -> int:
+    """How often it was ready, until no more processes can be made."""
+    numbers, ready = iter(range(1, 100)), []
+    keeper = Keeper(played.make, lambda: next(numbers), lambda: ready.append(1))
+    with contextlib.suppress(KeyboardInterrupt):
+        keeper.run()
+    return len(ready)
+
+
+def test_a_first_process_that_cannot_serve_is_a_fault_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="port: 80 is in use"):
+        kept(Played("fault port: 80 is in use"))
+
+
+def test_a_later_process_that_cannot_serve_is_followed_by_another() -> None:
+    """Also one that ends without a word. Each start has a higher number."""
+    played = Played("ready", "fault no room", None, "ready")
+
+    assert kept(played) == 2
+    assert [start for start in played.started if start] == [f"start {n}" for n in range(1, 5)]

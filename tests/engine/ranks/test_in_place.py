@@ -1,0 +1,268 @@
+"""Whatever ranks are lost and whenever, an instance goes on with exact bits: real SIGKILLs."""
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from kvrs.config.file import parse_config
+from kvrs.elastic.plans import Move
+from kvrs.elastic.reforming import Way
+from kvrs.engine.instance import EngineInstance
+from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.ranks.group import RankGroup
+from kvrs.engine.routes import make_app
+from kvrs.engine.worker import Worker
+from kvrs.errors import RanksLostError
+from kvrs.ids import InstanceId
+from kvrs.scheduling.sequences import Chunk
+from tests.engine.ranks.test_rank_group import SETTINGS, group_of
+from tests.engine.serving import SECRET
+from tests.ports import instance_client
+
+pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
+
+TOKENS = [(11 * at * at + 5) % 500 for at in range(90)]
+CUTS = [0, 40, 41, 62, 89, 90]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[torch.Tensor]:
+    worker = Worker(tiny_model, SETTINGS)
+    return [worker.execute([chunk]) for chunk in chunks()]
+
+
+def chunks() -> Iterator[Chunk]:
+    for first, last in pairwise(CUTS):
+        yield Chunk(TOKENS[first:last], first, range(10, 20), wants_logits=True)
+
+
+def compute(group: RankGroup, expected: Iterable[torch.Tensor]) -> None:
+    """All chunks, each as often as ranks are lost in it."""
+    for chunk, logits in zip(chunks(), expected, strict=True):
+        while True:
+            try:
+                found = group.execute([chunk])
+            except RanksLostError:
+                group.wait_serving()
+            else:
+                assert same_bytes(found, logits)
+                break
+
+
+def kill(group: RankGroup, *ranks: int) -> None:
+    for pid in [group.pids[rank] for rank in ranks]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def when_moving(
+    group: RankGroup,
+    then: Callable[[], object] = lambda: None,
+    before: Callable[[list[Move]], object] = lambda moves: None,
+) -> None:
+    """Do something once, before the next moves are ordered, or as soon as they are."""
+    fetch = group.processes.fetch
+
+    def hooked(epoch: int, moves: Iterable[Move]) -> None:
+        group.processes.fetch = fetch  # type: ignore[method-assign]
+        before(list(moves))
+        fetch(epoch, moves)
+        then()
+
+    group.processes.fetch = hooked  # type: ignore[method-assign]
+
+
+def damage(group: RankGroup, move: Move) -> None:
+    """In the memory of the rank that has it."""
+    at = group.processes.seats[move.source].units[move.unit]
+    at.memory.memory[at.offset : at.offset + 4] = b"\xff\x00\xff\x00"
+
+
+def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
+    tiny_model: Path, expected: list[torch.Tensor]
+) -> None:
+    """Of four uneven ranks one is lost, and in the move another one; then a device, whose memory is
+    damaged where a new rank copies it. What is read is what the plans say, and survivors stay the
+    processes that they are.
+    """
+    group = group_of(tiny_model, tp=4)
+    first = group.pids
+    try:
+        compute(group, expected)
+        when_moving(group, lambda: kill(group, 2))
+        kill(group, 3)
+        compute(group, expected)
+        assert {0: first[0], 1: first[1]}.items() <= group.pids.items()
+        reshard = group.reformer.done[0]
+        assert (reshard.way, reshard.degree) == (Way.RESHARD, 2)
+        assert reshard.moved["read"] == reshard.host_bytes
+        when_moving(group, before=lambda moves: damage(group, moves[0]))
+        while len(group.layout.ranks) < 4:
+            compute(group, expected)
+
+        assert group.pids[0] == first[0]
+        damaged, whole = group.reformer.done[1:]
+        assert damaged.moved["damaged"] == 1
+        assert damaged.moved["read"] == damaged.moved["host"] > damaged.host_bytes == 0
+        assert whole.moved == {"peer": whole.peer_bytes, "read": 0}
+        group.lose_device(1)
+        group.mended()
+        kill(group, 2)
+        compute(group, expected)
+        assert 1 not in group.lost_devices or 1 not in group.layout.ranks
+    finally:
+        group.close()
+
+
+def test_a_stage_without_ranks_is_started_again(
+    tiny_model: Path, tmp_path: Path, expected: list[torch.Tensor]
+) -> None:
+    """With its units where they were, as long as their memory is there, else read again. What
+    cannot be started ends the instance, with the reason.
+    """
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    group = group_of(model, pp=2)
+    half = group.unit_bytes[1]
+    try:
+        compute(group, expected)
+        kill(group, 1)
+        compute(group, expected)
+        (restart,) = group.reformer.done
+        assert (restart.way, restart.host_bytes) == (Way.RESTART, 0)
+        assert not any(restart.moved.values())
+
+        group.lose_device(1)
+        group.mended()
+        compute(group, expected)
+        replace = group.reformer.done[-1]
+        assert (replace.way, replace.host_bytes) == (Way.REPLACE, half)
+        assert replace.moved["read"] == half
+
+        model.rename(tmp_path / "elsewhere")
+        kill(group, 0)
+        with pytest.raises(RanksLostError, match="started 3 times"):
+            compute(group, expected)
+    finally:
+        group.close()
+
+
+def test_weights_that_have_changed_are_not_computed_with(
+    tiny_model: Path, tmp_path: Path, expected: list[torch.Tensor]
+) -> None:
+    """A survivor that reads other weights than the lost rank had ends; all ranks are then started
+    with the memory that is there.
+    """
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    group = group_of(model, tp=2)
+    try:
+        compute(group, expected)
+        path = model / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        header_bytes = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + header_bytes])
+        start, stop = header["model.layers.2.mlp.up_proj.weight"]["data_offsets"]
+        base = 8 + header_bytes
+        content[base + start : base + stop] = bytes(stop - start)
+        path.write_bytes(content)
+
+        kill(group, 1)
+        compute(group, expected)
+
+        assert group.reformer.done[0].way is Way.RESTART
+        assert len(group.layout.ranks) == 2
+    finally:
+        group.close()
+
+
+async def test_streams_go_on_in_their_attempts(tiny_model: Path) -> None:
+    """Greedy and drawn ones, through a SIGKILL and a lost device, have the tokens of one process;
+    load reports say at once that the ranks re-form, and when they compute again.
+    """
+    alone = await answers_of(tiny_model, {}, [])
+    reports: list[dict[str, Any]] = []
+
+    through = await answers_of(tiny_model, {"tp": 3}, ["kill", "lose_device"], reports)
+
+    assert through == alone
+    reforming = [each["reforming"] for each in reports if each["reforming"] is not None]
+    assert {each["way"] for each in reforming} >= {"reshard"}
+    assert all(each["lost"] for each in reforming if each["way"] == "reshard")
+    assert any(each["missing_pages"] for each in reforming)
+    assert {each["epoch"] for each in reports} == {1}
+    assert reports[0]["degree"] == reports[0]["full_degree"] == 3
+    assert min(each["degree"] for each in reports) == 1
+
+
+async def answers_of(
+    model: Path,
+    ranks: dict[str, int],
+    faults: list[str],
+    reports: list[dict[str, Any]] | None = None,
+) -> list[list[int]]:
+    nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", **ranks}]}]
+    config = parse_config(
+        {"cluster": {"model": str(model), "engine": {"pages": 512}, "nodes": nodes}}
+    )
+    instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
+    async with asyncio.timeout(120), instance_client(make_app(instance), SECRET) as client:
+        await instance.start()
+        watching = asyncio.create_task(watch(client, reports if reports is not None else []))
+        try:
+            tasks = [asyncio.create_task(answer(client, at)) for at in range(8)]
+            for fault in faults:
+                while instance.core.scheduler.running < 4 or instance.load().reforming is not None:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
+                assert instance.ranks is not None
+                rank = max(instance.ranks.pids)
+                if fault == "kill":
+                    os.kill(instance.ranks.pids[rank], signal.SIGKILL)
+                else:
+                    instance.lose_device(rank)
+                await asyncio.sleep(0.2)
+            return list(await asyncio.gather(*tasks))
+        finally:
+            watching.cancel()
+            await instance.close()
+
+
+async def watch(client: aiohttp.ClientSession, reports: list[dict[str, Any]]) -> None:
+    # So rarely that all but the first are told before their time.
+    async with client.get("/kvrs/v1/load?watch=600") as response:
+        async for line in response.content:
+            reports.append(json.loads(line))
+
+
+async def answer(client: aiohttp.ClientSession, seed: int) -> list[int]:
+    choose = random.Random(seed)
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": [choose.randrange(2, 500) for _ in range(choose.randint(8, 150))],
+        "max_tokens": 150,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "temperature": 0.9 * (seed % 2),
+        "seed": seed,
+        "stream": True,
+    }
+    token_ids: list[int] = []
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[len(b"data: ") :])
+                assert "error" not in event, event
+                token_ids += event["choices"][0].get("token_ids") or []
+    return token_ids

@@ -1,0 +1,183 @@
+"""JSON mode of the embedded engine: what it writes, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]  # Its stubs are a package of their own.
+import msgspec
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from kvrs.engine.grammars import Grammars
+from kvrs.engine.tiny import VOCAB
+from kvrs.errors import RequestError
+from tests.engine.serving import serving
+
+pytestmark = pytest.mark.engine
+
+END_ID = 1
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["a", "bb", None]},
+        "at": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2},
+    },
+    "required": ["name", "kind", "at"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_the_output_is_what_the_schema_says(tiny_model: Path, path: str) -> None:
+    """Of a model that knows no JSON, sampled at a high temperature, whatever else it is asked: it
+    ends with the grammar.
+    """
+    asked: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "kalo"}]} if path == CHAT else {"prompt": "kalo"}
+    )
+    others: list[dict[str, Any]] = [
+        {},
+        {"ignore_eos": True},
+        {"min_tokens": 190},
+        {"logit_bias": {str(END_ID): -100}, "frequency_penalty": 2.0},
+        {"bad_words": ["{"]},
+        {"allowed_token_ids": [5, 6]},
+    ]
+    async with serving(tiny_model) as (_, client):
+        for seed, other in enumerate(others):
+            fields = {
+                "max_tokens": 200,
+                "temperature": 1.5,
+                "seed": seed,
+                "response_format": FORMAT,
+            }
+            answer = await (await client.post(path, json=asked | fields | other)).json()
+            (choice,) = answer["choices"]
+            text = choice["message"]["content"] if path == CHAT else choice["text"]
+
+            assert choice["finish_reason"] == "stop", (other, text)
+            jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.network
+async def test_json_object_is_any_object(tiny_model: Path) -> None:
+    """Cut off by `max_tokens` it is the beginning of one, as at OpenAI."""
+    body = {"prompt": "kalo", "temperature": 1.0, "response_format": {"type": "json_object"}}
+    async with serving(tiny_model) as (_, client):
+        for seed in range(4):
+            asked = body | {"seed": seed, "max_tokens": 100}
+            (choice,) = (await (await client.post(COMPLETIONS, json=asked)).json())["choices"]
+
+            assert choice["text"].startswith("{")
+            if choice["finish_reason"] == "stop":
+                assert isinstance(json.loads(choice["text"]), dict)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "yaml"}, "response_format.type"),
+        ("json", "response_format"),
+        ({"type": "json_schema", "json_schema": {"schema": [1]}}, "response_format.json_schema"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}},
+            "response_format.json_schema",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://localhost/x"}}},
+            "response_format.json_schema",
+        ),
+        (
+            {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "string", "pattern": "(?=x)"}},
+            },
+            "response_format.json_schema",
+        ),
+    ],
+)
+async def test_a_format_that_cannot_be_followed_is_refused(
+    tiny_model: Path, wrong: Any, param: str
+) -> None:
+    """By the prefill call too, before anything is computed; no schema fetches anything."""
+    transfer = {"do_remote_decode": True}
+    async with serving(tiny_model) as (_, client):
+        for more in ({}, {"kv_transfer_params": transfer, "max_tokens": 1}):
+            answer = await client.post(
+                COMPLETIONS, json={"prompt": "kalo", "response_format": wrong} | more
+            )
+
+            assert answer.status == 400
+            assert (await answer.json())["error"]["param"].startswith(param)
+
+
+@pytest.mark.network
+async def test_a_history_that_is_no_such_json_is_refused(tiny_model: Path) -> None:
+    """It is not what an engine with the same request has written."""
+    kvrs = {"stream": "s", "attempt": 2, "prompt_tokens": 2}
+    body = {"prompt": [5, 6, 300], "kvrs": kvrs, "response_format": FORMAT, "max_tokens": 9}
+    async with serving(tiny_model) as (_, client):
+        answer = await client.post(COMPLETIONS, json=body)
+
+        assert answer.status == 400
+        assert (await answer.json())["error"]["param"] == "response_format"
+
+
+@pytest.mark.network
+async def test_a_prompt_that_opens_its_reasoning_has_no_json_mode(tiny_model: Path) -> None:
+    """Its output is reasoning at first, which would have to be JSON."""
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "a"}],
+        "response_format": {"type": "json_object"},
+        "kvrs": {"stream": "s", "attempt": 1, "prompt_tokens": 0},
+    }
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    ids = tokenizer.encode("x<think>", add_special_tokens=False).ids
+    async with serving(tiny_model) as (_, client):
+        body["kvrs"] |= {"token_ids": ids, "prompt_tokens": len(ids)}
+        answer = await client.post(CHAT, json=body)
+
+        assert answer.status == 400
+        assert "<think>" in (await answer.json())["error"]["message"]
+
+
+def test_a_grammar_built_from_the_history_allows_the_same(tiny_model: Path) -> None:
+    """At every position, so that a recovery samples the same tokens."""
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    raw = msgspec.Raw(msgspec.json.encode(FORMAT))
+    here, there = (Grammars(tokenizer, VOCAB, frozenset({END_ID})) for _ in range(2))
+    whole = here.grammar(raw)
+    assert whole is not None
+    history: list[int] = []
+    generator = torch.Generator().manual_seed(3)
+    while True:
+        row = torch.randn(VOCAB, generator=generator)
+        again = there.grammar(raw)
+        assert again is not None
+        assert all(again.take(token_id) for token_id in history)
+        masked = whole.apply(row, row)
+        assert torch.equal(masked, again.apply(row, row))
+        if (token_id := int(masked.argmax())) == END_ID:
+            break
+        history.append(token_id)
+        assert whole.take(token_id)
+    assert len(history) > 20
+    jsonschema.validate(json.loads(tokenizer.decode(history)), SCHEMA)
+
+
+def test_a_model_without_an_end_token_has_no_json_mode(tiny_model: Path) -> None:
+    """Nothing could end the output."""
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    grammars = Grammars(tokenizer, VOCAB, frozenset())
+
+    with pytest.raises(RequestError, match="no token that ends"):
+        grammars.grammar(msgspec.Raw(b'{"type":"json_object"}'))
+    assert grammars.grammar(msgspec.Raw(b'{"type":"text"}')) is None

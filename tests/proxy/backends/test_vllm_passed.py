@@ -1,0 +1,67 @@
+"""Endpoints beside streams, as vLLM answers them behind the proxy."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from kvrs.proxy.api.passed import FIELDS
+from tests.proxy.vllm_cluster import Builder, Servers, Vllms
+
+pytestmark = pytest.mark.network
+
+
+async def posted(system: Vllms, path: str, **fields: Any) -> tuple[int, Any]:
+    async with system.http.post(system.url + path, json=fields) as answer:
+        return answer.status, json.loads(await answer.read())
+
+
+@pytest.mark.parametrize("path", FIELDS)
+async def test_vllm_answers_and_another_one_where_one_dies(vllms: Builder, path: str) -> None:
+    """The request reaches an engine as it came, and the client gets that engine's bytes."""
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.passed, server.dies_passing = (path,), server.id != "d1"
+
+    system = await vllms(prepare=prepare)
+    asked: Any = {
+        "/tokenize": {"messages": [{"role": "user", "content": "a"}]},
+        "/detokenize": {"tokens": [1, 2]},
+        "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "float"},
+    }.get(path, {"documents": ["b"]})
+
+    status, body = await posted(system, path, **asked)
+
+    assert (status, body) == (200, {"path": path, "got": asked})
+    assert [got for server in system.servers.values() for got in server.bodies][-1] == asked
+
+
+async def test_the_openai_client_gets_embeddings(vllms: Builder) -> None:
+    """And the engine's own 404 where its model has none; fields of the cluster are refused."""
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.passed = ("/v1/embeddings",)
+
+    system = await vllms(prepare=prepare)
+    async with openai.AsyncOpenAI(
+        base_url=f"{system.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        made = await client.embeddings.with_raw_response.create(model="tiny", input="a")
+        refused = await posted(system, "/v1/embeddings", input="a", kv_transfer_params={})
+        missing = await posted(system, "/rerank", query="a", documents=["b"])
+
+    assert json.loads(made.text)["got"]["input"] == "a"
+    assert (refused[0], refused[1]["error"]["param"]) == (400, "kv_transfer_params")
+    assert missing[0] == 404
+
+
+async def test_no_instance_is_a_status_to_retry_on(vllms: Builder) -> None:
+    """As of streams, with the time to wait."""
+    system = await vllms(wait=False)
+    for server in system.servers.values():
+        await server.kill()
+    async with system.http.post(system.url + "/score", json={"text_1": "a"}) as answer:
+        assert (answer.status, int(answer.headers["Retry-After"]) > 0) == (503, True)

@@ -1,0 +1,241 @@
+"""Instances and agents that come and go while a proxy serves."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrs.config.file import Config, load_config
+from kvrs.control import silence
+from kvrs.protocol.instance import Role
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.scripted import Scripted
+from tests.proxy.scripted_agent import ScriptedAgent
+from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
+from tests.proxy.workers_of_proxy import WorkersOfProxy, open_workers
+
+pytestmark = [pytest.mark.network, pytest.mark.process]
+
+REQUEST = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that wait at a gate are not to be taken for silent ones."""
+    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 60.0)
+
+
+@asynccontextmanager
+async def further(system: ProxyCluster, *names: str) -> AsyncIterator[list[dict[str, Any]]]:
+    """Scripted instances that the proxy does not know yet; as an operator would add them."""
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    async with AsyncExitStack() as stack:
+        asked = []
+        for name in names:
+            node = f"n{name[1:]}"
+            one = Scripted(name, node, role=roles[name[0]], script=system.script)
+            await one.start()
+            stack.push_async_callback(one.close)
+            system.instances[name] = one
+            row = {"node": node, "id": name, "role": one.role.value, "port": one.port}
+            asked.append(row)
+        yield asked
+
+
+async def ask(
+    system: ProxyCluster, method: str, path: str, body: object = None
+) -> tuple[int, dict[str, Any]]:
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/{path}"
+    async with system.http.request(method, url, json=body) as answer:
+        return answer.status, msgspec.json.decode(await answer.read())
+
+
+async def names_in(system: ProxyCluster) -> list[str]:
+    return [row["id"] for row in (await system.state())["instances"]]
+
+
+async def until_gone(system: ProxyCluster, name: str) -> None:
+    async def is_gone() -> bool:
+        return name not in await names_in(system)
+
+    await system.until(is_gone)
+
+
+async def test_instances_are_added_and_the_old_ones_removed_without_a_lost_stream(
+    build: ProxyClusterBuilder,
+) -> None:
+    """A cluster moves to other machines under load: every stream has every token once."""
+    system = await build(pairs=1, cluster_drain_s=0.0)
+    asked = await held_open(system, count=3)
+    async with further(system, "p1", "d1") as rows:
+        added = [await ask(system, "POST", "instances", row) for row in rows]
+        await system.until_health(p1="up", d1="up")
+        removed = [await ask(system, "DELETE", f"instances/{name}") for name in ("p0", "d0")]
+        await until_gone(system, "d0")
+        for name in ("p0", "d0"):
+            await system.instances[name].close()
+        release(system)
+        exact = await all_exact(asked)
+        await until_gone(system, "p0")
+        status, _ = await system.ask(REQUEST)
+        metrics = await system.metrics()
+
+    assert added == [(200, {"applied": ["cluster.nodes"], "restart_needed": []})] * 2
+    assert [status for status, _ in removed] == [200, 200]
+    assert exact
+    assert status == 200
+    assert {row["to"] for row in (await system.state())["recoveries"]} == {"d1"}
+    assert 'kvrs_worker_up{worker="d1"} 1.0' in metrics
+    assert 'kvrs_worker_up{worker="d0"}' not in metrics
+
+
+async def test_a_removed_instance_that_is_added_again_is_a_new_one(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Its name may come back at another address."""
+    system = await build(cluster_drain_s=0.0)
+    await ask(system, "DELETE", "instances/d0")
+    await until_gone(system, "d0")
+    await system.instances["d0"].close()
+    async with further(system, "d0") as (row,):
+        status, _ = await ask(system, "POST", "instances", row)
+        await system.until_health(d0="up")
+        await asyncio.gather(*(system.ask(REQUEST) for _ in range(8)))
+
+        assert status == 200
+        assert "POST /v1/completions" in system.instances["d0"].calls
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "says"),
+    [
+        ("DELETE", "instances/d7", None, 404, "no instance 'd7'"),
+        ("DELETE", "instances/d0", None, 400, "no instance of role 'decode'"),
+        ("POST", "instances", [1], 400, "allowed: the keys of an instance"),
+        ("POST", "instances", {"id": "d1"}, 400, "missing required field"),
+        ("POST", "instances", {"node": "n1", "id": "d0", "role": "decode"}, 409, "is there"),
+        ("POST", "instances", {"node": "n1", "id": "d1", "role": "cook", "port": 1}, 400, "role"),
+        ("POST", "instances", {"node": "n1", "id": "d1", "role": "decode"}, 400, "has no port"),
+        ("POST", "instances", {"node": "n1", "id": "d1", "role": "both", "prt": 1}, 400, "prt"),
+    ],
+)
+async def test_a_change_that_cannot_be_made_changes_nothing(
+    build: ProxyClusterBuilder, method: str, path: str, body: object, status: int, says: str
+) -> None:
+    """And says what was wrong and what is allowed."""
+    system = await build(pairs=1)
+
+    found, answer = await ask(system, method, path, body)
+
+    assert (found, says in answer["error"]["message"]) == (status, True), answer
+    assert await names_in(system) == ["p0", "d0"]
+    assert (await system.ask(REQUEST))[0] == 200
+
+
+async def test_the_last_instance_of_a_role_that_is_up_is_not_removed(
+    build: ProxyClusterBuilder,
+) -> None:
+    """The other one of the configuration may never come back."""
+    system = await build()
+    await system.instances["d1"].kill()
+    await system.until_health(d1="down")
+
+    status, answer = await ask(system, "DELETE", "instances/d0")
+
+    assert status == 400
+    assert "without d0 no instance that is up can do decode" in answer["error"]["message"]
+    assert (await system.ask(REQUEST))[0] == 200
+
+
+async def test_a_reload_takes_over_nodes_with_their_agents(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """The file is the whole truth: what it does not have any more goes, with its node's agent."""
+    path = tmp_path / "kvrs.yaml"
+
+    def read() -> Config:
+        return load_config(path)
+
+    system = await build(read=read, backup={"mode": "remote"}, cluster_drain_s=0.0)
+    document = system.proxy._config.model_dump(mode="json")
+    asked = await held_open(system, count=4)
+    agent = ScriptedAgent("agent-n2", "n2")
+    await agent.start()
+    try:
+        async with further(system, "p2", "d2") as rows:
+            instances = [{key: row[key] for key in ("id", "role", "port")} for row in rows]
+            new = {"id": "n2", "agent": {"port": agent.port}, "instances": instances}
+            document["cluster"]["nodes"].append(new)
+            path.write_bytes(msgspec.json.encode(document))
+            added, _ = await ask(system, "POST", "reload")
+            wanted = {"p2": "up", "d2": "up", "agent-n2": "up"}
+
+            async def all_up() -> bool:
+                return wanted.items() <= (await system.health()).items()
+
+            await system.until(all_up)
+            del document["cluster"]["nodes"][0]
+            path.write_bytes(msgspec.json.encode(document))
+            removed, _ = await ask(system, "POST", "reload")
+            await until_gone(system, "d0")
+            document["cluster"]["nodes"][0]["instances"][1]["port"] += 1
+            path.write_bytes(msgspec.json.encode(document))
+            moved, answer = await ask(system, "POST", "reload")
+            release(system)
+
+            assert (added, removed, moved) == (200, 200, 400)
+            assert "instance 'd1' has another node, role or address" in str(answer)
+            assert await all_exact(asked)
+            health = await system.health()
+            assert "agent-n0" not in health
+            assert health["agent-n1"] == health["agent-n2"] == "up"
+    finally:
+        await agent.close()
+
+
+async def test_every_worker_has_the_instances_of_its_proxy(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """Also one that is started again; the file that changes is read without an order."""
+    system = await build(pairs=1)
+    changes: dict[str, Any] = {"proxy": {"reload_on_change": True}}
+    async with (
+        open_workers(system, tmp_path, workers=2, **changes) as proxy,
+        further(system, "p1", "d1") as rows,
+    ):
+        for row in rows:
+            url = f"http://127.0.0.1:{proxy.admin_port}/kvrs/v1/instances"
+            async with proxy.http.post(url, json=row) as answer:
+                assert answer.status == 200, await answer.text()
+        await _until_all(proxy, {"p0", "d0", "p1", "d1"})
+        pid = (await proxy.workers())[0]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        await proxy.until_logged(b"worker lost")
+        await proxy.until_up()
+        await _until_all(proxy, {"p0", "d0", "p1", "d1"})
+        refused, text = await proxy.admin("/kvrs/v1/instances/d9", "DELETE")
+        document = msgspec.json.decode(proxy.config.read_bytes())
+        document["policy"] = {"slots_max": 7}
+        proxy.config.write_bytes(msgspec.json.encode(document))
+        await _until_all(proxy, {"p0", "d0"})
+
+        assert (refused, b"no instance" in text) == (404, True)
+        assert {(await proxy.ask(REQUEST))[0] for _ in range(6)} == {200}
+
+
+async def _until_all(proxy: WorkersOfProxy, wanted: set[str]) -> None:
+    """Until all workers have these instances, all up."""
+    async with asyncio.timeout(30):
+        while True:
+            rows = (await proxy.state())["policy"]["workers"]
+            names = [{row["id"] for row in each["instances"]} for each in rows]
+            if names == [wanted] * 2:
+                return
+            await asyncio.sleep(0.05)

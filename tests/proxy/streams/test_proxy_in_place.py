@@ -1,0 +1,162 @@
+"""An instance that re-forms: its streams stay, on the same connection and in the same attempt."""
+
+import asyncio
+
+import pytest
+
+from kvrs.control import silence
+from kvrs.ids import NodeId, StreamId
+from kvrs.protocol.instance import RankInfo, ReformingReport
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
+
+pytestmark = pytest.mark.network
+
+
+def report(ready_in_s: float, number: int = 1, degree: int = 1) -> ReformingReport:
+    return ReformingReport(number, "reshard", ready_in_s, degree, [1], 1 << 20)
+
+
+async def row_of(system: ProxyCluster, name: str) -> dict[str, object]:
+    return next(row for row in (await system.state())["instances"] if row["id"] == name)
+
+
+async def recoveries(system: ProxyCluster) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = (await system.state())["recoveries"]
+    return rows
+
+
+async def says(system: ProxyCluster, name: str, state: str) -> bool:
+    return (await row_of(system, name))["state"] == state
+
+
+async def test_streams_stay_in_their_attempt_while_their_instance_re_forms(
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are silent for longer than a stream may be, and go on where they were."""
+    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 0.2)
+    system = await build(proxy={"token_gap_s": 0.4})
+    d0 = system.instances["d0"]
+    d0.full_degree = d0.degree = 2
+    await system.instances["d1"].kill()
+    await system.until_health(d1="down")
+    asked = await held_open(system, count=3)
+    calls = len(d0.completions)
+
+    d0.reforming = report(1.2)
+    await system.until(lambda: says(system, "d0", "reforming"))
+    row = await row_of(system, "d0")
+    await asyncio.sleep(1.0)
+    d0.reforming, d0.degree, d0.layout_number = None, 1, 1
+    await system.until(lambda: says(system, "d0", "degraded"))
+    release(system)
+
+    assert await all_exact(asked)
+    assert len(d0.completions) == calls
+    found = await recoveries(system)
+    assert [each["option"] for each in found] == ["in_place"] * 3
+    assert [each["attempt"] for each in found] == [1] * 3
+    assert [each["outcome"] for each in found] == ["resumed"] * 3
+    assert {each["cause"] for each in found} == {"rank 1 of d0 lost: reshard"}
+    assert (row["degree"], row["full_degree"]) == (2, 2)
+    ready_in_s = row["ready_in_s"]
+    assert isinstance(ready_in_s, float)
+    assert 0 < ready_in_s <= 1.2
+
+
+async def test_the_state_shows_the_ranks_that_compute(build: ProxyClusterBuilder) -> None:
+    """A lost rank leaves at once; what an instance does not tell is asked again."""
+    system = await build()
+    d0 = system.instances["d0"]
+    d0.full_degree = d0.degree = 2
+    d0.ranks = [RankInfo(rank, 0, 100 + rank, NodeId("n0"), 4, [rank]) for rank in range(2)]
+    await system.until(lambda: shows_ranks(system, 100, 101))
+
+    d0.ranks, d0.reforming = d0.ranks[:1], report(60.0)
+    await system.until(lambda: shows_ranks(system, 100))
+    d0.deaf = True
+    d0.reforming, d0.degree, d0.layout_number = None, 1, 1
+    await system.until(lambda: says(system, "d0", "degraded"))
+    assert await shows_ranks(system, 100)
+    d0.deaf = False
+    d0.ranks = [RankInfo(0, 0, 102, NodeId("n0"), 8, [0, 1])]
+    await system.until(lambda: shows_ranks(system, 102))
+
+    assert (await system.health())["d0"] == "up"
+
+
+async def shows_ranks(system: ProxyCluster, *pids: int) -> bool:
+    ranks = (await row_of(system, "d0"))["ranks"]
+    assert isinstance(ranks, list)
+    return [each["pid"] for each in ranks] == list(pids)
+
+
+async def test_streams_leave_for_another_instance_where_that_is_sooner(
+    build: ProxyClusterBuilder,
+) -> None:
+    system = await build()
+    d0 = system.instances["d0"]
+    d0.full_degree = d0.degree = 2
+    asked = await held_open(system, count=4)
+
+    d0.reforming = report(60.0)
+    await system.until(lambda: all_at(system, "d1"))
+    release(system)
+
+    assert await all_exact(asked)
+    assert "in_place" not in {each["option"] for each in await recoveries(system)}
+    assert (await system.health())["d0"] == "up"
+
+
+async def test_an_instance_that_breaks_its_word_loses_its_streams_and_they_lose_nothing(
+    build: ProxyClusterBuilder,
+) -> None:
+    """It goes on far later than it has said; each stream goes on elsewhere at its alarm."""
+    system = await build()
+    d0 = system.instances["d0"]
+    d0.full_degree = d0.degree = 2
+    asked = await held_open(system, count=4)
+
+    d0.reforming = report(0.0)
+    await system.until(lambda: stays_somewhere(system))
+    await system.until(lambda: all_at(system, "d1"))
+    release(system)
+
+    assert await all_exact(asked)
+    left = [each for each in await recoveries(system) if "was to go on" in str(each["cause"])]
+    assert left
+    assert {each["to"] for each in left} == {"d1"}
+
+
+async def all_at(system: ProxyCluster, name: str) -> bool:
+    return {row["decode"] for row in (await system.state())["streams"]} == {name}
+
+
+async def stays_somewhere(system: ProxyCluster) -> bool:
+    return any(each["option"] == "in_place" for each in await recoveries(system))
+
+
+async def test_a_token_that_was_on_its_way_ends_no_recovery(build: ProxyClusterBuilder) -> None:
+    """The recovery ends with the first token after the re-forming."""
+    system = await build()
+    d0 = system.instances["d0"]
+    d0.full_degree = d0.degree = 2
+    await system.instances["d1"].kill()
+    await system.until_health(d1="down")
+    asked = await held_open(system, at=5)
+    driver = system.proxy._driver
+    assert driver is not None
+
+    d0.reforming = report(30.0)
+    await system.until(lambda: stays_somewhere(system))
+    (stream,) = driver.streams
+    driver.resumed(driver.control.streams[StreamId(stream)], 1)
+    early = (await recoveries(system))[0]["outcome"]
+    d0.reforming, d0.degree, d0.layout_number = None, 1, 1
+    await system.until(lambda: says(system, "d0", "degraded"))
+    release(system)
+
+    assert await all_exact(asked)
+    assert early == "running"
+    assert (await recoveries(system))[0]["outcome"] == "resumed"
