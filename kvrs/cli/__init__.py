@@ -13,7 +13,9 @@ import typer
 import kvrs
 from kvrs.cli import configuring, inspecting, measuring, monitoring, running
 from kvrs.cli.common import console
+from kvrs.cli.doctor import doctor
 from kvrs.cli.examples import examples
+from kvrs.cli.top import top
 from kvrs.config.logs import LogLevel
 from kvrs.errors import KvrsError
 from kvrs.logs import LEVEL_ENV_NAME
@@ -38,8 +40,11 @@ for command in (
     measuring.compare,
     measuring.report,
     inspecting.explain,
+    inspecting.incidents,
     inspecting.key,
     measuring.profile,
+    top,
+    doctor,
     monitoring.alerts,
     monitoring.dashboard,
 ):

@@ -21,6 +21,12 @@ _EXAMPLES = {
         "kvrs explain --log events.jsonl",
         "kvrs explain --elastic llama-3.1-70b-h100-vllm-tp8 --tp 8 --lost 1 --backup host",
     ],
+    "incidents": [
+        "kvrs incidents events.jsonl",
+        "kvrs incidents events.jsonl 3 --what-if always_recompute",
+    ],
+    "top": ["kvrs top --url http://127.0.0.1:8001", "kvrs top --once --json"],
+    "doctor": ["kvrs doctor --config kvrs.yaml", "kvrs doctor --json"],
     "key": ["kvrs key team-a"],
     "profile": ["kvrs profile --out table.json --model /models/Llama-3.2-1B"],
     "alerts": ["kvrs alerts > /etc/prometheus/kvrs.yaml"],

@@ -1,6 +1,7 @@
 """Commands that start nothing: a decision explained, an API key."""
 
 import secrets
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -63,6 +64,20 @@ def explain(
         instead = "--log with an event log or --elastic with a profile instead"
         raise ConfigError([f"{line}; allowed: a value, or {instead}" for line in missing])
     run_explain(filled(ExplainOptions, given, corrections=correct or (), json=as_json))
+
+
+def incidents(
+    log: Annotated[Path, typer.Argument(help="A proxy's event log (proxy.event_log)")],
+    number: Annotated[int | None, typer.Argument(metavar="ID", help="One, in detail")] = None,
+    what_if: Annotated[
+        PolicyName | None, typer.Option(help="What this policy would have decided at each moment")
+    ] = None,
+    as_json: opt.Json = False,
+) -> None:
+    """List the incidents of an event log: cause, victims, decisions, outcome, regret."""
+    from kvrs.explain.grouped import show_incidents
+
+    show_incidents(log, number, what_if, as_json=as_json)
 
 
 def key(tenant: Annotated[str, typer.Argument(help="Name of the tenant")]) -> None:

@@ -76,7 +76,7 @@ def chosen_of(decision: RecordedDecision) -> Estimate | None:
     taken = (
         e
         for e in action.estimates
-        if (e.option, e.target, e.total_s) == (action.option, plan.decode, action.predicted_s)
+        if (e.option, e.target, e.next_token_s) == (action.option, plan.decode, action.predicted_s)
     )
     return next(taken, None)
 

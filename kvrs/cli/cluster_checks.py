@@ -1,0 +1,252 @@
+"""What `kvrs doctor` says of the cluster, from the state of a proxy."""
+
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+
+import msgspec
+
+import kvrs
+from kvrs.cli.findings import Finding, bad, doubtful, good
+from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest, read_admin_tokens
+from kvrs.config.settings import netloc
+from kvrs.control.self_tests import Continues
+from kvrs.errors import ConfigError
+
+_TIMEOUT_S = 5.0
+_KEYS = ("instances", "agents", "proxies", "members")
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where one is reached from here
+_STATE = "/kvrs/v1/state"
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyAnswer:
+    """Of a proxy's admin port: its state, or why there is none."""
+
+    url: str
+    state: Mapping[str, Any] | None = None
+    cause: str = ""
+    # Whether something listens there that gave no state, and whether it asked for another token.
+    is_taken: bool = False
+    is_locked: bool = False
+
+
+def ask(config: Config, environ: Mapping[str, str]) -> ProxyAnswer:
+    """The state of the proxy at the configured admin port."""
+    proxy = config.proxy
+    host = _WILDCARDS.get(proxy.admin_host, proxy.admin_host)
+    scheme = "http" if proxy.admin_tls is None else "https"
+    url = f"{scheme}://{netloc(host, proxy.admin_port)}{_STATE}"
+    if proxy.admin_port == 0:
+        return ProxyAnswer(url, cause="proxy.admin_port is 0, any free port")
+    try:
+        tokens = read_admin_tokens(config.security, environ)
+        headers = {"Authorization": f"Bearer {tokens[0].decode()}"} if tokens else {}
+        connection = _connection(config, host)
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        return ProxyAnswer(url, cause=str(error))
+    with closing(connection):
+        try:
+            connection.connect()
+        except ssl.SSLError as error:
+            return ProxyAnswer(url, cause=f"TLS: {error.reason}", is_taken=True)
+        except OSError as error:
+            return ProxyAnswer(url, cause=error.strerror or type(error).__name__)
+        try:
+            connection.request("GET", _STATE, headers=headers)
+            response = connection.getresponse()
+            body = response.read()
+        except (OSError, HTTPException) as error:
+            return ProxyAnswer(url, cause=f"no HTTP: {type(error).__name__}", is_taken=True)
+    if response.status != 200:
+        cause, is_locked = f"HTTP {response.status}", response.status == HTTPStatus.UNAUTHORIZED
+        return ProxyAnswer(url, cause=cause, is_taken=True, is_locked=is_locked)
+    try:
+        state = msgspec.json.decode(body)
+        for key in _KEYS:
+            state[key]
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return ProxyAnswer(url, cause="not the state of a kvrs proxy", is_taken=True)
+    return ProxyAnswer(url, state)
+
+
+def _connection(config: Config, host: str) -> HTTPConnection:
+    port, tls = config.proxy.admin_port, config.proxy.admin_tls
+    if tls is None:
+        return HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    from kvrs.tls import pinned_context
+
+    context = pinned_context(tls.cert)
+    if tls.client_ca is not None:
+        context.load_cert_chain(tls.cert, tls.key)
+    return HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=context)
+
+
+def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
+    if answer.state is None:
+        yield _no_state(answer)
+        return
+    state = answer.state
+    yield from _proxies(config, state["proxies"], answer.url)
+    yield from _instances(state["instances"])
+    yield from _models(state["instances"])
+    yield from _self_tests(state["instances"])
+    if config.agents_run or state["agents"]:
+        yield from _agents(config, state["agents"])
+    if config.gossip.enabled or state["members"]:
+        yield from _members(state["members"])
+
+
+def _no_state(answer: ProxyAnswer) -> Finding:
+    value = f"no state from {answer.url} ({answer.cause}), so the cluster is not checked"
+    if answer.is_taken:
+        remedy = "end what listens there, or give the file of the proxy that runs as --config"
+        if answer.is_locked:
+            remedy = f"give its admin token ({ADMIN_ENV_NAME}), or its file as --config"
+        return bad("proxy", value, "the admin port of a kvrs proxy", remedy)
+    return doubtful("proxy", value, "a proxy that runs", "kvrs proxy --config FILE, or kvrs up")
+
+
+def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterator[Finding]:
+    names = ", ".join(f"{row['id']} (pid {row['pid']})" for row in rows)
+    yield good("proxy", f"{names} at {url}")
+    versions = sorted({str(row["version"]) for row in rows})
+    if versions == [kvrs.__version__]:
+        yield good("version", f"kvrs {kvrs.__version__}, as here")
+    else:
+        value = f"the proxy is kvrs {', '.join(versions)}, here is {kvrs.__version__}"
+        yield doubtful("version", value, "the same version everywhere", "restart what is older")
+    if len(rows) == 1:  # Workers have configurations of their own, made from the file.
+        yield _digest(config, str(rows[0]["config_digest"]))
+    down = sorted({name for row in rows for name, is_up in row["peers"].items() if is_up != "up"})
+    peers = {name for row in rows for name in row["peers"]}
+    if down:
+        value = f"{', '.join(down)} of {len(peers)} cannot be reached"
+        remedy = "start it, or open its proxy.peer_port to this proxy"
+        yield doubtful("peers of the proxy", value, "all up", remedy)
+    elif peers:
+        yield good("peers of the proxy", f"{len(peers)} of {len(peers)} up")
+
+
+def _digest(config: Config, running: str) -> Finding:
+    if running == (here := config_digest(config)):
+        return good("configuration in use", f"{running}, as here")
+    return doubtful(
+        "configuration in use",
+        f"{running}, here {here}",
+        "the same configuration",
+        "give the proxy's own file as --config; if it has changed, reload or restart the proxy",
+    )
+
+
+def _instances(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    up = [row for row in rows if row["health"] == "up"]
+    if len(up) == len(rows):
+        yield good("instances", f"{len(up)} of {len(rows)} up")
+    for row in rows:
+        check = f"instance {row['id']}"
+        if row["health"] == "starting":
+            yield doubtful(check, "starting", "up", "wait, then run this again")
+        elif row["health"] != "up":
+            yield bad(check, _health(row), "up", _remedy_of_health(row))
+        elif row["drain"] is not None:
+            remedy = f"DELETE /kvrs/v1/drain/{row['id']} when it is to be used again"
+            yield doubtful(check, "draining by order", "in use", remedy)
+        elif row["state"] in ("degraded", "reforming"):
+            value = f"{row['state']}, {row['degree']} of {row['full_degree']} ranks"
+            yield doubtful(check, value, "all ranks", "see its log for what ended a rank")
+
+
+def _health(row: Mapping[str, Any]) -> str:
+    reason = row.get("reason")
+    return f"{row['health']} ({reason})" if reason else str(row["health"])
+
+
+def _remedy_of_health(row: Mapping[str, Any]) -> str:
+    if row["health"] == "refused":
+        return f"make what listens at {row['url']} what the configuration names"
+    return f"start it at {row['url']}, or see its log"
+
+
+def _models(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    """An instance whose model, fingerprint or geometry differs is refused, so that those that are
+    up agree.
+    """
+    up = [row["id"] for row in rows if row["health"] == "up"]
+    if len(up) > 1:
+        yield good("model and fingerprint", f"equal at {len(up)} instances that are up")
+
+
+def _self_tests(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    """What was seen: does KV really move, are streams continued exactly?"""
+    up = [row for row in rows if row["health"] == "up"]
+    if up and all(row["self_test"] is None for row in up):
+        remedy = "proxy.self_test: true, and restart the proxy"
+        yield doubtful("self-test", "off", "on: otherwise nothing is seen", remedy)
+        return
+    for row in up:
+        if (test := row["self_test"]) is not None:
+            yield _self_test(f"self-test of {row['id']}", test)
+
+
+def _self_test(check: str, test: Mapping[str, Any]) -> Finding:
+    cause = f" ({test['cause']})" if test["cause"] else ""
+    value = f"{_moves(test['moves_kv'])}, {_continues(test['continues'])}{cause}"
+    if not test["done"]:
+        return doubtful(check, f"not done{cause}", "done", "wait, then run this again")
+    if test["continues"] == Continues.NONE:
+        remedy = "streams that it loses end; see its version in docs/backends.md"
+        return bad(check, value, "it continues streams", remedy)
+    if test["moves_kv"] is False:
+        remedy = "check its connector and its page port: what is not fetched is computed again"
+        return bad(check, value, "KV moves", remedy)
+    if test["failures"]:
+        return doubtful(check, f"failed{cause}", "a test that ends", "see the log of the instance")
+    if test["continues"] in (Continues.TEXT, Continues.GREEDY):
+        remedy = "engines of one version, on equal GPUs, with deterministic kernels (backends.md)"
+        return doubtful(check, value, "exact, also sampled", remedy)
+    if test["differs_from"]:
+        value += f", other tokens than {', '.join(test['differs_from'])}"
+        remedy = "the same engine, model and GPU at all of them"
+        return doubtful(check, value, "the same tokens everywhere", remedy)
+    return good(check, value)
+
+
+def _moves(moves: bool | None) -> str:
+    if moves is None:
+        return "KV not tested"
+    return "KV moves" if moves else "KV does not move"
+
+
+def _continues(continues: str | None) -> str:
+    return "continuing not tested" if continues is None else f"continues: {continues}"
+
+
+def _agents(config: Config, rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    up = [row for row in rows if row["health"] == "up"]
+    if not rows:
+        value = f"none at the proxy, {len(config.cluster.nodes)} in the configuration"
+        yield bad("agents", value, "one per node", "restart the proxy with this configuration")
+    elif len(up) == len(rows):
+        held = sum(row["held_bytes"] or 0 for row in rows)
+        yield good("agents", f"{len(up)} of {len(rows)} up, which hold {held:,} bytes")
+    for row in rows:
+        if row["health"] != "up":
+            remedy = f"kvrs agent --config FILE --node {row['node']}, or see its log"
+            yield bad(f"agent {row['id']}", _health(row), "up", remedy)
+
+
+def _members(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    others = [row for row in rows if row["status"] != "alive"]
+    if not rows:
+        remedy = "gossip.enabled: true in the proxy's configuration, and restart it"
+        yield bad("gossip", "the proxy is no member", "a member", remedy)
+    elif not others:
+        yield good("gossip", f"{len(rows)} members alive")
+    for row in others:
+        remedy = "start it, or open its gossip port (UDP and TCP) to the others"
+        yield doubtful(f"gossip member {row['id']}", str(row["status"]), "alive", remedy)

@@ -1,0 +1,68 @@
+"""`kvrs doctor`: this machine and the cluster are looked at; nothing is started or changed."""
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import kvrs.cli.options as opt
+from kvrs.cli.findings import Finding, Level, has_failed
+from kvrs.config.file import load_config
+
+FAILED = 1  # The exit status.
+
+_COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
+
+CheckedFile = Annotated[
+    Path | None, typer.Option("--config", help="YAML file; without it, the defaults")
+]
+
+
+def doctor(config: CheckedFile = None, as_json: opt.Json = False) -> None:
+    """Check this machine, and the cluster if its proxy answers, and print what to mend."""
+    from kvrs.cli.cluster_checks import ask, cluster_findings
+    from kvrs.cli.machine_checks import machine_findings
+
+    # What the checks of other modules would log is among the findings.
+    logging.getLogger("kvrs").addHandler(logging.NullHandler())
+    settings = load_config(config, os.environ)
+    answer = ask(settings, os.environ)
+    machine = list(machine_findings(settings, os.environ, answer))
+    cluster = list(cluster_findings(settings, answer))
+    if as_json:
+        parts = {"machine": machine, "cluster": cluster}
+        shown = {part: [asdict(each) for each in found] for part, found in parts.items()}
+        print(json.dumps(shown, indent=2))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for title, found in (("This machine", machine), ("The cluster", cluster)):
+            console.print(title, style="bold")
+            for each in found:
+                console.print(_line(each))
+        console.print(_verdict([*machine, *cluster]))
+    raise typer.Exit(FAILED if has_failed([*machine, *cluster]) else 0)
+
+
+def _line(finding: Finding) -> Text:
+    line = Text.assemble(
+        (f"  {finding.level.value:<8}", _COLOURS[finding.level]),
+        f"{finding.check}: {finding.value}",
+    )
+    if finding.allowed:
+        line.append(f"; allowed: {finding.allowed}")
+    if finding.remedy:
+        line.append(f"; to do: {finding.remedy}")
+    return line
+
+
+def _verdict(findings: Iterable[Finding]) -> str:
+    levels = [each.level for each in findings]
+    failures, warnings = levels.count(Level.FAILURE), levels.count(Level.WARNING)
+    return f"{len(levels)} checks: {failures} failures, {warnings} warnings"

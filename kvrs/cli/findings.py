@@ -1,0 +1,44 @@
+"""What `kvrs doctor` has found: one line per check."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`allowed` and `remedy` are empty where nothing is to be mended."""
+
+    check: str
+    level: Level
+    value: str
+    allowed: str = ""
+    remedy: str = ""
+
+
+def good(check: str, value: str) -> Finding:
+    return Finding(check, Level.OK, value)
+
+
+def doubtful(check: str, value: str, allowed: str, remedy: str) -> Finding:
+    return Finding(check, Level.WARNING, value, allowed, remedy)
+
+
+def bad(check: str, value: str, allowed: str, remedy: str) -> Finding:
+    return Finding(check, Level.FAILURE, value, allowed, remedy)
+
+
+def of_fault(fault: str, remedy: str, check: str = "configuration") -> Finding:
+    """A fault as the configuration's checks have it: path, value, what is allowed."""
+    value, _, allowed = fault.partition("; allowed: ")
+    return bad(check, value, allowed, remedy)
+
+
+def has_failed(findings: Iterable[Finding]) -> bool:
+    return any(each.level is Level.FAILURE for each in findings)

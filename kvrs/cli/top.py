@@ -1,0 +1,141 @@
+"""`kvrs top`: the live page's data in the terminal."""
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+import kvrs.cli.options as opt
+from kvrs.config.file import ADMIN_ENV_NAME
+
+_INTERVAL_S = 1.0
+_COLOURS = {"up": "green", "starting": "yellow", "draining": "yellow"}
+
+AdminUrl = Annotated[str, typer.Option("--url", help="URL of the proxy's admin port")]
+Once = Annotated[bool, typer.Option("--once", help="Print it once, for scripts")]
+
+
+def top(
+    url: AdminUrl = "http://127.0.0.1:8001", once: Once = False, as_json: opt.Json = False
+) -> None:
+    """Show instances, streams and recoveries of a proxy every second; q or Ctrl-C ends it."""
+    import asyncio
+
+    from kvrs.load.admin import AdminPort
+
+    token = os.environ.get(ADMIN_ENV_NAME)
+
+    async def overview() -> Any:
+        async with AdminPort(url, None, None if token is None else token.encode()) as port:
+            return await port.overview()
+
+    def ask() -> Any:
+        return asyncio.run(overview())
+
+    if as_json or once or not sys.stdout.isatty():
+        found, console = ask(), Console()
+        console.print_json(data=found) if as_json else console.print(screen(found, url, 1000))
+        return
+    _run(ask, url)
+
+
+def _run(ask: Callable[[], Any], url: str) -> None:
+    console = Console()
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            asked_s = time.monotonic()
+            live.update(screen(ask(), url, console.height), refresh=True)
+            if pressed(max(0.0, asked_s + _INTERVAL_S - time.monotonic())) in ("q", "Q"):
+                return
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """A call that waits so long for a key; empty: none was pressed."""
+    keyboard = sys.stdin.fileno()
+    if not os.isatty(keyboard):
+
+        def wait(wait_s: float) -> str:
+            time.sleep(wait_s)
+            return ""
+
+        yield wait
+        return
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    try:
+
+        def pressed(wait_s: float) -> str:
+            ready, _, _ = select.select([keyboard], [], [], wait_s)
+            return os.read(keyboard, 1).decode(errors="replace") if ready else ""
+
+        yield pressed
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
+    """What fits into so many rows: the instances first, then the newest recoveries."""
+    instances, recoveries = overview["instances"], overview["recoveries"]
+    table = Table("instance", "role", "node", "health", *("streams", "queued", "wait s"), box=None)
+    for name in ("streams", "queued", "wait s"):
+        next(each for each in table.columns if each.header == name).justify = "right"
+    shown = instances[: max(1, rows - 8)]
+    for row in shown:
+        health = "draining" if row["draining"] else row["health"]
+        delay_s = row["queue_delay_s"]
+        table.add_row(
+            Text(row["id"]),
+            row["role"],
+            Text(row["node"]),
+            Text(health, style=_COLOURS.get(health, "red")),
+            str(row["streams"]),
+            "" if row["queued"] is None else str(row["queued"]),
+            "" if delay_s is None else f"{delay_s:.2f}",
+        )
+    parts: list[Any] = [_head(overview, url), table]
+    if len(shown) < len(instances):
+        parts.append(Text(f"... and {len(instances) - len(shown)} more", style="dim"))
+    room = max(0, rows - 8 - len(shown))
+    if recoveries and room:
+        parts.append(Text("recoveries, the newest first", style="bold"))
+        parts += [_recovery(row) for row in recoveries[:room]]
+    return Group(*parts)
+
+
+def _head(overview: Mapping[str, Any], url: str) -> Text:
+    streams = overview["streams"]
+    up = sum(row["health"] == "up" for row in overview["instances"])
+    stages = ", ".join(f"{count} {stage}" for stage, count in streams["by_stage"].items())
+    restorable = streams["restorable"]["streams"]
+    policy = overview["policy"]
+    return Text(
+        f"kvrs {overview['proxies'][0]['id']} at {url}\n"
+        f"{up} of {len(overview['instances'])} instances up, policy {policy['policy']}, "
+        f"backup {policy['backup']}\n"
+        f"{streams['open']} streams{f' ({stages})' if stages else ''}, "
+        f"{restorable} could be restored\n",
+        no_wrap=True,
+        overflow="ellipsis",
+    )
+
+
+def _recovery(row: Mapping[str, Any]) -> Text:
+    real = "" if row["real_s"] is None else f", took {row['real_s']:.3f} s"
+    return Text(
+        f"{row['from'] or '-'} > {row['to'] or '-'}  {row['option']} "
+        f"(predicted {row['predicted_s']:.3f} s{real})  {row['outcome']}  {row['cause']}",
+        no_wrap=True,
+        overflow="ellipsis",
+    )

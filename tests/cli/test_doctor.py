@@ -1,0 +1,391 @@
+"""`kvrs doctor` before machines and clusters that have something to mend."""
+
+import asyncio
+import copy
+import json
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrs.cli.cluster_checks import ProxyAnswer, ask, cluster_findings
+from kvrs.cli.findings import Finding, Level
+from kvrs.cli.machine_checks import machine_findings
+from kvrs.config.file import Config, parse_config
+from tests.certificates import MISSING, Authority
+from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
+
+needs_openssl = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+NOT_ASKED = ProxyAnswer("http://127.0.0.1:1", cause="not asked")
+
+
+def machine(document: dict[str, Any], answer: ProxyAnswer = NOT_ASKED) -> dict[str, Finding]:
+    """What is found, by check."""
+    found = list(machine_findings(parse_config(document), {}, answer))
+    return {each.check: each for each in found}
+
+
+def cluster(config: Config, state: dict[str, Any]) -> dict[str, Finding]:
+    found = list(cluster_findings(config, ProxyAnswer("http://127.0.0.1:1", state)))
+    return {each.check: each for each in found}
+
+
+def private(folder: Path, mode: int) -> Path:
+    file = folder / "private"
+    file.write_text("s" * 40)
+    file.chmod(mode)
+    return file
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+# The machine.
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("key", ["secret_file", "admin_token_file", "key_file"])
+def test_a_private_file_that_others_may_read_is_a_failure(tmp_path: Path, key: str) -> None:
+    """The line has the mode bits, the mode that is allowed and the command that mends it."""
+    file = private(tmp_path, 0o644)
+
+    found = machine({"security": {key: str(file)}})[f"security.{key}"]
+
+    assert found.level is Level.FAILURE
+    assert "mode bits 044" in found.value
+    assert (found.allowed, found.remedy) == ("0600", f"chmod 600 {file}")
+
+
+@pytest.mark.network
+def test_a_private_file_that_only_its_owner_reads_is_fine(tmp_path: Path) -> None:
+    """Its mode is shown."""
+    file = private(tmp_path, stat.S_IRUSR | stat.S_IWUSR)
+
+    found = machine({"security": {"secret_file": str(file)}})
+
+    assert found["security.secret_file"] == Finding(
+        "security.secret_file", Level.OK, f"{file}, mode 0600"
+    )
+    assert "secret" not in found
+
+
+@needs_openssl
+@pytest.mark.network
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("days", "level"), [(90, Level.OK), (5, Level.WARNING), (-1, Level.FAILURE)]
+)
+def test_certificates_are_renewed_before_they_expire(
+    tmp_path: Path, days: int, level: Level
+) -> None:
+    """A warning two weeks before the end."""
+    pair = Authority(tmp_path).issue("n0", days)
+
+    found = machine({"proxy": {"tls": pair.section()}})
+
+    assert found["proxy.tls" if days < 0 else "proxy.tls.cert"].level is level
+
+
+@needs_openssl
+@pytest.mark.network
+@pytest.mark.process
+def test_the_certificate_of_the_ca_is_looked_at_too(tmp_path: Path) -> None:
+    """With it every connection within the cluster ends."""
+    ca = Authority(tmp_path)  # Of two days.
+
+    found = machine({"security": {"tls": ca.issue("n0", 90).section(ca.cert)}})
+
+    assert found["security.tls.cert"].level is Level.OK
+    assert found["security.tls.client_ca"].level is Level.WARNING
+
+
+@needs_openssl
+@pytest.mark.network
+@pytest.mark.process
+def test_a_key_that_others_may_read_is_a_failure(tmp_path: Path) -> None:
+    """The command names the key, not the certificate."""
+    pair = Authority(tmp_path).issue("n0", 90)
+    pair.key.chmod(0o640)
+
+    found = machine({"proxy": {"admin_tls": pair.section()}})["proxy.admin_tls"]
+
+    assert (found.level, found.remedy) == (Level.FAILURE, f"chmod 600 {pair.key}")
+
+
+@pytest.mark.network
+def test_a_port_that_something_else_has_is_a_failure() -> None:
+    """Also that of UDP; free ones are listed."""
+    with (
+        socket.socket() as taken,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+    ):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        datagrams.bind(("127.0.0.1", 0))
+        port, gossip_port = taken.getsockname()[1], datagrams.getsockname()[1]
+        free = free_port()
+        found = machine({"proxy": {"port": port, "admin_port": free, "gossip_port": gossip_port}})
+
+    for key, at in (("port", port), ("gossip_port", gossip_port)):
+        assert found[f"proxy.{key}"].level is Level.FAILURE
+        assert f"127.0.0.1:{at} is in use" in found[f"proxy.{key}"].value
+    assert found["free ports"].value == f"127.0.0.1:{free}"
+
+
+@pytest.mark.network
+def test_memory_that_agents_will_not_get_is_a_failure() -> None:
+    """They do not start where there is less."""
+    found = machine({"backup": {"mode": "local", "capacity_bytes": 1 << 50}})
+
+    assert found["memory"].level is Level.WARNING
+    assert found["shared memory"].level is Level.FAILURE
+
+
+@pytest.mark.network
+def test_faults_of_the_configuration_are_findings(tmp_path: Path) -> None:
+    """Those of `kvrs config check`, each with value and what is allowed."""
+    log = tmp_path / "missing" / "events.jsonl"
+
+    found = machine({"proxy": {"event_log": str(log)}})["configuration"]
+
+    assert found.level is Level.FAILURE
+    assert str(log) in found.value
+    assert found.allowed == "a file in a directory that is writable"
+
+
+@pytest.mark.process
+@pytest.mark.network
+def test_few_descriptors_are_a_warning(tmp_path: Path) -> None:
+    """The proxy runs, for fewer streams; the status stays 0."""
+    file = tmp_path / "kvrs.yaml"
+    file.write_text(json.dumps({"proxy": {"port": 0, "admin_port": 0}}))
+    doctor = [sys.executable, "-m", "kvrs", "doctor", "--json", "--config", str(file)]
+
+    ran = subprocess.run(
+        ["bash", "-c", 'ulimit -n 1000; exec "$@"', "-", *doctor], capture_output=True, check=True
+    )
+
+    (found,) = (row for row in json.loads(ran.stdout)["machine"] if row["check"] == "descriptors")
+    assert (found["level"], ran.stderr) == ("warning", b"")
+    assert "hard 1,000" in found["value"]
+    assert "LimitNOFILE" in found["remedy"]
+
+
+# The cluster.
+
+
+async def asked(config: Config) -> ProxyAnswer:
+    return await asyncio.to_thread(ask, config, {})
+
+
+def config_of(system: ProxyCluster, **sections: Any) -> dict[str, Any]:
+    """As an operator's file: with the ports that were chosen."""
+    nodes: dict[str, list[dict[str, Any]]] = {}
+    for name, instance in system.instances.items():
+        row = {"id": name, "role": instance.role.value, "port": instance.port}
+        nodes.setdefault(instance.node, []).append(row)
+    proxy = {"port": system.proxy.port, "admin_port": system.proxy.admin_port}
+    cluster = {"nodes": [{"id": node, "instances": rows} for node, rows in nodes.items()]}
+    return {"proxy": proxy, "cluster": cluster, **sections}
+
+
+async def when_tested(system: ProxyCluster) -> Any:
+    """The state, when the self-tests have ended."""
+
+    async def holds() -> bool:
+        rows = (await system.state())["instances"]
+        return all(row["self_test"] is not None and row["self_test"]["done"] for row in rows)
+
+    await system.until(holds)
+    return await system.state()
+
+
+@pytest.mark.process
+@pytest.mark.network
+async def test_a_death_is_a_failure_of_a_cluster_that_was_well(tmp_path: Path) -> None:
+    """Status 0, and 1 after it; ports that kvrs serves are no fault."""
+    async with open_proxy_cluster(proxy={"self_test": True}) as system:
+        file = tmp_path / "kvrs.yaml"
+        file.write_text(json.dumps(config_of(system)))
+        await when_tested(system)
+
+        async def doctor(*more: str) -> tuple[int | None, bytes]:
+            running = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvrs", "doctor", "--config", str(file), *more),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            output, _ = await running.communicate()
+            return running.returncode, output
+
+        status, well = await doctor()
+        assert status == 0, well.decode()
+        assert b"ok      instances: 4 of 4 up" in well
+        assert b"ok      self-test of d0: KV moves, continues: exact seeded" in well
+        assert b"ports in use by kvrs: 127.0.0.1:%d" % system.proxy.port in well
+        assert b"0 failures" in well
+
+        await system.instances["d1"].kill()
+        await system.until_health(d1="down")
+        status, ill = await doctor("--json")
+
+    rows = {row["check"]: row for row in json.loads(ill)["cluster"]}
+    assert status == 1
+    assert rows["instance d1"]["level"] == "failure"
+    assert "start it" in rows["instance d1"]["remedy"]
+
+
+@pytest.mark.network
+async def test_what_self_tests_have_seen_is_judged() -> None:
+    """KV that does not move and streams that end are failures; what is less exact is a warning."""
+    async with open_proxy_cluster(pairs=1, proxy={"self_test": True}) as system:
+        state = await when_tested(system)
+        config = parse_config(config_of(system))
+    row = next(row for row in state["instances"] if row["id"] == "d0")["self_test"]
+
+    def judged(**seen: Any) -> Finding:
+        changed = copy.deepcopy(state)
+        for each in changed["instances"]:
+            each["self_test"] = row | seen
+        return cluster(config, changed)["self-test of d0"]
+
+    assert judged().level is Level.OK
+    assert judged(moves_kv=False, cause="no KV moved from p0 to d0").level is Level.FAILURE
+    assert (
+        "no KV moved from p0 to d0"
+        in judged(moves_kv=False, cause="no KV moved from p0 to d0").value
+    )
+    assert judged(continues="none").level is Level.FAILURE
+    assert judged(continues="text-stitched").level is Level.WARNING
+    assert judged(continues="exact greedy").level is Level.WARNING
+    assert judged(differs_from=["d1"]).level is Level.WARNING
+    assert judged(done=False).level is Level.WARNING
+    assert judged(moves_kv=None).level is Level.OK
+
+
+@pytest.mark.network
+async def test_another_version_or_configuration_is_a_warning() -> None:
+    """Of the proxy that runs, beside the one that is installed and the file that is given."""
+    async with open_proxy_cluster(pairs=1) as system:
+        state = await system.state()
+        other = parse_config(config_of(system))
+        same = system.proxy.reloads.config
+
+    assert cluster(same, state)["configuration in use"].level is Level.OK
+    assert cluster(other, state)["configuration in use"].level is Level.WARNING
+    assert cluster(same, state)["version"].level is Level.OK
+    state["proxies"][0]["version"] = "0.0.1"
+    assert cluster(same, state)["version"].level is Level.WARNING
+    assert cluster(same, state)["self-test"].value == "off"
+
+
+@pytest.mark.network
+async def test_agents_and_members_that_are_gone_are_named() -> None:
+    """An agent that is down is a failure: its checkpoints are lost."""
+    async with open_proxy_cluster(pairs=1, backup={"mode": "local"}) as system:
+        state, config = await system.state(), system.proxy.reloads.config
+
+    assert cluster(config, state)["agents"].level is Level.OK
+    state["agents"][0] |= {"health": "down", "reason": "connection refused"}
+    state["members"] = [{"id": "n0", "status": "dead"}, {"id": "proxy-0", "status": "alive"}]
+    found = cluster(config, state)
+    assert found["agent agent-n0"].level is Level.FAILURE
+    assert "connection refused" in found["agent agent-n0"].value
+    assert found["gossip member n0"].level is Level.WARNING
+
+
+@needs_openssl
+@pytest.mark.network
+@pytest.mark.process
+async def test_an_admin_port_with_tls_and_a_token_is_asked(tmp_path: Path) -> None:
+    """By its own certificate, which need not have the name that it is reached by; without the
+    token the answer is a failure that says what is missing.
+    """
+    ca = Authority(tmp_path)
+    token = private(tmp_path, 0o600)
+    security = {"admin_token_file": str(token)}
+    tls = ca.issue("n0", 90).section(ca.cert)
+    async with open_proxy_cluster(
+        pairs=1, wait=False, proxy={"admin_tls": tls}, security=security
+    ) as system:
+        document = config_of(system)
+        document["proxy"]["admin_tls"] = tls
+
+        without = await asked(parse_config(document))
+        allowed = await asked(parse_config({**document, "security": security}))
+        ports = machine({"proxy": {"port": system.proxy.port, "admin_port": 0}}, without)
+
+    (found,) = cluster_findings(parse_config(document), without)
+    assert (found.level, without.cause) == (Level.FAILURE, "HTTP 401")
+    assert "KVRS_ADMIN_TOKEN" in found.remedy
+    assert allowed.state is not None
+    # Not to be ended: it may well be the proxy.
+    assert ports["proxy.port"].level is Level.WARNING
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[[bytes], int]]:
+    """A server that gives one answer to one client; returns its port."""
+    sockets, threads = [], []
+
+    def start(answer: bytes) -> int:
+        listening = socket.create_server(("127.0.0.1", 0))
+        sockets.append(listening)
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        threads.append(thread := threading.Thread(target=serve))
+        thread.start()
+        return int(listening.getsockname()[1])
+
+    yield start
+    for thread in threads:
+        thread.join(10)
+    for each in sockets:
+        each.close()
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n{",
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+def test_what_is_no_admin_port_of_a_proxy_is_a_failure(
+    listen: Callable[[bytes], int], answer: bytes
+) -> None:
+    """Whatever it answers."""
+    config = parse_config({"proxy": {"admin_port": listen(answer)}})
+
+    found = ask(config, {})
+
+    assert (found.state, found.is_taken) == (None, True)
+    assert [each.level for each in cluster_findings(config, found)] == [Level.FAILURE]
+
+
+@pytest.mark.network
+def test_a_proxy_that_does_not_run_is_a_warning() -> None:
+    """The machine is checked before the first start."""
+    config = parse_config({"proxy": {"admin_port": free_port()}})
+
+    (found,) = cluster_findings(config, ask(config, {}))
+
+    assert found.level is Level.WARNING
+    assert "Connection refused" in found.value
