@@ -1,0 +1,143 @@
+"""What `deploy/` has: an image, units and manifests that go with each other and with kvrs."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvrs.config.exposure import faults_of_proxy
+from kvrs.config.file import Config, load_config
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+ENVIRONMENT = {"KVRS_SECRET": "x" * 32, "KVRS_ADMIN_TOKEN": "y" * 32}
+
+
+def documents() -> dict[str, list[dict[str, Any]]]:
+    """The manifests by kind."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in yaml.safe_load_all((DEPLOY / "kubernetes" / "kvrs.yaml").read_text()):
+        assert {"apiVersion", "kind", "metadata"} <= each.keys()
+        found.setdefault(each["kind"], []).append(each)
+    return found
+
+
+def configs(directory: Path) -> dict[str, Config]:
+    """The configuration of each pod, as its proxy reads it."""
+    (config_map,) = documents()["ConfigMap"]
+    loaded = {}
+    for name, text in config_map["data"].items():
+        path = directory / name
+        path.write_text(text)
+        loaded[path.stem] = load_config(path, ENVIRONMENT | {"KVRS_POD": path.stem})
+    return loaded
+
+
+def test_the_image_is_slim_and_runs_as_no_root() -> None:
+    """Two stages, no torch, a numeric user (which Kubernetes can check), no shell between."""
+    lines = re.sub(r"\\\n", "", (DEPLOY / "Dockerfile").read_text()).splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    last = max(index for index, (word, _) in enumerate(steps) if word == "FROM")
+
+    assert {word for word, _ in steps} <= {
+        *("FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "EXPOSE", "STOPSIGNAL"),
+        *("ENTRYPOINT", "CMD"),
+    }
+    assert all("-slim" in rest for word, rest in steps if word == "FROM")
+    assert ["USER", "10001"] in steps[last:]
+    assert not any("[engine]" in rest or "torch" in rest for _, rest in steps)
+    assert all(rest.startswith("[") for word, rest in steps if word in ("ENTRYPOINT", "CMD"))
+    root = DEPLOY.parent
+    copied = [rest.split()[:-1] for word, rest in steps[:last] if word == "COPY"]
+    assert all((root / name).exists() for names in copied for name in names)
+
+
+def test_each_pod_has_a_configuration_that_can_run(tmp_path: Path) -> None:
+    """Every replica has its file, its own id, the others as peers by the headless service."""
+    (pods,) = documents()["StatefulSet"]
+    found = configs(tmp_path)
+
+    assert [*found] == [f"kvrs-{number}" for number in range(pods["spec"]["replicas"])]
+    for name, config in found.items():
+        others = [*found.keys() - {name}]
+        assert config.proxy.id == name
+        assert [peer.id for peer in config.proxy.peers] == others
+        hosts = [f"{other}.{pods['spec']['serviceName']}" for other in others]
+        assert [peer.host for peer in config.proxy.peers] == hosts
+        assert [*faults_of_proxy(config, ENVIRONMENT)] == []
+    assert len({config.cluster.model_dump_json() for config in found.values()}) == 1
+
+
+def test_manifests_go_with_the_configuration(tmp_path: Path) -> None:
+    """Ports, time to drain, services, secrets, budget for disruptions, rolling update."""
+    found, proxy = documents(), configs(tmp_path)["kvrs-0"].proxy
+    (pods,) = found["StatefulSet"]
+    spec = pods["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    services = {each["metadata"]["name"]: each["spec"] for each in found["Service"]}
+    labels = pods["spec"]["template"]["metadata"]["labels"]
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    environment = {each["name"]: each["valueFrom"] for each in container["env"]}
+
+    assert ports == {
+        "clients": proxy.port,
+        "admin": proxy.admin_port,
+        "peers": proxy.peer_port,
+    }
+    assert spec["terminationGracePeriodSeconds"] > proxy.drain_s
+    assert services["kvrs-peers"]["clusterIP"] == "None"
+    assert services["kvrs-peers"]["publishNotReadyAddresses"] is True
+    assert all(service["selector"].items() <= labels.items() for service in services.values())
+    targets = {port["targetPort"] for service in services.values() for port in service["ports"]}
+    assert targets <= ports.keys()
+    assert "admin" not in targets  # Never open to clients.
+    assert mounted == {volume["name"] for volume in spec["volumes"]}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "clients"}
+    (budget,) = found["PodDisruptionBudget"]
+    assert budget["spec"]["minAvailable"] < pods["spec"]["replicas"]
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert pods["spec"]["updateStrategy"]["type"] == "RollingUpdate"
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    for name in ("KVRS_SECRET", "KVRS_ADMIN_TOKEN"):
+        assert "secretKeyRef" in environment[name]
+
+
+@pytest.mark.parametrize("unit", sorted(path.name for path in (DEPLOY / "systemd").iterdir()))
+def test_units_start_commands_that_exist(unit: str) -> None:
+    """They end as long as the proxy drains, and do not start a wrong configuration again."""
+    text = (DEPLOY / "systemd" / unit).read_text()
+
+    command = re.search(r"^ExecStart=/opt/kvrs/bin/kvrs (\w+)", text, re.MULTILINE)
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    assert command is not None
+    assert stop is not None
+    assert command[1] in ("proxy", "agent")
+    assert "RestartPreventExitStatus=2" in text
+    if command[1] == "proxy":
+        assert int(stop[1]) > Config().proxy.drain_s
+        assert "ExecReload=/bin/kill -HUP $MAINPID" in text
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.parametrize("unit", ["kvrs-proxy.service", "kvrs-agent@n0.service"])
+def test_systemd_accepts_the_units(unit: str, tmp_path: Path) -> None:
+    """No unknown key, no wrong value; the program itself is replaced by one that is here."""
+    name = re.sub(r"@\w+", "@", unit)
+    text = (DEPLOY / "systemd" / name).read_text().replace("/opt/kvrs/bin/kvrs", "/bin/true")
+    (tmp_path / name).write_text(text.replace("User=kvrs\n", ""))
+
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(tmp_path / unit)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    wrong = [line for line in checked.stderr.splitlines() if "kvrs" in line]
+    assert wrong == []
