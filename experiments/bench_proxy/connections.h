@@ -1,4 +1,6 @@
-/* Instances, their connections, and when each connection writes next. */
+/* Instances, their connections, and when each connection writes next. A connection may be a trunk,
+ * which has other ones within it, as in kvrs/trunk.py. */
+#include <arpa/inet.h>
 #include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -33,11 +35,18 @@ struct connection {
     int64_t due_ns, interval_ns;
     int heap_index; /* -1: not in the heap. */
     int sequence, tokens, burst, cmpl;
-    bool begun, gives_ids;
+    bool begun, gives_ids, in_steps;
     char name[72];
     struct buffer answer;
     struct connection *previous, *next;
+    struct connection *trunk; /* It is within this one; NULL: within none. */
+    uint32_t number;            /* There. */
+    bool is_trunk;
+    struct connection **within; /* By their numbers; NULL: ended, or not begun. */
+    uint32_t within_count;
 };
+
+enum entry { DATA, PAUSE, RESUME, CLOSE, RESET };
 
 static struct instance instances[MAX_INSTANCES];
 static int instance_count, epoll_fd;
@@ -94,15 +103,32 @@ static void schedule(struct connection *c, int64_t due_ns)
     heap_sift(c->heap_index);
 }
 
+static void put_entry(struct connection *c, enum entry kind, const char *data, size_t size)
+{
+    uint32_t words[] = {htonl(c->number), htonl((uint32_t)kind << 24 | (uint32_t)size)};
+    put(&c->trunk->out, (const char *)words, 8);
+    put(&c->trunk->out, data, size);
+}
+
 static void end_connection(struct connection *c, bool reset)
 {
     if (c->fd < 0)
         return;
-    if (reset) {
+    for (uint32_t i = 0; i < c->within_count; i++)
+        if (c->within[i])
+            end_connection(c->within[i], reset);
+    free(c->within);
+    c->within_count = 0;
+    if (c->trunk) {
+        if (c->trunk->fd >= 0)
+            put_entry(c, reset ? RESET : CLOSE, NULL, 0);
+        c->trunk->within[c->number] = NULL;
+    } else if (reset) {
         struct linger hard = {1, 0};
         setsockopt(c->fd, SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
     }
-    close(c->fd);
+    if (!c->trunk)
+        close(c->fd);
     c->fd = -1;
     unschedule(c);
     drop(&c->in);
@@ -127,10 +153,16 @@ static void want(struct connection *c, bool out)
     epoll_ctl(epoll_fd, EPOLL_CTL_MOD, c->fd, &e);
 }
 
-/* False: the connection has ended. */
+/* False: the connection has ended. What is within a trunk leaves when all has been done. */
 static bool flush(struct connection *c)
 {
     size_t sent = 0;
+    if (c->trunk) {
+        for (size_t n; (n = c->out.size - sent) > 0; sent += n)
+            put_entry(c, DATA, c->out.at + sent, n = n < 65536 ? n : 65536);
+        c->out.size = 0;
+        return true;
+    }
     while (sent < c->out.size) {
         ssize_t n = send(c->fd, c->out.at + sent, c->out.size - sent, MSG_NOSIGNAL);
         if (n < 0 && errno == EINTR)

@@ -11,8 +11,9 @@
  *
  * Each instance serves completions as prefill instance, decode instance and plain engine: a request
  * with "stream":true gets events, any other a whole answer with prompt ids and kv_transfer_params.
- * The field "user" of a request sets its pace: "RATE,BURST,PREFILL", tokens per 1,000 s, tokens
- * sent at once at the start (100 to an event), microseconds until an answer begins. A token's text
+ * The field "user" of a request sets its pace: "RATE,BURST,PREFILL,STEPS", tokens per 1,000 s, tokens
+ * sent at once at the start (100 to an event), microseconds until an answer begins; STEPS is 1 where
+ * the tokens of all streams come together after that, as of an engine that computes batches. A token's text
  * is kSEQ+COUNT.NS; : its number in the stream, how many tokens the event has, when it was sent on
  * the monotonic clock in ns.
  *
@@ -48,6 +49,7 @@
 #define MAX_REQUEST_BYTES (64u << 20)
 #define IDS_PER_EVENT 100
 #define PREFIX "KVRS-PROOF/1 "
+#define PREFACE "KVRS-TRUNK/1\r\n\r\n"
 #define JSON_HEAD "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n"
 
 static int completions;
@@ -144,7 +146,8 @@ static bool write_tokens(struct connection *c)
         c->kind = NOTHING;
         unschedule(c);
     } else {
-        schedule(c, c->due_ns + c->interval_ns);
+        int64_t next_ns = c->due_ns + c->interval_ns;
+        schedule(c, c->in_steps ? next_ns / c->interval_ns * c->interval_ns : next_ns);
     }
     return flush(c);
 }
@@ -242,10 +245,10 @@ static void put_whole(struct buffer *b, struct connection *c, const struct buffe
 static bool complete(struct connection *c, const char *body)
 {
     const char *user = value_of(body, "\"user\""), *kvrs = value_of(body, "\"kvrs\"");
-    long rate = 20000, burst = 1, prefill_us = 0;
+    long rate = 20000, burst = 1, prefill_us = 0, steps = 0;
     struct buffer ids = {0};
     if (user && *user == '"')
-        sscanf(user + 1, "%ld,%ld,%ld", &rate, &burst, &prefill_us);
+        sscanf(user + 1, "%ld,%ld,%ld,%ld", &rate, &burst, &prefill_us, &steps);
     name_stream(c, body);
     note_recovery(c, body);
     c->begun = false;
@@ -259,6 +262,7 @@ static bool complete(struct connection *c, const char *body)
         c->burst = (int)burst;
         c->gives_ids = is_true(body, "\"return_token_ids\"");
         c->interval_ns = rate > 0 ? 1000000000000 / rate : 0;
+        c->in_steps = steps && c->interval_ns;
         if (!c->instance->has_key)
             put(&c->answer, ids.at, ids.size);
     } else {
@@ -417,8 +421,80 @@ static bool read_proof(struct connection *c)
     return flush(c);
 }
 
+static struct connection *new_connection(int fd, struct instance *i)
+{
+    struct connection *c = calloc(1, sizeof *c);
+    if (!c)
+        fail("calloc");
+    c->fd = fd;
+    c->instance = i;
+    c->heap_index = -1;
+    if ((c->next = connections))
+        connections->previous = c;
+    connections = c;
+    return c;
+}
+
+static bool read_requests(struct connection *c);
+
+static struct connection *within(struct connection *c, uint32_t number)
+{
+    if (number < c->within_count)
+        return c->within[number];
+    if (!(c->within = realloc(c->within, (number + 1) * sizeof *c->within)))
+        fail("realloc");
+    memset(c->within + c->within_count, 0, (number + 1 - c->within_count) * sizeof *c->within);
+    c->within_count = number + 1;
+    struct connection *made = c->within[number] = new_connection(c->fd, c->instance);
+    made->trunk = c;
+    made->number = number;
+    made->proof = OPEN;
+    return made;
+}
+
+/* Pauses are for clients that do not read, of which the bench has none. */
+static void read_entries(struct connection *c)
+{
+    size_t at = 0;
+    while (c->in.size - at >= 8) {
+        uint32_t words[2];
+        memcpy(words, c->in.at + at, 8);
+        uint32_t number = ntohl(words[0]), kind = ntohl(words[1]) >> 24;
+        size_t size = ntohl(words[1]) & 0xffffff;
+        if (number > c->within_count + 1) {
+            end_connection(c, false);
+            return;
+        }
+        if (c->in.size - at < 8 + size)
+            break;
+        struct connection *found = kind == DATA ? within(c, number)
+                                 : number < c->within_count ? c->within[number] : NULL;
+        if (found && kind == DATA) {
+            put(&found->in, c->in.at + at + 8, size);
+            read_requests(found);
+        } else if (found && kind >= CLOSE) {
+            end_connection(found, false);
+        }
+        at += 8 + size;
+    }
+    c->in.size -= at;
+    memmove(c->in.at, c->in.at + at, c->in.size);
+}
+
 static bool read_requests(struct connection *c)
 {
+    size_t preface = sizeof PREFACE - 1;
+    bool may_be = c->proof == OPEN && c->instance->has_key && !c->trunk && !c->is_trunk;
+    if (may_be && c->in.size >= preface && !memcmp(c->in.at, PREFACE, preface)) {
+        c->is_trunk = true;
+        c->in.size -= preface;
+        memmove(c->in.at, c->in.at + preface, c->in.size);
+        put(&c->out, PREFACE, preface);
+    }
+    if (c->is_trunk) {
+        read_entries(c);
+        return c->fd >= 0;
+    }
     while (c->fd >= 0 && c->in.size && c->kind == NOTHING)
         if (!(c->proof == OPEN ? read_one(c) : read_proof(c)))
             break;
@@ -470,17 +546,9 @@ static void accept_all(struct instance *i)
 {
     int fd, on = 1;
     while ((fd = accept4(i->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) >= 0) {
-        struct connection *c = calloc(1, sizeof *c);
-        if (!c)
-            fail("calloc");
+        struct connection *c = new_connection(fd, i);
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-        c->fd = fd;
-        c->instance = i;
         c->proof = i->has_key ? UNPROVEN : OPEN;
-        c->heap_index = -1;
-        if ((c->next = connections))
-            connections->previous = c;
-        connections = c;
         struct epoll_event e = {EPOLLIN, {.ptr = c}};
         epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &e);
     }
@@ -496,12 +564,14 @@ static void kill_instance(struct instance *i)
     int streams = 0;
     close(i->listener);
     i->listener = -1;
+    for (struct connection *c = connections; c; c = c->next)
+        streams += c->instance == i && c->kind == STREAM;
     for (struct connection *c = connections, *next; c; c = next) {
         next = c->next;
-        if (c->instance != i)
-            continue;
-        streams += c->kind == STREAM;
-        end_connection(c, true);
+        if (c->instance == i && !c->trunk)
+            end_connection(c, true);
+        if (c->fd < 0)
+            next = connections; /* Others may have ended with it. */
     }
     recovered_count = 0;
     printf("{\"begun_ns\":%lld,\"ended_ns\":%lld,\"streams\":%d}\n", (long long)begun_ns,
@@ -651,6 +721,11 @@ int main(int argc, char **argv)
             struct connection *c = heap[0];
             if (write_due(c))
                 read_requests(c);
+        }
+        for (struct connection *c = connections, *next; c; c = next) {
+            next = c->next;
+            if (c->is_trunk && c->out.size)
+                flush(c);
         }
         for (struct connection *next; closed; closed = next) {
             next = closed->next;

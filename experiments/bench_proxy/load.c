@@ -35,7 +35,7 @@
 
 static long port, streams = 1, tokens = 16, rate = 20000, burst = 1, prefill_us, prompt_bytes = 256;
 static long warm_ms = 1000, window_ms = 5000, spread_ms, pause_us, limit_ms = 120000, restart = 1;
-static long keyed, sources = 1, seed;
+static long keyed, sources = 1, seed, steps;
 
 static const struct {
     const char *name;
@@ -56,6 +56,7 @@ static const struct {
     {"restart", &restart},           /* 0: each slot has one stream */
     {"keyed", &keyed},               /* 1: each stream has an Idempotency-Key */
     {"sources", &sources},           /* local addresses, 127.0.0.1 and so on */
+    {"steps", &steps},               /* 1: tokens of all streams come together */
     {"seed", &seed},                 /* of prompts and keys */
 };
 
@@ -226,8 +227,8 @@ static void send_request(struct slot *s)
     }
     n += sprintf(body + n,
                  "\",\"max_tokens\":%d,\"temperature\":0,\"stream\":true,\"ignore_eos\":true,"
-                 "\"user\":\"%ld,%ld,%ld\"}",
-                 s->tokens, rate, burst, prefill_us);
+                 "\"user\":\"%ld,%ld,%ld,%ld\"}",
+                 s->tokens, rate, burst, prefill_us, steps);
     char key[64] = "";
     if (keyed)
         sprintf(key, "Idempotency-Key: \"%lx-%lx-%llx\"\r\n", seed, started,

@@ -20,7 +20,14 @@ from functools import partial
 from pathlib import Path
 
 from experiments.bench_proxy import proxies, table
-from experiments.bench_proxy.engines import VLLM_PAIR, BenchError, compile_programs
+from experiments.bench_proxy.engines import (
+    PAIR,
+    SSE_PAIR,
+    VLLM_PAIR,
+    BenchError,
+    Instance,
+    compile_programs,
+)
 from experiments.bench_proxy.proxies import HERE, MissingError, Start
 from experiments.bench_proxy.special import SPECIAL, SkippedError, Special
 from experiments.bench_proxy.steady import STEADY, Cores, Row, Setting, Steady, measure
@@ -38,9 +45,11 @@ PEERS: dict[str, Start] = {
 }
 QUICK = ("no proxy", "nginx", "vllm-router P/D")
 _KVRS, _VLLM = "kvrs", "kvrs, vLLM"
+_SSE = "kvrs, no trunk"
 # No bar names these: the first round has them.
 ONCE = ("aiohttp relay", "vllm-router", _VLLM)
-SUBJECTS = (*PEERS, _KVRS, _VLLM)
+_OTHERS: dict[str, Sequence[Instance]] = {_SSE: SSE_PAIR, _VLLM: VLLM_PAIR}
+SUBJECTS = (*PEERS, _KVRS, _SSE, _VLLM)
 
 
 def main() -> int:
@@ -137,7 +146,7 @@ class Bench:
     rounds: int
     peers: dict[str, Start]
     trees: dict[str, Path]  # Of kvrs.
-    with_vllm: bool
+    others: dict[str, Sequence[Instance]]  # This kvrs in front of other instances.
     steadies: Sequence[Steady]
     specials: Sequence[Special]
     rows: list[Row] = field(default_factory=list)
@@ -154,7 +163,7 @@ class Bench:
             arguments.rounds or (1 if arguments.quick else ROUNDS),
             {name: start for name, start in PEERS.items() if name in wanted},
             trees,
-            _VLLM in wanted,
+            {name: pair for name, pair in _OTHERS.items() if name in wanted},
             [each for each in STEADY if each.name in names],
             [each for each in SPECIAL if each.name in names],
         )
@@ -186,15 +195,21 @@ class Bench:
     def _steps(self, setting: Setting, number: int) -> list[Step]:
         """All subjects, in each round from another one on, then what is of kvrs alone."""
         starts = self.peers | {name: proxies.kvrs(tree) for name, tree in self.trees.items()}
+        pairs = {
+            name: PAIR if proxies.has_trunk(tree) else SSE_PAIR for name, tree in self.trees.items()
+        }
         steady = [
-            Step(name, None, partial(measure, setting, start, name, self.steadies))
+            Step(
+                name,
+                None,
+                partial(measure, setting, start, name, self.steadies, pairs.get(name, PAIR)),
+            )
             for name, start in starts.items()
         ]
-        if self.with_vllm:
-            on_vllm = partial(
-                measure, setting, proxies.kvrs(), _VLLM, self.steadies, instances=VLLM_PAIR
-            )
-            steady.append(Step(_VLLM, None, on_vllm))
+        steady += [
+            Step(name, None, partial(measure, setting, proxies.kvrs(), name, self.steadies, pair))
+            for name, pair in self.others.items()
+        ]
         steady = [
             each for each in steady if self.steadies and (number == 0 or each.name not in ONCE)
         ]

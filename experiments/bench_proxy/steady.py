@@ -73,7 +73,19 @@ S256 = Steady(
     {"streams": 256, "tokens": 300, "rate": 200_000, "spread_ms": 800, "warm_ms": 1500},
     window_ms=3000,
 )
-STEADY = (IDLE, S200, S256)
+B200 = Steady(
+    "b200",
+    "as s200, but the tokens of all streams come together",
+    S200.options | {"steps": 1},
+    window_ms=5000,
+)
+B256 = Steady(
+    "b256",
+    "as s256, but the tokens of all streams come together",
+    S256.options | {"steps": 1},
+    window_ms=3000,
+)
+STEADY = (IDLE, S200, S256, B200, B256)
 
 
 def measure(

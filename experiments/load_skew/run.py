@@ -86,17 +86,31 @@ def front_door(config: Config, node: int, handoff: Handoff) -> Config:
 
 
 def requests(
-    seed: int, seconds: float, share: float
+    seed: int, seconds: float, share: float, rate: float = REQUESTS_PER_S
 ) -> tuple[list[ReplayRequest], list[ReplayRequest]]:
     """Poisson arrivals, each at the busy node with the given chance."""
     rng = random.Random(seed)
     doors: tuple[list[ReplayRequest], list[ReplayRequest]] = ([], [])
-    at_s = rng.expovariate(REQUESTS_PER_S)
+    at_s = rng.expovariate(rate)
     while at_s < seconds:
         request = ReplayRequest(at_s, tuple(draw(rng, PROMPT_TOKENS)), OUTPUT_TOKENS)
         doors[0 if rng.random() < share else 1].append(request)
-        at_s += rng.expovariate(REQUESTS_PER_S)
+        at_s += rng.expovariate(rate)
     return doors
+
+
+def start(processes: Processes) -> dict[Handoff, list[str]]:
+    """The instances, and two proxies for each way to hand off; the addresses of these."""
+    names = [instance.id for _, instance in processes.config.cluster.instances()]
+    processes.start(*names)
+    processes.wait_ready(*names)
+    urls: dict[Handoff, list[str]] = {mode: [] for mode in Handoff}
+    for mode in Handoff:
+        for node in range(2):
+            door = front_door(processes.config, node, mode)
+            processes.start_proxy(door, f"proxy-{mode.value}-{node}")
+            urls[mode].append(f"http://{door.proxy.host}:{door.proxy.port}")
+    return urls
 
 
 async def load(
@@ -193,15 +207,7 @@ def main() -> int:
         mode.value: {str(share): [] for share in arguments.shares} for mode in Handoff
     }
     with Processes(settings()) as processes:
-        names = [instance.id for _, instance in processes.config.cluster.instances()]
-        processes.start(*names)
-        processes.wait_ready(*names)
-        urls: dict[Handoff, list[str]] = {mode: [] for mode in Handoff}
-        for mode in Handoff:
-            for node in range(2):
-                door = front_door(processes.config, node, mode)
-                processes.start_proxy(door, f"proxy-{mode.value}-{node}")
-                urls[mode].append(f"http://{door.proxy.host}:{door.proxy.port}")
+        urls = start(processes)
         before = cpu_ticks()
         with Progress(disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task(

@@ -10,6 +10,7 @@ import argparse
 import datetime
 import random
 import statistics
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -149,6 +150,7 @@ class Node:
     alive: list[int] = field(default_factory=lambda: list(range(GPUS)))
     next_rank: int = GPUS
     ready_s: list[float] = field(default_factory=list)  # Predicted, of each change.
+    per_s: float | None = None  # Tokens, until the next change; None: not computed yet.
 
     def __post_init__(self) -> None:
         self._begin()
@@ -164,6 +166,7 @@ class Node:
         self.own = Reforming(units, start, room, costs, min_ranks=self.model.least)
 
     def lose(self, draw: random.Random) -> None:
+        self.per_s = None
         rank = self.alive.pop(draw.randrange(len(self.alive)))
         if self.own is not None:
             self._drive(RanksLost(frozenset({rank})))
@@ -171,6 +174,7 @@ class Node:
                 self.own = None
 
     def regain(self) -> None:
+        self.per_s = None
         self.alive.append(self.next_rank)
         self.next_rank += 1
         if self.own is None:
@@ -179,6 +183,11 @@ class Node:
             self._drive(RankOffered(self.alive[-1], stage=0))
 
     def rate(self) -> float:
+        if self.per_s is None:
+            self.per_s = self._rate()
+        return self.per_s
+
+    def _rate(self) -> float:
         if self.own is None:
             return 0.0
         assert sorted(self.own.layout.ranks) == sorted(self.alive)
@@ -303,8 +312,14 @@ def main() -> None:
     record = Record(*range(options.seeds), timed=False)
     trace = read_trace(options.trace)
     results, rates = {}, {}
+    with ProcessPoolExecutor() as pool:  # As many at a time as there are CPUs.
+        running = {
+            model.name: [pool.submit(simulate, model, trace, seed) for seed in range(options.seeds)]
+            for model in models()
+        }
+        for name, futures in running.items():
+            results[name] = [future.result() for future in futures]
     for model in models():
-        results[model.name] = [simulate(model, trace, seed) for seed in range(options.seeds)]
         layouts = {
             left: hybrid(model.units, staged(model.units.layers, [range(left)]))
             for left in range(model.least, GPUS + 1)

@@ -1,0 +1,308 @@
+"""Staying with an instance that has lost a rank, or leaving it one way or another, over a grid of
+situations in virtual time: what each way costs the streams, and what `auto` makes of it.
+
+Every way is carried out by the same simulator (`kvrs.sim`) with the real policy, scheduler and
+re-forming, so that what a way costs is what happens, and not what was predicted. Exit status 1: a
+bar is missed.
+"""
+
+import argparse
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+from experiments.record import Record
+from kvrs.config.file import Config, parse_config
+from kvrs.config.policy import PolicyName
+from kvrs.ids import InstanceId, StreamId
+from kvrs.policy import options, rules
+from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.rules.base import Rule
+from kvrs.sim.cluster import SimCluster
+from kvrs.sim.process import require
+from kvrs.sim.proxy import SimProxy
+from kvrs.sim.streams import Arrival, SimJournal
+
+CONTEXTS = (500, 2000)
+BACKUPS = ("none", "late", "fresh")
+DEGREES = (3, 8)
+LOADS = (0, 6)
+LINKS_BYTES_PER_S = (1.25e9, 12.5e9)
+LOSSES = ("rank", "device")
+
+NODES, STREAMS = 3, 12
+HOME = InstanceId("d0")
+LOOKAHEAD_TOKENS = 32  # As many as `policy.lookahead_tokens`.
+LEAST_TOKENS = 8  # Of every stream, before the loss.
+LOAD_PROMPT_TOKENS = 2000
+NEAR, SHARE_BAR = 1.1, 0.95
+_PAGE_TOKENS = 16
+_AGENT_BYTES = 64 << 30
+_GATHER_S = {"late": 1.0, "fresh": 0.05}  # `backup.gather_s`.
+_STEP_S = 0.05
+_LONGEST_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    context: int  # Tokens of each stream's prompt.
+    backup: str
+    degree: int  # Ranks before the loss.
+    load: int  # Requests that arrive just before the loss.
+    link_bytes_per_s: float
+    lost: str  # A rank whose memory is kept, or one with its device.
+
+
+class Fixed(Rule):
+    """`auto`'s options and targets, but always the preferred option where there is one."""
+
+    several_targets = True
+
+    def __init__(self, preferred: Option) -> None:
+        super().__init__(PolicyName.AUTO, options.ALL)
+        self.stays = preferred is Option.IN_PLACE
+        self._preferred = preferred
+
+    def choose(self, estimates: Sequence[Estimate], fastest: Estimate) -> Estimate:
+        found = [each for each in estimates if each.option is self._preferred]
+        return min(found, key=lambda each: each.total_s, default=fastest)
+
+
+AUTO = "auto"
+RUNGS = (
+    Option.IN_PLACE,
+    Option.RECOMPUTE,
+    Option.MIGRATE,
+    Option.RESTORE,
+    Option.SPLIT,
+)
+WAYS = {AUTO: rules.BY_NAME[PolicyName.AUTO], **{rung.value: Fixed(rung) for rung in RUNGS}}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The streams that were at the instance when it lost a rank."""
+
+    lost_s: float
+    tokens_s: dict[StreamId, list[float]]  # When each token came, from the loss on.
+    lag_tokens: float  # Mean part of a history of which no agent had reported a checkpoint.
+    taken: Counter[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a way has cost them, as means."""
+
+    cost_s: float  # By which the last token of the look-ahead is later than without the loss.
+    gap_s: float  # From the loss to the next token.
+    taken: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    cell: Cell
+    streams: int
+    lag_tokens: float
+    ways: dict[str, Played]
+
+    @property
+    def best(self) -> str:
+        return min((rung.value for rung in RUNGS), key=lambda rung: self.ways[rung].cost_s)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether `auto` costs no more than the best rung and a tenth."""
+        return self.ways[AUTO].cost_s <= NEAR * self.ways[self.best].cost_s
+
+
+def grid() -> list[Cell]:
+    axes = CONTEXTS, BACKUPS, DEGREES, LOADS, LINKS_BYTES_PER_S, LOSSES
+    return [Cell(*values) for values in product(*axes)]
+
+
+def config_of(cell: Cell) -> Config:
+    """Nodes with a prefill and a decode instance each."""
+    longest = max(cell.context, LOAD_PROMPT_TOKENS) + 1000
+    nodes = [
+        {
+            "id": f"n{n}",
+            "instances": [
+                {"id": f"p{n}", "role": "prefill"},
+                {"id": f"d{n}", "role": "decode", "tp": cell.degree},
+            ],
+        }
+        for n in range(NODES)
+    ]
+    backup: dict[str, Any] = {"mode": "off"}
+    if cell.backup in _GATHER_S:
+        backup = {
+            "mode": "remote",
+            "capacity_bytes": _AGENT_BYTES,
+            "gather_s": _GATHER_S[cell.backup],
+        }
+    engine = {
+        "page_size_tokens": _PAGE_TOKENS,
+        "pages": (STREAMS + cell.load) * longest // _PAGE_TOKENS,
+        "max_model_len": longest,
+        "max_running": 64,
+    }
+    return parse_config(
+        {
+            "cluster": {"nodes": nodes, "engine": engine},
+            "backup": backup,
+            "policy": {"assumed_link_bytes_per_s": cell.link_bytes_per_s},
+            "transfer": {"link_bytes_per_s": cell.link_bytes_per_s},
+        }
+    )
+
+
+def play(cell: Cell, way: str, seed: int, *, loses: bool = True) -> Run:
+    """Until every stream has some tokens, then the loss, and on until the look-ahead's tokens have
+    come. Raises AssertionError where an invariant of the simulator is violated.
+    """
+    tokens_s: defaultdict[StreamId, list[float]] = defaultdict(list)
+    append = SimJournal.append
+
+    def noted(journal: SimJournal, token: int, now_s: float) -> None:
+        tokens_s[journal.stream].append(now_s)
+        append(journal, token, now_s)
+
+    rule = patch.dict(rules.BY_NAME, {PolicyName.AUTO: WAYS[way]})
+    with patch.object(SimJournal, "append", noted), rule:
+        cluster = SimCluster(config_of(cell), seed=seed, proxies=1, stay_away=0.0, keep_log=False)
+        clock, proxy = cluster.clock, cluster.serving[0]
+        for holder in (*cluster.engines.values(), *cluster.agents.values()):
+            holder.start()
+        proxy.begin()
+        names = [StreamId(f"s{n}") for n in range(STREAMS)]
+        for n, name in enumerate(names):
+            clock.after(1.0 + n * _STEP_S, partial(proxy.arrive, name, _arrival(n, cell.context)))
+
+        def run_until(done: Callable[[], bool]) -> None:
+            until_s = clock.now_s
+            while not done():
+                until_s += _STEP_S  # The clock stands still where nothing happens.
+                require(until_s < _LONGEST_S, f"{cell} under {way} does not come to an end")
+                clock.run(until_s)
+
+        run_until(lambda: all(len(tokens_s[name]) >= LEAST_TOKENS for name in names))
+        for n in range(cell.load):
+            proxy.arrive(StreamId(f"load{n}"), _arrival(STREAMS + n, LOAD_PROMPT_TOKENS))
+        clock.run(clock.now_s + _STEP_S)
+        lost_s, had = clock.now_s, {name: len(tokens_s[name]) for name in names}
+        victims = [name for name in names if proxy.streams[name].instance == HOME]
+        lag_tokens = _lag_tokens(proxy, victims)
+        proxy.recoveries.clear()
+        ranks = cluster.engines[HOME].ranks
+        assert ranks is not None
+        if loses:
+            ranks.lose([0], memory_kept=cell.lost == "rank")
+        run_until(
+            lambda: all(len(tokens_s[name]) > had[name] + LOOKAHEAD_TOKENS for name in victims)
+        )
+    after_s = {name: tokens_s[name][had[name] :] for name in victims}
+    return Run(lost_s, after_s, lag_tokens, proxy.recoveries)
+
+
+def _arrival(number: int, tokens: int) -> Arrival:
+    """No two prompts begin alike, and none ends before it has been looked at."""
+    return Arrival(1.0, tuple(range(number * 10_000, number * 10_000 + tokens)), 900)
+
+
+def measure(cell: Cell, seed: int) -> Row:
+    undisturbed = play(cell, AUTO, seed, loses=False)
+    ways: dict[str, Played] = {}
+    run = undisturbed
+    for way in WAYS:
+        run = play(cell, way, seed)
+        assert (run.lost_s, run.tokens_s.keys()) == (
+            undisturbed.lost_s,
+            undisturbed.tokens_s.keys(),
+        ), "the runs differ before the loss"
+        cost_s = [
+            times[LOOKAHEAD_TOKENS] - undisturbed.tokens_s[name][LOOKAHEAD_TOKENS]
+            for name, times in run.tokens_s.items()
+        ]
+        gap_s = [times[0] - run.lost_s for times in run.tokens_s.values()]
+        ways[way] = Played(fmean(cost_s), fmean(gap_s), dict(run.taken))
+    return Row(cell, len(run.tokens_s), run.lag_tokens, ways)
+
+
+def _lag_tokens(proxy: SimProxy, victims: Sequence[StreamId]) -> float:
+    """As the proxy knows it when it decides."""
+    lags = []
+    for name in victims:
+        live = proxy.streams[name]
+        pages = max((copy.pages for copy in live.copies.values()), default=0)
+        lags.append(live.true_history_tokens - pages * _PAGE_TOKENS)
+    return fmean(lags)
+
+
+def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "cells": len(rows),
+        "near_share": fmean(row.is_near for row in rows),
+        "sums_s": {way: sum(row.ways[way].cost_s for row in rows) for way in WAYS},
+        "won": dict(Counter(row.best for row in rows)),
+        "rows": [asdict(row) | {"best": row.best, "near": row.is_near} for row in rows],
+    }
+
+
+def as_text(rows: Sequence[Row], figures: dict[str, Any]) -> str:
+    sums_s = figures["sums_s"]
+    columns = [*product(DEGREES, LOADS, LINKS_BYTES_PER_S)]
+    best = {row.cell: row for row in rows}
+    lines = [
+        f"{len(rows)} cells; cost: seconds by which a stream's token {LOOKAHEAD_TOKENS} behind the "
+        "next one is late, mean of a cell",
+        f"auto costs no more than the best rung and 10 % in {figures['near_share']:.0%} of the "
+        f"cells; bar {SHARE_BAR:.0%}",
+        "sums over all cells, s: "
+        + ", ".join(f"{way} {sum_s:.1f}" for way, sum_s in sums_s.items()),
+        "cells won: " + ", ".join(f"{rung} {won}" for rung, won in figures["won"].items()),
+        "",
+        "the best rung, and auto's cost over its; by ranks / requests arriving / GB/s of links",
+        " " * 21 + "".join(f"{f'{d} / {n} / {rate / 1e9:g}':>17}" for d, n, rate in columns),
+    ]
+    for context, backup, lost in product(CONTEXTS, BACKUPS, LOSSES):
+        line = f"{context:5} {backup:6} {lost:8}"
+        for degree, load, rate in columns:
+            row = best[Cell(context, backup, degree, load, rate, lost)]
+            ratio = row.ways[AUTO].cost_s / row.ways[row.best].cost_s
+            line += f"{f'{row.best} {ratio:.2f}':>17}"
+        lines.append(line)
+    return "\n".join([*lines, "", "PASSED" if passed(figures) else "MISSED"])
+
+
+def passed(figures: dict[str, Any]) -> bool:
+    sums_s = figures["sums_s"]
+    in_sum = all(sums_s[AUTO] < sum_s for way, sum_s in sums_s.items() if way != AUTO)
+    return in_sum and figures["near_share"] >= SHARE_BAR
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    record = Record(chosen.seed, timed=False)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        rows = list(pool.map(partial(measure, seed=chosen.seed), grid()))
+    figures = figures_of(rows)
+    text = as_text(rows, figures)
+    print(text)
+    record.keep(chosen.out, "cost_ladder", figures, text)
+    return 0 if passed(figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Real streams through an instance of four ranks that loses some, again and again, and goes on."""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from experiments.record import Record
+from kvrs.config.file import parse_config
+from kvrs.engine.instance import EngineInstance
+from kvrs.engine.ranks.reformer import Reformed
+from kvrs.engine.routes import make_app
+from kvrs.engine.tiny import write_tiny_model
+from kvrs.ids import InstanceId
+from kvrs.report.metrics import percentile
+from tests.ports import instance_client
+
+SECRET = b"a secret of the experiment, long enough"
+LEAST_RANKS = 2
+
+
+@dataclass(slots=True)
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    longest_gap_s: float = 0.0
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Passed:
+    """One pass of all streams."""
+
+    answers: list[Answer]
+    done: list[Reformed]
+    faults: Counter[str]
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--streams", type=int, default=2000)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=8.0, help="streams per second")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    record = Record(options.seed)
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "tiny"
+        write_tiny_model(model, seed=options.seed)
+        alone = await serve(model, 1, options)
+        through = await serve(model, options.ranks, options)
+    figures = figures_of(alone, through)
+    text = as_text(figures)
+    print(text)
+    void = record.keep(options.out, "in_place", figures, text)
+    tokens = figures["tokens"]
+    bad = figures["unfinished"] or any(tokens[key] for key in ("lost", "repeated", "different"))
+    raise SystemExit(1 if bad or void or not figures["bytes"]["as_planned"] else 0)
+
+
+async def serve(model: Path, ranks: int, options: argparse.Namespace) -> Passed:
+    place = {"id": "e0", "role": "both", "tp": ranks}
+    cluster = {
+        "model": str(model),
+        "engine": {"pages": 2048},
+        "nodes": [{"id": "n0", "instances": [place]}],
+    }
+    instance = EngineInstance(parse_config({"cluster": cluster}), InstanceId("e0"), 1, SECRET)
+    async with instance_client(make_app(instance), SECRET) as client:
+        await instance.start()
+        choose, faults = random.Random(options.seed), Counter[str]()
+        driver = asyncio.create_task(drive(instance, choose, faults)) if ranks > 1 else None
+        try:
+            answers = await asyncio.gather(
+                *(stream(client, at, at / options.rate) for at in range(options.streams))
+            )
+        finally:
+            if driver is not None:
+                driver.cancel()
+                await asyncio.gather(driver, return_exceptions=True)
+            done = instance.ranks.reformer.done if instance.ranks is not None else []
+            await instance.close()
+        if driver is not None and not driver.cancelled() and driver.exception() is not None:
+            raise driver.exception() or AssertionError
+        return Passed(list(answers), done, faults)
+
+
+async def drive(instance: EngineInstance, choose: random.Random, faults: Counter[str]) -> None:
+    """Lose ranks, one after the other, until the least are left; wait for all, and again."""
+    group = instance.ranks
+    assert group is not None
+    while True:
+        while len(group.pids) > LEAST_RANKS:
+            await asyncio.sleep(choose.uniform(0.0, 1.5))
+            await lose(instance, choose, faults)
+            # Half of the next ones are lost in mid-move.
+            while choose.random() < 0.5 and group.reforming is not None:
+                await asyncio.sleep(0.005)
+        while len(group.layout.ranks) < len(group.full.ranks) or group.reforming is not None:
+            await asyncio.sleep(0.05)
+
+
+async def lose(instance: EngineInstance, choose: random.Random, faults: Counter[str]) -> None:
+    group = instance.ranks
+    assert group is not None
+    if len(group.pids) <= LEAST_RANKS:
+        return
+    rank = choose.choice(sorted(group.pids))
+    moving = group.reforming is not None
+    if choose.random() < 0.3:
+        instance.lose_device(rank)
+        faults["lose_device"] += 1
+    else:
+        os.kill(group.pids[rank], signal.SIGKILL)
+        faults["kill"] += 1
+    faults["in mid-move"] += moving
+    while rank in group.pids:
+        await asyncio.sleep(0.002)
+
+
+async def stream(client: aiohttp.ClientSession, number: int, at_s: float) -> Answer:
+    """Half greedy, half drawn with a seed of their own."""
+    choose, found = random.Random(number), Answer()
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": [choose.randrange(2, 500) for _ in range(choose.randint(8, 200))],
+        "max_tokens": choose.randint(20, 120),
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "temperature": 0.9 * (number % 2),
+        "seed": number,
+        "stream": True,
+    }
+    await asyncio.sleep(at_s)
+    async with client.post("/v1/completions", json=body) as response:
+        response.raise_for_status()
+        last_s = time.monotonic()
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[len(b"data: ") :])
+            if "error" in event:
+                break
+            choice = event["choices"][0]
+            found.token_ids += choice.get("token_ids") or []
+            found.finished |= choice.get("finish_reason") is not None
+            now_s = time.monotonic()
+            found.longest_gap_s, last_s = max(found.longest_gap_s, now_s - last_s), now_s
+    return found
+
+
+def figures_of(alone: Passed, through: Passed) -> dict[str, Any]:
+    pairs = list(zip(through.answers, alone.answers, strict=True))
+    paused = [done for done in through.done if done.paused]
+    pauses_s = [done.served_s - done.began_s for done in paused]
+    moved: Counter[str] = Counter()
+    for done in through.done:
+        moved.update(done.moved)
+    return {
+        "streams": len(pairs),
+        "unfinished": sum(not ours.finished for ours, _ in pairs),
+        "tokens": {
+            "all": sum(len(ours.token_ids) for ours, _ in pairs),
+            "lost": sum(max(0, len(t.token_ids) - len(o.token_ids)) for o, t in pairs),
+            "repeated": sum(max(0, len(o.token_ids) - len(t.token_ids)) for o, t in pairs),
+            "different": sum(
+                ours != theirs
+                for o, t in pairs
+                for ours, theirs in zip(o.token_ids, t.token_ids, strict=False)
+            ),
+        },
+        "faults": dict(through.faults),
+        "re-formings": Counter(done.way.value for done in through.done),
+        "pause_s": spread(pauses_s),
+        "predicted_over_real": spread(
+            [done.predicted_s / (done.served_s - done.began_s) for done in paused]
+        ),
+        "longest_gap_s": spread([ours.longest_gap_s for ours, _ in pairs]),
+        "longest_gap_alone_s": spread([theirs.longest_gap_s for _, theirs in pairs]),
+        "bytes": {
+            "planned_host": sum(done.host_bytes for done in through.done),
+            "planned_peer": sum(done.peer_bytes for done in through.done),
+            **{key: moved[key] for key in ("host", "peer", "read")},
+            "as_planned": all(
+                done.moved.get("read", 0) == done.moved.get("host", 0) == done.host_bytes
+                and done.moved.get("peer", 0) == done.peer_bytes
+                for done in through.done
+            ),
+        },
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {"p50": percentile(values, 50) or 0.0, "p99": percentile(values, 99) or 0.0}
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    tokens, moved, pause = figures["tokens"], figures["bytes"], figures["pause_s"]
+    gap, alone = figures["longest_gap_s"], figures["longest_gap_alone_s"]
+    ways = ", ".join(f"{count} {way}" for way, count in sorted(figures["re-formings"].items()))
+    faults = ", ".join(f"{count} {what}" for what, count in sorted(figures["faults"].items()))
+    return (
+        f"{figures['streams']} streams of {tokens['all']:,} tokens, {figures['unfinished']} "
+        f"unfinished\n"
+        f"tokens: {tokens['lost']} lost, {tokens['repeated']} repeated, {tokens['different']} "
+        f"different\n"
+        f"faults: {faults}\n"
+        f"re-formings: {ways}\n"
+        f"pause of a re-forming after a loss: p50 {pause.get('p50', 0):.3f} s, p99 "
+        f"{pause.get('p99', 0):.3f} s\n"
+        f"longest gap of a stream: p50 {gap['p50']:.3f} s, p99 {gap['p99']:.3f} s; one process "
+        f"without faults: p50 {alone['p50']:.3f} s, p99 {alone['p99']:.3f} s\n"
+        f"weights from the host {moved['host']:,} bytes (planned {moved['planned_host']:,}), read "
+        f"{moved['read']:,}; between ranks {moved['peer']:,} (planned {moved['planned_peer']:,})\n"
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
