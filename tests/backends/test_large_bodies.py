@@ -14,6 +14,7 @@ from kvrs.config.file import parse_config
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.secrets import Door, door_key
 from tests.ports import client_of
+from tests.sse import events_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -72,8 +73,8 @@ async def deaths(http: aiohttp.ClientSession, admin: str) -> float:
 
 async def streamed(http: aiohttp.ClientSession, url: str) -> str:
     async with http.post(f"{url}/v1/completions", json=STREAM | {"stream": True}) as response:
-        *events, done, nothing = (await response.text()).split("\n\n")
-    assert (done, nothing) == ("data: [DONE]", "")
+        *events, done, nothing = events_of(await response.read())
+    assert (done, nothing) == (b"data: [DONE]", b"")
     return "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
 
 

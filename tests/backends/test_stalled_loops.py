@@ -12,6 +12,7 @@ import pytest
 
 from experiments.processes import Processes
 from kvrs.config.file import parse_config
+from tests.sse import events_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -76,8 +77,8 @@ class Watched:
     async def text(self) -> str:
         body = STREAM | {"stream": True}
         async with self._http.post(f"{self._url}/v1/completions", json=body) as response:
-            *events, done, nothing = (await response.text()).split("\n\n")
-        assert (done, nothing) == ("data: [DONE]", "")
+            *events, done, nothing = events_of(await response.read())
+        assert (done, nothing) == (b"data: [DONE]", b"")
         return "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
 
     async def decoding(self) -> str:

@@ -16,6 +16,7 @@ import msgspec
 from kvrs.ids import StreamId
 from kvrs.text.chat import ChatSplitter
 from tests.proxy.scripted import Cut, Fault, Script
+from tests.sse import events_of
 
 KINDS = (Fault.RESET, Fault.EOF, Fault.ERROR, Fault.CUT, Fault.DONE_ONLY, Fault.HANG)
 
@@ -78,7 +79,7 @@ def comparable(body: bytes, case: Case) -> list[bytes]:
         body = body.replace(call_id.encode(), b"call_%d" % number)
     if not case.body.get("stream"):
         return [body]
-    *events, last, nothing = body.split(b"\n\n")
+    *events, last, nothing = events_of(body)
     if (last, nothing) != (b"data: [DONE]", b"") or b"data: [DONE]" in events:
         raise CutOffError(f"ends with {body[-100:]!r}")
     if case.choices == 1:

@@ -16,6 +16,7 @@ import pytest
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import SECRET
+from tests.sse import events_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
@@ -110,7 +111,7 @@ async def test_a_proxy_that_is_stopped_ends_streams_with_an_error(
         whole = await refused.read()
 
         assert await proxy.wait() == 0
-    *_, last, end = events.split(b"\n\n")
+    *_, last, end = events_of(events)
     assert (refused.status, end) == (503, b"")
     assert msgspec.json.decode(last[6:])["error"]["code"] == "shutting_down"
     assert msgspec.json.decode(whole)["error"]["code"] == "shutting_down"

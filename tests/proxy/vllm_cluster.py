@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
+from tests.sse import events_of
 
 PROMPT = [5, 6, 7]
 TOKENS = 6
@@ -37,7 +38,7 @@ class Vllms(ProxyCluster):
         }
         status, body = await self.ask(request | fields)
         assert status == 200, body
-        *events, done, end = body.split(b"\n\n")
+        *events, done, end = events_of(body)
         assert (done, end) == (b"data: [DONE]", b"")
         return [
             i for event in events for c in json.loads(event[6:])["choices"] for i in c["token_ids"]

@@ -20,6 +20,7 @@ from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import SECRET, Fault
 from tests.proxy.scripted_model import expected_ids, ids_of, text_of, vocabulary
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -354,7 +355,7 @@ async def test_a_stream_that_flows_outlives_the_refusal_of_its_next_instance(
     system.script.gate.set()
     status, answer = await streaming
 
-    *events, end = answer.split(b"\n\n")[:-1]
+    *events, end = events_of(answer)[:-1]
     assert (status, end) == (200, b"data: [DONE]")
     parts = [msgspec.json.decode(event[6:])["choices"][0]["text"] for event in events]
     assert "".join(parts) == "".join(map(text_of, expected_ids([1, 2, 3], 5)))
@@ -481,7 +482,7 @@ async def test_a_proxy_that_stops_ends_its_streams_with_an_error(
     await system.proxy.close()
 
     _, body = await task
-    assert msgspec.json.decode(body.split(b"\n\n")[-2][6:])["error"]["code"] == "shutting_down"
+    assert msgspec.json.decode(events_of(body)[-2][6:])["error"]["code"] == "shutting_down"
     await system.until(lambda: _truth(running(system) == 0))
 
 

@@ -22,6 +22,7 @@ from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scenarios import SCENARIOS
 from tests.proxy.scripted import Cut, Fault, Scripted
 from tests.proxy.scripted_model import vocabulary
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -47,7 +48,7 @@ async def whole(system: ProxyCluster, **fields: Any) -> Any:
 async def events(system: ProxyCluster, **fields: Any) -> list[Any]:
     status, body = await system.complete(**fields, stream=True)
     assert status == 200, body
-    *payloads, end, nothing = body.split(b"\n\n")
+    *payloads, end, nothing = events_of(body)
     assert (end, nothing) == (b"data: [DONE]", b"")
     return [msgspec.json.decode(payload[6:]) for payload in payloads]
 
@@ -166,7 +167,7 @@ async def test_one_choice_that_fails_ends_the_response(build: ProxyClusterBuilde
 
     status, body = await task
     assert status == 200
-    assert b'"code":"retries"' in body.split(b"\n\n")[-2]
+    assert b'"code":"retries"' in events_of(body)[-2]
     assert b"[DONE]" not in body
     assert (await system.state())["streams"] == []
 

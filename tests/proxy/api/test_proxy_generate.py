@@ -9,6 +9,7 @@ from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import Fault
 from tests.proxy.scripted_model import expected_ids, ids_of, text_of
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -31,7 +32,7 @@ async def test_every_event_has_all_text_so_far(build: ProxyClusterBuilder) -> No
 
     status, body = await generate(system, REQUEST | {"stream": True})
 
-    *events, done, end = body.split(b"\n\n")
+    *events, done, end = events_of(body)
     assert (status, done, end) == (200, b"data: [DONE]", b"")
     said = texts()
     assert [json.loads(event[6:]) for event in events] == [

@@ -8,6 +8,7 @@ import pytest
 from tests.proxy.scripted import Fault
 from tests.proxy.scripted_model import expected_ids
 from tests.proxy.vllm_cluster import PROMPT, TOKENS, Builder
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -94,7 +95,7 @@ async def test_what_vllm_serves_is_served_and_its_seam_is_told(
     async with system.http.post(
         f"{system.url}/v1/completions", json=GREEDY | {name: value, "return_token_ids": True}
     ) as response:
-        events = (await response.read()).split(b"\n\n")[:-2]
+        events = events_of(await response.read())[:-2]
     ids = [i for e in events for c in json.loads(e[6:])["choices"] for i in c["token_ids"]]
 
     assert ids == expected_ids(PROMPT, TOKENS)

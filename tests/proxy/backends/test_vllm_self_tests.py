@@ -9,6 +9,7 @@ import pytest
 from tests.proxy.scripted import Fault
 from tests.proxy.scripted_model import Arithmetic, Sampler
 from tests.proxy.vllm_cluster import LONG, PROMPT, Builder, Servers, Vllms
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -184,7 +185,7 @@ async def test_a_stream_that_must_be_exact_ends_where_only_others_are_left(
     request = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
     _, body = await system.ask(request)
 
-    (error,) = (event[6:] for event in body.split(b"\n\n") if b'"error"' in event)
+    (error,) = (event[6:] for event in events_of(body) if b'"error"' in event)
     assert msgspec.json.decode(error)["error"]["code"] == "inexact"
 
 

@@ -13,6 +13,7 @@ from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import Fault, Scripted
 from tests.proxy.scripted_model import expected_ids, text_of
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -270,7 +271,7 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(
 
     status, body = await asked
     assert status == 200
-    last = body.split(b"\n\n")[-2]
+    last = events_of(body)[-2]
     assert msgspec.json.decode(last[6:])["error"]["code"] == "no_instance"
     assert b"data: [DONE]" not in body
     assert (await system.state())["streams"] == []

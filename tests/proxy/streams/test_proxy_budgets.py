@@ -10,6 +10,7 @@ from kvrs.protocol.openai.chunks import error_body
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted_model import expected_ids, text_of
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -19,7 +20,7 @@ REQUEST: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "stream": True}
 
 def text_in(events: bytes) -> str:
     """The text of a stream that is whole."""
-    *parts, done = events.split(b"\n\n")[:-1]
+    *parts, done = events_of(events)[:-1]
     assert done == b"data: [DONE]", parts[-1]
     return "".join(
         choice["text"] for part in parts for choice in msgspec.json.decode(part[6:])["choices"]
@@ -137,6 +138,6 @@ async def test_a_stream_that_flows_is_told_why_it_ends(build: ProxyClusterBuilde
     await system.instances[row["decode"]].kill()
 
     status, body = await asked
-    error = msgspec.json.decode(body.split(b"\n\n")[-2][6:])["error"]
+    error = msgspec.json.decode(events_of(body)[-2][6:])["error"]
     assert (status, error["code"]) == (200, "busy")
     assert "every instance is busy" in error["message"]

@@ -17,6 +17,7 @@ from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import Fault, Scripted
 from tests.proxy.scripted_model import expected_ids, text_of
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -222,7 +223,7 @@ async def test_without_any_decode_instance_streams_wait_and_then_fail(
     for status, body in answers:
         assert status == 200
         assert b"[DONE]" not in body
-        *_, last, end = body.split(b"\n\n")
+        *_, last, end = events_of(body)
         assert end == b""
         assert msgspec.json.decode(last[6:])["error"]["code"] == "no_instance"
     assert (await system.state())["streams"] == []

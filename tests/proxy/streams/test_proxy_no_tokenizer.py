@@ -9,6 +9,7 @@ import pytest
 from kvrs.errors import ConfigError
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.scripted import Cut, Fault, Scripted
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -20,7 +21,7 @@ def plain(instances: dict[str, Scripted]) -> None:
 
 def said(body: bytes) -> tuple[str, list[int], str]:
     """Text, ids and finish reason of a stream."""
-    events = [msgspec.json.decode(event[6:]) for event in body.split(b"\n\n")[:-2]]
+    events = [msgspec.json.decode(event[6:]) for event in events_of(body)[:-2]]
     choices = [choice for event in events for choice in event["choices"]]
     text = "".join(
         choice["delta"].get("content") or "" if "delta" in choice else choice["text"]

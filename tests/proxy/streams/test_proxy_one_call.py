@@ -12,6 +12,7 @@ from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import BREAKS, Fault, Scripted
 from tests.proxy.scripted_model import expected_ids, ids_of, rendered
 from tests.proxy.streams.test_proxy_streams import normal
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -39,7 +40,7 @@ def servers(capabilities: list[Capability]) -> Any:
 
 
 def ids_in(body: bytes) -> list[int]:
-    *events, done, end = body.split(b"\n\n")
+    *events, done, end = events_of(body)
     assert (done, end) == (b"data: [DONE]", b"")
     return [
         i

@@ -9,6 +9,7 @@ import pytest
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted_model import expected_ids, text_of
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -127,7 +128,7 @@ async def test_a_request_that_kills_late_is_refused_and_costs_no_other_stream(
     status, body = await system.complete(**REQUEST, user="poison", stream=True)
 
     answers = await asyncio.gather(*beside)
-    error = msgspec.json.decode(body.split(b"\n\n")[-2][6:])["error"]
+    error = msgspec.json.decode(events_of(body)[-2][6:])["error"]
     assert (status, error["code"]) == (200, "poison")
     assert kills_of(system, "poison") <= 3
     assert {status for status, _ in answers} == {200}

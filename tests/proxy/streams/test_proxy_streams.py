@@ -11,6 +11,7 @@ from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import BREAKS, Fault, Script
 from tests.proxy.scripted_model import expected_ids, text_of
+from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 
@@ -66,7 +67,7 @@ async def test_undisturbed_bytes_are_the_engine_s_without_ids(build: ProxyCluste
 
     body = await stream(system)
 
-    events = body.split(b"\n\n")
+    events = events_of(body)
     assert events[-2:] == [b"data: [DONE]", b""]
     chunks = [msgspec.json.decode(event[6:]) for event in events[:-2]]
     assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == [
@@ -91,7 +92,7 @@ async def test_ids_are_passed_on_to_a_client_that_asks(build: ProxyClusterBuilde
 
     body = await stream(system, return_token_ids=True, stream_options=None)
 
-    chunks = [msgspec.json.decode(event[6:]) for event in body.split(b"\n\n")[:-2]]
+    chunks = [msgspec.json.decode(event[6:]) for event in events_of(body)[:-2]]
     assert [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]] == expected_ids(
         PROMPT, TOKENS
     )
@@ -137,7 +138,7 @@ async def test_events_of_several_tokens_are_counted_by_ids(build: ProxyClusterBu
 
     body = await stream(system)
 
-    usage = msgspec.json.decode(body.split(b"\n\n")[-3][6:])["usage"]
+    usage = msgspec.json.decode(events_of(body)[-3][6:])["usage"]
     assert usage["completion_tokens"] == TOKENS
     texts = "".join(text_of(i) for i in expected_ids(PROMPT, TOKENS))
     assert (
@@ -305,4 +306,4 @@ def test_the_script_s_oracle_is_sensitive_to_a_lost_token() -> None:
 
 
 def _payloads(body: bytes) -> list[bytes]:
-    return [event[6:] for event in body.split(b"\n\n") if event and event != b"data: [DONE]"]
+    return [event[6:] for event in events_of(body) if event and event != b"data: [DONE]"]

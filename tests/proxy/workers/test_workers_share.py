@@ -14,6 +14,7 @@ from kvrs.config.tenants import key_hash
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.scripted_model import expected_ids, text_of
 from tests.proxy.workers_of_proxy import WorkersOfProxy, open_workers
+from tests.sse import events_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
@@ -30,10 +31,10 @@ def key_file(directory: Path, **limits: Any) -> str:
     return str(path)
 
 
-def events_of(body: bytes) -> list[tuple[bytes, bytes]]:
+def numbered(body: bytes) -> list[tuple[bytes, bytes]]:
     """Id and data of each event of a keyed stream."""
     events = []
-    for event in body.split(b"\n\n")[:-1]:
+    for event in events_of(body)[:-1]:
         *head, data = event.split(b"\n")
         events.append((head[0].removeprefix(b"id: ") if head else b"", data))
     return events
@@ -74,13 +75,13 @@ async def test_a_keyed_stream_goes_on_at_another_worker_when_its_own_is_killed(
     system = await build()
     async with open_workers(system, tmp_path, workers=2) as proxy:
         whole = await begin(proxy, {"Idempotency-Key": "quiet"})
-        expected = [data for _, data in events_of(await whole.read())]
+        expected = [data for _, data in numbered(await whole.read())]
         for turn in range(3):
             system.script.gate, system.script.gate_at = asyncio.Event(), 4
             named = {"Idempotency-Key": f"k{turn}"}
             response = await begin(proxy, named)
             had = b"".join([await response.content.readuntil(b"\n\n") for _ in range(3)])
-            last = events_of(had)[-1][0].decode()
+            last = numbered(had)[-1][0].decode()
             worker = await until_holds(proxy, last.partition(":")[0], 4)
             pid = (await proxy.workers())[worker]["pid"]
 
@@ -90,9 +91,9 @@ async def test_a_keyed_stream_goes_on_at_another_worker_when_its_own_is_killed(
             rest = await resumed.read()
 
             assert resumed.status == 200, rest
-            ids = [name.partition(b":")[0] for name, _ in events_of(had + rest) if name]
+            ids = [name.partition(b":")[0] for name, _ in numbered(had + rest) if name]
             assert len({*ids}) == 1
-            found = [data for _, data in events_of(had + rest)]
+            found = [data for _, data in numbered(had + rest)]
             assert list(map(without_ids, found)) == list(map(without_ids, expected))
             await proxy.until_up()
 
@@ -119,7 +120,7 @@ async def test_one_key_at_many_workers_at_once_is_one_stream(
                 name.partition(b":")[0]
                 for status, body in bodies
                 if status == 200
-                for name, _ in events_of(body)
+                for name, _ in numbered(body)
                 if name
             }
             codes = {
