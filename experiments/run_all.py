@@ -154,6 +154,7 @@ ALL = (
         "python -m experiments.units_cost.run --before $KVRS_BEFORE",
         (BEFORE,),
     ),
+    _plain("local_restore", 1),
     _plain("page_transfer", 1),
     Experiment(
         "page_transfer",

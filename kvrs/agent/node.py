@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvrs.agent.fences import FenceSender
 from kvrs.agent.slots import SlotTable
@@ -17,12 +19,14 @@ from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdat
 from kvrs.proving import instance_keys
 from kvrs.tls import load_certificates
 from kvrs.transfer.anchors.server import AnchorServer
+from kvrs.transfer.connections import PAGES_SOCKET
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore, UnreportedChanges
+from kvrs.transfer.unix_sockets import listen_in
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class NodeAgent:
         used.
         """
         self.node = node_of(config, node)
+        self._directory = directory
         self._backup = config.backup
         self._keeps = config.backup.mode is not BackupMode.OFF
         if (
@@ -143,6 +148,15 @@ class NodeAgent:
         self._page_port = await self.page_server.start(
             self.node.agent.pages_at, self.node.agent.page_port
         )
+        if self._keeps:
+            listener = listen_in(self._directory, PAGES_SOCKET, socket.SOCK_STREAM)
+            self.page_server.lend(listener, self.store.places)
+
+    async def close(self) -> None:
+        """Serve no more pages."""
+        await self.page_server.close()
+        with suppress(FileNotFoundError):
+            self._directory.unlink(PAGES_SOCKET)
 
     async def expire_leases(self) -> None:
         """End reservations and slots that were not renewed, until cancelled."""

@@ -94,7 +94,7 @@ async def _serve(
         if gossip is not None:
             await gossip.close()
         await port.close()
-        await agent.page_server.close()
+        await agent.close()
         if agent.anchors is not None:
             await asyncio.to_thread(agent.anchors.close)
 

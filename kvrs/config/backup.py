@@ -62,7 +62,7 @@ class BackupSettings(Settings):
     capacity_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Memory of one agent for checkpoints."""
     host_to_device_bytes_per_s: float = Field(default=26e9, gt=0)
-    """Until it is measured."""
+    """From an agent's memory into instances of its node, until these have measured it."""
     staging_pages: int = Field(default=64, ge=1, le=65536)
     """Pages that an instance holds for sending at a time."""
     gather_s: float = Field(default=0.05, ge=0, le=10)

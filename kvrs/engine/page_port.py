@@ -26,6 +26,7 @@ from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.store.directory import store_directory
 
 # Within one start of the process an instance's epoch rises with every fence, and where a stage can
 # be restarted with every restart.
@@ -73,9 +74,9 @@ class PagePort:
 
     def __init__(self, place: InstancePlace, fingerprint: str, page_bytes: int) -> None:
         self.epoch = place.epoch
-        self.registry = peers_of(place.config)
-        self.checkpointer: Checkpointer | None = None  # Of the attached pool.
         self._place = place
+        self.registry = self._peers_of(place.config)
+        self.checkpointer: Checkpointer | None = None  # Of the attached pool.
         self._fingerprint = fingerprint
         self._page_bytes = page_bytes
         self._source = _AttachedPages()
@@ -121,7 +122,15 @@ class PagePort:
         """Fetch from further instances and agents, which another configuration has. Checkpoints go
         to the agents of the first one.
         """
-        self.registry.update(peers_of(config))
+        self.registry.update(self._peers_of(config))
+
+    def _peers_of(self, config: Config) -> dict[InstanceId, Peer]:
+        """Where pages come from; the memory of the own node's agent is on this host."""
+        peers, own = peers_of(config), self._place.node
+        if (agent := peers.get(own.agent_id)) is not None:
+            directory = store_directory(config.backup.directory, self._place.secret, own.id)
+            peers[own.agent_id] = replace(agent, directory=directory)
+        return peers
 
     def detach(self) -> None:
         """The pool is gone: hold nothing until the next `attach`."""

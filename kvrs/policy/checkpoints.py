@@ -114,7 +114,7 @@ class Checkpoints:
                 reserved_bytes=agent.reserved_bytes,
                 checkpoints=agent.checkpoints,
                 capacity_bytes=agent.capacity_bytes,
-                host_to_device_bytes_per_s=agent.host_to_device_bytes_per_s,
+                host_to_device_bytes_per_s=self._view.restore_bytes_per_s(agent),
                 of_serving_bytes=agent.booked_of[serving],
             )
             for agent in self._view.agents.values()

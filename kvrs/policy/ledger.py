@@ -2,12 +2,12 @@
 bytes on links, slots, alarms, room for checkpoints).
 """
 
-from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.policy import quarantine
 from kvrs.policy.checkpoints import Checkpoints
 from kvrs.policy.kv_locations import KvLocations
 from kvrs.policy.model.actions import Plan
-from kvrs.policy.model.cluster_view import ClusterView, Member
+from kvrs.policy.model.cluster_view import ClusterView, Link, Member
 from kvrs.policy.model.lifecycle import MOVES, Stage
 from kvrs.policy.model.streams import AttemptState, Decision, Promise, Stream
 from kvrs.policy.outliers import Outliers
@@ -58,8 +58,12 @@ class Ledger:
         attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
         for run in plan.runs:
             agent = self.view.agents.get(run.holder)
-            source = self.view.members[run.holder].instance.node if agent is None else agent.node
-            self._put_on_link(attempt, source, decode, run.pages * decode.page_bytes)
+            target = decode.instance.node
+            if agent is None:
+                link = self.view.link(self.view.members[run.holder].instance.node, target)
+            else:
+                link = self.view.link_from(agent, target)
+            _put_on_link(attempt, link, run.pages * decode.page_bytes)
         stage = Stage.DECODE if runs_on is decode else Stage.PREFILL
         self._run(stream, stage, runs_on, decode)
         if runs_on is not decode and decode.own_prefill == runs_on.instance.id:
@@ -73,7 +77,8 @@ class Ledger:
         self._run(stream, Stage.DECODE, decode, decode)
         if decode.instance.node != prefill.instance.node:
             size_bytes = stream.history_tokens * decode.instance.geometry.bytes_per_token
-            self._put_on_link(stream.attempt, prefill.instance.node, decode, size_bytes)
+            link = self.view.link(prefill.instance.node, decode.instance.node)
+            _put_on_link(stream.attempt, link, size_bytes)
 
     def settle_bookings(self, stream: Stream) -> None:
         """The attempt's work has been done and its bytes have arrived, or it is over."""
@@ -165,13 +170,6 @@ class Ledger:
         self.outliers.awaits(stream)
         self._enter(stream, stage)
 
-    def _put_on_link(
-        self, attempt: AttemptState, source: NodeId, target: Member, size_bytes: int
-    ) -> None:
-        link = self.view.link(source, target.instance.node)
-        link.in_flight_bytes += size_bytes
-        attempt.links.append((link, size_bytes))
-
     def _leave(self, stream: Stream) -> None:
         """Out of every book: the attempt is over, or the wait."""
         self.slots.release(stream.id)
@@ -196,3 +194,8 @@ def _leave_members(stream: Stream) -> None:
     for member in (stream.attempt.runs_on, stream.attempt.decodes_on):
         if member is not None:
             member.running.discard(stream.id)
+
+
+def _put_on_link(attempt: AttemptState, link: Link, size_bytes: int) -> None:
+    link.in_flight_bytes += size_bytes
+    attempt.links.append((link, size_bytes))

@@ -105,6 +105,13 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     kept: dict[StreamId, Natural] = {}
 
 
+def memory_of(node: NodeId) -> NodeId:
+    """The source of a link on which instances of that node copy pages out of the memory of its
+    agent: it is no network.
+    """
+    return NodeId(f"{node}:memory")
+
+
 class LinkReport(msgspec.Struct, frozen=True):
     """Bandwidth of the link from a node, measured on pages that the instance pulled from it."""
 

@@ -1,9 +1,11 @@
 """Connections to the page ports of peers, kept for further questions where that is safe."""
 
 import asyncio
+import mmap
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
@@ -11,8 +13,10 @@ from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.transfer.handshake import introduce
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream, StalledError, page_socket
+from kvrs.transfer.unix_sockets import connect_in, foreign_user
 
 _MAX_IDLE_PER_PEER = 4
+PAGES_SOCKET = "pages"  # In an agent's directory.
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +29,8 @@ class PageConnection:
     server: Identity
     request_id: int = 0  # Of the question that is being answered.
     mac: bytes = b""  # Of its first answer.
+    # Files of the peer that are mapped here, in the order in which it sent their descriptors.
+    files: list[mmap.mmap] = field(default_factory=list)
 
     async def ask(self, question: "Question", *expected: FrameType) -> AnswerHeader:
         """Send a question under a new request id; returns the start of the answer, whose mac is
@@ -101,11 +107,15 @@ class ConnectionPool:
     def close(self) -> None:
         """Close what is idle, and end what is in use under the tasks that use it."""
         self._closed = True
+        self.drop_idle()
+        for stream in self._streams:
+            stream.shut()
+
+    def drop_idle(self) -> None:
+        """Close what is not in use."""
         for connection in [connection for idle in self._idle.values() for connection in idle]:
             self._discard(connection.stream)
         self._idle.clear()
-        for stream in self._streams:
-            stream.shut()
 
     async def _ask(
         self, connection: PageConnection, question: Question, *expected: FrameType
@@ -132,7 +142,7 @@ class ConnectionPool:
             raise TransferError("this end is closed")
         own = self._identity()
         try:
-            sock = page_socket(peer.host)
+            sock = self._socket(peer)
         except OSError as error:  # No descriptor is left.
             raise TransferError(
                 f"cannot connect to {peer.instance!r}: {error.strerror or error}"
@@ -141,7 +151,7 @@ class ConnectionPool:
         self._streams.add(stream)
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await asyncio.get_running_loop().sock_connect(sock, (peer.host, peer.port))
+                await self._reach(sock, peer)
                 server = await introduce(stream, self._key, own, peer)
         except TimeoutError:
             self._discard(stream)
@@ -158,6 +168,25 @@ class ConnectionPool:
             raise
         return PageConnection(stream, peer, own, server)
 
+    def _socket(self, peer: Peer) -> socket.socket:
+        return page_socket(peer.host)
+
+    async def _reach(self, sock: socket.socket, peer: Peer) -> None:
+        await asyncio.get_running_loop().sock_connect(sock, (peer.host, peer.port))
+
     def _discard(self, stream: SocketStream) -> None:
         self._streams.discard(stream)
         stream.close()
+
+
+class LocalConnectionPool(ConnectionPool):
+    """Connections over the UNIX sockets of agents on this host."""
+
+    def _socket(self, peer: Peer) -> socket.socket:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    async def _reach(self, sock: socket.socket, peer: Peer) -> None:
+        assert peer.directory is not None
+        connect_in(peer.directory, PAGES_SOCKET, sock)
+        if reason := foreign_user(sock):
+            raise TransferError(reason)

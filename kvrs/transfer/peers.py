@@ -1,8 +1,9 @@
 """Types between the page port and the engine or agent behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.page_messages import (
@@ -20,10 +21,13 @@ __all__ = [
     "HeldPages",
     "Identity",
     "Incoming",
+    "PageFile",
+    "PagePlace",
     "PageSink",
     "PageSource",
     "Peer",
     "PinnedPages",
+    "Places",
     "PullRequest",
     "PullResult",
     "StoreCode",
@@ -40,6 +44,8 @@ class Peer:
     node: NodeId
     host: str
     port: int
+    # Of an agent of the own node: where it hands out descriptors of its pages. None: it does not.
+    directory: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,31 @@ class Incoming(Protocol):
         committed.
         """
         ...
+
+
+class PageFile(Protocol):
+    """A file of the store in which pages lie. Compared by identity."""
+
+    size_bytes: int
+
+    def open(self) -> int:
+        """A descriptor for reading.
+
+        Raises:
+            OSError: it is not there any more.
+        """
+        ...
+
+
+class PagePlace(NamedTuple):
+    """Where a pinned page lies."""
+
+    file: PageFile
+    offset: int
+
+
+# Where the pages of a request lie, one by one.
+Places = Callable[[PinnedPages], list[PagePlace]]
 
 
 class PageSink(Protocol):

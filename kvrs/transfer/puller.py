@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
@@ -15,6 +15,7 @@ from kvrs.protocol.page_messages import ProbeFrame, PullFrame, TrafficClass
 from kvrs.protocol.session import SEALED_ANSWER_BYTES
 from kvrs.transfer.connections import ConnectionPool, PageConnection
 from kvrs.transfer.handshake import page_key
+from kvrs.transfer.mapped import PageMapper
 from kvrs.transfer.meter import LinkMeter, Measurement
 from kvrs.transfer.peers import Identity, Peer, PullRequest, PullResult
 from kvrs.transfer.stream import Filling
@@ -39,7 +40,13 @@ class _ActivePull:
     request: PullRequest
     views: list[memoryview]  # The full pages, then perhaps the tail.
     verified: int = 0
+    mapped: int = 0  # Of these, how many were not sent: what is asked for begins behind them.
     gone: bool = False
+
+    @property
+    def asked(self) -> PullRequest:
+        """What is to be sent."""
+        return replace(self.request, tags=self.request.tags[self.mapped :])
 
 
 class PagePuller:
@@ -56,6 +63,10 @@ class PagePuller:
         self._clock = clock
         self._meter = LinkMeter(settings.link, min(settings.probe_bytes, _MIN_SAMPLE_BYTES))
         self._pool = ConnectionPool(identity, page_key(secret), settings.stall_timeout_s)
+        self._mapper = PageMapper(
+            identity, page_key(secret), settings.stall_timeout_s, self._meter, clock
+        )
+        self._unmapped = ""  # Why the last pages of the own node's agent came through a socket.
         self.damaged_pages = 0  # That ever came.
         self.pulled_bytes = dict.fromkeys(TrafficClass, 0)  # Of pages with a right checksum.
 
@@ -68,7 +79,8 @@ class PagePuller:
         expected_epoch: int | None = None,
     ) -> PullResult:
         """Fill `pages` with the pages of `request.tags`, then `tail` with its tail page, in order
-        and as far as it goes; with the cells of `request.part` only, if there is one.
+        and as far as it goes; with the cells of `request.part` only, if there is one. Pages of the
+        own node's agent are copied out of its memory, where it hands that out.
 
         An error of the peer ends the pull early and stands in the result. Once this has returned or
         was cancelled, the buffers are not written any more.
@@ -79,7 +91,8 @@ class PagePuller:
         pulling = _ActivePull(request, [*pages, *([] if tail is None else [tail])])
         error: str | None = None
         try:
-            await self._pull(peer, pulling, expected_epoch)
+            if peer.directory is None or not await self._map(peer, pulling, expected_epoch):
+                await self._pull(peer, pulling, expected_epoch)
         except TransferError as fault:
             error = str(fault)
             if isinstance(fault, DamagedPageError):
@@ -100,6 +113,8 @@ class PagePuller:
         """Measure the link from the peer's node with a transfer of its own, unless it was measured
         lately, or that many probers would take more than their share of it.
         """
+        if peer.directory is not None:
+            await self._mapper.probe(peer)
         meter, interval_s = self._meter, self._settings.probe_interval_s
         size_bytes = self._probe_bytes(peer.node)
         if not meter.may_probe(peer.node, size_bytes, interval_s, probers, self._clock()):
@@ -128,10 +143,34 @@ class PagePuller:
     async def close(self) -> None:
         """End all connections. Pulls that are still going on return early, with an error."""
         self._pool.close()
+        self._mapper.close()
+
+    async def _map(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> bool:
+        """Copy the pages out of the agent's memory; returns whether there is nothing to send."""
+        if pulling.request.part is not None or pulling.request.tail_index is not None:
+            return False
+
+        def copied(pages: int) -> None:
+            pulling.verified += pages
+
+        try:
+            pulling.gone = not await self._mapper.pull(
+                peer, pulling.request, pulling.views, expected_epoch, copied
+            )
+        except TransferError as error:
+            if 0 < len(pulling.views) == pulling.verified:
+                return True  # The agent has ended since.
+            pulling.mapped = pulling.verified
+            if str(error) != self._unmapped:
+                self._unmapped = str(error)
+                log.warning("pages are sent", extra={"peer": peer.instance, "cause": str(error)})
+            return False
+        self._unmapped = ""
+        return True
 
     async def _pull(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> None:
         async def question(connection: PageConnection) -> None:
-            pull = frames.encode_pull(PullFrame(connection.request_id, pulling.request))
+            pull = frames.encode_pull(PullFrame(connection.request_id, pulling.asked))
             await connection.stream.send(pull, connection.stream.session.seal(pull))
 
         expected = (FrameType.PAGE, FrameType.GONE, FrameType.END)
@@ -147,17 +186,19 @@ class PagePuller:
         metered: "_Metered",
     ) -> None:
         page_bytes, part = connection.server.page_bytes, pulling.request.part
+        mapped, views = pulling.mapped, pulling.views[pulling.mapped :]
         if part is not None:
             page_bytes = part.bytes_of(page_bytes)
         assert all(view.nbytes == page_bytes for view in pulling.views)
-        filling = Filling(connection.stream, _with_prologues(pulling.views))
+        filling = Filling(connection.stream, _with_prologues(views))
         session, mac = connection.stream.session, memoryview(connection.mac)
         while pulling.verified < len(pulling.views) and answer.type is not FrameType.GONE:
-            _check(answer, FrameType.PAGE, connection.request_id, pulling.verified, page_bytes)
+            index = pulling.verified - mapped
+            _check(answer, FrameType.PAGE, connection.request_id, index, page_bytes)
             page = await filling.next()
             metered.read(page_bytes)
             if frames.checksum(page) != answer.checksum:
-                raise DamagedPageError(f"checksum of page {answer.index} is wrong")
+                raise DamagedPageError(f"checksum of page {pulling.verified} is wrong")
             session.check_answer(mac, answer, page)
             # Counted before anything else can fail: later errors do not concern this page.
             pulling.verified += 1
@@ -172,7 +213,7 @@ class PagePuller:
             answer,
             FrameType.GONE if gone else FrameType.END,
             connection.request_id,
-            pulling.verified,
+            pulling.verified - mapped,
             0,
         )
         pulling.gone = gone

@@ -6,7 +6,9 @@ touches its buffers any more. Works on any event loop that can watch a socket. O
 stream at a time.
 """
 
+import array
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -21,6 +23,7 @@ from kvrs.protocol.frames import (
     decode_answer,
     decode_header,
 )
+from kvrs.protocol.mapped_pages import MAX_FILES
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, Session
 from kvrs.transfer.arrivals import Arrivals
 
@@ -38,6 +41,8 @@ _PIECE_BYTES = 1 << 16
 # through memory and take half as long again. Still more than a link of 25 Gbit/s holds in a round
 # trip of 0.2 ms.
 _SEND_BUFFER_BYTES = 1 << 19
+
+_RIGHTS_BYTES = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
 
 _KEEPALIVE_IDLE_S = 5
 _KEEPALIVE_INTERVAL_S = 2
@@ -69,7 +74,12 @@ class SocketStream:
         self._bytes_this_turn = 0
         self._session: Session | None = None
         self._arrivals: Arrivals | None = None
+        # Over a UNIX socket: came with what was received, and closed with the stream.
+        self.descriptors: list[int] = []
         sock.setblocking(False)
+        self._is_local = sock.family == socket.AF_UNIX
+        if self._is_local:
+            return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -102,6 +112,13 @@ class SocketStream:
         while left:
             sent = await self._attempt(partial(self._sock.sendmsg, left), self._writable)
             left = _after(left, sent)
+
+    async def send_with(self, descriptors: Sequence[int], message: bytes) -> None:
+        """Send copies of descriptors over a UNIX socket, with the message's first byte."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        first = partial(self._sock.sendmsg, [message], rights if descriptors else [])
+        sent = await self._attempt(first, self._writable)
+        await self.send(memoryview(message)[sent:])
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view`."""
@@ -138,6 +155,7 @@ class SocketStream:
 
     def close(self) -> None:
         self._sock.close()
+        close_all(self.descriptors)
 
     async def receive_some(self, views: Sequence[memoryview]) -> int:
         """Wait for bytes and scatter what is there over `views`; returns how many came."""
@@ -151,9 +169,23 @@ class SocketStream:
         body = bytearray()
         while len(body) < size:
             part = piece[: size - len(body)]
-            received = await self._attempt(partial(self._sock.recv_into, part), self._readable)
+            received = await self._attempt(partial(self._read, part), self._readable)
             body += part[: _or_closed(received)]
         return bytes(body)
+
+    def _read(self, part: memoryview) -> int:
+        if not self._is_local:
+            return self._sock.recv_into(part)
+        # Descriptors are not for processes that are forked meanwhile.
+        size, others, flags, _ = self._sock.recvmsg_into(
+            [part], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, rights in others:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self.descriptors += array.array("i", rights)
+        if flags & socket.MSG_CTRUNC or len(self.descriptors) > MAX_FILES:
+            raise TransferError(f"more than {MAX_FILES} descriptors")
+        return size
 
     async def _attempt(
         self, call: Callable[[], int], ready: Callable[[float | None], Awaitable[None]]
@@ -217,6 +249,11 @@ class Filling:
             ahead.append(view)
             size += len(view)
         return ahead
+
+
+def close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 async def _ready(

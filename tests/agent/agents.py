@@ -30,6 +30,7 @@ from kvrs.transfer.peers import Peer, PullResult, StoredPages
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.store.directory import store_directory
 from tests.ports import client_of
 
 Answer = TypeVar("Answer")
@@ -137,12 +138,26 @@ def processes(*agents: AgentProcess) -> Iterator[None]:
 class Engine:
     """Sends pages to the agent of n0, and fetches them."""
 
-    def __init__(self, config: Config, secret: bytes = SECRET, fingerprint: str = "model") -> None:
+    def __init__(
+        self,
+        config: Config,
+        secret: bytes = SECRET,
+        fingerprint: str = "model",
+        at: NodeId = N1,
+    ) -> None:
+        """On the agent's own node it copies pages out of the agent's memory."""
         self._config, self._secret = config, secret
         (node,) = config.cluster.nodes
-        self._peer = Peer(node.agent_id, node.id, node.agent.host, node.agent.page_port)
-        self._identity = Identity(InstanceId("e1"), N1, 1, fingerprint, PAGE_BYTES)
-        links = SendingLinks(config.transfer, SendingFaults(), N1)
+        directory = store_directory(config.backup.directory, secret, node.id)
+        self._peer = Peer(
+            node.agent_id,
+            node.id,
+            node.agent.host,
+            node.agent.page_port,
+            directory if at == node.id else None,
+        )
+        self._identity = Identity(InstanceId("e1"), at, 1, fingerprint, PAGE_BYTES)
+        links = SendingLinks(config.transfer, SendingFaults(), at)
         self._pusher = PagePusher(lambda: self._identity, secret, config.transfer, links)
         self._puller = PagePuller(lambda: self._identity, secret, config.transfer, time.monotonic)
 
@@ -167,6 +182,11 @@ class Engine:
         stored = StoredPages(CheckpointClaim(StreamId(stream), 0, attempt), first, tags, views)
         (held,) = await self._pusher.store(self._peer, [stored])
         return held
+
+    @property
+    def links(self) -> set[NodeId]:
+        """What pages have come over."""
+        return set(self._puller.links())
 
     async def release(self, stream: str) -> None:
         """Release as a proxy does when a stream has ended."""

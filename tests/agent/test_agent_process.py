@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import aiohttp
 import pytest
 
 from kvrs.errors import TransferError
+from kvrs.protocol import frames
+from kvrs.protocol.instance import memory_of
 from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.store.directory import store_directory
@@ -82,6 +85,39 @@ async def test_a_kill_while_pages_arrive_leaves_whole_pages(tmp_path: Path) -> N
             found = [(await engine.fetch((tag,))).full_pages for run in sent for tag in run]
 
     assert 0 < sum(found) <= 48
+
+
+async def test_a_kill_while_pages_are_copied_leaves_right_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory outlives the agent: the pages that it had are whole. The next agent of the node
+    lends the same pages.
+    """
+    agent = AgentProcess(tmp_path, document(tmp_path))
+    mine = tags(1, 32)
+    checksum, left = frames.checksum, count(-3)
+
+    def kill(page: frames.Bytes) -> int:
+        if threading.current_thread() is not threading.main_thread() and next(left) == 0:
+            agent.end(signal.SIGKILL)
+        return checksum(page)
+
+    with processes(agent):
+        async with Engine(agent.config, at=N0) as engine:
+            await engine.offer("s", 32)
+            await engine.store("s", 0, mine)
+            monkeypatch.setattr(frames, "checksum", kill)
+            cut = await engine.fetch(mine)
+            assert agent.process is None
+            agent.start()
+            again = await engine.fetch(mine)
+            links = engine.links
+        agent.end(signal.SIGTERM)
+
+    assert (cut.full_pages, cut.error) == (32, None)
+    assert (again.full_pages, again.error) == (32, None)
+    assert links == {memory_of(N0)}
+    assert [path.suffix for path in tmp_path.iterdir()] == [".yaml"]
 
 
 def _flip_a_byte(base: Path, wanted: bytes) -> None:

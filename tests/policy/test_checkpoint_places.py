@@ -6,12 +6,13 @@ import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import Handoff
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.model.actions import Place, Redirect, Start
 from kvrs.policy.model.events import (
     CheckpointsReported,
     HolderLost,
     InstanceUp,
+    LinkMeasured,
     LoadReported,
     PrefillDone,
     RetentionLost,
@@ -19,7 +20,7 @@ from kvrs.policy.model.events import (
     StreamEnded,
     StreamResumed,
 )
-from kvrs.protocol.instance import Capability
+from kvrs.protocol.instance import Capability, memory_of
 from tests.policy.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
 
 A, B, C = (StreamId(name) for name in "ABC")
@@ -62,6 +63,17 @@ def test_the_mode_decides_which_agents_store_it(
     start = only(harness.handle(StreamArrived(A, 100, most_tokens=330)), Start)
 
     assert start.plan.places == tuple(Place(name, 20 * PAGE_BYTES) for name in expected)
+
+
+def test_restore_pressure_counts_with_the_measured_rate_of_memory() -> None:
+    """LUMEN Eq. 1 divides by it; `host_to_device_bytes_per_s` is what is assumed before."""
+    harness = cluster(BackupMode.REMOTE)
+    node = NodeId("n1")
+    harness.handle(LinkMeasured(memory_of(node), node, 1.0))
+
+    start = only(harness.handle(StreamArrived(A, 100, most_tokens=330)), Start)
+
+    assert [place.holder for place in start.plan.places] == [AGENTS[2]]
 
 
 def test_what_is_reserved_counts_at_once_and_until_the_stream_ends() -> None:

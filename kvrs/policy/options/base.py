@@ -156,7 +156,7 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
         theirs = checkpoint.geometry
         if not checkpoint.pages or (theirs is not geometry and theirs != geometry):
             continue
-        link = view.link(agent.node, node)
+        link = view.link_from(agent, node)
         is_local = agent.node == node and not link.measured
         rate = agent.host_to_device_bytes_per_s if is_local else link.bytes_per_s
         pages = min(checkpoint.pages, wanted)

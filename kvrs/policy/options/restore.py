@@ -1,8 +1,8 @@
 """Restore: the history's KV comes from a checkpoint in the host memory of an agent (LUMEN section
 4.2, RaidServe's KV backup).
 
-As migrate; from the agent of the target's own node at `host_to_device_bytes_per_s`, until transfers
-have measured that link.
+As migrate; from the agent of the target's own node at the rate of its memory, and at
+`host_to_device_bytes_per_s` until that is measured.
 """
 
 from kvrs.policy.model.estimates import Estimate, Option

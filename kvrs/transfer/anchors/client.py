@@ -11,6 +11,7 @@ from kvrs.ids import InstanceId
 from kvrs.transfer.anchors.messages import (
     MAX_MESSAGE_BYTES,
     NONCE_BYTES,
+    SOCKET,
     AnchorError,
     Answer,
     AttachBusy,
@@ -22,8 +23,8 @@ from kvrs.transfer.anchors.messages import (
     anchor_key,
     decode_answer,
     encode_request,
-    socket_path,
 )
+from kvrs.transfer.unix_sockets import connect_in
 
 _TIMEOUT_S = 120.0  # Memory of many GB is cleared before it is handed out.
 _LOOK_S = 0.02
@@ -94,13 +95,7 @@ class AnchorClient:
     def _ask_once(self, request: Request) -> tuple[Attached | AttachBusy, list[int]]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_TIMEOUT_S)
-            directory = os.open(
-                self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            )
-            try:
-                connection.connect(socket_path(directory))
-            finally:
-                os.close(directory)
+            connect_in(self._directory, SOCKET, connection)
             server_nonce = connection.recv(NONCE_BYTES)
             if len(server_nonce) != NONCE_BYTES:
                 raise ConnectionResetError("it ends")

@@ -13,7 +13,6 @@ the two differ in a label, so that neither can be replayed as the other.
 
 import hmac
 from hashlib import blake2b, sha256
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -146,10 +145,3 @@ def _mac(key: bytes, label: bytes, claims: bytes) -> bytes:
 
 def instance_of(request: AttachMemory) -> InstanceId:
     return InstanceId(request.instance)
-
-
-def socket_path(directory_fd: int) -> str:
-    """A path of the socket that is short enough for the kernel, however long that of its directory
-    is.
-    """
-    return str(Path("/proc/self/fd") / str(directory_fd) / SOCKET)

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -34,16 +33,15 @@ from kvrs.transfer.anchors.messages import (
     decode_request,
     encode_answer,
     instance_of,
-    socket_path,
 )
 from kvrs.transfer.anchors.regions import MemoryName, Regions
 from kvrs.transfer.store.directory import StoreDirectory
+from kvrs.transfer.unix_sockets import foreign_user, listen_in
 
 log = logging.getLogger(__name__)
 
 _THREADS = 4
 _TIMEOUT_S = 5.0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class AnchorServer:
@@ -70,15 +68,7 @@ class AnchorServer:
 
     def start(self) -> None:
         """Raises OSError: the socket cannot be made."""
-        with suppress(FileNotFoundError):
-            self._directory.unlink(SOCKET)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listener.bind(socket_path(self._directory.fd))
-            listener.listen(64)
-        except BaseException:
-            listener.close()
-            raise
+        listener = listen_in(self._directory, SOCKET, socket.SOCK_SEQPACKET)
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), name="anchors", daemon=True).start()
 
@@ -137,10 +127,8 @@ class AnchorServer:
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_TIMEOUT_S)
-        packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, uid, _ = _CREDENTIALS.unpack(packed)
-        if uid != os.geteuid():
-            raise AnchorError(f"it is of user {uid}; allowed: user {os.geteuid()}")
+        if reason := foreign_user(connection):
+            raise AnchorError(reason)
         server_nonce = secrets.token_bytes(NONCE_BYTES)
         connection.send(server_nonce)
         message = connection.recv(MAX_MESSAGE_BYTES)

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrs.protocol.frames import checksum
 from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer.peers import PagePlace
 from kvrs.transfer.store.directory import StoreDirectory
 
 log = logging.getLogger(__name__)
@@ -94,9 +95,22 @@ class Growth:
 
 
 class _Segment:
-    def __init__(self, fd: int, layout: SlotLayout) -> None:
+    """A `PageFile`."""
+
+    def __init__(self, directory: StoreDirectory, number: int, fd: int, layout: SlotLayout) -> None:
         # The map keeps a descriptor of its own and is gone when the last view of it is.
         self.bytes = memoryview(mmap.mmap(fd, layout.segment_bytes))
+        self.size_bytes = layout.segment_bytes
+        self._directory = directory
+        self._number = number
+        self._status = os.fstat(fd)
+
+    def open(self) -> int:
+        fd = self._directory.open_segment(self._number, os.O_RDONLY)
+        if not os.path.samestat(os.fstat(fd), self._status):
+            os.close(fd)  # Pages of another kind have taken its place.
+            raise FileNotFoundError(f"segment {self._number} was replaced")
+        return fd
 
     def record(self, index: int) -> memoryview:
         start = _BLOCK_BYTES + index * _RECORD_BYTES
@@ -111,6 +125,9 @@ class Segments:
     def __init__(self, directory: StoreDirectory, layout: SlotLayout) -> None:
         self._directory = directory
         self._layout = layout
+        # Once, since each page is looked up by them.
+        self._per_segment, self._pages_at = layout.slots_per_segment, layout.pages_at
+        self._page_bytes = layout.page_bytes
         self._segments: dict[int, _Segment] = {}
         self._grown = 0  # Slots below this number have memory.
         self._writes = 0
@@ -187,9 +204,13 @@ class Segments:
         self._grown = max(self._grown, growth.slots)
 
     def view(self, slot: int) -> memoryview:
-        number, index = divmod(slot, self._layout.slots_per_segment)
-        start = self._layout.pages_at + index * self._layout.page_bytes
-        return self._segments[number].bytes[start : start + self._layout.page_bytes]
+        number, index = divmod(slot, self._per_segment)
+        start = self._pages_at + index * self._page_bytes
+        return self._segments[number].bytes[start : start + self._page_bytes]
+
+    def place(self, slot: int) -> PagePlace:
+        number, index = divmod(slot, self._per_segment)
+        return PagePlace(self._segments[number], self._pages_at + index * self._page_bytes)
 
     def clear(self, slot: int) -> None:
         """The slot holds nothing: to be called before it is written."""
@@ -207,7 +228,7 @@ class Segments:
         return int(page_checksum)
 
     def _record(self, slot: int) -> memoryview:
-        number, index = divmod(slot, self._layout.slots_per_segment)
+        number, index = divmod(slot, self._per_segment)
         return self._segments[number].record(index)
 
     def _make(self, number: int) -> _Segment:
@@ -217,7 +238,7 @@ class Segments:
             os.posix_fallocate(fd, 0, self._layout.pages_at)
             header = self._layout.header(number)
             os.pwrite(fd, header, 0)
-            return _Segment(fd, self._layout)
+            return _Segment(self._directory, number, fd, self._layout)
         except OSError:
             self._directory.unlink_segment(number)
             raise
@@ -241,7 +262,7 @@ class Segments:
             ):
                 log.warning("segment %d is not adopted: torn, or of another layout", number)
                 return None
-            return _Segment(fd, self._layout)
+            return _Segment(self._directory, number, fd, self._layout)
         finally:
             os.close(fd)
 

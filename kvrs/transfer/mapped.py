@@ -1,0 +1,250 @@
+"""Pages of the own node's agent, copied out of its memory: no byte of them passes through a socket.
+
+The agent pins them and hands out descriptors of its files (`lending.py`), which are mapped to be
+read. A copy counts once its checksum is that of the page when it was stored, so that a page which
+was overwritten while it was copied, by this agent or the next one, is none.
+"""
+
+import asyncio
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvrs.errors import DamagedPageError, TransferError
+from kvrs.ids import NodeId
+from kvrs.protocol import frames
+from kvrs.protocol.frames import FrameType
+from kvrs.protocol.instance import memory_of
+from kvrs.protocol.mapped_pages import (
+    MappedPages,
+    check_files,
+    check_place,
+    decode_mapped,
+)
+from kvrs.protocol.page_messages import PullFrame, PullRequest
+from kvrs.transfer.connections import LocalConnectionPool, PageConnection
+from kvrs.transfer.meter import LinkMeter
+from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.stream import close_all
+
+# Are pinned and copied at a time, in far less than the stall timeout.
+_BATCH_BYTES = 1 << 28
+# Files stay mapped for the next pull so long: the agent cannot give back their memory meanwhile.
+_IDLE_S = 10.0
+_THREADS = 2  # One core does not use all that memory carries.
+_SMALL_BYTES = 1 << 20  # Up to this size a copy takes less time than a switch to another thread.
+
+# More than a core's cache holds.
+_PROBE_BYTES = 1 << 24
+_PROBE_PAGE_BYTES = 1 << 18
+# Memory does not change as links do, but a decision counts on less with every minute.
+_PROBE_INTERVAL_S = 60.0
+
+
+class _Copy:
+    """Copies pages, in order within each of its threads, until it is stopped."""
+
+    def __init__(
+        self,
+        sources: Sequence[memoryview],
+        targets: Sequence[memoryview],
+        checksums: Sequence[int],
+    ) -> None:
+        self._pages = list(zip(sources, targets, checksums, strict=True))
+        self._size_bytes = sum(map(len, targets))
+        threads = _THREADS if self._size_bytes > _SMALL_BYTES else 1
+        per_thread = max(1, -(-len(self._pages) // threads))
+        self._shares = [
+            self._pages[first : first + per_thread]
+            for first in range(0, len(self._pages), per_thread)
+        ]
+        self._verified = [0] * len(self._shares)
+        self._stopped = False
+
+    async def carry_out(self) -> None:
+        """A cancelled call returns when nothing is written any more."""
+        if self._size_bytes <= _SMALL_BYTES:
+            for number in range(len(self._shares)):
+                self._run(number)
+            return
+        threads = (asyncio.to_thread(self._run, number) for number in range(len(self._shares)))
+        work = asyncio.gather(*threads)
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self._stopped = True
+            await asyncio.wait({work})
+            raise
+
+    @property
+    def verified(self) -> int:
+        """How many leading pages are there and right."""
+        count = 0
+        for share, verified in zip(self._shares, self._verified, strict=True):
+            count += verified
+            if verified < len(share):
+                break
+        return count
+
+    @property
+    def verified_bytes(self) -> int:
+        return sum(len(target) for _, target, _ in self._pages[: self.verified])
+
+    def _run(self, number: int) -> None:
+        for source, target, due in self._shares[number]:
+            if self._stopped:
+                return
+            # A loop of vector instructions, without the lock of the interpreter. The C library's
+            # copy takes twice as long for pieces below 1 MB, on CPUs that it gives string moves.
+            np.positive(np.frombuffer(source, np.uint8), out=np.frombuffer(target, np.uint8))
+            # Of the copy, which nothing else writes.
+            if frames.checksum(target) != due:
+                return
+            self._verified[number] += 1
+
+
+class PageMapper:
+    """Copies pages out of the memory of agents on this host."""
+
+    def __init__(
+        self,
+        identity: Callable[[], Identity],
+        key: bytes,
+        stall_timeout_s: float,
+        meter: LinkMeter,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = LocalConnectionPool(identity, key, stall_timeout_s)
+        self._meter = meter
+        self._clock = clock
+        self._expiry: asyncio.TimerHandle | None = None
+
+    async def pull(
+        self,
+        peer: Peer,
+        request: PullRequest,
+        views: Sequence[memoryview],
+        expected_epoch: int | None,
+        copied: Callable[[int], None],
+    ) -> bool:
+        """Fill `views` with the pages of `request` as far as the agent has them; returns whether it
+        has all. `copied` is called with how many more are there and right, in order. Once this has
+        returned, raised or was cancelled, the views are not written any more.
+
+        Raises:
+            TransferError: the agent cannot be reached over its socket, refuses, or a page is not
+                what was stored.
+        """
+        per_batch = max(1, _BATCH_BYTES // max(1, len(views[0]))) if views else 1
+        for first in range(0, max(1, len(views)), per_batch):
+            batch = views[first : first + per_batch]
+            tags = request.tags[first : first + per_batch]
+            asked = PullRequest(tags, traffic=request.traffic)
+            if await self._pull(peer, asked, batch, expected_epoch, copied) < len(batch):
+                return False
+        return True
+
+    async def probe(self, peer: Peer) -> None:
+        """Measure how fast pages of the agent come, unless that was done lately: a copy of as many
+        bytes, checked as pages are, if the agent hands out its memory at all.
+        """
+        memory = memory_of(peer.node)
+        if not self._meter.may_probe(memory, _PROBE_BYTES, _PROBE_INTERVAL_S, 1, self._clock()):
+            return
+        try:
+            await self._pull(peer, PullRequest(()), (), None, lambda pages: None)
+        except TransferError:
+            return  # It is tried again at the next round, as a pull would.
+        source, target = (memoryview(mmap.mmap(-1, _PROBE_BYTES)) for _ in range(2))
+        # Written before, because the first use of memory takes the system longer.
+        for each in (source, target):
+            np.frombuffer(each, np.uint8).fill(1)
+        starts = range(0, _PROBE_BYTES, _PROBE_PAGE_BYTES)
+        sources, targets = (
+            [each[start : start + _PROBE_PAGE_BYTES] for start in starts]
+            for each in (source, target)
+        )
+        checksums = [frames.checksum(sources[0])] * len(starts)
+        self._meter.probe_begins(memory, self._clock())
+        await self._metered(memory, _Copy(sources, targets, checksums))
+
+    def close(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._pool.close()
+
+    async def _pull(
+        self,
+        peer: Peer,
+        request: PullRequest,
+        views: Sequence[memoryview],
+        expected_epoch: int | None,
+        copied: Callable[[int], None],
+    ) -> int:
+        async def question(connection: PageConnection) -> None:
+            ask = frames.encode_pull(PullFrame(connection.request_id, request), FrameType.MAP)
+            await connection.stream.send(ask, connection.stream.session.seal(ask))
+
+        connection, answer = await self._pool.ask(peer, expected_epoch, question, FrameType.MAPPED)
+        self._keep_for_a_while()
+        with self._pool.using(connection):
+            if answer.request_id != connection.request_id or answer.index > len(views):
+                raise TransferError(f"answer out of turn: {answer}")
+            payload = memoryview(bytearray(answer.payload_bytes))
+            await connection.stream.receive_into(payload)
+            connection.stream.session.check_answer(connection.mac, answer, payload)
+            mapped = decode_mapped(bytes(payload), answer.index)
+            sources = _mapped_pages(connection, mapped)
+            assert all(view.nbytes == connection.server.page_bytes for view in views)
+            checksums = [page.checksum for page in mapped.pages]
+            copy = _Copy(sources, views[: answer.index], checksums)
+            memory = memory_of(peer.node)
+            self._meter.begin(memory, self._clock())
+            try:
+                await self._metered(memory, copy)
+            finally:
+                copied(copy.verified)
+            if copy.verified < len(sources):
+                raise DamagedPageError(f"checksum of mapped page {copy.verified} is wrong")
+            done = frames.encode_unmap()
+            await connection.stream.send(done, connection.stream.session.seal(done))
+        return answer.index
+
+    async def _metered(self, memory: NodeId, copy: _Copy) -> None:
+        """Carry out a copy that has begun by the meter."""
+        try:
+            await copy.carry_out()
+        finally:
+            now_s = self._clock()
+            self._meter.add(memory, copy.verified_bytes, now_s)
+            self._meter.end(memory, now_s)
+
+    def _keep_for_a_while(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(_IDLE_S, self._pool.drop_idle)
+
+
+def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memoryview]:
+    """The pages where they lie; maps the files that came with the answer.
+
+    Raises:
+        TransferError: a file or a place is not what the answer says.
+    """
+    descriptors = connection.stream.descriptors
+    try:
+        # Compared before anything is mapped: a read behind the end of a file ends the process.
+        check_files(mapped.new_files, [os.fstat(each).st_size for each in descriptors])
+        for each, size_bytes in zip(descriptors, mapped.new_files, strict=True):
+            connection.files.append(mmap.mmap(each, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransferError(f"pages cannot be mapped: {error}") from None
+    finally:
+        close_all(descriptors)  # A map has a descriptor of its own.
+    page_bytes, sizes = connection.server.page_bytes, [len(each) for each in connection.files]
+    files = [memoryview(each) for each in connection.files]
+    for page in mapped.pages:
+        check_place(page, page_bytes, sizes)
+    return [files[page.file][page.offset : page.offset + page_bytes] for page in mapped.pages]
