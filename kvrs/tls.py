@@ -25,6 +25,7 @@ _HANDSHAKE = b"\x16"  # The first byte of TLS; that of HTTP is a letter.
 _PAUSE_S = 0.1
 _CLOSING_S = 2.0
 _LOG_INTERVAL_S = 1.0
+_NAME_S = 1  # For how long an address of a name counts for new connections.
 
 
 class ServerSide(ssl.SSLObject):
@@ -367,7 +368,7 @@ class TlsConnector(aiohttp.TCPConnector):
     """
 
     def __init__(self, certificates: Certificates | None, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(ttl_dns_cache=_NAME_S, **options)
         self._certificates = certificates
 
     async def _wrap_create_connection(

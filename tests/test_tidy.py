@@ -31,6 +31,7 @@ RANK = {
     "elastic": 3,
     "heartbeats": 4,
     "faults": 4,
+    "names": 4,
     "proving": 4,
     "policy": 4,
     "scheduling": 4,

@@ -14,8 +14,9 @@ import msgspec
 from kvrs.agent.gpu import GpuMonitor, open_sensor
 from kvrs.agent.node import NodeAgent
 from kvrs.agent.record_publisher import POLL_INTERVAL_S, RecordPublisher
+from kvrs.config.addresses import gossip_seeds
 from kvrs.config.cluster import InstanceSettings
-from kvrs.config.file import Config, gossip_seeds
+from kvrs.config.file import Config
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import HolderFact
 from kvrs.gossip.membership import Membership
@@ -48,8 +49,10 @@ class NodeGossip:
         """Raises ConfigError: its port is in use."""
         settings, me = self._agent.node.agent, self.membership.id
         host, port = settings.gossip_at, settings.gossip_port
-        with naming_port(f"agent of node {me}", "gossip_port", host, port):
-            await self.membership.start(host, port, gossip_seeds(self._config, me))
+        bind, config = settings.bound(host), self._config
+        with naming_port(f"agent of node {me}", "gossip_port", bind, port):
+            seeds = gossip_seeds(config.cluster, config.proxy, me)
+            await self.membership.start(host, port, seeds, bind)
 
     async def run(self) -> None:
         """Watch and publish until cancelled; an exception is an internal error."""

@@ -146,7 +146,7 @@ class NodeAgent:
     async def start(self) -> None:
         """Start to serve pages; the caller serves HTTP."""
         self._page_port = await self.page_server.start(
-            self.node.agent.pages_at, self.node.agent.page_port
+            self.node.agent.bound(self.node.agent.pages_at), self.node.agent.page_port
         )
         if self._keeps:
             listener = listen_in(self._directory, PAGES_SOCKET, socket.SOCK_STREAM)

@@ -74,10 +74,10 @@ async def _serve(
     try:
         if agent.anchors is not None:
             agent.anchors.start()
-        with naming_port(name, "page_port", settings.pages_at, settings.page_port):
+        with naming_port(name, "page_port", settings.bound(settings.pages_at), settings.page_port):
             await agent.start()
-        with naming_port(name, "port", settings.host, settings.port):
-            await port.open(settings.host, settings.port)
+        with naming_port(name, "port", bind := settings.bound(settings.host), settings.port):
+            await port.open(bind, settings.port)
         if gossip is not None:
             await gossip.start()
             tasks.append(asyncio.create_task(gossip.run()))

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from kvrs.cli.common import faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, read_admin_tokens, read_secrets
+from kvrs.config.settings import is_numeric
 from kvrs.protocol.geometry import KvGeometry
 
 _RESOLVE_S = 3.0
@@ -65,13 +66,14 @@ def doubts(config: Config) -> Iterator[str]:
         if instance.host in ("0.0.0.0", "::") and len(cluster.nodes) > 1:  # noqa: S104 - compared
             yield (
                 f"note: cluster.nodes: instance {instance.id!r} of node {node.id!r} is at "
-                f"{instance.host!r}, which means another machine on each machine"
+                f"{instance.host!r}, which means another machine on each machine (host: as others "
+                f"reach it; bind: where it listens)"
             )
 
 
 def unresolved(config: Config) -> Iterator[str]:
     """A line for the host names that this machine cannot resolve; others may."""
-    names = sorted({host for host in _hosts(config) if not _is_address(host)})
+    names = sorted({host for host in _hosts(config) if not is_numeric(host)})
     answered: set[str] = set()
     threads = [
         threading.Thread(target=_resolve, args=(name, answered), daemon=True) for name in names
@@ -192,10 +194,6 @@ def _hosts(config: Config) -> Iterator[str]:
         yield from (node.agent.host, node.agent.pages_at, node.agent.gossip_at)
         for instance in node.instances:
             yield from (instance.host, instance.pages_at)
-
-
-def _is_address(host: str) -> bool:
-    return ":" in host or host.rpartition(".")[2].isdigit()
 
 
 def _resolve(name: str, answered: set[str]) -> None:

@@ -20,6 +20,11 @@ class _Port:
     owner: str
     host: str
     port: int
+    bind: str | None = None  # Where it listens, if not at the host.
+
+    @property
+    def bound(self) -> str:
+        return self.bind or self.host
 
 
 def port_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
@@ -30,9 +35,9 @@ def port_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     for each in _ports(config):
         where = netloc(each.host, each.port)
         try:
-            _bind(each.host, each.port)
+            _bind(each.bound, each.port)
             if "gossip" in each.key:
-                _bind(each.host, each.port, socket.SOCK_DGRAM)
+                _bind(each.bound, each.port, socket.SOCK_DGRAM)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 allowed = "a port that this user can bind"
@@ -92,18 +97,21 @@ def _all_ports(config: Config) -> Iterator[_Port]:
     for key in ("port", "admin_port", *_OF_WORKERS):
         for more in range(proxy.workers if key in _OF_WORKERS else 1):
             if first := getattr(proxy, key):
-                yield _Port(f"proxy.{key}", "", getattr(proxy, HOST_OF_PORT[key]), first + more)
+                host, bind = getattr(proxy, HOST_OF_PORT[key]), None
+                if key == "gossip_port":
+                    bind = proxy.gossip_bind
+                yield _Port(f"proxy.{key}", "", host, first + more, bind)
     # vLLM's and DistServe's are bound by other processes than kvrs.
     is_ours = config.cluster.backend is Backend.EMBEDDED
     for _, instance in config.cluster.instances() if is_ours else ():
-        yield _Port(f"port of {instance.id}", instance.id, instance.host, instance.port)
-        at = instance.pages_at
-        yield _Port(f"page_port of {instance.id}", instance.id, at, instance.page_port)
+        name, at, bind = instance.id, instance.pages_at, instance.bind
+        yield _Port(f"port of {name}", name, instance.host, instance.port, bind)
+        yield _Port(f"page_port of {name}", name, at, instance.page_port, bind)
     for node in config.cluster.nodes if config.agents_run else ():
-        agent, owner = node.agent, node.agent_id
-        yield _Port(f"port of {owner}", owner, agent.host, agent.port)
-        yield _Port(f"page_port of {owner}", owner, agent.pages_at, agent.page_port)
-        yield _Port(f"gossip_port of {owner}", owner, agent.gossip_at, agent.gossip_port)
+        agent, owner, bind = node.agent, node.agent_id, node.agent.bind
+        yield _Port(f"port of {owner}", owner, agent.host, agent.port, bind)
+        yield _Port(f"page_port of {owner}", owner, agent.pages_at, agent.page_port, bind)
+        yield _Port(f"gossip_port of {owner}", owner, agent.gossip_at, agent.gossip_port, bind)
 
 
 def _served(answer: ProxyAnswer) -> set[str]:

@@ -52,6 +52,7 @@ FIXED_OF_PROXY = (
     "peer_host",
     "peer_port",
     "gossip_host",
+    "gossip_bind",
     "gossip_port",
     "workers",
     "peers",

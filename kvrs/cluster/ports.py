@@ -125,7 +125,7 @@ def _choose(wanted: list[tuple[Any, str, str]]) -> None:
     names: dict[tuple[str, int], str] = {}
     with contextlib.ExitStack() as held:
         for section, key, name in wanted:
-            host, port = section[HOST_OF_PORT[key]] or section["host"], section[key]
+            host, port = _bound(section, key), section[key]
             ports = _span(section, key)
             # The system would assign it to both, until one of them listens.
             if port and (
@@ -156,6 +156,13 @@ def _choose(wanted: list[tuple[Any, str, str]]) -> None:
                 )
     if faults:
         raise ConfigError(faults)
+
+
+def _bound(section: Any, key: str) -> str:
+    """Where the port listens, which may be another address than others reach it at."""
+    bind = section.get("gossip_bind") if key == "gossip_port" else None
+    found: str = bind or section.get("bind") or section[HOST_OF_PORT[key]] or section["host"]
+    return found
 
 
 def _span(section: Any, key: str) -> range:

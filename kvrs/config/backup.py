@@ -25,7 +25,9 @@ class Placement(StrEnum):
 
 class AgentSettings(Settings):
     host: Host = "127.0.0.1"
-    """Of its ports, as other processes reach it."""
+    """Of its ports, as other processes reach it: an address, or a name, which is resolved for each
+    new connection.
+    """
     port: int = Field(default=0, ge=0, le=65535)
     """HTTP. 0: any free port, chosen once by `kvrs up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
@@ -36,6 +38,8 @@ class AgentSettings(Settings):
     """Of the page port. null: `host`."""
     gossip_host: Host | None = None
     """Of the gossip port. null: `host`."""
+    bind: Host | None = None
+    """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
 
     @property
     def pages_at(self) -> str:
@@ -44,6 +48,10 @@ class AgentSettings(Settings):
     @property
     def gossip_at(self) -> str:
         return self.gossip_host or self.host
+
+    def bound(self, host: str) -> str:
+        """Where the port listens that others reach at `host`."""
+        return self.bind or host
 
     @property
     def url(self) -> str:

@@ -39,13 +39,17 @@ class InstanceSettings(Settings):
     role: Role = Field(strict=False)
     """prefill, decode or both."""
     host: Host = "127.0.0.1"
-    """Of its ports, as other processes reach it."""
+    """Of its ports, as other processes reach it: an address, or a name, which is resolved for each
+    new connection.
+    """
     port: int = Field(default=0, ge=0, le=65535)
     """HTTP. 0: any free port, chosen once by `kvrs up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
     """Where its pages are pulled from. 0: any free port, chosen once by `kvrs up`."""
     page_host: Host | None = None
     """Of the page port. null: `host`."""
+    bind: Host | None = None
+    """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
     tp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Ranks that compute each layer together, each some of its heads and tiles (tensor parallel).
     """
@@ -85,6 +89,10 @@ class InstanceSettings(Settings):
     @property
     def pages_at(self) -> str:
         return self.page_host or self.host
+
+    def bound(self, host: str) -> str:
+        """Where the port listens that others reach at `host`."""
+        return self.bind or host
 
     @property
     def url(self) -> str:

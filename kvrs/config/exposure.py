@@ -70,6 +70,7 @@ def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
     hosts: list[tuple[str, str | None]] = [
         ("proxy.peer_host", config.proxy.peer_host),
         ("proxy.gossip_host", config.proxy.gossip_host),
+        ("proxy.gossip_bind", config.proxy.gossip_bind),
     ]
     for node in config.cluster.nodes:
         # Those of vLLM are bound by vLLM.
@@ -77,11 +78,11 @@ def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
         for instance in ours:
             hosts += [
                 (f"cluster.nodes: instance {instance.id!r}: {key}", getattr(instance, key))
-                for key in ("host", "page_host")
+                for key in ("host", "page_host", "bind")
             ]
         hosts += [
             (f"cluster.nodes: agent of node {node.id!r}: {key}", getattr(node.agent, key))
-            for key in ("host", "page_host", "gossip_host")
+            for key in ("host", "page_host", "gossip_host", "bind")
         ]
     return ((key, host) for key, host in hosts if host is not None and not is_loopback(host))
 

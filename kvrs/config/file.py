@@ -5,8 +5,7 @@ sections, and turns every mistake into one line with path, value and allowed ran
 """
 
 import hashlib
-import ipaddress
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, assert_never
@@ -14,6 +13,7 @@ from typing import Any, assert_never
 import yaml
 from pydantic import Field, ValidationError
 
+from kvrs.config.addresses import faults_of_gossip, faults_of_ports
 from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.elastic import ElasticSettings
@@ -29,7 +29,6 @@ from kvrs.config.state_plane import StatePlaneSettings
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
-from kvrs.ids import NodeId
 from kvrs.profiles.catalog import decode_table, prefill_table
 from kvrs.protocol.instance import Role
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
@@ -252,9 +251,10 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     yield from _faults_of_profiles(config)
     if config.state_plane.enabled:
         yield from _faults_of_state_plane(config)
+    cluster, proxy = config.cluster, config.proxy
     if config.gossip.enabled:
-        yield from _faults_of_gossip(config)
-    yield from _faults_of_ports(config)
+        yield from faults_of_gossip(cluster, proxy)
+    yield from faults_of_ports(cluster, proxy, with_gossip=config.gossip.enabled)
     if config.proxy.workers > 1:
         yield from _faults_of_workers(config)
 
@@ -367,87 +367,6 @@ def _faults_of_workers(config: Config) -> Iterator[str]:
         )
 
 
-def _faults_of_ports(config: Config) -> Iterator[str]:
-    listeners: list[InstanceSettings | AgentSettings] = [
-        *(instance for _, instance in config.cluster.instances()),
-        *(node.agent for node in config.cluster.nodes),
-    ]
-    proxy = config.proxy
-    addresses = [
-        address
-        for each in listeners
-        for address in ((each.host, each.port), (each.pages_at, each.page_port))
-    ]
-    addresses += [(proxy.host, proxy.port), (proxy.admin_host, proxy.admin_port)]
-    if proxy.peer_port:
-        own = range(proxy.peer_port, proxy.peer_port + proxy.workers)
-        addresses += [(proxy.peer_host, port) for port in own]
-    if config.gossip.enabled:
-        addresses += [(host, port) for _, host, port in gossip_members(config)]
-    hosts_of = defaultdict(list)
-    for host, port in addresses:
-        if port:
-            hosts_of[port].append("127.0.0.1" if host == "localhost" else host)
-    for port, hosts in hosts_of.items():
-        for host, count in _repeated(hosts):
-            yield f"port {host}:{port} is used {count} times; allowed: once"
-        everywhere = [host for host in hosts if host in ("0.0.0.0", "::")]  # noqa: S104 - compared
-        here = [host for host in dict.fromkeys(hosts) if is_loopback(host)]
-        if everywhere and here:
-            yield (
-                f"port {port} is used at {here[0]} and at {everywhere[0]}, which is every address "
-                f"of the machine; allowed: once"
-            )
-
-
-def gossip_members(config: Config) -> Iterator[tuple[NodeId, str, int]]:
-    """The members that the file names, with host and gossip port: the agents, each under its
-    node's name, and the proxy, or each of its workers.
-    """
-    agents = ((node.id, node.agent) for node in config.cluster.nodes)
-    yield from ((node, agent.gossip_at, agent.gossip_port) for node, agent in agents)
-    proxy = config.proxy
-    for offset, name in enumerate(proxy.names):
-        port = proxy.gossip_port + offset if proxy.gossip_port else 0
-        yield NodeId(name), proxy.gossip_host, port
-
-
-def gossip_seeds(config: Config, me: NodeId) -> dict[NodeId, str]:
-    """Addresses of the other members; a member on port 0 contacts this one instead."""
-    return {
-        member: f"{host}:{port}"
-        for member, host, port in gossip_members(config)
-        if port and member != me
-    }
-
-
-def _faults_of_gossip(config: Config) -> Iterator[str]:
-    nodes = {node.id for node in config.cluster.nodes}
-    for name in nodes.intersection(config.proxy.names):
-        yield f"proxy.id: {name!r} is the id of a node too; allowed with gossip: a name of its own"
-    heard: dict[bool, str] = {}  # A member on loopback, and one beyond it.
-    for member, host, _ in gossip_members(config):
-        try:
-            everywhere = ipaddress.ip_address(host).is_unspecified
-        except ValueError:
-            # Packets are sent from the event loop, which must not wait for names to be looked up.
-            yield f"gossip: the host of {member!r} is {host!r}; allowed: a numeric address"
-            continue
-        if everywhere:
-            # The address is published to the other members, and would mean themselves there.
-            yield (
-                f"gossip: the host of {member!r} is {host!r}; allowed: an address at which "
-                f"the other members reach it"
-            )
-        else:
-            heard[is_loopback(host)] = f"the host of {member!r} is {host!r}"
-    if len(heard) == 2:
-        yield (
-            f"gossip: {heard[True]}, and {heard[False]}; allowed: addresses at which "
-            f"the members reach each other (gossip_host)"
-        )
-
-
 def _faults_of_vllm(config: Config) -> Iterator[str]:
     """Settings that other engines publish themselves must be in the file."""
     if config.cluster.model is None:
@@ -475,6 +394,11 @@ def _faults_of_vllm(config: Config) -> Iterator[str]:
             yield (
                 f"cluster.nodes: instance {instance.id!r} has no port; allowed with backend "
                 f"'vllm': the port it listens on"
+            )
+        if instance.bind is not None:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has bind: {instance.bind}; allowed with "
+                f"backend 'vllm', which binds its ports itself: null"
             )
 
 

@@ -45,7 +45,9 @@ class PeerSettings(Settings):
     id: str = Field(min_length=1, max_length=MOST_ID)
     """Its `proxy.id`."""
     host: Host = "127.0.0.1"
-    """Its `proxy.peer_host`."""
+    """Where its `proxy.peer_port` is reached: an address, or a name, which is resolved for each new
+    connection.
+    """
     peer_port: int = Field(ge=1, le=65535)
     """Its `proxy.peer_port`."""
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
@@ -89,7 +91,9 @@ class ProxySettings(Settings):
     admin_tls: TlsSettings | None = None
     """Of the admin port. null: plain HTTP."""
     gossip_host: Host = "127.0.0.1"
-    """Of the gossip port; a numeric address at which the other members reach it."""
+    """Of the gossip port, as the other members reach it: an address, or a name of this machine."""
+    gossip_bind: Host | None = None
+    """Where the gossip port listens, as 0.0.0.0 or ::. null: at `gossip_host`."""
     gossip_port: int = Field(default=0, ge=0, le=65535)
     """UDP and TCP. 0: any free port; the agents learn it from the proxy."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)

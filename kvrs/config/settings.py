@@ -55,18 +55,26 @@ def _keeps(model: type[Settings], key: Any) -> bool:
 
 
 def _host(text: str) -> str:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        labels = text.removesuffix(".").split(".")
-        is_name = all(map(_LABEL.fullmatch, labels)) and len(text) <= _LONGEST_NAME
-        # Only an address ends in a number, and it would be taken for one that is cut short.
-        if not is_name or labels[-1].isdigit():
-            raise PydanticCustomError("host", "allowed: an IP address or a host name") from None
+    if is_numeric(text):
+        return text
+    labels = text.removesuffix(".").split(".")
+    is_name = all(map(_LABEL.fullmatch, labels)) and len(text) <= _LONGEST_NAME
+    # Only an address ends in a number, and it would be taken for one that is cut short.
+    if not is_name or labels[-1].isdigit():
+        raise PydanticCustomError("host", "allowed: an IP address or a host name")
     return text
 
 
 Host = Annotated[str, AfterValidator(_host)]
+
+
+def is_numeric(host: str) -> bool:
+    """Whether it is an address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

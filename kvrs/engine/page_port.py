@@ -148,7 +148,8 @@ class PagePort:
 
     async def start(self) -> None:
         """Open the page port."""
-        await self.server.start(self._place.settings.pages_at, self._place.settings.page_port)
+        settings = self._place.settings
+        await self.server.start(settings.bound(settings.pages_at), settings.page_port)
 
     async def probe(self) -> None:
         """Keep an estimate of every link into the instance, until cancelled."""

@@ -8,10 +8,10 @@ at once the older learns of the newer, and stops sending.
 """
 
 import asyncio
-import ipaddress
 import logging
 import random
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any, assert_never
 
 from kvrs.config.gossip import GossipSettings
+from kvrs.config.settings import is_numeric
 from kvrs.errors import GossipError
 from kvrs.gossip.authenticator import RUN_BYTES, Keyring, PacketAuthenticator
 from kvrs.gossip.events import Event, MemberChanged, RecordChanged, Send, Superseded
@@ -26,9 +27,11 @@ from kvrs.gossip.facts import Fact, FactKind, Facts
 from kvrs.gossip.members import Member
 from kvrs.gossip.node import Gossip
 from kvrs.gossip.rates import Address
+from kvrs.gossip.seeds import SeedNames
 from kvrs.gossip.transport import Limits, Transport
 from kvrs.gossip.wire import MemberUpdate, Push, Status, decode, encode
 from kvrs.ids import NodeId
+from kvrs.names import first_address
 
 log = logging.getLogger(__name__)
 
@@ -74,19 +77,31 @@ class Membership:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
         self._gossip: Gossip | None = None
+        self._names: SeedNames | None = None
+        self._look_ups: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int, seeds: Mapping[NodeId, str]) -> int:
-        """Join through the seeds, and return the port that it listens on.
+    async def start(
+        self, host: str, port: int, seeds: Mapping[NodeId, str], bind: str | None = None
+    ) -> int:
+        """Join through the seeds, and return the port that it listens on: at `bind`, or else at
+        `host`, of which the other members are told an address.
 
         Raises:
-            OSError: the port is not available.
+            OSError: the port is not available, or a name has no address.
         """
-        bound = await self._transport.start(host, port)
-        address, draw = f"{host}:{bound}", random.SystemRandom().random
+        here = await first_address(bind or host)
+        family = socket.AF_INET6 if ":" in here else socket.AF_INET
+        told = await first_address(host, family) if bind else here
+        self._names = names = SeedNames(seeds, family)
+        await names.look_up_first()
+        bound = await self._transport.start(here, port)
+        address, draw = f"{told}:{bound}", random.SystemRandom().random
         self._gossip = Gossip(
             self.id, address, self._epoch, self._settings, draw, self._clock(), seeds
         )
         self._execute(self._gossip.tick(self._clock()))
+        work = names.run(self._is_unheard, self._settings.reconnect_interval_s)
+        self._look_ups = asyncio.create_task(work)
         return bound
 
     async def close(self) -> None:
@@ -97,6 +112,9 @@ class Membership:
             self._execute(self._gossip.leave(self._clock()))
         if self._timer is not None:
             self._timer.cancel()
+        if self._look_ups is not None:
+            self._look_ups.cancel()
+            await asyncio.gather(self._look_ups, return_exceptions=True)
         await self._transport.close()
         self._gossip = None
 
@@ -167,9 +185,15 @@ class Membership:
         assert self._gossip is not None, "not started, or closed"
         return self._gossip
 
+    def _is_unheard(self, seed: NodeId) -> bool:
+        return seed not in self._running.members
+
     def _address_of(self, node: NodeId) -> Address | None:
-        address = None if self._gossip is None else self._gossip.address_of(node)
-        return None if address is None else parse_address(address)
+        if self._gossip is None or (address := self._gossip.address_of(node)) is None:
+            return None
+        if self._names is not None and self._is_unheard(node):
+            return self._names.address_of(node) or parse_address(address)
+        return parse_address(address)
 
     def _receive(self, sender: NodeId, payload: bytes) -> None:
         if self._gossip is None:
@@ -268,9 +292,6 @@ def parse_address(text: str) -> Address | None:
     a name lookup.
     """
     host, _, port = text.rpartition(":")
-    try:
-        ipaddress.ip_address(host)
-        number = int(port)
-    except ValueError:
+    if not is_numeric(host) or not port.isascii() or not port.isdecimal():
         return None
-    return (host, number) if 0 < number <= _MAX_PORT else None
+    return (host, int(port)) if 0 < int(port) <= _MAX_PORT else None

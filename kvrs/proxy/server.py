@@ -15,9 +15,10 @@ import aiohttp
 from aiohttp import web
 
 from kvrs import __version__
+from kvrs.config.addresses import gossip_seeds
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.exposure import faults_of_proxy
-from kvrs.config.file import Config, config_digest, gossip_seeds
+from kvrs.config.file import Config, config_digest
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.control.reload import reload_settings
 from kvrs.direct import DirectServer
@@ -223,8 +224,10 @@ class Proxy:
         self._membership = membership = Membership(
             NodeId(config.proxy.id), config.gossip, self._ring, gossip_view.heard
         )
-        with naming_port("proxy", "gossip_port", host, port):
-            await membership.start(host, port, gossip_seeds(config, membership.id))
+        bind = config.proxy.gossip_bind or host
+        with naming_port("proxy", "gossip_port", bind, port):
+            seeds = gossip_seeds(config.cluster, config.proxy, membership.id)
+            await membership.start(host, port, seeds, bind)
         return membership
 
     def _peers(self, me: Hello) -> dict[str, ProxyPeer]:

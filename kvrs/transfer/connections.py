@@ -5,10 +5,11 @@ import mmap
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
+from kvrs.names import first_address
 from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.transfer.handshake import introduce
 from kvrs.transfer.peers import Identity, Peer
@@ -142,8 +143,14 @@ class ConnectionPool:
             raise TransferError("this end is closed")
         own = self._identity()
         try:
-            sock = self._socket(peer)
-        except OSError as error:  # No descriptor is left.
+            async with asyncio.timeout(self._stall_timeout_s):
+                at = await self._located(peer)
+            sock = self._socket(at)
+        except TimeoutError:
+            raise StalledError(
+                f"no address of {peer.instance!r} within {self._stall_timeout_s} s"
+            ) from None
+        except OSError as error:  # No such name, or no descriptor is left.
             raise TransferError(
                 f"cannot connect to {peer.instance!r}: {error.strerror or error}"
             ) from None
@@ -151,7 +158,7 @@ class ConnectionPool:
         self._streams.add(stream)
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await self._reach(sock, peer)
+                await self._reach(sock, at)
                 server = await introduce(stream, self._key, own, peer)
         except TimeoutError:
             self._discard(stream)
@@ -168,6 +175,10 @@ class ConnectionPool:
             raise
         return PageConnection(stream, peer, own, server)
 
+    async def _located(self, peer: Peer) -> Peer:
+        """With a numeric address: that of a name may be another one by now."""
+        return replace(peer, host=await first_address(peer.host))
+
     def _socket(self, peer: Peer) -> socket.socket:
         return page_socket(peer.host)
 
@@ -181,6 +192,9 @@ class ConnectionPool:
 
 class LocalConnectionPool(ConnectionPool):
     """Connections over the UNIX sockets of agents on this host."""
+
+    async def _located(self, peer: Peer) -> Peer:
+        return peer
 
     def _socket(self, peer: Peer) -> socket.socket:
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

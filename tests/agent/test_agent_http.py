@@ -11,13 +11,26 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError, TransferError
-from kvrs.ids import StreamId
+from kvrs.gossip.membership import Membership
+from kvrs.ids import NodeId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
 from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.secrets import Door
 from kvrs.proving import UnprovenError
 from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
-from tests.agent.agents import N0, PAGE_BYTES, SECRET, Engine, ask, document, running, session, tags
+from tests.agent.agents import (
+    N0,
+    PAGE_BYTES,
+    SECRET,
+    Engine,
+    ask,
+    document,
+    free_ports,
+    running,
+    session,
+    tags,
+)
+from tests.gossip.gatherings import QUICK, until
 
 pytestmark = pytest.mark.network
 
@@ -306,3 +319,28 @@ async def test_an_agent_that_cannot_start_leaves_the_pages_to_the_next(tmp_path:
 
     async with running(config), Engine(config) as engine:
         assert (await engine.fetch(tags(1, 2))).full_pages == 2
+
+
+async def test_an_agent_listens_at_its_bind_and_is_reached_by_name(tmp_path: Path) -> None:
+    """HTTP, pages and gossip: the other members are told an address of the name, not the bind."""
+    written = document(tmp_path) | {"gossip": QUICK | {"enabled": True}}
+    agent = written["cluster"]["nodes"][0]["agent"]
+    agent |= {"host": "localhost", "bind": "0.0.0.0", "gossip_port": free_ports(1)[0]}
+    written["proxy"] = {"port": 0, "admin_port": 0}
+    config = parse_config(written)
+    other = Membership(NodeId("other"), config.gossip, [SECRET])
+    async with running(config), session(config) as client, Engine(config) as engine:
+        info = await ask(client, "/kvrs/v1/agent", AgentInfo)
+        held = await engine.offer("s", 1)
+        for key in ("port", "page_port", "gossip_port"):
+            socket.create_connection(("127.0.0.2", agent[key])).close()
+        try:
+            await other.start("localhost", 0, {N0: f"localhost:{agent['gossip_port']}"})
+            await until(lambda: N0 in other.members)
+            told = other.members[N0].address
+        finally:
+            await other.close()
+
+    assert info.page_port == agent["page_port"]
+    assert held.code is StoreCode.OK
+    assert told == f"127.0.0.1:{agent['gossip_port']}"

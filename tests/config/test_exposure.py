@@ -19,10 +19,11 @@ TOKEN = {ADMIN_ENV_NAME: "this one is only for the tests"}
 
 def nodes(**keys: str) -> dict[str, Any]:
     """A cluster whose instances and agent have these hosts."""
-    agent = {key: host for key, host in keys.items() if key != "instance"}
+    agent = {key: host for key, host in keys.items() if not key.startswith("instance")}
+    hosts = {"host": keys.get("instance", "127.0.0.1"), "bind": keys.get("instance_bind")}
     instances = [
         {"id": "p0", "role": "prefill"},
-        {"id": "d0", "role": "decode", "host": keys.get("instance", "127.0.0.1")},
+        {"id": "d0", "role": "decode", **hosts},
     ]
     return {"cluster": {"nodes": [{"id": "n0", "instances": instances, "agent": agent}]}}
 
@@ -43,7 +44,10 @@ def faults_of(document: dict[str, Any], **environ: str) -> list[str]:
         ({"proxy": {"admin_host": "{}"}}, "proxy.admin_host", ADMIN_ENV_NAME),
         ({"proxy": {"peer_host": "{}"}}, "proxy.peer_host", ENV_NAME),
         ({"proxy": {"gossip_host": "{}"}}, "proxy.gossip_host", ENV_NAME),
+        ({"proxy": {"gossip_bind": "{}"}}, "proxy.gossip_bind", ENV_NAME),
         (nodes(instance="{}"), "instance 'd0': host", ENV_NAME),
+        (nodes(instance_bind="{}"), "instance 'd0': bind", ENV_NAME),
+        (nodes(bind="{}"), "agent of node 'n0': bind", ENV_NAME),
         (nodes(host="{}"), "agent of node 'n0': host", ENV_NAME),
         (nodes(page_host="{}"), "agent of node 'n0': page_host", ENV_NAME),
         (nodes(gossip_host="{}"), "agent of node 'n0': gossip_host", ENV_NAME),

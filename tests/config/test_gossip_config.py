@@ -4,7 +4,8 @@ import pytest
 
 from kvrs.cluster.ports import resolve_ports
 from kvrs.cluster.processes import Kind, processes_of
-from kvrs.config.file import gossip_seeds, parse_config
+from kvrs.config.addresses import gossip_seeds
+from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
 
@@ -41,8 +42,8 @@ def test_every_member_of_the_file_is_a_seed_for_the_others() -> None:
     ]
     config = parse_config(ON | {"cluster": {"nodes": nodes}})
 
-    assert gossip_seeds(config, NodeId("n0")) == {"n1": "127.0.0.1:7001"}
-    assert gossip_seeds(config, NodeId("proxy-0")) == {
+    assert gossip_seeds(config.cluster, config.proxy, NodeId("n0")) == {"n1": "127.0.0.1:7001"}
+    assert gossip_seeds(config.cluster, config.proxy, NodeId("proxy-0")) == {
         "n0": "127.0.0.1:7000",
         "n1": "127.0.0.1:7001",
     }
@@ -56,13 +57,19 @@ def test_every_member_of_the_file_is_a_seed_for_the_others() -> None:
             "proxy.id: 'n0' is the id of a node too; allowed with gossip: a name of its own",
         ),
         (
-            {"proxy": {"gossip_host": "localhost"}},
-            "gossip: the host of 'proxy-0' is 'localhost'; allowed: a numeric address",
+            {"proxy": {"gossip_host": "0.0.0.0"}},
+            "gossip: the host of 'proxy-0' is '0.0.0.0'; allowed: an address or a name at which "
+            "the other members reach it (gossip_host), beside bind or proxy.gossip_bind",
         ),
         (
-            {"proxy": {"gossip_host": "0.0.0.0"}},
-            "gossip: the host of 'proxy-0' is '0.0.0.0'; allowed: an address at which the other "
-            "members reach it",
+            {"proxy": {"gossip_host": "::1"}},
+            "gossip: the host of 'n1' is '127.0.0.1', and the host of 'proxy-0' is '::1'; allowed: "
+            "IPv4 or IPv6, the same for all",
+        ),
+        (
+            {"proxy": {"gossip_bind": "::"}},
+            "gossip: 'proxy-0' is at '127.0.0.1' and bound at '::'; allowed: both IPv4, or both "
+            "IPv6",
         ),
         (
             {"proxy": {"gossip_host": "10.0.0.1"}},
@@ -72,7 +79,7 @@ def test_every_member_of_the_file_is_a_seed_for_the_others() -> None:
         ({"proxy": {"gossip_port": 8000}}, "port 127.0.0.1:8000 is used 2 times; allowed: once"),
     ],
 )
-def test_members_have_names_and_numeric_addresses_of_their_own(
+def test_members_have_names_and_addresses_that_the_others_reach(
     changes: dict[str, Any], fault: str
 ) -> None:
     """Only with gossip: other configurations need no change."""
@@ -81,3 +88,17 @@ def test_members_have_names_and_numeric_addresses_of_their_own(
     parse_config(changes)
 
     assert caught.value.faults == [fault]
+
+
+def test_members_may_be_named_and_listen_elsewhere() -> None:
+    """A pod is reached by its name in a headless service, and binds every address it has."""
+    agent = {"host": "n0.agents", "bind": "0.0.0.0", "gossip_port": 7000}
+    nodes = [{"id": "n0", "instances": [{"id": "b0", "role": "both"}], "agent": agent}]
+    proxy = {"gossip_host": "kvrs-0.peers", "gossip_bind": "0.0.0.0", "gossip_port": 7001}
+
+    config = parse_config(ON | {"cluster": {"nodes": nodes}, "proxy": proxy})
+
+    (node,) = config.cluster.nodes
+    assert node.agent.bound(node.agent.gossip_at) == "0.0.0.0"
+    seeds = [gossip_seeds(config.cluster, config.proxy, NodeId(me)) for me in ("n0", "proxy-0")]
+    assert seeds == [{"proxy-0": "kvrs-0.peers:7001"}, {"n0": "n0.agents:7000"}]

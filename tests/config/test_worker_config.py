@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
-from kvrs.config.file import gossip_members, parse_config
+from kvrs.config.addresses import gossip_members
+from kvrs.config.file import parse_config
 from kvrs.config.workers import with_workers, worker_config
 from kvrs.errors import ConfigError
 from kvrs.proxy.workers.ports import check_shared_ports
@@ -124,7 +125,7 @@ def test_every_worker_is_a_gossip_member() -> None:
     """Agents reach each of them at a port of its own."""
     config = parse_config({"proxy": {"workers": 2, "gossip_port": 7000}})
 
-    assert [*gossip_members(config)][-2:] == [
+    assert [*gossip_members(config.cluster, config.proxy)][-2:] == [
         ("proxy-0.0", "127.0.0.1", 7000),
         ("proxy-0.1", "127.0.0.1", 7001),
     ]

@@ -19,23 +19,25 @@ from tests.ports import client_of
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 
+@pytest.mark.parametrize("bind", [None, "127.0.0.2"])
 @pytest.mark.parametrize("key", ["port", "page_port"])
-async def test_a_port_in_use_is_named(tiny_model: Path, key: str) -> None:
+async def test_a_port_in_use_is_named(tiny_model: Path, key: str, bind: str | None) -> None:
     """Two ports belong to an instance; "address already in use" alone would leave the user
-    guessing.
+    guessing. With `bind` it is that address that counts.
     """
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind((bind or "127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", key: port}]}]
+        instance = {"id": "e0", "role": "both", key: port, "bind": bind}
+        nodes = [{"id": "n0", "instances": [instance]}]
         config = parse_config({"cluster": {"model": str(tiny_model), "nodes": nodes}})
 
         with pytest.raises(ConfigError) as caught:
             await serve(config, InstanceId("e0"), 1, SECRET, asyncio.Event(), lambda: None)
 
     assert caught.value.faults == [
-        f"instance e0: {key}: 127.0.0.1:{port} is in use; allowed: a free port"
+        f"instance e0: {key}: {bind or '127.0.0.1'}:{port} is in use; allowed: a free port"
     ]
 
 

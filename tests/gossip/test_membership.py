@@ -1,10 +1,11 @@
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 import uvloop
 
-from kvrs.gossip import detector
+from kvrs.gossip import detector, seeds
 from kvrs.gossip.events import Superseded
 from kvrs.gossip.facts import FactKind, HolderFact, LinkFact
 from kvrs.gossip.membership import Membership, parse_address
@@ -163,3 +164,33 @@ def test_a_tick_that_is_overdue_can_be_timed_again() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(publish_twice())
+
+
+async def test_a_named_seed_that_gets_another_address_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pod of a headless service has an address of its own after each start."""
+    asked: list[str] = []
+    answers = {"gone.peers": "127.0.0.9"}
+
+    async def first_address(host: str, family: socket.AddressFamily) -> str:
+        asked.append(host)
+        if host not in answers:
+            raise socket.gaierror("no such name")
+        return answers[host]
+
+    monkeypatch.setattr(seeds, "first_address", first_address)
+    async with gathering() as system:
+        one = await system.add(A)
+        system.seeds = {A: f"n1.peers:{system.port_of(one)}", C: "gone.peers:9"}
+        two = await system.add(B)
+        await until(lambda: asked.count("n1.peers") > 1)
+        before = A in two.members
+        answers["n1.peers"] = "127.0.0.1"
+        await until(lambda: statuses(two).get(A) is Status.ALIVE)
+        found = len(asked)
+        await until(lambda: asked.count("gone.peers") > 3)
+
+    assert not before
+    # Of a member no name is looked up any more, only of seeds from which nothing was heard.
+    assert asked[found:].count("n1.peers") == 0

@@ -7,12 +7,12 @@ import socket
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from math import inf
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from kvrs.config.settings import is_numeric
 from kvrs.descriptors import is_exhausted
 from kvrs.errors import UpstreamError
 from kvrs.large_work import LargeWork
@@ -272,7 +272,7 @@ class Pool:
 
     async def _addresses(self, loop: asyncio.AbstractEventLoop) -> Sequence[aiohttp.AddrInfoType]:
         # An address needs no resolver, which takes a thread.
-        flags = socket.AI_NUMERICHOST if _is_address(self._host) else 0
+        flags = socket.AI_NUMERICHOST if is_numeric(self._host) else 0
         if flags:
             return socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=flags)
         return await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
@@ -308,14 +308,6 @@ def _taken(all_kept: dict[Upstream, float]) -> Upstream | None:
         if upstream.is_open:
             return upstream
     return None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 async def _connected(

@@ -1,0 +1,119 @@
+"""Addresses across sections: ports that collide, and where the members of gossip are reached."""
+
+import ipaddress
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from kvrs.config.backup import AgentSettings
+from kvrs.config.cluster import ClusterSettings, InstanceSettings
+from kvrs.config.proxy import ProxySettings
+from kvrs.config.settings import is_loopback
+from kvrs.ids import NodeId
+
+
+def faults_of_ports(
+    cluster: ClusterSettings, proxy: ProxySettings, *, with_gossip: bool
+) -> Iterator[str]:
+    listeners: list[InstanceSettings | AgentSettings] = [
+        *(instance for _, instance in cluster.instances()),
+        *(node.agent for node in cluster.nodes),
+    ]
+    addresses = [
+        address
+        for each in listeners
+        for address in ((each.host, each.port), (each.pages_at, each.page_port))
+    ]
+    addresses += [(proxy.host, proxy.port), (proxy.admin_host, proxy.admin_port)]
+    if proxy.peer_port:
+        own = range(proxy.peer_port, proxy.peer_port + proxy.workers)
+        addresses += [(proxy.peer_host, port) for port in own]
+    if with_gossip:
+        addresses += [(host, port) for _, host, port in gossip_members(cluster, proxy)]
+    hosts_of = defaultdict(list)
+    for host, port in addresses:
+        if port:
+            hosts_of[port].append("127.0.0.1" if host == "localhost" else host)
+    for port, hosts in hosts_of.items():
+        for host, count in Counter(hosts).items():
+            if count > 1:
+                yield f"port {host}:{port} is used {count} times; allowed: once"
+        everywhere = [host for host in hosts if _is_everywhere(host)]
+        here = [host for host in dict.fromkeys(hosts) if is_loopback(host)]
+        if everywhere and here:
+            yield (
+                f"port {port} is used at {here[0]} and at {everywhere[0]}, which is every address "
+                f"of the machine; allowed: once"
+            )
+
+
+def gossip_members(
+    cluster: ClusterSettings, proxy: ProxySettings
+) -> Iterator[tuple[NodeId, str, int]]:
+    """The members that the file names, with host and gossip port: the agents, each under its
+    node's name, and the proxy, or each of its workers.
+    """
+    agents = ((node.id, node.agent) for node in cluster.nodes)
+    yield from ((node, agent.gossip_at, agent.gossip_port) for node, agent in agents)
+    for offset, name in enumerate(proxy.names):
+        port = proxy.gossip_port + offset if proxy.gossip_port else 0
+        yield NodeId(name), proxy.gossip_host, port
+
+
+def gossip_seeds(cluster: ClusterSettings, proxy: ProxySettings, me: NodeId) -> dict[NodeId, str]:
+    """Addresses of the other members; a member on port 0 contacts this one instead."""
+    return {
+        member: f"{host}:{port}"
+        for member, host, port in gossip_members(cluster, proxy)
+        if port and member != me
+    }
+
+
+def faults_of_gossip(cluster: ClusterSettings, proxy: ProxySettings) -> Iterator[str]:
+    nodes = {node.id for node in cluster.nodes}
+    for each in nodes.intersection(proxy.names):
+        yield f"proxy.id: {each!r} is the id of a node too; allowed with gossip: a name of its own"
+    heard: dict[bool, str] = {}  # A member on loopback, and one beyond it.
+    versions: dict[int, str] = {}  # A member at an IPv4 address, and one at an IPv6 address.
+    for member, host, _ in gossip_members(cluster, proxy):
+        described = f"the host of {member!r} is {host!r}"
+        if _is_everywhere(host):
+            # The address is published to the other members, and would mean themselves there.
+            yield (
+                f"gossip: {described}; allowed: an address or a name at which the other members "
+                f"reach it (gossip_host), beside bind or proxy.gossip_bind"
+            )
+            continue
+        heard[is_loopback(host)] = described
+        if (version := _version(host)) is not None:
+            versions[version] = described
+    if len(heard) == 2:
+        yield (
+            f"gossip: {heard[True]}, and {heard[False]}; allowed: addresses at which "
+            f"the members reach each other (gossip_host)"
+        )
+    elif len(versions) == 2:
+        yield f"gossip: {versions[4]}, and {versions[6]}; allowed: IPv4 or IPv6, the same for all"
+    binds = {str(node.id): (node.agent.gossip_at, node.agent.bind) for node in cluster.nodes}
+    binds[proxy.id] = proxy.gossip_host, proxy.gossip_bind
+    for name, (host, bind) in binds.items():
+        known = None if bind is None else _version(bind)
+        if known is not None and _version(host) not in (None, known):
+            yield (
+                f"gossip: {name!r} is at {host!r} and bound at {bind!r}; allowed: both IPv4, or "
+                f"both IPv6"
+            )
+
+
+def _is_everywhere(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _version(host: str) -> int | None:
+    """4 or 6; None for a name."""
+    try:
+        return ipaddress.ip_address(host).version
+    except ValueError:
+        return None
