@@ -33,6 +33,7 @@ from kvrs.control.leases import Leases
 from kvrs.control.links import LinkBounds
 from kvrs.control.live import CannotContinue, Complete, LiveStream, Outcome, StreamStage
 from kvrs.control.loads import LoadSteps
+from kvrs.control.orders import DrainOrders
 from kvrs.control.reformings import Reformings
 from kvrs.control.self_tests import SelfTests
 from kvrs.control.silence import InstanceProgress
@@ -121,6 +122,7 @@ class Control(Generic[S]):
         self.progress = InstanceProgress(self.instances, config.proxy.token_gap_s)
         self.fences = FenceTable()
         self.drains = Drains(self.instances, self.produced_on, self.tell)
+        self.orders = DrainOrders(config.proxy.id, self.instances, self.drains)
         self._links = LinkBounds(config.transfer.link)
         self._loads = LoadSteps()
         self._reformings = Reformings()

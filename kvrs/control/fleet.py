@@ -118,6 +118,10 @@ class Instances:
         """Those of the configuration."""
         return (known for known in self.known.values() if known.health is not Health.REMOVED)
 
+    def is_present(self, instance: InstanceId) -> bool:
+        known = self.known.get(instance)
+        return known is not None and known.health is not Health.REMOVED
+
     @property
     def model(self) -> str | None:
         return None if self._served is None else self._served.model

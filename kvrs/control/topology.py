@@ -51,6 +51,7 @@ class Topology:
         control.instances.remove(known)
         for book in (control.self_tests, control.leases, control.drains, control.gpus):
             book.forget(known.id)
+        control.orders.forget(known.id)
         control.tell(InstanceRemoved(known.id, {}), now_s)
 
     def remove_agent(self, known: KnownAgent, now_s: float) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import Natural
+from kvrs.protocol.instance import Natural, Seconds
 from kvrs.protocol.token_ids import packed
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -126,13 +126,23 @@ class BatchAnswer(msgspec.Struct):
     acks: list[UpdateAck]  # In the order of the updates.
 
 
-class Hello(msgspec.Struct):
+class StandingOrder(msgspec.Struct, frozen=True):
+    """The last order of an operator about an instance, with the highest version."""
+
+    instance: InstanceId
+    version: Natural
+    given_at: Name  # The proxy, by which orders of equal version are told apart.
+    moves_in_s: Seconds | None = None  # None: it is not to be drained any more.
+
+
+class Hello(msgspec.Struct, omit_defaults=True):
     """Body and answer of `POST /kvrs/v1/mirror/hello`, and each report of
     `GET /kvrs/v1/mirror?watch=S`, in JSON.
     """
 
     id: Name
     run: Name
+    orders: list[StandingOrder] = []
 
 
 class Lookup(msgspec.Struct):

@@ -28,7 +28,6 @@ from kvrs.gossip.membership import Membership
 from kvrs.http import HttpPort, naming_port
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.event_log import header_line
-from kvrs.protocol.mirror import Hello
 from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
 from kvrs.proving import Address, address_of, agent_keys
 from kvrs.proxy.api.admin import Admin, OwnSource
@@ -39,6 +38,7 @@ from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.fleet.changes import Fleet, FleetLinks
+from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
@@ -133,12 +133,13 @@ class Proxy:
         self._mirror = mirror = Mirror(
             config.proxy,
             driver.run_id,
-            self._peers(Hello(config.proxy.id, driver.run_id)),
+            self._peers(),
             clock,
             texts=driver.tokenizer,
             kept=control.policy.kept,
             stop=driver.end_early,
             count=lambda outcome: metrics.resumes.labels(outcome).inc(),
+            orders=StandingOrders(control.orders, clock),
             turn=None if self._link is None else self._link.shared.turn,
         )
         tenants, settings = self._open_tenants(), self._capacity.settings
@@ -149,13 +150,14 @@ class Proxy:
         reached = FleetLinks(self._ring[0], links, backends, self._new_agent, agent_backends)
         fleet = Fleet(config, driver, reached, metrics, gossip_view)
         self.reloads.add(fleet.part)
-        source = OwnSource(driver, metrics, gossip_view, self._describe, self.reloads, clock)
+        shown = OwnSource(
+            driver, metrics, gossip_view, self._describe, self.reloads, mirror.peers.news.tell
+        )
         if config.proxy.peer_port:
             keys = door_keys(self._ring, config.proxy.id, Door.PROXY)
             await self._listen(make_app(mirror), "peer_port", keys)
         await mirror.peers.meet()
-        await self._open_ports(api, source)
-        loop = asyncio.get_running_loop()
+        await self._open_ports(api, shown)
         if config.gossip.enabled:
             gossip_view.join(await self._join(gossip_view))
         # When all ports are bound: a second proxy started by mistake fails before it.
@@ -179,7 +181,7 @@ class Proxy:
             work.append(event_log.run())
         if self._link is not None:
             work.append(self._link.share_load(control))
-        self._background = [loop.create_task(each) for each in work]
+        self._background = [asyncio.create_task(each) for each in work]
         if self._link is not None:
             await self._join_workers(api, driver, self._link)
 
@@ -193,10 +195,6 @@ class Proxy:
 
     async def _join_workers(self, api: ClientApi, driver: Driver, link: WorkerLink) -> None:
         """Take requests once an instance is seen up: until then the other workers take them."""
-        for name, moves_at_s in link.drains.items():
-            driver.control.drains.begin(
-                InstanceId(name), moves_at_s - driver.clock(), driver.clock()
-            )
         until_s = time.monotonic() + _SEEN_WITHIN_S
         while not driver.control.instances.ready() and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
@@ -230,8 +228,8 @@ class Proxy:
             await membership.start(host, port, seeds, bind)
         return membership
 
-    def _peers(self, me: Hello) -> dict[str, ProxyPeer]:
-        inner_url = self._config.inner_url
+    def _peers(self) -> dict[str, ProxyPeer]:
+        me, inner_url = self._config.proxy.id, self._config.inner_url
         peers = self._config.proxy.every_peer()
         urls = {peer.id: inner_url(peer.host, peer.peer_port) for peer in peers}
         keys = {

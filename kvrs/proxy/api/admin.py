@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -59,18 +60,19 @@ class OwnSource:
         gossip_view: GossipView,
         proxy: Callable[[], dict[str, Any]],
         reloads: Reloads,
-        clock: Callable[[], float],
+        ordered: Callable[[], None],
     ) -> None:
+        """`ordered` is called after an order that the other proxies have to hear of."""
         self._driver = driver
         self._metrics = metrics
         self._gossip_view = gossip_view
         self._proxy = proxy
-        self._clock = clock
+        self._ordered = ordered
         self._reloads = reloads
         self.reload = reloads.reload
 
     async def state(self) -> dict[str, Any]:
-        return describe(self._driver, self._gossip_view, self._proxy(), self._clock())
+        return describe(self._driver, self._gossip_view, self._proxy(), self._driver.clock())
 
     async def metrics(self) -> Collector:
         return self.measured().registry
@@ -80,7 +82,9 @@ class OwnSource:
         return self._metrics
 
     async def drain_instance(self, order: DrainOrder) -> None:
-        obey(self._driver.control, order, self._clock())
+        obey(self._driver.control, order, self._driver.clock(), time.time())
+        if not order.is_trial:
+            self._ordered()
 
     async def change_fleet(self, change: FleetChange) -> ReloadResult:
         return await self._reloads.change_nodes(change.nodes, is_trial=change.is_trial)

@@ -1,13 +1,16 @@
 """Orders of an operator about instances, as the admin port takes them and workers pass them on."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from kvrs.config.file import Config
 from kvrs.control.core import Control
+from kvrs.control.orders import DrainOrders
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
+from kvrs.protocol.mirror import StandingOrder
 
 
 class DrainOrder(msgspec.Struct, frozen=True):
@@ -23,23 +26,32 @@ class OrderRefused(msgspec.Struct, frozen=True):
     message: str
 
 
-def obey(control: Control[Any], order: DrainOrder, now_s: float) -> None:
+def obey(control: Control[Any], order: DrainOrder, now_s: float, wall_s: float) -> None:
     """Raises RequestError: there is no such instance, or its streams would have nowhere to go."""
-    name, known = order.instance, control.instances.known
-    if name not in known:
-        raise RequestError(
-            f"no instance {name!r:.80}; allowed: {', '.join(known)}", param="id", status=404
-        )
-    if order.drain_s is None:
-        if not order.is_trial:
-            control.drains.end(name, now_s)
-        return
-    if (fault := control.drains.fault(name)) is not None:
+    name, instances = order.instance, control.instances
+    if not instances.is_present(name):
+        there = ", ".join(known.id for known in instances.present())
+        raise RequestError(f"no instance {name!r:.80}; allowed: {there}", param="id", status=404)
+    if order.drain_s is not None and (fault := control.drains.fault(name)) is not None:
         raise RequestError(
             f"{name} is not drained: {fault}; allowed: while one is up", param="id", status=409
         )
     if not order.is_trial:
-        control.drains.begin(name, order.drain_s, now_s)
+        control.orders.give(name, order.drain_s, now_s, wall_s)
+
+
+class StandingOrders:
+    """The orders of a proxy, by its clock, as the other proxies exchange them."""
+
+    def __init__(self, orders: DrainOrders, clock: Callable[[], float]) -> None:
+        self._orders = orders
+        self._clock = clock
+
+    def shown(self) -> list[StandingOrder]:
+        return self._orders.shown(self._clock())
+
+    def take(self, orders: list[StandingOrder]) -> bool:
+        return self._orders.take(orders, self._clock())
 
 
 class FleetChange(msgspec.Struct, frozen=True):

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from kvrs.config.proxy import are_workers_of_one
 from kvrs.errors import RequestError, UpstreamError
-from kvrs.http import MAX_BODY_BYTES
+from kvrs.http import MAX_BODY_BYTES, News
 from kvrs.protocol.mirror import (
     Batch,
     BatchAnswer,
@@ -23,6 +24,7 @@ from kvrs.protocol.mirror import (
     LookupAnswer,
     ReadAnswer,
     RecordVersion,
+    StandingOrder,
     Update,
 )
 from kvrs.proxy.backends.peer import Peer, UnusableError
@@ -44,26 +46,26 @@ Answer = TypeVar("Answer")
 
 
 class ProxyPeer(Peer):
-    """Client of one other proxy; `me` identifies this one."""
+    """Client of one other proxy; `me` is the id of this one."""
 
-    def __init__(self, links: EngineLinks, me: Hello, name: str, url: str) -> None:
+    def __init__(self, links: EngineLinks, me: str, name: str, url: str) -> None:
         super().__init__(links.session, url)
         self._pool = links.pool(url)
         self.id = name
         self.run: str | None = None  # Of its process; None while it does not answer.
         self._me = me
 
-    async def hello(self) -> str:
-        """Announce this proxy; return the peer's run."""
-        return self._checked(await self._ask(f"{PATH}/hello", self._me, Hello))
+    async def hello(self, hello: Hello) -> Hello:
+        """Announce this proxy; return the same of the peer."""
+        return self._checked(await self._ask(f"{PATH}/hello", hello, Hello))
 
-    def _checked(self, hello: Hello) -> str:
+    def _checked(self, hello: Hello) -> Hello:
         if hello.id != self.id:
             raise UnusableError(f"it is proxy {hello.id!r}, the configuration says {self.id!r}")
-        return hello.run
+        return hello
 
-    async def listen(self, heard: Callable[[str], None]) -> None:
-        """Call `heard` with the peer's run on every report, until the peer is silent.
+    async def listen(self, heard: Callable[[Hello], None]) -> None:
+        """Call `heard` with every report, until the peer is silent.
 
         Raises:
             UpstreamError: the connection is gone.
@@ -76,7 +78,7 @@ class ProxyPeer(Peer):
                     heard(self._checked(hello))
 
     async def mirror(self, updates: list[Update]) -> BatchAnswer:
-        answer = await self._ask(PATH, Batch(self._me.id, updates), BatchAnswer)
+        answer = await self._ask(PATH, Batch(self._me, updates), BatchAnswer)
         if len(answer.acks) != len(updates):
             raise UpstreamError(f"acknowledges {len(answer.acks)} of {len(updates)} streams")
         return answer
@@ -138,9 +140,17 @@ class Found:
     unreachable: list[str]
 
 
+class Orders(Protocol):
+    """Of operators, which all proxies have."""
+
+    def shown(self) -> list[StandingOrder]: ...
+    def take(self, orders: list[StandingOrder]) -> bool: ...  # Whether any was new.
+
+
 class Peers:
     """All other proxies. `lost` is called for each run of a peer that ended or is out of reach,
-    `up` for each that begins.
+    `up` for each that begins. Orders travel with every hello, so that the others have them at once,
+    one that is out of reach when it is back, and one that starts before its first request.
     """
 
     def __init__(
@@ -149,11 +159,18 @@ class Peers:
         peers: Mapping[str, ProxyPeer],
         lost: Callable[[str], None],
         up: Callable[[], None],
+        orders: Orders,
     ) -> None:
         self.me = me
         self.known = dict(peers)
+        self.news = News()  # Told where an order is new, which the others get at once.
         self._lost = lost
         self._up = up
+        self._orders = orders
+
+    def hello(self) -> Hello:
+        """Of this proxy."""
+        return Hello(self.me.id, self.me.run, self._orders.shown())
 
     @property
     def live(self) -> list[ProxyPeer]:
@@ -209,7 +226,13 @@ class Peers:
     # Liveness.
 
     def on_hello(self, hello: Hello) -> None:
-        self.on_answer(self.check(hello.id), hello.run)
+        """Raises RequestError: of a proxy that is no peer of ours."""
+        self._heard(self.check(hello.id), hello)
+
+    def _heard(self, peer: ProxyPeer, hello: Hello) -> None:
+        self.on_answer(peer, hello.run)
+        if self._orders.take(hello.orders):
+            self.news.tell()
 
     def on_answer(self, peer: ProxyPeer, run: str) -> None:
         if peer.run == run:
@@ -234,8 +257,8 @@ class Peers:
         logged = None
         while True:
             try:
-                self.on_answer(peer, await peer.hello())
-                await peer.listen(lambda run: self.on_answer(peer, run))
+                self._heard(peer, await peer.hello(self.hello()))
+                await peer.listen(partial(self._heard, peer))
                 continue  # The peer was silent, or this process was stopped: ask.
             except UpstreamError as error:
                 cause = str(error)
@@ -253,6 +276,6 @@ class Peers:
 
     async def _meet(self, peer: ProxyPeer) -> None:
         try:
-            self.on_answer(peer, await peer.hello())
+            self._heard(peer, await peer.hello(self.hello()))
         except UpstreamError as error:
             log.warning("proxy not reached", extra={"proxy": peer.id, "cause": str(error)})

@@ -32,7 +32,7 @@ from kvrs.proxy.mirror.copies import CopyQueue
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
-from kvrs.proxy.mirror.peers import Peers, ProxyPeer
+from kvrs.proxy.mirror.peers import Orders, Peers, ProxyPeer
 from kvrs.proxy.mirror.pending import Pending
 from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
 from kvrs.proxy.mirror.roles import RecordRole
@@ -82,13 +82,15 @@ class Mirror:
         kept: Callable[[StreamId], tuple[Kept, ...]],
         stop: Callable[[StreamId, Failed], None],
         count: Callable[[str], None],
+        orders: Orders,
         turn: Turn | None = None,
     ) -> None:
         self.name = name
         self.turn = turn
         self._id = settings.id
         self.book = RecordBook(most_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
-        self.peers = Peers(Hello(settings.id, name), peers, self._peer_lost, self._peer_up)
+        me = Hello(settings.id, name)
+        self.peers = Peers(me, peers, self._peer_lost, self._peer_up, orders)
         self._sync = settings.mirror is MirrorMode.SYNC
         self._clock = clock
         self._texts = texts

@@ -18,11 +18,11 @@ Body = TypeVar("Body")
 
 def make_app(mirror: Mirror) -> web.Application:
     async def watch(request: web.Request) -> web.StreamResponse:
-        return await http.watch(request, lambda: mirror.peers.me)
+        return await http.watch(request, mirror.peers.hello, mirror.peers.news)
 
     async def hello(request: web.Request) -> web.Response:
         mirror.peers.on_hello(_decode(await request.read(), Hello))
-        return _answer(mirror.peers.me)
+        return _answer(mirror.peers.hello())
 
     async def take(request: web.Request) -> web.Response:
         batch = _decode(await request.read(), Batch)

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Set
 from typing import Any
 
 import msgspec
@@ -53,7 +53,6 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         self.others: Set[str] = frozenset()
         self.all_drain = False
-        self.drains: Mapping[str, float] = {}
         self.stop: Callable[[], None] | None = None
         self._plan: asyncio.Future[WorkerPlan] = loop.create_future()
         self._source: asyncio.Future[OwnSource] = loop.create_future()
@@ -107,9 +106,7 @@ class WorkerLink:
         self.channel.tell(READY)
 
     def _take_plan(self, body: bytes) -> bytes:
-        plan = unpacked(body, WorkerPlan)
-        self.drains = plan.drains
-        self._plan.set_result(plan)
+        self._plan.set_result(unpacked(body, WorkerPlan))
         return b""
 
     async def _state(self, _: bytes) -> bytes:

@@ -36,8 +36,6 @@ class WorkerPlan(msgspec.Struct):
     names: list[str]  # Ids of all workers.
     port: int  # The bound one of clients.
     peer_ports: list[int]  # Of all workers.
-    # Instances that an operator drains: when what runs there is moved, by the monotonic clock.
-    drains: dict[str, float]
     nodes: list[Any] | None = None  # In place of the file's.
 
 

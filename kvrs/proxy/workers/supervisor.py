@@ -86,8 +86,6 @@ class Supervisor:
         self.places: list[WorkerPlace] = []
         self.port = 0
         self.admin_port = 0
-        # All plans refer to it, also those of workers that are started again.
-        self._drains: dict[str, float] = {}
         self._shared = SharedByWorkers(time.monotonic)
         self.registry = CollectorRegistry()
         self._added = Added()
@@ -142,7 +140,6 @@ class Supervisor:
                 proxy.names,
                 self.port,
                 peer_ports,
-                self._drains,
             )
             handlers, ended = self._shared.handlers(worker), partial(self._shared.end, worker)
             self.places.append(WorkerPlace(plan, name, handlers, self._changed.set, ended))
@@ -274,10 +271,6 @@ class Supervisor:
     async def drain_instance(self, order: DrainOrder) -> None:
         """Raises RequestError: a worker refuses it, or does not answer; then none obeys."""
         await self._order(msgspec.structs.replace(order, is_trial=True))
-        if order.drain_s is None:
-            self._drains.pop(order.instance, None)
-        else:
-            self._drains[order.instance] = time.monotonic() + order.drain_s
         await self._order(order)
 
     async def _order(self, order: DrainOrder) -> None:

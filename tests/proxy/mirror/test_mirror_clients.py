@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.ids import StreamId
-from kvrs.protocol.mirror import AckStatus, StreamEvent, StreamHeader, UpdateAck, pack_ids
+from kvrs.protocol.mirror import (
+    AckStatus,
+    StandingOrder,
+    StreamEvent,
+    StreamHeader,
+    UpdateAck,
+    pack_ids,
+)
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
@@ -226,6 +233,14 @@ async def test_an_internal_error_while_writing_ends_the_stream() -> None:
     assert keyed.failure.status == 500
 
 
+class _NoOrders:
+    def shown(self) -> list[StandingOrder]:
+        return []
+
+    def take(self, orders: list[StandingOrder]) -> bool:
+        return False
+
+
 async def test_an_ended_stream_is_not_kept_for_a_full_mirror() -> None:
     """It has an unsent update, but no mirror any more."""
     keyed = keyed_stream(Client(), 3, [])
@@ -238,6 +253,7 @@ async def test_an_ended_stream_is_not_kept_for_a_full_mirror() -> None:
         kept=lambda _: (),
         stop=lambda *_: None,
         count=lambda _: None,
+        orders=_NoOrders(),
     )
     keyed.outbox.assign("m")
     keyed.close()

@@ -43,7 +43,7 @@ async def test_a_long_record_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> 
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post(PATH, take)
     async with serving(app) as url, EngineLinks(Access()) as links:
-        peer = ProxyPeer(links, Hello("a", "a-1"), "b", url)
+        peer = ProxyPeer(links, "a", "b", url)
 
         answer = await peer.mirror([_update(8 << 20)])
         with pytest.raises(UpstreamError, match="no answer"):
