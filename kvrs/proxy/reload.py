@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrs.config.file import Config, parse_config
+from kvrs.config.file import Config, config_digest, parse_config
 from kvrs.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,16 @@ class Reloads:
         self._read = read
         self._parts: list[ReloadingPart] = []
         self._turn = asyncio.Lock()
+        self._digest: tuple[Config, str] | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of the configuration in use. Rendering all of it takes tens of milliseconds in a large
+        cluster, and the state is asked for every second: once per configuration.
+        """
+        if self._digest is None or self._digest[0] is not self.config:
+            self._digest = self.config, config_digest(self.config)
+        return self._digest[1]
 
     def add(self, part: ReloadingPart) -> None:
         self._parts.append(part)

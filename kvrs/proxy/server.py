@@ -18,7 +18,7 @@ from kvrs import __version__
 from kvrs.config.addresses import gossip_seeds
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.exposure import faults_of_proxy
-from kvrs.config.file import Config, config_digest
+from kvrs.config.file import Config
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.control.reload import reload_settings
 from kvrs.direct import DirectServer
@@ -345,7 +345,7 @@ class Proxy:
             "pid": os.getpid(),
             "version": __version__,
             "policy": self.reloads.config.policy.name.value,
-            "config_digest": config_digest(self.reloads.config),
+            "config_digest": self.reloads.digest,
         }
         return who | self._mirror.describe() | {"tenants": self.tenants.describe()}
 

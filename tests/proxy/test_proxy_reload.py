@@ -10,12 +10,13 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvrs.config.file import Config, load_config
+from kvrs.config.file import Config, config_digest, load_config, parse_config
 from kvrs.control import silence
 from kvrs.errors import ConfigError
 from kvrs.policy.event_log import LogEntry, read, rerun
 from kvrs.policy.model.events import SettingsReloaded
-from kvrs.proxy.reload import Apply, ReloadingPart
+from kvrs.proxy import reload
+from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
@@ -101,6 +102,31 @@ async def test_a_reload_changes_decisions_and_loses_no_stream(
     ]
     assert reloads == ["always_recompute"]
     assert rerun(lines).difference is None
+
+
+async def test_the_digest_is_that_of_the_configuration_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is rendered once for each, however often the state is asked for: a page asks every
+    second.
+    """
+    files = [parse_config({"policy": {"name": name}}) for name in ("rom", "auto")]
+    rendered: list[Config] = []
+
+    def rendering(config: Config) -> str:
+        rendered.append(config)
+        return config_digest(config)
+
+    monkeypatch.setattr(reload, "config_digest", rendering)
+    reloads = Reloads(files[0], lambda: files[1])
+    reloads.add(ReloadingPart("policy", lambda config: lambda: None, ("policy",)))
+
+    before = [reloads.digest, reloads.digest]
+    await reloads.reload()
+    after = [reloads.digest, reloads.digest]
+
+    assert (before, after) == ([config_digest(files[0])] * 2, [config_digest(files[1])] * 2)
+    assert len(rendered) == 2
 
 
 async def test_a_bad_file_changes_nothing_and_every_fault_is_named(

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from kvrs import __version__
 from kvrs.config.exposure import faults_of_proxy
-from kvrs.config.file import Config, config_digest
+from kvrs.config.file import Config
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HttpPort, naming_port
 from kvrs.proxy.api.admin import Admin
@@ -230,7 +230,7 @@ class Supervisor:
             "pid": os.getpid(),
             "version": __version__,
             "policy": self.reloads.config.policy.name.value,
-            "config_digest": config_digest(self.reloads.config),
+            "config_digest": self.reloads.digest,
         }
 
     async def metrics(self) -> Collector:
