@@ -34,7 +34,7 @@ from kvrs.ids import NodeId
 _MIN_SAMPLE_S = 1e-6
 
 # Under constant traffic a busy period has no end, so it is cut in pieces of at least this length.
-_MAX_SAMPLE_S = 0.25
+_MAX_SAMPLE_S = 0.1
 
 _FIRST_SPREAD = 0.25  # Of the rate, after one sample.
 _SPREAD_CONSTANTS = 4  # Time constant of the spread, in those of the rate.

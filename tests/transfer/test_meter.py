@@ -85,6 +85,20 @@ def test_five_time_constants_after_a_step_the_estimate_is_the_rate(
     assert 0.85 < meter.estimates()[A] / after < 1.15
 
 
+@pytest.mark.parametrize("after", [1e8, 1e10])
+def test_a_step_under_constant_traffic_is_believed_after_two_samples(after: float) -> None:
+    """A transfer without an end is cut into samples of a tenth of a second."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+    meter.begin(A, 0.0)
+    now_s = 0.0
+    for rate, seconds in ((1e9, 2.0), (after, 0.35)):
+        for _ in range(int(seconds * 100)):
+            now_s += 0.01
+            meter.add(A, int(rate * 0.01), now_s)
+
+    assert 0.85 < meter.estimates()[A] / after < 1.15
+
+
 def test_a_step_does_not_saturate_the_spread() -> None:
     """After a step from 25 to 11 Gbit/s a decision may count on half of the rate all the time."""
     meter = LinkMeter(LINK, min_sample_bytes=1000)
