@@ -63,9 +63,18 @@ class Outcome:
 
 class SimCluster:
     def __init__(
-        self, config: Config, *, seed: int, proxies: int, stay_away: float, keep_log: bool
+        self,
+        config: Config,
+        *,
+        seed: int,
+        proxies: int,
+        stay_away: float,
+        reload_s: float | None = None,
+        keep_log: bool,
     ) -> None:
-        """`stay_away` is the chance that what was killed is not back for 20 s or more."""
+        """`stay_away` is the chance that what was killed is not back for 20 s or more; `reload_s`:
+        it is back after exactly so long.
+        """
         self.rng = Random(seed)
         self.clock = Clock()
         pace = config.cluster.engine.pace or PACE
@@ -97,6 +106,7 @@ class SimCluster:
         self.proxies: list[SimProxy] = []  # Those that have died included.
         self.serving = [self.new_proxy() for _ in range(proxies)]
         self._stay_away = stay_away
+        self._reload_s = reload_s
         self.outcome = Outcome()
         self.log: list[str] = []  # What happened to which process, for people and for comparison.
 
@@ -155,6 +165,8 @@ class SimCluster:
             if self.rng.random() < self._stay_away
             else self.rng.uniform(0.2, 4.0)
         )
+        if self._reload_s is not None:
+            back_s = self._reload_s
         self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
 
     def _bring_back(self, holder: SimHolder, life: int) -> None:

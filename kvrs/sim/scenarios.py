@@ -16,6 +16,7 @@ from kvrs.sim.fault_scenarios import (
     MID_MOVE,
     ONE_DEVICE,
     ONE_RANK,
+    PROXY_KILLED,
     SICK,
     TWO_RANKS,
     FaultEvent,
@@ -36,6 +37,7 @@ CLUSTERS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("prefill", "decode"),),
 )
 _RANKS = (4, 1, 2, 1, 3, 1)  # Of every instance of a world, by its seed.
+MAX_MODEL_LEN = 480
 SPAN_S = 3.0  # Streams arrive in it, and deaths come.
 
 
@@ -109,6 +111,28 @@ def ranked(seed: int, *, keep_log: bool = False) -> World:
     )
 
 
+def contended(seed: int, *, keep_log: bool = False) -> World:
+    """Three pairs with one slot each, of which three proxies want one at every death: of instances,
+    one of which was only frozen, of agents that grant slots, and of a proxy.
+    """
+    rng = Random(seed)
+    arrivals = [
+        replace(asked, is_keyed=True)
+        for asked in _poisson(rng, per_s=15.0, from_s=0.5, to_s=8.5, max_tokens=60)
+    ]
+    names = ["two decode instances at once", "decode frozen", "all agents", "decode", PROXY_KILLED]
+    deaths = [
+        named_death(rng, name, 1.5 * number + rng.uniform(1.5, 2.0))
+        for number, name in enumerate(names)
+    ]
+    settings = {
+        "policy": {"name": PolicyName.ALWAYS_MIGRATE.value, "slots_max": 1, "slot_lease_s": 2.0},
+        "backup": {"mode": BackupMode.BOTH.value},
+    }
+    config = _pairs(3, {}, settings)
+    return World(config, arrivals, deaths, seed=seed, proxies=3, keep_log=keep_log)
+
+
 def avalanche(seed: int, *, keep_log: bool = False) -> World:
     """Four pairs just below saturation, whose decode instances answer 503 beyond a few streams; the
     busiest one is killed.
@@ -140,7 +164,7 @@ def poisoned(seed: int, *, keep_log: bool = False) -> World:
     return World(_pairs(6, {}), arrivals, [], seed=seed, proxies=1, keep_log=keep_log)
 
 
-def _pairs(count: int, cluster: dict[str, Any]) -> Config:
+def _pairs(count: int, cluster: dict[str, Any], sections: dict[str, Any] | None = None) -> Config:
     nodes = [
         {
             "id": f"n{n}",
@@ -148,7 +172,7 @@ def _pairs(count: int, cluster: dict[str, Any]) -> Config:
         }
         for n in range(count)
     ]
-    return parse_config({"cluster": {"nodes": nodes} | cluster})
+    return parse_config({"cluster": {"nodes": nodes} | cluster} | (sections or {}))
 
 
 def _poisson(
@@ -184,7 +208,7 @@ def _config(rng: Random, tp: int) -> Config:
                 "pages": rng.choice([40, 120, 600]),
                 "max_running": rng.choice([2, 8, 64]),
                 "max_batch_tokens": rng.choice([64, 256]),
-                "max_model_len": 480,
+                "max_model_len": MAX_MODEL_LEN,
             },
             "nodes": [
                 {

@@ -42,11 +42,19 @@ class World:
         seed: int,
         proxies: int = 1,
         stay_away: float = 0.1,
+        reload_s: float | None = None,
         keep_log: bool = False,
     ) -> None:
-        """`stay_away` is the chance that what was killed is not back for 20 s or more."""
+        """`stay_away` is the chance that what was killed is not back for 20 s or more; `reload_s`:
+        it is back after exactly so long.
+        """
         self.cluster = SimCluster(
-            config, seed=seed, proxies=proxies, stay_away=stay_away, keep_log=keep_log
+            config,
+            seed=seed,
+            proxies=proxies,
+            stay_away=stay_away,
+            reload_s=reload_s,
+            keep_log=keep_log,
         )
         self._disturbances = Disturbances(self.cluster)
         self._arrivals = arrivals

@@ -29,7 +29,7 @@ from kvrs.sim.attempts import SimAttempt
 from kvrs.sim.cluster import CUT, Outcome
 from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
 from kvrs.sim.process import InvariantError
-from kvrs.sim.scenarios import scenario, sick
+from kvrs.sim.scenarios import contended, scenario, sick
 from kvrs.transfer.store.book import CheckpointBook
 
 SEEDS = int(os.environ.get("KVRS_SIM_SEEDS", "128"))
@@ -74,6 +74,8 @@ def test_generated_worlds_cover_every_death_event_and_action() -> None:
     assert set(recoveries) == {option.value for option in Option} - {Option.ABORT.value}
     assert set(hit) == set(FAULT_SCENARIOS)
     assert min(hit.values()) > 0
+    # Random worlds have few of these, and fewer or more with every change of what is drawn.
+    outcomes += [contended(seed).run() for seed in range(4)]
     assert sum(outcome.dropped_tokens for outcome in outcomes) > 10
     assert sum(outcome.slot_denials for outcome in outcomes) > 5
     assert sum(outcome.local_grants for outcome in outcomes) > 5
