@@ -4,10 +4,10 @@ python -m experiments.run_all --readme  # Also writes both anew.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from experiments.exhibits import SEEDS, How
+from experiments.exhibits import SEEDS, Exhibit, How
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -40,16 +40,55 @@ By intention, or not built; everything else of the five mechanisms is as publish
 - KVRS and LUMEN, each victim for itself: `auto` counts what a choice costs the other victims
   ([0059](decisions/0059-victims-of-one-event-spare-their-target.md)); `rom` and the fixed policies
   do not.
+- KVRS, gossiped queue lengths: shown, not decided on. Decisions take what instances report to the
+  proxy every 0.25 s, which is newer than gossip by seconds ([gossip.md](gossip.md)).
+- LUMEN, queueing delay: the predicted wait of work that comes now, not the mean of past waits. For
+  a decode instance with free places it is 0, so that pressure alone decides there.
+- LUMEN, restore pressure: a footprint is what the request may come to, not the longest context of
+  the model. Agents that are nearly as good share checkpoints out, since a mean does not grow with
+  their number. The host-to-device rate in it is configured.
+- LUMEN, holder: chosen when an attempt starts, and again when its hand-off goes elsewhere.
 - LUMEN, rebalancing: then `auto` may leave the assigned target
   ([0015](decisions/0015-dispatch-before-costs.md)). The loads are the streams of this proxy with
   all its workers; those of other proxies are not counted yet.
 - LUMEN, three queues: it leaves their shares open; ours are 8 to 4 to 1.
-- LUMEN, reload from SSD: engines of the simulator are back after seconds, not tens of seconds.
+- LUMEN, reload from SSD: engines of the simulator are back after seconds, or after 20 to 60 s, and
+  do not read weights at a rate.
 - RaidServe and AnchorTP, timings of ranks: layouts, plans and bytes are checked, seconds on GPUs
   are not.
 
 Experiments whose engines sleep a profile's times (`paced`) show that overheads are small and
 decisions are carried out; that a prediction is right is shown only where nothing is paced.
+"""
+
+_DISTSERVE = """
+## KVRS on DistServe
+
+These runs need a checkout of DistServe, which is not part of the project ([distserve](distserve.md)
+says which and how): `export DISTSERVE_HOME=DIR`, then
+
+- Are streams exact under every death? `distserve_kill_series.run`, 5 minutes; kept, of an old
+  commit. Under the paper's policies: `--policy rom`, `always_migrate`, `always_recompute`; never
+  run.
+- What does host backup cost? `distserve_kill_series.run --backup both`, in turns with `off`, five
+  times each, 50 minutes. What is kept are two single runs that cannot be compared: with backup the
+  run without deaths is slower too.
+- What do the patches cost? `distserve_overhead.run`, 10 minutes. The kept result is void: it had no
+  warm-up. The script has one now, and void rules.
+- All of it that is stale: `run_all --stale --only distserve_kill_series distserve_overhead`.
+
+What no command answers yet:
+
+- **Load skew and the crossover of hand-offs on DistServe.** One call prefills and decodes within a
+  server, so there is no hand-off to choose. It would be an attempt at another server that fetches
+  the pages once the context stage is done, as a recovery does; the policy's `own_prefill` rule
+  keeps it out.
+- **Migrate or recompute on DistServe.** `crossover` starts embedded engines. DistServe's instances
+  speak the same protocol, but decode the tail one step a token, so the crossover would be another;
+  the rig would have to start servers in place of engines.
+- **Profiled tables.** Each stage measures itself at its start, so a named table is refused: it
+  would hide the cost of the forced steps.
+- **A GPU.** Copies of pages between device and host run there only.
 """
 
 _MEANING = {
@@ -61,19 +100,25 @@ _MEANING = {
 }
 
 
-def rows() -> Iterator[dict[str, str]]:
+def rows(seeds: Mapping[str, Sequence[Exhibit]] = SEEDS) -> Iterator[dict[str, str]]:
     """Every exhibit as strings."""
-    for seed, exhibits in SEEDS.items():
+    for seed, exhibits in seeds.items():
         for each in exhibits:
             yield {
                 "seed": seed,
                 "exhibit": each.name,
                 "published": each.published,
-                "ours": each.ours() if each.ours is not None else "-",
-                "how": each.how.value,
-                "why": each.why,
+                "ours": each.ours() if each.is_filled and each.ours is not None else "-",
+                "how": (each.how if each.is_filled else How.MISSING).value,
+                "why": _why(each),
                 "experiment": each.experiment or "-",
             }
+
+
+def _why(each: Exhibit) -> str:
+    if each.result is None or each.is_filled:
+        return each.why
+    return f"not run yet; {each.why}"
 
 
 def as_markdown() -> str:
@@ -95,7 +140,7 @@ def as_markdown() -> str:
                 link = folder if folder == "-" else f"[{folder}](../experiments/{folder})"
                 cells = (row[key] for key in ("exhibit", "published", "ours", "how", "why"))
                 lines.append(f"| {' | '.join(cells)} | {link} |")
-    return "\n".join(lines) + "\n" + _DIFFERENCES
+    return "\n".join(lines) + "\n" + _DIFFERENCES + _DISTSERVE
 
 
 def as_json() -> str:

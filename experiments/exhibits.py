@@ -21,6 +21,9 @@ from kvrs.traces.generator import generate
 from kvrs.traces.presets import PRESETS
 
 EXPERIMENTS = Path(__file__).parent
+RATES = "load_skew/results/rates.json"
+SHARES = "prefill_shares/results/prefill_shares.json"
+IN_PLACE = "in_place/results/in_place.json"
 
 
 class How(StrEnum):
@@ -43,6 +46,13 @@ class Exhibit:
     why: str  # The two differ, or what ours needs.
     ours: Callable[[], str] | None = None
     experiment: str | None = None  # Folder below experiments/.
+    result: str | None = None  # Of which `ours` is made, below experiments/; missing until it is.
+
+    @property
+    def is_filled(self) -> bool:
+        return self.ours is not None and (
+            self.result is None or (EXPERIMENTS / self.result).exists()
+        )
 
 
 @cache
@@ -83,7 +93,16 @@ def _skew() -> str:
             for name in ("own_pair", "rom")
         )
         gains.append(f"{rom / base - 1:+.1%} at {share} %")
-    return "goodput with `rom` " + ", ".join(gains)
+    return "goodput with `rom` " + ", ".join(gains) + _skew_by_rate()
+
+
+def _skew_by_rate() -> str:
+    """The rate at which the gain is nearest to the published one, where it was looked for."""
+    if not (EXPERIMENTS / RATES).exists():
+        return ""
+    found = kept(RATES)["nearest"]
+    half = "" if found["half_width"] is None else f" ± {found['half_width']:.1%}"
+    return f"; at 90 % and {found['rate']} requests/s {found['gain']:+.1%}{half}"
 
 
 def _crossover() -> str:
@@ -199,6 +218,48 @@ def _availability() -> str:
     return "; ".join(found)
 
 
+def _rates(name: str) -> dict[str, list[float]]:
+    """Of a node, by the number of GPUs that are left."""
+    found: dict[str, list[float]] = kept("raidserve_throughput/results/raidserve_throughput.json")[
+        "rates"
+    ][name]
+    return found
+
+
+def _seven_of_eight() -> str:
+    rates = _rates("Llama-3.1-70B")
+    ours = rates["hybrid"][7]
+    return (
+        f"Llama-3.1-70B {ours / rates['standard'][7]:.2f} times TP 4, "
+        f"{ours / rates['non-uniform'][7]:.2f} times naive"
+    )
+
+
+def _balance() -> str:
+    rates = _rates("Llama-3.1-70B")
+    gains_of = [rates["hybrid"][gpus] / rates["non-uniform"][gpus] - 1 for gpus in (5, 6, 7)]
+    return " / ".join(f"{gain:+.0%}" for gain in gains_of) + " at 5 / 6 / 7 GPUs"
+
+
+def _shares() -> str:
+    rows = kept(SHARES)["rows"].values()
+    ours, arrival = (max(row[key] for row in rows) for key in ("largest_over_mean", "by_arrival"))
+    return (
+        f"the largest load of a rank over the mean: {ours:.2f} at most, {arrival:.2f} in the order "
+        f"of arrival"
+    )
+
+
+def _in_place() -> str:
+    found = kept(IN_PLACE)
+    pause, tokens = found["pause_s"], found["tokens"]
+    wrong = tokens["lost"] + tokens["repeated"] + tokens["different"]
+    return (
+        f"pause of a re-forming p50 {pause['p50']:.2f} s, p99 {pause['p99']:.2f} s; {wrong} of "
+        f"{tokens['all']:,} tokens lost, repeated or different"
+    )
+
+
 def _on_demand() -> str:
     units = Units(1, (1,) * 4, (1,) * 12, (1,) * 4, 0)
     before = even(units, 4)
@@ -238,7 +299,6 @@ def _planners() -> str:
 _NO_LOADING = "engines that load their weights for tens of seconds, in the simulator"
 _DRAFT = "draft models (speculation) are not built"
 _SCALE = "140 requests, one run, 3 to 9 victims, a reload of a second: the order is not significant"
-_RANKS = "instances that go on without a rank"
 _PIPELINES = "pipelines over nodes that share a stage are not built"
 
 SEEDS: dict[str, tuple[Exhibit, ...]] = {
@@ -417,13 +477,17 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figure 2: hybrid attention",
             "up to 2 times slower attention without",
             How.MISSING,
-            "ranks that compute spread heads",
+            "a GPU: ranks compute spread heads here, on processors, where attention is not bound "
+            "by a GPU's bandwidth",
         ),
         Exhibit(
             "Figure 3: load-aware routing and scheduling",
             "an example of four requests",
-            How.MISSING,
-            _RANKS,
+            How.COMPUTED,
+            "batches of 64 sequences in place of the example's four",
+            _shares,
+            "prefill_shares",
+            SHARES,
         ),
         Exhibit(
             "Figure 4: on-demand weights",
@@ -457,15 +521,19 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
         ),
         Exhibit(
             "Figure 10: Mooncake at 7 of 8 GPUs",
-            "2 times TP 4, 1.28 / 1.60 times naive",
-            How.MISSING,
-            _RANKS,
+            "TP 7: 2 times TP 4; 1.28 / 1.60 times naive in prefill / decode",
+            How.SIMULATED,
+            "step times estimated from profiles; lengths of OpenThoughts, nearly all decode",
+            _seven_of_eight,
+            "raidserve_throughput",
         ),
         Exhibit(
             "Figures 11, 12: balance",
-            "decode +16 / +51 / +78 % at TP 5 / 6 / 7",
-            How.MISSING,
-            _RANKS,
+            "decode +16 / +51 / +78 % over naive at TP 5 / 6 / 7",
+            How.SIMULATED,
+            "step times estimated from profiles of even degrees; prefill and decode together",
+            _balance,
+            "raidserve_throughput",
         ),
         Exhibit(
             "Table 3: recovery latency",
@@ -498,7 +566,13 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             _figure_3,
         ),
         Exhibit(
-            "Table I: TFS, TTP, total", "TFS 4.48 s against 48.43 (10.8 times)", How.MISSING, _RANKS
+            "Table I: TFS, TTP, total",
+            "TFS 4.48 s against 48.43 (10.8 times)",
+            How.REAL,
+            "ranks on processors with a small model: seconds of moves say nothing of large ones",
+            _in_place,
+            "in_place",
+            IN_PLACE,
         ),
         Exhibit(
             "Table II: planners, 8 to 7",
@@ -510,7 +584,13 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             _planners,
             "anchortp_plans",
         ),
-        Exhibit("Figure 5: degree by degree", "TFS and TTP rise", How.MISSING, _RANKS),
+        Exhibit(
+            "Figure 5: degree by degree",
+            "TFS and TTP rise",
+            How.MISSING,
+            "losses of one rank after the other in in_place, apart by degree, with a model whose "
+            "weights take seconds to move",
+        ),
         Exhibit(
             "Figures 4, 6: experts rebalanced",
             "436.61 to 562.32 tokens/s",

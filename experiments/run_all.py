@@ -172,6 +172,7 @@ ALL = (
         "python -m experiments.healthy_path.run --paced --pairs 10 --tokens 200",
     ),
     _plain("bench_proxy", 15),
+    *_kinds("telemetry_cost", 7, telemetry_cost="", page="--part page"),
     _plain("tls", 1, OPENSSL),
     Experiment(
         "paired_trees",
@@ -187,8 +188,9 @@ ALL = (
     _plain("hand_off_crossover", 5),
     _plain("recovery_grid", 15),
     _plain("load_skew", 22),
-    Experiment("load_skew", ("rates",), 42, "python -m experiments.load_skew.rates"),
+    Experiment("load_skew", ("rates",), 13, "python -m experiments.load_skew.rates"),
     _plain("lumen_recovery", 8, options="--requests 140 --cases 4x1 8x2"),
+    _plain("lumen_simulated", 6),
     _plain("raidserve_recovery", 8, TRACE),
     Experiment("kill_series", ("simulated",), 4, "python -m experiments.kill_series.simulated"),
     *_kinds(
@@ -236,6 +238,7 @@ ALL = (
     Experiment("tenants", ("attacks", "memory"), 6, "python -m experiments.tenants.run"),
     _plain("networks", 5, ROOT_USER),
     _plain("link_monitor", 6, ROOT_USER),
+    Experiment("link_monitor", ("simulated",), 1, "python -m experiments.link_monitor.simulated"),
     Experiment(
         "gossip_agents",
         ("gossip_agents",),
@@ -253,7 +256,7 @@ ALL = (
         DISTSERVE,
         **{"auto-backup-off": "", "auto-backup-both": "--backup both"},
     ),
-    _plain("distserve_overhead", 5, DISTSERVE),
+    _plain("distserve_overhead", 10, DISTSERVE),
     Experiment(
         "vllm_kill_series",
         ("kill_series",),

@@ -14,6 +14,7 @@ from experiments.bench_proxy.engines import (
     PAIR,
     SSE_PAIR,
     VLLM_PAIR,
+    BenchError,
     Engines,
     Instance,
     Load,
@@ -21,6 +22,9 @@ from experiments.bench_proxy.engines import (
     compile_programs,
     run_load,
 )
+from experiments.bench_proxy.steady import Cores, Setting
+from experiments.telemetry_cost.run import ALL, NONE, check, observed
+from kvrs.protocol.instance import Role
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
@@ -103,6 +107,42 @@ def test_a_proxy_takes_the_mocks_for_engines(
     assert result["broken"] == 0, result["fault"]
     assert result["whole"] == result["started"] > 4
     assert result["processes"][0]["cpu_s"] > 0
+
+
+def test_mocks_are_as_many_as_a_large_cluster_has(programs: Programs) -> None:
+    """64 instances, of which each has a port."""
+    instances = [Instance(f"d{n}", Role.DECODE, f"n{n}") for n in range(64)]
+
+    with Engines(programs, instances) as engines:
+        ports = engines.ports
+
+    assert len({*ports.values()}) == 64
+
+
+def test_an_observed_proxy_tells_of_every_request(programs: Programs, tmp_path: Path) -> None:
+    """Each has its access line and its spans at the collector, and the metrics are scraped."""
+    setting = Setting(programs, Cores(None, None), tmp_path, tmp_path, 0, quick=True)
+    options = {"streams": 4, "tokens": 10, "rate": 100_000, "warm_ms": 100, "window_ms": 300}
+
+    with observed(setting, ALL) as proxy:
+        row = proxy.measure(options | {"limit_ms": 9000})
+    told = proxy.told()
+
+    assert row["cpu_s_per_million"] > 0
+    assert told["requests"] > 4
+    check(ALL, told)
+
+
+@pytest.mark.parametrize("what", ["scrapes", "lines", "spans"])
+def test_what_was_not_told_fails_the_comparison(what: str) -> None:
+    """The cost of a proxy that tells nothing is no cost of telling."""
+    told = {"requests": 5, "scrapes": 1, "lines": 5, "spans": 15}
+    check(ALL, told)
+
+    with pytest.raises(BenchError, match=what):
+        check(ALL, told | {what: 0})
+    with pytest.raises(BenchError, match=what):
+        check(NONE, {**told, "scrapes": 0, "lines": 0, "spans": 0, what: 1})
 
 
 def test_a_killed_instance_breaks_its_streams(programs: Programs) -> None:

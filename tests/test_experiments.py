@@ -7,12 +7,15 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments import evidence, run_all
+from experiments.exhibits import Exhibit, How
+from experiments.load_skew import rates
 from experiments.readme import figures_not_kept, renewed, shown_in
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
 from experiments.staleness import paths_of, state
@@ -44,6 +47,20 @@ def test_the_evidence_shows_the_kept_results() -> None:
     assert all(len(row["why"]) > 1 for row in found if row["published"] != "claimed, no figure")
     folders = {row["experiment"] for row in found} - {"-"}
     assert folders <= {each.folder for each in ALL}
+
+
+def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
+    """Its row says so, and is filled by the first result that is kept."""
+    waiting = Exhibit("a", "1 s", How.REAL, "small", lambda: "2 s", "tls", "tls/results/none.json")
+    filled = replace(waiting, result="tls/results/tls.json")
+
+    rows = {
+        row["exhibit"]: row for row in evidence.rows({"X": (waiting, replace(filled, name="b"))})
+    }
+
+    assert rows["a"]["ours"] == "-"
+    assert (rows["a"]["how"], rows["a"]["why"]) == ("missing", "not run yet; small")
+    assert (rows["b"]["ours"], rows["b"]["how"], rows["b"]["why"]) == ("2 s", "real", "small")
 
 
 def test_a_figure_beside_a_block_is_one_of_the_block(tmp_path: Path) -> None:
@@ -134,6 +151,26 @@ def test_a_result_is_stale_when_what_it_depends_on_has_changed(tmp_path: Path) -
     former = git("rev-parse", "HEAD")
     git("commit", "-q", "--amend", "-m", "d")  # As a rebase leaves it.
     assert "is not in this history" in found(commit=former)
+
+
+def test_the_rates_go_on_from_repeats_of_the_same_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result of other code, or of other rates or lengths, is measured again from the start."""
+    path = tmp_path / "rates.json"
+    rows = {"4": {mode.value: [{"good": 3}] for mode in rates.MODES}}
+    path.write_text(json.dumps({"seconds": 20.0, "rows": rows}))
+    states = ["current"] * 3 + ["stale: 1 commits since"]
+    monkeypatch.setattr(rates, "state", lambda *_: states.pop(0))
+
+    found = [
+        rates.kept(path, seconds, asked)
+        for seconds, asked in ((20.0, [4.0]), (30.0, [4.0]), (20.0, [4.0, 5.0]), (20.0, [4.0]))
+    ]
+
+    assert found[0] == rows
+    assert [{*each} for each in found[1:]] == [{"4"}, {"4", "5"}, {"4"}]
+    assert all(way == [] for each in found[1:] for ways in each.values() for way in ways.values())
 
 
 def test_names_choose_folders_and_single_results() -> None:

@@ -10,7 +10,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define MAX_INSTANCES 16
+#define MAX_INSTANCES 64
 
 struct instance {
     char id[65];

@@ -224,9 +224,16 @@ def router(*, disaggregated: bool) -> Start:
     return start
 
 
-def kvrs(tree: Path = HERE, *, mirrored: bool = False, **settings: Any) -> Start:
-    """`kvrs proxy` of one tree; `settings` are of section `proxy`. With `mirrored` a second one
-    runs, which keeps copies of the streams with a key.
+def kvrs(
+    tree: Path = HERE,
+    *,
+    mirrored: bool = False,
+    sections: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Start:
+    """`kvrs proxy` of one tree; `settings` are of section `proxy`, `sections` are others. With
+    `mirrored` a second one runs, which keeps copies of the streams with a key.
     """
 
     @contextmanager
@@ -250,7 +257,8 @@ def kvrs(tree: Path = HERE, *, mirrored: bool = False, **settings: Any) -> Start
                         if m != n
                     ]
                 config = bench.directory / f"{tree.name}-{ids[n]}.yaml"
-                config.write_text(json.dumps({"proxy": proxy, **_cluster(bench)}))
+                document = {"proxy": proxy, **_cluster(bench), **(sections or {})}
+                config.write_text(json.dumps(document))
                 running = stack.enter_context(
                     _started(
                         bench,
@@ -259,7 +267,7 @@ def kvrs(tree: Path = HERE, *, mirrored: bool = False, **settings: Any) -> Start
                         port,
                         "/readyz",
                         cwd=tree,
-                        environment={ENV_NAME: SECRET.decode()},
+                        environment={ENV_NAME: SECRET.decode(), **(environment or {})},
                     )
                 )
                 running.admin_port = admin_port

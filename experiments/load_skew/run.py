@@ -13,6 +13,7 @@ import asyncio
 import random
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +100,15 @@ def requests(
     return doors
 
 
-def start(processes: Processes) -> dict[Handoff, list[str]]:
+def start(
+    processes: Processes, modes: Sequence[Handoff] = tuple(Handoff)
+) -> dict[Handoff, list[str]]:
     """The instances, and two proxies for each way to hand off; the addresses of these."""
     names = [instance.id for _, instance in processes.config.cluster.instances()]
     processes.start(*names)
     processes.wait_ready(*names)
-    urls: dict[Handoff, list[str]] = {mode: [] for mode in Handoff}
-    for mode in Handoff:
+    urls: dict[Handoff, list[str]] = {mode: [] for mode in modes}
+    for mode in modes:
         for node in range(2):
             door = front_door(processes.config, node, mode)
             processes.start_proxy(door, f"proxy-{mode.value}-{node}")
