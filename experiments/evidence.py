@@ -46,7 +46,7 @@ By intention, or not built; everything else of the five mechanisms is as publish
   a decode instance with free places it is 0, so that pressure alone decides there.
 - LUMEN, restore pressure: a footprint is what the request may come to, not the longest context of
   the model. Agents that are nearly as good share checkpoints out, since a mean does not grow with
-  their number. The host-to-device rate in it is configured.
+  their number.
 - LUMEN, holder: chosen when an attempt starts, and again when its hand-off goes elsewhere.
 - LUMEN, rebalancing: then `auto` may leave the assigned target
   ([0015](decisions/0015-dispatch-before-costs.md)). The loads are the streams of this proxy with
