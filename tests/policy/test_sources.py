@@ -78,17 +78,21 @@ def test_memory_of_the_own_node_is_a_link_of_its_own() -> None:
     """It counts before what hand-offs within the node have measured, and for that node only; what
     is fetched there is booked on it.
     """
-    harness = checkpointed("p0", "d0", "p1", "d1")
+    harness = checkpointed("p0", "d0", "p1", "d1", "p2", "d2")
     harness.kept("agent-n1", A=8)
     harness.handle(LinkMeasured(N1, N1, 1e6))
+    harness.handle(LinkMeasured(N1, NodeId("n2"), 1e9))
     harness.handle(LinkMeasured(memory_of(N0), N0, 1e6))
     harness.handle(LinkMeasured(memory_of(N1), N1, 8e9))
 
-    restore = next(
-        e for e in only(harness.lose("d0", A=60), Recovered).estimates if e.option is Option.RESTORE
-    )
+    restores = {
+        e.target: e.transfer_s
+        for e in only(harness.lose("d0", A=60), Recovered).estimates
+        if e.option is Option.RESTORE
+    }
 
-    assert restore.transfer_s == pytest.approx(0.002 + 8 * PAGE_BYTES / 8e9)
+    assert restores[D1] == pytest.approx(0.002 + 8 * PAGE_BYTES / 8e9)
+    assert restores[InstanceId("d2")] == pytest.approx(0.002 + 8 * PAGE_BYTES / 1e9)
     links = {(row["source"], row["target"]): row for row in harness.policy.snapshot()["links"]}
     assert links[memory_of(N1), N1]["in_flight_bytes"] == 9 * PAGE_BYTES
     assert links[N1, N1]["in_flight_bytes"] == 0

@@ -108,6 +108,25 @@ def test_pages_come_out_as_they_went_in(host: StoreHost) -> None:
     store.check()
 
 
+def test_a_file_that_was_replaced_is_not_lent(host: StoreHost) -> None:
+    """Pages of a new kind have files of the same names; the old ones are still pinned."""
+    store = filled(host, 2)
+    pinned = asyncio.run(store.pin(PullRequest(tags(1, 2))))
+    places = store.places(pinned)
+    fd = places[0].file.open()
+    assert os.pread(fd, PAGE_BYTES, places[1].offset) == page(tags(1, 2)[1])
+    os.close(fd)
+
+    store.release([S], 0.0)
+    store.adopt(engine("other"))
+    store.offer(CheckpointClaim(T, 0, 1), PAGE_BYTES, ())
+    put(store, T, 0, tags(2, 1))
+
+    with pytest.raises(FileNotFoundError, match="was replaced"):
+        places[0].file.open()
+    store.unpin(pinned)
+
+
 def test_what_is_reserved_are_whole_pages(host: StoreHost) -> None:
     """A page that has room for one byte less is no room."""
     store = host.open(capacity_pages=2)

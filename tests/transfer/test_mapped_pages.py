@@ -178,9 +178,12 @@ async def test_a_pull_in_several_batches_is_whole(
     assert (short.full_pages, short.gone) == (PAGES, True)
 
 
-async def test_nothing_stays_pinned_after_a_pull(tmp_path: Path) -> None:
-    """All slots can be taken for other pages."""
-    async with node(tmp_path) as each:
+async def test_nothing_stays_pinned_after_a_pull(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All slots can be taken for other pages, although the connection stands."""
+    monkeypatch.setattr(mapped, "_IDLE_S", 60.0)
+    async with node(tmp_path, settings=TransferSettings(stall_timeout_s=60.0)) as each:
         each.put(S)
         await each.pull(each.mapped_only)
         each.store.release([S], 0.0)
