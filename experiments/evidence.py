@@ -57,8 +57,8 @@ By intention, or not built; everything else of the five mechanisms is as publish
 - RaidServe and AnchorTP, timings of ranks: layouts, plans and bytes are checked, seconds on GPUs
   are not.
 
-Experiments whose engines sleep a profile's times (`paced`) show that overheads are small and
-decisions are carried out; that a prediction is right is shown only where nothing is paced.
+In experiments marked `paced` the engines sleep the times of a profile. They show that overheads are
+small and that decisions are carried out; only those without pace show that a prediction is right.
 """
 
 _DISTSERVE = """

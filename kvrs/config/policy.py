@@ -33,14 +33,14 @@ class Dispatch(StrEnum):
 
 
 class Degraded(StrEnum):
-    """Treatment of an instance whose GPU is slower than it should be, or has a repair due."""
+    """Treatment of an instance with a GPU that is slower than it should be, or has a repair due."""
 
     IGNORE = "ignore"
     DRAIN = "drain"  # It gets no new streams, as long as there is another one.
 
 
 class Failing(StrEnum):
-    """Treatment of an instance whose GPU is likely to fail with all its streams."""
+    """Treatment of an instance with a GPU that is likely to fail with all its streams."""
 
     DRAIN = "drain"
     MOVE = "move"  # Its streams are recovered elsewhere while it still runs.
@@ -48,12 +48,12 @@ class Failing(StrEnum):
 
 class GpuSettings(Settings):
     degraded: Degraded = Field(default=Degraded.IGNORE, strict=False)
-    """An instance whose GPU is slower than it should be, or has a repair due: ignore, or drain (no
-    new streams as long as there is another instance).
+    """An instance with a GPU that is slower than it should be, or has a repair due: ignore, or
+    drain (no new streams as long as there is another instance).
     """
     failing: Failing = Field(default=Failing.MOVE, strict=False)
-    """An instance whose GPU is likely to fail: drain, or move (its streams are recovered elsewhere
-    while it still runs).
+    """An instance with a GPU that is likely to fail: drain, or move (its streams are recovered
+    elsewhere while it still runs).
     """
 
 
