@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -28,7 +29,7 @@ from kvrs.logs import log_to
 USER_ERRED = 2
 
 
-class _Actor:
+class _Actor(ABC):
     """A process that serves from a thread of its own; the actor's main thread answers Ray."""
 
     def __init__(self, config_path: str, name: str, run_directory: str) -> None:
@@ -56,8 +57,8 @@ class _Actor:
         end_server()
 
     # Not `async def`: Ray would run an actor that has such a method on an event loop of its own.
-    def _serve(self, config: Config, secret: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _serve(self, config: Config, secret: bytes) -> None: ...
 
     def _run(self) -> None:
         try:

@@ -243,6 +243,9 @@ def _plain(record: Event | Action) -> dict[str, Any]:
 
 
 def _as_plain(value: Any) -> Any:
+    """The hook of msgspec for values of types that are not its own; by its contract it raises
+    NotImplementedError for those that it cannot encode.
+    """
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Settings):
@@ -306,6 +309,9 @@ def _record(fields: dict[str, Any], kinds: dict[str, Any], what: str) -> Any:
 
 
 def _as_settings(kind: type, found: Any) -> Any:
+    """The hook of msgspec for fields of types that are not its own; by its contract it raises
+    NotImplementedError for those that it cannot make.
+    """
     if issubclass(kind, Settings):
         return _section(kind, {kind.__name__: found}, kind.__name__)
     raise NotImplementedError(f"{kind.__name__} has no place in an event log")

@@ -52,8 +52,11 @@ def encode(value: Any) -> bytes:
 
 
 def _encodable(value: Any) -> Any:
+    """The hook of msgspec for values of types that are not its own; by its contract it raises
+    NotImplementedError for those that it cannot encode.
+    """
     if not isinstance(value, array):
-        raise NotImplementedError(type(value))
+        raise NotImplementedError(f"{type(value).__name__} has no place in JSON with ids")
     if len(value) <= _STEP:
         return value.tolist()
     steps = (value[at : at + _STEP].tolist() for at in range(0, len(value), _STEP))
