@@ -15,6 +15,7 @@ RANK = {
     "errors": 0,
     "logs": 0,
     "descriptors": 0,
+    "memory": 0,
     "large_work": 0,
     "garbage": 0,
     "origins": 0,

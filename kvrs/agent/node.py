@@ -64,8 +64,8 @@ class NodeAgent:
             capacity = config.backup.capacity_bytes
             raise ConfigError(
                 [
-                    f"backup.capacity_bytes: got {capacity}; allowed: at most {room}, "
-                    f"which {directory.path} has left"
+                    f"backup.capacity_bytes: got {capacity}; allowed: at most {room}, which "
+                    f"{directory.path} and the memory limit of this process leave"
                 ]
             )
         try:

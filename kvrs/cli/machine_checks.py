@@ -27,6 +27,7 @@ from kvrs.config.file import ENV_NAME, Config, read_admin_tokens, read_secrets
 from kvrs.config.tenants import read_tenants
 from kvrs.config.tls import TlsSettings
 from kvrs.errors import EXTRAS, MissingExtraError, check_extras
+from kvrs.memory import free_bytes
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
 
 EXPIRES_SOON_S = 14 * 86400.0
@@ -120,8 +121,6 @@ def _descriptors(config: Config) -> Finding:
 
 def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     """For the proxy's buffers and the agents' pages; those that run have theirs already."""
-    from kvrs.engine.ranks.seats import free_bytes
-
     agents = sum(is_to_start(node.agent.host, node.agent.port) for node in config.cluster.nodes)
     pages = agents * config.backup.capacity_bytes if config.agents_run else 0
     wanted, free = pages, free_bytes()

@@ -185,6 +185,24 @@ def test_memory_that_is_not_there_is_asked_for_again(
     assert adopted(directory) == [(0, TAGS[0])]
 
 
+def test_memory_beyond_the_limit_of_a_control_group_is_not_touched(
+    directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would end the agent with all that it holds. What lies there already is not asked
+    for twice.
+    """
+    fills = Segments(directory, LAYOUT)
+    fills.grow_to(1)
+    monkeypatch.setattr("kvrs.transfer.store.segments.free_in_groups", lambda: PAGE_BYTES)
+    monkeypatch.setattr("kvrs.transfer.store.directory.free_in_groups", lambda: PAGE_BYTES)
+
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        fills.grow_to(5)
+
+    assert directory.used_bytes() // PAGE_BYTES == 4
+    assert directory.free_bytes() == PAGE_BYTES
+
+
 # The directory.
 
 

@@ -41,9 +41,10 @@ from kvrs.elastic.speed import shares
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.processes import RankProcesses, Told
-from kvrs.engine.ranks.seats import Answered, Ended, RankSeat, free_bytes
+from kvrs.engine.ranks.seats import Answered, Ended, RankSeat
 from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
 from kvrs.errors import KvrsError, RanksLostError
+from kvrs.memory import free_bytes
 from kvrs.scheduling.sequences import Chunk
 
 log = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvrs.elastic.units import Unit
 from kvrs.engine.ranks.futex import Life
 from kvrs.engine.ranks.wire import Answer, Order, RankGoneError, Receiver, encode, send
 from kvrs.errors import KvrsError, RanksLostError
+from kvrs.memory import free_bytes
 
 _ORDER_TIMEOUT_S = 5.0  # Until a rank that takes no order has gone.
 END_S = 1.0  # Until a rank that is told to end has ended.
@@ -58,15 +58,6 @@ class Shared:
     def close(self) -> None:
         """Views of the memory keep it alive."""
         os.close(self.descriptor)
-
-
-def free_bytes() -> int:
-    """What the kernel can give without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return sys.maxsize  # A kernel that does not tell.
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import msgspec
 
 from kvrs.errors import ConfigError
 from kvrs.ids import NodeId
+from kvrs.memory import free_in_groups
 from kvrs.protocol.secrets import derive
 
 log = logging.getLogger(__name__)
@@ -170,9 +171,9 @@ class StoreDirectory:
             self.unlink_segment(number)
 
     def free_bytes(self) -> int:
-        """Bytes that its file system has left."""
+        """Bytes that its file system has left, within the control groups of this process."""
         space = os.fstatvfs(self.fd)
-        return space.f_bavail * space.f_frsize
+        return min(space.f_bavail * space.f_frsize, free_in_groups())
 
     def used_bytes(self) -> int:
         """Bytes that the files of its store take up."""

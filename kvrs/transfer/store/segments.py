@@ -7,6 +7,7 @@ record that can be read names a page that was whole, and the page's own checksum
 still is.
 """
 
+import errno
 import logging
 import mmap
 import os
@@ -17,6 +18,7 @@ from hashlib import blake2b
 
 from xxhash import xxh3_64_intdigest
 
+from kvrs.memory import free_in_groups
 from kvrs.protocol.frames import checksum
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.peers import PagePlace
@@ -89,6 +91,11 @@ class Growth:
         OSError.
         """
         try:
+            # Beyond the limit of a control group the kernel would end this process.
+            found = os.fstat(self.fd)
+            missing = max(0, found.st_size - found.st_blocks * 512)
+            if min(self.size_bytes, missing) > free_in_groups():
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             os.posix_fallocate(self.fd, self.offset, self.size_bytes)
         finally:
             os.close(self.fd)

@@ -1,0 +1,79 @@
+"""Memory that a process may still take: what the kernel has, within the limits of control groups
+(cgroups), such as that of a container.
+
+Beyond such a limit the kernel ends a process of the group, without an error before.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+# Limit and use, by the version of control groups.
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
+# In memory.stat: files that are cached, which the kernel gives up first. Memory of tmpfs, which it
+# cannot give up, is not among them.
+_CACHED = {
+    1: ("total_inactive_file", "total_active_file"),
+    2: ("inactive_file", "active_file"),
+}
+
+
+def free_bytes() -> int:
+    """What the kernel can give to this process without swapping."""
+    return min(_free_of_machine(), free_in_groups())
+
+
+def free_in_groups(own: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> int:
+    """What the control groups leave to this process; `sys.maxsize` without a limit."""
+    return min(
+        (_free(folder, version) for folder, version in _folders(own, groups)), default=sys.maxsize
+    )
+
+
+def _free_of_machine() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return sys.maxsize  # A kernel that does not tell.
+
+
+def _folders(own: Path, groups: Path) -> Iterator[tuple[Path, int]]:
+    """The group of this process and those around it, each of which may have a limit."""
+    for line in _read(own).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = 1 if controllers else 2
+        root = groups / "memory" if controllers else groups
+        # In a container the path may be one of the host, and the root is the container's group.
+        inner = root if ".." in path else root / path.lstrip("/")
+        while inner != root:
+            yield inner, version
+            inner = inner.parent
+        yield root, version
+
+
+def _free(folder: Path, version: int) -> int:
+    try:
+        limit, used = (int(_read(folder / name)) for name in _FILES[version])
+    except ValueError:  # No limit ("max"), or no such group.
+        return sys.maxsize
+    cached = 0
+    for line in _read(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        cached += int(value) if name in _CACHED[version] else 0
+    return max(0, limit - used + cached)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
