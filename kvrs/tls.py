@@ -205,6 +205,19 @@ def pinned_context(cert: str) -> ssl.SSLContext:
     return context
 
 
+def pinned_client(files: CertificateFiles) -> ssl.SSLContext:
+    """For connections to a server with these files. It has the server's own certificate to show,
+    where the server asks for one.
+
+    Raises:
+        OSError: a file cannot be used; ssl.SSLError is one.
+    """
+    context = pinned_context(files.cert)
+    if files.client_ca is not None:
+        context.load_cert_chain(files.cert, files.key, password=_no_password)
+    return context
+
+
 def hand_shake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> str:
     """Connect the two in memory; returns until when the server's certificate is valid.
 

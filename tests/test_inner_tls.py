@@ -22,7 +22,7 @@ from kvrs.engine.server import serve_http
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.faults.orders import NoFault
 from kvrs.ids import InstanceId
-from kvrs.load.admin import AdminError, AdminPort
+from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.proxy.server import Proxy
 from tests.agent.agents import SECRET, free_ports, running
 from tests.certificates import MISSING, Authority
@@ -169,13 +169,13 @@ async def test_faults_and_emptied_caches_reach_instances_over_tls(tmp_path: Path
     certificates = tls.Certificates("security.tls", PeerTlsSettings.model_validate(section))
     async with cluster(tmp_path, section, allow_faults=True) as system:
         await system.until(system.all_up)
-        admin_url = f"http://127.0.0.1:{system.proxies[0].admin_port}"
+        admin = AdminClient(f"http://127.0.0.1:{system.proxies[0].admin_port}")
         (row,) = (await system.state(0))["instances"]
 
-        async with AdminPort(admin_url, SECRET, tls=certificates) as port:
+        async with AdminPort(admin, SECRET, certificates) as port:
             emptied = await port.reset_caches()
             await port.inject("e0", row["url"], NoFault())
-        async with AdminPort(admin_url, SECRET) as without:
+        async with AdminPort(admin, SECRET) as without:
             with pytest.raises(AdminError, match="certificate"):
                 await without.inject("e0", row["url"], NoFault())
 

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from experiments.record import Record
 from experiments.vllm_servers import PYTHON_ENV, Part, VllmServers, vllm_config
 from kvrs.config.policy import PolicyName
-from kvrs.load.admin import AdminPort
+from kvrs.load.admin import AdminClient, AdminPort
 from kvrs.load.open_loop import Progress, replay
 from kvrs.report import oracle
 from kvrs.traces.records import ReplayRequest, StreamRecord
@@ -153,7 +153,7 @@ class Series:
         asyncio.run(self._all_up())
 
     async def _all_up(self) -> None:
-        async with AdminPort(self._admin_url, None) as port:
+        async with AdminPort(AdminClient(self._admin_url)) as port:
             await port.wait_all_up(UP_TIMEOUT_S, _LOOK_AGAIN_S)
 
     async def _undisturbed(self, requests: Sequence[ReplayRequest]) -> list[StreamRecord]:
@@ -163,7 +163,7 @@ class Series:
         self, option: str, death: Death, requests: Sequence[ReplayRequest], tokens: int
     ) -> Wave:
         start_s = time.time()
-        async with AdminPort(self._admin_url, None) as port:
+        async with AdminPort(AdminClient(self._admin_url)) as port:
             progress = Progress(len(requests))
             load = asyncio.create_task(
                 replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S, progress=progress)

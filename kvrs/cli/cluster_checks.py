@@ -1,26 +1,17 @@
 """What `kvrs doctor` says of the cluster, from the state of a proxy."""
 
-import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-
-import msgspec
 
 import kvrs
 from kvrs.cli.findings import Finding, bad, doubtful, good
-from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest, read_admin_tokens
-from kvrs.config.settings import netloc
+from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest
 from kvrs.control.self_tests import Continues
 from kvrs.errors import ConfigError
 
-_TIMEOUT_S = 5.0
 _KEYS = ("instances", "agents", "proxies", "members")
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where one is reached from here
-_STATE = "/kvrs/v1/state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,53 +28,17 @@ class ProxyAnswer:
 
 def ask(config: Config, environ: Mapping[str, str]) -> ProxyAnswer:
     """The state of the proxy at the configured admin port."""
-    proxy = config.proxy
-    host = _WILDCARDS.get(proxy.admin_host, proxy.admin_host)
-    scheme = "http" if proxy.admin_tls is None else "https"
-    url = f"{scheme}://{netloc(host, proxy.admin_port)}{_STATE}"
-    if proxy.admin_port == 0:
-        return ProxyAnswer(url, cause="proxy.admin_port is 0, any free port")
+    from kvrs.load.admin import AdminClient, AdminError
+
     try:
-        tokens = read_admin_tokens(config.security, environ)
-        headers = {"Authorization": f"Bearer {tokens[0].decode()}"} if tokens else {}
-        connection = _connection(config, host)
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
-        return ProxyAnswer(url, cause=str(error))
-    with closing(connection):
-        try:
-            connection.connect()
-        except ssl.SSLError as error:
-            return ProxyAnswer(url, cause=f"TLS: {error.reason}", is_taken=True)
-        except OSError as error:
-            return ProxyAnswer(url, cause=error.strerror or type(error).__name__)
-        try:
-            connection.request("GET", _STATE, headers=headers)
-            response = connection.getresponse()
-            body = response.read()
-        except (OSError, HTTPException) as error:
-            return ProxyAnswer(url, cause=f"no HTTP: {type(error).__name__}", is_taken=True)
-    if response.status != 200:
-        cause, is_locked = f"HTTP {response.status}", response.status == HTTPStatus.UNAUTHORIZED
-        return ProxyAnswer(url, cause=cause, is_taken=True, is_locked=is_locked)
+        client = AdminClient.of(config, environ)
+    except ConfigError as error:
+        return ProxyAnswer("proxy.admin_port", cause="; ".join(error.faults))
     try:
-        state = msgspec.json.decode(body)
-        for key in _KEYS:
-            state[key]
-    except (msgspec.DecodeError, TypeError, KeyError):
-        return ProxyAnswer(url, cause="not the state of a kvrs proxy", is_taken=True)
-    return ProxyAnswer(url, state)
-
-
-def _connection(config: Config, host: str) -> HTTPConnection:
-    port, tls = config.proxy.admin_port, config.proxy.admin_tls
-    if tls is None:
-        return HTTPConnection(host, port, timeout=_TIMEOUT_S)
-    from kvrs.tls import pinned_context
-
-    context = pinned_context(tls.cert)
-    if tls.client_ca is not None:
-        context.load_cert_chain(tls.cert, tls.key)
-    return HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=context)
+        return ProxyAnswer(client.url, client.read("state", *_KEYS))
+    except AdminError as error:
+        is_locked = error.status == HTTPStatus.UNAUTHORIZED
+        return ProxyAnswer(client.url, None, error.cause, error.is_taken, is_locked)
 
 
 def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +12,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import kvrs.cli.options as opt
-from kvrs.cli.common import console, faults_in
+from kvrs.cli.common import console
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import flow
-from kvrs.config.exposure import check_exposure, notes
 from kvrs.config.file import load_config, load_source
-from kvrs.config.tenants import read_tenants
 from kvrs.errors import ConfigError
 
 DIFFERENT = 1  # The exit status of `diff`, as that of diff(1).
@@ -38,18 +35,12 @@ Situation = Annotated[
 
 def check(file: File, elsewhere: Elsewhere = False) -> None:
     """Print every fault of a configuration file at once."""
-    from kvrs.cli.feasibility import contradictions, doubts, faults_here, unresolved
-    from kvrs.proxy.workers.ports import check_shared_ports
+    from kvrs.cli.feasibility import faults_of, remarks_on
 
     config = load_config(file, os.environ)
-    found = [*faults_in(partial(check_exposure, config, os.environ)), *contradictions(config)]
-    if not elsewhere:
-        found += faults_in(partial(check_shared_ports, config))
-        found += faults_in(partial(read_tenants, config.security, os.environ))
-        found += faults_here(config, os.environ)
-    if found:
-        raise ConfigError(list(dict.fromkeys(found)))
-    for line in [*notes(config), *doubts(config), *([] if elsewhere else unresolved(config))]:
+    if found := faults_of(config, os.environ, elsewhere=elsewhere):
+        raise ConfigError(found)
+    for line in remarks_on(config, elsewhere=elsewhere):
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)
 

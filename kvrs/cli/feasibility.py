@@ -1,5 +1,5 @@
-"""What of a valid configuration cannot work on this machine: files that are not there, KV that does
-not fit, names that cannot be resolved.
+"""What of a valid configuration cannot work: ports that are open to everyone, files that are not
+there, KV that does not fit, names that cannot be resolved.
 """
 
 import json
@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,18 +16,72 @@ from msgspec.structs import replace
 
 from kvrs.cli.common import faults_in
 from kvrs.config.cluster import Backend
-from kvrs.config.file import Config, read_admin_tokens, read_secrets
+from kvrs.config.exposure import check_exposure, notes
+from kvrs.config.file import ENV_NAME, Config, read_admin_tokens, read_secrets
 from kvrs.config.settings import is_numeric
+from kvrs.config.tenants import read_tenants
+from kvrs.config.tls import TlsSettings
 from kvrs.protocol.geometry import KvGeometry
 
 _RESOLVE_S = 3.0
 _MOST_SHOWN = 3
 
 
-def faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = False) -> list[str]:
+    """What keeps processes of this configuration from starting or serving, each fault once.
+    `elsewhere`: no file and no name of this machine is looked up.
+    """
+    found = [*faults_in(partial(check_exposure, config, environ)), *_contradictions(config)]
+    if not elsewhere:
+        found += _faults_here(config, environ)
+    return list(dict.fromkeys(found))
+
+
+def remarks_on(config: Config, *, elsewhere: bool = False) -> list[str]:
+    """What is allowed, and worth a second look: lines that begin with `note: ` or `warning: `."""
+    return [*notes(config), *_doubts(config), *([] if elsewhere else _unresolved(config))]
+
+
+def private_files(
+    config: Config, environ: Mapping[str, str]
+) -> Iterator[tuple[str, str | None, Callable[[], object]]]:
+    """Keys of files that only their owner may read, their paths, and what reads them; without a
+    path, the environment is read.
+    """
+    security = config.security
+    for key, path, read in (
+        ("secret_file", security.secret_file, read_secrets),
+        ("admin_token_file", security.admin_token_file, read_admin_tokens),
+        ("key_file", security.key_file, read_tenants),
+    ):
+        yield f"security.{key}", path, partial(read, security, environ)
+
+
+def tls_sections(config: Config) -> Iterator[tuple[str, TlsSettings, Callable[[], object]]]:
+    """Those of the configuration, and what loads their files."""
+    from kvrs.tls import load_certificates
+
+    for section, files in (
+        ("proxy.tls", config.proxy.tls),
+        ("proxy.admin_tls", config.proxy.admin_tls),
+        ("security.tls", config.security.tls),
+    ):
+        if files is not None:
+            yield section, files, partial(load_certificates, section, files)
+
+
+def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     """What keeps a process of this configuration from starting or serving on this machine."""
+    from kvrs.proxy.workers.ports import check_shared_ports
+
+    yield from faults_in(partial(check_shared_ports, config))
     yield from _faults_of_model(config)
-    yield from _faults_of_security(config, environ)
+    for key, path, read in private_files(config, environ):
+        # Where there is none, `kvrs up` makes a secret for itself.
+        if path is not None or key != "security.secret_file" or ENV_NAME in environ:
+            yield from faults_in(read)
+    for _, _, load in tls_sections(config):
+        yield from faults_in(load)
     if (log := config.proxy.event_log) is not None:
         folder = Path(log).parent
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -40,7 +94,7 @@ def faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         yield from faults_in(partial(check_home, config, environ))
 
 
-def contradictions(config: Config) -> Iterator[str]:
+def _contradictions(config: Config) -> Iterator[str]:
     """What cannot work on any machine."""
     cluster, engine = config.cluster, config.cluster.engine
     is_ours = "max_model_len" in engine.model_fields_set and cluster.backend is not Backend.VLLM
@@ -51,7 +105,7 @@ def contradictions(config: Config) -> Iterator[str]:
         )
 
 
-def doubts(config: Config) -> Iterator[str]:
+def _doubts(config: Config) -> Iterator[str]:
     """What is allowed, and probably not meant."""
     engine, cluster = config.cluster.engine, config.cluster
     if (
@@ -71,7 +125,7 @@ def doubts(config: Config) -> Iterator[str]:
             )
 
 
-def unresolved(config: Config) -> Iterator[str]:
+def _unresolved(config: Config) -> Iterator[str]:
     """A line for the host names that this machine cannot resolve; others may."""
     names = sorted({host for host in _hosts(config) if not is_numeric(host)})
     answered: set[str] = set()
@@ -151,22 +205,6 @@ def _faults_of_memory(config: Config) -> Iterator[str]:
             f"backup.capacity_bytes: got {config.backup.capacity_bytes}; allowed: at least a page "
             f"({page_bytes})"
         )
-
-
-def _faults_of_security(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    from kvrs.tls import load_certificates
-
-    security, proxy = config.security, config.proxy
-    if security.secret_file is not None:
-        yield from faults_in(partial(read_secrets, security, environ))
-    if security.admin_token_file is not None:
-        yield from faults_in(partial(read_admin_tokens, security, environ))
-    for section, files in (
-        ("proxy.tls", proxy.tls),
-        ("proxy.admin_tls", proxy.admin_tls),
-        ("security.tls", security.tls),
-    ):
-        yield from faults_in(partial(load_certificates, section, files))
 
 
 def _faults_of_backup(config: Config) -> Iterator[str]:

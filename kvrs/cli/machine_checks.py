@@ -9,22 +9,18 @@ import shutil
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 
 import kvrs
 from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.common import faults_in
-from kvrs.cli.feasibility import contradictions, doubts, faults_here, unresolved
+from kvrs.cli.feasibility import faults_of, private_files, remarks_on, tls_sections
 from kvrs.cli.findings import Finding, bad, doubtful, good, of_fault
 from kvrs.cli.ports_here import is_here, is_to_start, port_findings
 from kvrs.config.cluster import Backend
-from kvrs.config.exposure import check_exposure, notes
-from kvrs.config.file import ENV_NAME, Config, read_admin_tokens, read_secrets
-from kvrs.config.tenants import read_tenants
+from kvrs.config.file import ENV_NAME, Config
 from kvrs.config.tls import TlsSettings
 from kvrs.errors import EXTRAS, MissingExtraError, check_extras
 from kvrs.memory import free_bytes
@@ -189,29 +185,25 @@ def _read(path: Path) -> str:
 def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     """All that `kvrs config check` finds, with the files for themselves."""
     of_files: set[str] = set()
-    for check, path, read in _files(config, environ):
+    for check, path, read in private_files(config, environ):
+        if path is None:
+            continue
         faults = faults_in(read)
         of_files.update(faults)
         yield from (of_fault(each, _remedy_of_file(each, path), check) for each in faults)
         if not faults:
             yield good(check, f"{path}, mode {Path(path).stat().st_mode & 0o777:04o}")
     yield from _secret(config, environ)
-    for section, tls in _sections(config):
-        faults = faults_in(partial(_load, section, tls))
+    for section, tls, load in tls_sections(config):
+        faults = faults_in(load)
         of_files.update(faults)
         yield from (of_fault(each, _remedy_of_file(each, tls.key), section) for each in faults)
         if not faults:
             yield from _expiries(section, tls)
-    found = chain(
-        faults_in(partial(check_exposure, config, environ)),
-        contradictions(config),
-        faults_in(partial(_check_workers, config)),
-        faults_here(config, environ),
-    )
-    rest = [fault for fault in dict.fromkeys(found) if fault not in of_files]
+    rest = [fault for fault in faults_of(config, environ) if fault not in of_files]
     for fault in rest:
         yield of_fault(fault, "change it in the file")
-    remarks = [*notes(config), *doubts(config), *unresolved(config)]
+    remarks = remarks_on(config)
     for remark in remarks:
         kind, _, text = remark.partition(": ")
         yield doubtful("configuration", f"{kind}: {text}", "", "")
@@ -220,57 +212,16 @@ def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
 
 
 def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
-    if config.security.secret_file is None and faults_in(
-        partial(read_secrets, config.security, environ)
-    ):
+    if config.security.secret_file is None and ENV_NAME not in environ:
         allowed = f"security.secret_file, or {ENV_NAME}, of {MIN_SECRET_BYTES} bytes or more"
         remedy = f"export {ENV_NAME}=$(openssl rand -hex 32); `kvrs up` makes its own"
-        yield doubtful("secret", "none, or too short", allowed, remedy)
-
-
-def _check_workers(config: Config) -> None:
-    from kvrs.proxy.workers.ports import check_shared_ports
-
-    check_shared_ports(config)
-
-
-def _files(
-    config: Config, environ: Mapping[str, str]
-) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    security = config.security
-    for key, path, read in (
-        ("secret_file", security.secret_file, partial(read_secrets, security, environ)),
-        (
-            "admin_token_file",
-            security.admin_token_file,
-            partial(read_admin_tokens, security, environ),
-        ),
-        ("key_file", security.key_file, partial(read_tenants, security, environ)),
-    ):
-        if path is not None:
-            yield f"security.{key}", path, read
-
-
-def _sections(config: Config) -> Iterator[tuple[str, TlsSettings]]:
-    for section, tls in (
-        ("proxy.tls", config.proxy.tls),
-        ("proxy.admin_tls", config.proxy.admin_tls),
-        ("security.tls", config.security.tls),
-    ):
-        if tls is not None:
-            yield section, tls
+        yield doubtful("secret", "none", allowed, remedy)
 
 
 def _remedy_of_file(fault: str, path: str) -> str:
     if "mode bits" in fault:
         return f"chmod 600 {path}"
     return "renew it" if "expired" in fault else "put a file there that can be used"
-
-
-def _load(section: str, tls: TlsSettings) -> None:
-    from kvrs.tls import load_certificates
-
-    load_certificates(section, tls)
 
 
 def _expiries(section: str, tls: TlsSettings) -> Iterator[Finding]:

@@ -8,13 +8,7 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import filled, say
-from kvrs.config.file import (
-    ENV_NAME,
-    SecuritySettings,
-    load_config,
-    read_admin_tokens,
-    read_secret,
-)
+from kvrs.config.file import ENV_NAME, Config, load_config, read_secret
 from kvrs.errors import check_extras
 from kvrs.traces.records import Api
 
@@ -57,12 +51,14 @@ def replay(
     """Replay a trace against an OpenAI endpoint, inject faults if asked to, and write a report."""
     given = locals()
     from kvrs.cluster.fault_injection import check_faults, inject_faults
+    from kvrs.load.admin import AdminClient
     from kvrs.load.command import ReplayOptions, parse_window, run_replay
     from kvrs.load.open_loop import Dialect
     from kvrs.report.metrics import Slo
     from kvrs.tls import load_certificates
 
-    security = SecuritySettings() if config is None else load_config(config, os.environ).security
+    settings = Config() if config is None else load_config(config, os.environ)
+    security = settings.security
     if secret_file is not None:
         security = security.model_copy(update={"secret_file": secret_file})
     secret = None
@@ -75,7 +71,7 @@ def replay(
         jitter_s=jitter,
         dialect=filled(Dialect, given, api_key=os.environ.get("OPENAI_API_KEY")),
         secret=secret,
-        admin_token=next(iter(read_admin_tokens(security, os.environ)), None),
+        admin=None if admin_url is None else AdminClient.of(settings, os.environ, admin_url),
         tls=load_certificates("security.tls", security.tls),
         slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt),
     )

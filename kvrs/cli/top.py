@@ -8,56 +8,69 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 import kvrs.cli.options as opt
-from kvrs.config.file import ADMIN_ENV_NAME
+from kvrs.config.file import load_config
+
+if TYPE_CHECKING:
+    from kvrs.load.admin import AdminClient
 
 _INTERVAL_S = 1.0
 _COLOURS = {"up": "green", "starting": "yellow", "draining": "yellow"}
 
-AdminUrl = Annotated[str, typer.Option("--url", help="URL of the proxy's admin port")]
+AdminUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="The proxy's admin port [that of the configuration on this machine]"
+    ),
+]
+AdminConfig = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file of the proxy: its admin port, token and certificate"),
+]
 Once = Annotated[bool, typer.Option("--once", help="Print it once, for scripts")]
 
 
 def top(
-    url: AdminUrl = "http://127.0.0.1:8001", once: Once = False, as_json: opt.Json = False
+    url: AdminUrl = None,
+    config: AdminConfig = None,
+    once: Once = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Show instances, streams and recoveries of a proxy every second; q or Ctrl-C ends it."""
-    import asyncio
+    from kvrs.load.admin import AdminClient
 
-    from kvrs.load.admin import AdminPort
-
-    token = os.environ.get(ADMIN_ENV_NAME)
-
-    async def overview() -> Any:
-        async with AdminPort(url, None, None if token is None else token.encode()) as port:
-            return await port.overview()
-
-    def ask() -> Any:
-        return asyncio.run(overview())
-
+    client = AdminClient.of(load_config(config, os.environ), os.environ, url)
     if as_json or once or not sys.stdout.isatty():
-        found, console = ask(), Console()
-        console.print_json(data=found) if as_json else console.print(screen(found, url, 1000))
+        found, console = client.overview(), Console()
+        shown = screen(found, client.url, 1000)
+        console.print_json(data=found) if as_json else console.print(shown)
         return
-    _run(ask, url)
+    _run(client)
 
 
-def _run(ask: Callable[[], Any], url: str) -> None:
+def _run(client: "AdminClient") -> None:
+    from kvrs.load.admin import AdminError
+
     console = Console()
+    shown: RenderableType = screen(client.overview(), client.url, console.height)
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            asked_s = time.monotonic()
-            live.update(screen(ask(), url, console.height), refresh=True)
-            if pressed(max(0.0, asked_s + _INTERVAL_S - time.monotonic())) in ("q", "Q"):
+            live.update(shown, refresh=True)
+            if pressed(_INTERVAL_S) in ("q", "Q"):
                 return
+            try:
+                shown = screen(client.overview(), client.url, console.height)
+            except AdminError as error:  # The proxy may be restarted meanwhile.
+                shown = Text(f"{error}\n\nasked again every second; q ends", style="red")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ All files of a run are in one private directory, and the agents' segments in ano
 """
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -38,6 +37,7 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.engine.ranks.settings import check_layouts
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
+from kvrs.load.admin import AdminClient, AdminError
 
 STOP_TIMEOUT_S = 15.0
 
@@ -63,7 +63,7 @@ FIXED_OF_PROXY = (
 class Cluster:
     """A running cluster; a context manager that leaves nothing behind."""
 
-    admin_token: bytes | None = None  # Of the proxies' admin ports.
+    _admin_token: bytes | None = None
 
     def __init__(self, config: Config, progress: Progress, proxies: int = 1) -> None:
         """Raises ConfigError: these proxies, or this backend, cannot be started."""
@@ -134,16 +134,20 @@ class Cluster:
     def admin_urls(self) -> list[str]:
         return [proxy.admin_url for proxy in self.proxies]
 
+    def admin(self, proxy: int = 0) -> AdminClient:
+        """A client of a proxy's admin port."""
+        return self.proxies[proxy].admin(self._admin_token)
+
     def state(self, proxy: int | None = None) -> Any:
         """`/kvrs/v1/state` of a proxy; without a number, of the first that answers.
 
         Raises:
-            OSError: it does not answer.
+            AdminError: it does not answer, or not with a state.
         """
         if proxy is not None:
-            return _state_at(self.proxies[proxy], self.admin_token)
+            return self.admin(proxy).state()
         for number in range(len(self.proxies) - 1):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(AdminError):
                 return self.state(number)
         return self.state(len(self.proxies) - 1)
 
@@ -215,7 +219,7 @@ class Cluster:
         for number, proxy in enumerate(self.proxies):
             try:
                 state = self.state(number)
-            except OSError:
+            except AdminError:
                 down[proxy.settings.id] = "down"
                 continue
             rows = rows_of(state)
@@ -233,7 +237,7 @@ class Cluster:
         )
         self.secret = _shared_secret(self.config.security)
         tokens = read_admin_tokens(self.config.security, os.environ)
-        self.admin_token = tokens[0] if tokens else None
+        self._admin_token = tokens[0] if tokens else None
         self._write_config()
         check_layouts(self.config)
         self._progress("starting Ray on loopback")
@@ -358,11 +362,3 @@ def _shared_secret(security: SecuritySettings) -> bytes:
     if security.secret_file is None and ENV_NAME not in os.environ:
         os.environ[ENV_NAME] = secrets.token_hex(32)
     return read_secret(security, os.environ)
-
-
-def _state_at(proxy: ProxyProcess, token: bytes | None) -> Any:
-    """Raises OSError: it does not answer, or not to the end."""
-    try:
-        return json.loads(proxy.read_admin("/kvrs/v1/state", token, 10.0))
-    except ValueError as error:
-        raise OSError(f"no state at {proxy.admin_url}: {error!r}") from None

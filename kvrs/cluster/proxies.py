@@ -1,20 +1,19 @@
 """The proxies of a cluster: one process each, restarted at the same ports whenever it ends."""
 
 import contextlib
-import http.client
 import signal
 import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.settings import netloc
 from kvrs.errors import KvrsError
-from kvrs.tls import pinned_context
+from kvrs.load.admin import AdminClient, AdminError
 
 LOOK_INTERVAL_S = 0.05
+_LOOK_TIMEOUT_S = 1.0
 # A proxy that ends before it has taken a request is restarted this often, each time after twice the
 # pause,
 QUICK_ENDS = 5
@@ -56,23 +55,8 @@ class ProxyProcess:
         scheme = "http" if self.settings.admin_tls is None else "https"
         return f"{scheme}://{netloc(self.settings.admin_host, self.settings.admin_port)}"
 
-    def read_admin(self, path: str, token: bytes | None, timeout_s: float) -> bytes:
-        """The answer of the admin port.
-
-        Raises:
-            OSError: it does not answer, or not to the end.
-        """
-        headers = {} if token is None else {"Authorization": f"Bearer {token.decode()}"}
-        request = urllib.request.Request(self.admin_url + path, headers=headers)  # noqa: S310 - our own URL
-        tls = self.settings.admin_tls
-        context = None if tls is None else pinned_context(tls.cert)
-        if context is not None and tls is not None and tls.client_ca is not None:
-            context.load_cert_chain(tls.cert, tls.key)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s, context=context) as answer:  # noqa: S310
-                return bytes(answer.read())
-        except http.client.HTTPException as error:
-            raise OSError(f"no answer to {path} at {self.admin_url}: {error!r}") from None
+    def admin(self, token: bytes | None) -> AdminClient:
+        return AdminClient(self.admin_url, token, self.settings.admin_tls)
 
     @property
     def pid(self) -> int | None:
@@ -144,8 +128,8 @@ class ProxyProcess:
     def _wait_until_served(self, process: subprocess.Popen[bytes]) -> bool:
         """Wait until it accepts requests, or ends before; True if it accepts them."""
         while process.poll() is None:
-            with contextlib.suppress(OSError):
-                self.read_admin("/healthz", None, 1.0)
+            with contextlib.suppress(AdminError):
+                self.admin(None).get("/healthz", _LOOK_TIMEOUT_S)
                 self._served.set()
                 self.fault = None
                 return True

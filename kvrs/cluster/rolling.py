@@ -11,6 +11,7 @@ from kvrs.cluster.processes import START_TIMEOUT_S, Kind, Process
 from kvrs.cluster.starts import forget_fault, start_fault
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
+from kvrs.load.admin import AdminError
 
 LOOK_INTERVAL_S = 0.1
 
@@ -97,7 +98,7 @@ class RollingRestart:
         """The process ids of a process in the state of a proxy, under all of its names."""
         try:
             rows = rows_of(self._cluster.state(proxy))
-        except OSError:
+        except AdminError:
             return set()
         return {rows[name]["pid"] for name in self._names(process) if name in rows} - {None}
 

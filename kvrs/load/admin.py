@@ -1,52 +1,203 @@
-"""The admin port of a kvrs cluster under test: state, recoveries, and orders that only instances
-can carry out.
+"""The admin port of a proxy: its state, and orders to the cluster behind it that only instances can
+carry out.
 """
 
 import asyncio
-from collections.abc import Sequence
+import ssl
+from collections.abc import Mapping
+from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from kvrs.errors import KvrsError
+from kvrs.config.file import ADMIN_ENV_NAME, Config, read_admin_tokens
+from kvrs.config.settings import netloc
+from kvrs.errors import ConfigError, KvrsError
 from kvrs.faults.orders import FaultRequest
 from kvrs.protocol.secrets import Door, DoorKey, door_key
 from kvrs.proving import Address, ProvingConnector, UnprovenError, address_of
-from kvrs.tls import Certificates
+from kvrs.tls import CertificateFiles, Certificates, pinned_client
 
 _TIMEOUT_S = 10.0
 _SHOWN_BYTES = 200
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where one is reached from here
 
 
 class AdminError(KvrsError):
-    """The admin port, or an instance, did not answer as expected; the message names the URL."""
+    """The admin port, or an instance, did not answer as expected; the message names the URL.
 
-
-class AdminPort:
-    """An async context manager. Without the secret it reads the state only; `token` is that of
-    the admin port, if it asks for one, `tls` of the cluster's `security.tls`.
+    `is_taken`: something listens there. `status`: of HTTP, None without an answer of it.
     """
 
     def __init__(
         self,
         url: str,
-        secret: bytes | None,
-        token: bytes | None = None,
-        tls: Certificates | None = None,
+        cause: str,
+        allowed: str = "",
+        *,
+        is_taken: bool = True,
+        status: int | None = None,
     ) -> None:
+        super().__init__(f"{url}: {cause}{allowed and f'; allowed: {allowed}'}")
+        self.cause = cause
+        self.is_taken = is_taken
+        self.status = status
+
+
+class AdminClient:
+    """Reads the admin port of a proxy, over a new connection each time; a call blocks."""
+
+    def __init__(
+        self, url: str, token: bytes | None = None, tls: CertificateFiles | None = None
+    ) -> None:
+        """`tls`: the port's own files, for an https:// URL; None: the server's certificate is of a
+        CA of the system, or of SSL_CERT_FILE.
+
+        Raises:
+            ConfigError: the URL is none of HTTP.
+        """
         self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if host is None or parts.scheme not in ("http", "https"):
+            raise ConfigError(
+                [f"URL of an admin port: got {url!r}; allowed: http://HOST:PORT, or https://"]
+            )
+        self._host, self._port, self._path = host, port, parts.path
+        self._is_secure, self._tls = parts.scheme == "https", tls
+        self._headers = {} if token is None else {"Authorization": b"Bearer " + token}
+
+    @classmethod
+    def of(cls, config: Config, environ: Mapping[str, str], url: str | None = None) -> Self:
+        """With the admin token and the certificate of a configuration; without a URL, of the proxy
+        that runs with it on this machine.
+
+        Raises:
+            ConfigError: the URL or the token cannot be used.
+        """
+        proxy, tls = config.proxy, config.proxy.admin_tls
+        if url is None:
+            if proxy.admin_port == 0:
+                raise ConfigError(
+                    ["proxy.admin_port: got 0, any free port; allowed: the number of the port"]
+                )
+            host = _WILDCARDS.get(proxy.admin_host, proxy.admin_host)
+            url = f"http{'' if tls is None else 's'}://{netloc(host, proxy.admin_port)}"
+        tokens = read_admin_tokens(config.security, environ)
+        return cls(url, next(iter(tokens), None), tls)
+
+    def state(self) -> Any:
+        """`/kvrs/v1/state`.
+
+        Raises:
+            AdminError: there is no answer, or not from a kvrs proxy.
+        """
+        return self.read("state", "instances", "streams", "recoveries")
+
+    def overview(self) -> Any:
+        """`/kvrs/v1/overview`.
+
+        Raises:
+            AdminError: as `state`.
+        """
+        return self.read("overview", "instances", "streams", "recoveries", "policy")
+
+    def read(self, what: str, *keys: str) -> Any:
+        """`/kvrs/v1/WHAT`, which has these keys.
+
+        Raises:
+            AdminError: as `state`.
+        """
+        path = f"/kvrs/v1/{what}"
+        body = self.get(path)
+        try:
+            found = msgspec.json.decode(body)
+            for key in keys:
+                found[key]
+        except (msgspec.DecodeError, TypeError, KeyError):
+            cause = f"not the {what} of a kvrs proxy; it begins {body[:_SHOWN_BYTES]!r}"
+            raise AdminError(self.url + path, cause, status=HTTPStatus.OK) from None
+        return found
+
+    def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> bytes:
+        """The body of an answer 200.
+
+        Raises:
+            AdminError: there is no answer, or another one.
+        """
+        url = self.url + path
+        with closing(self._connect(url, timeout_s)) as connection:
+            try:
+                connection.request("GET", self._path + path, headers=self._headers)
+                response = connection.getresponse()
+                body = response.read()
+            except ssl.SSLError as error:  # The server asks for a certificate.
+                raise _tls_error(url, error) from None
+            except (OSError, HTTPException) as error:
+                raise AdminError(url, f"no HTTP: {type(error).__name__}") from None
+        status = response.status
+        if status == HTTPStatus.UNAUTHORIZED:
+            allowed = f"with the admin token, from {ADMIN_ENV_NAME} or the file of --config"
+            raise AdminError(url, f"HTTP {status}", allowed, status=status)
+        if status != HTTPStatus.OK:
+            shown = body[:_SHOWN_BYTES].decode(errors="replace").strip()
+            allowed = "the admin port of a kvrs proxy" if status == HTTPStatus.NOT_FOUND else ""
+            cause = f"HTTP {status}{shown and f': {shown}'}"
+            raise AdminError(url, cause, allowed, status=status)
+        return body
+
+    def _connect(self, url: str, timeout_s: float) -> HTTPConnection:
+        connection = HTTPConnection(self._host, self._port, timeout=timeout_s)
+        if self._is_secure:
+            try:
+                context = None if self._tls is None else pinned_client(self._tls)
+            except OSError as error:  # Those of TLS too.
+                cause = f"proxy.admin_tls cannot be used: {error.strerror or error}"
+                raise AdminError(url, cause, is_taken=False) from None
+            connection = HTTPSConnection(self._host, self._port, timeout=timeout_s, context=context)
+        try:
+            connection.connect()
+        except ssl.SSLError as error:
+            raise _tls_error(url, error) from None
+        except OSError as error:
+            cause = error.strerror or str(error) or type(error).__name__
+            raise AdminError(url, cause, is_taken=False) from None
+        return connection
+
+
+def _tls_error(url: str, error: ssl.SSLError) -> AdminError:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        allowed = "a certificate of a CA in SSL_CERT_FILE, or proxy.admin_tls in --config"
+        return AdminError(url, f"TLS: {error.verify_message}", allowed)
+    return AdminError(url, f"TLS: {error.reason or type(error).__name__}")
+
+
+class AdminPort:
+    """An async context manager: what a client of the admin port reads, and orders to the instances
+    and agents that it names. Without the cluster's secret it only reads; `tls` is of the cluster's
+    `security.tls`.
+    """
+
+    def __init__(
+        self, client: AdminClient, secret: bytes | None = None, tls: Certificates | None = None
+    ) -> None:
+        self.client = client
         self.secret = secret
         self._tls = tls
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token.decode()}"}
         self._keys: dict[Address, DoorKey] = {}  # Of the instances and agents that were named.
 
     async def __aenter__(self) -> Self:
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(timeout=timeout)
         self._to_members = aiohttp.ClientSession(
-            connector=ProvingConnector(self._keys, self._tls), timeout=timeout
+            connector=ProvingConnector(self._keys, self._tls),
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
         )
         return self
 
@@ -56,7 +207,6 @@ class AdminPort:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._session.close()
         await self._to_members.close()
 
     async def state(self) -> Any:
@@ -65,32 +215,7 @@ class AdminPort:
         Raises:
             AdminError: there is no answer, or not from a kvrs proxy.
         """
-        return await self._get("state", ("instances", "streams", "recoveries"))
-
-    async def overview(self) -> Any:
-        """`/kvrs/v1/overview`.
-
-        Raises:
-            AdminError: as `state`.
-        """
-        return await self._get("overview", ("instances", "streams", "recoveries", "policy"))
-
-    async def _get(self, what: str, keys: Sequence[str]) -> Any:
-        url = f"{self.url}/kvrs/v1/{what}"
-        try:
-            async with self._session.get(url, headers=self._headers) as answer:
-                body = await answer.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise AdminError(f"{url}: {error or type(error).__name__}") from None
-        try:
-            state = msgspec.json.decode(body)
-            for key in keys:
-                state[key]
-        except (msgspec.DecodeError, TypeError, KeyError):
-            raise AdminError(
-                f"{url}: not the {what} of a kvrs proxy; it begins {body[:_SHOWN_BYTES]!r}"
-            ) from None
-        return state
+        return await asyncio.to_thread(self.client.state)
 
     async def wait_all_up(self, timeout_s: float, look_again_s: float) -> None:
         """Wait until every instance is up, and every agent.
@@ -103,9 +228,8 @@ class AdminPort:
                 while down := _down(await self.state()):
                     await asyncio.sleep(look_again_s)
         except TimeoutError:
-            raise AdminError(
-                f"{self.url}: not up after {timeout_s:.0f} s: {', '.join(down)}"
-            ) from None
+            cause = f"not up after {timeout_s:.0f} s: {', '.join(down)}"
+            raise AdminError(self.client.url, cause) from None
 
     async def reset_caches(self) -> bool:
         """Empty every instance's prefix cache, so that each run starts cold; False without the
@@ -126,21 +250,21 @@ class AdminPort:
         url = base + path
         if self.secret is None:
             raise AdminError(
-                f"{url}: needs the cluster's secret; allowed: --secret-file, or the "
-                f"environment's KVRS_SECRET"
+                url,
+                "needs the cluster's secret",
+                "--secret-file, or the environment's KVRS_SECRET",
             )
         self._keys[address_of(base)] = door_key(self.secret, Door.ADMIN, name)
         try:
             async with self._to_members.post(url, data=body) as answer:
                 if answer.status != 200:
                     shown = (await answer.content.read(_SHOWN_BYTES)).decode(errors="replace")
-                    raise AdminError(f"{url}: HTTP {answer.status}: {shown}")
+                    raise AdminError(url, f"HTTP {answer.status}: {shown}", status=answer.status)
         except UnprovenError as error:
-            raise AdminError(
-                f"{url}: it did not prove that it is {name!r}: {error.cause}"
-            ) from None
+            cause = f"it did not prove that it is {name!r}: {error.cause}"
+            raise AdminError(url, cause) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise AdminError(f"{url}: {error or type(error).__name__}") from None
+            raise AdminError(url, str(error) or type(error).__name__) from None
 
 
 def _down(state: Any) -> list[str]:

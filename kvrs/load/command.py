@@ -17,7 +17,7 @@ from rich.console import Console
 
 from kvrs.errors import ConfigError, MissingExtraError, check_extras
 from kvrs.faults.language import Fault, load_faults
-from kvrs.load.admin import AdminPort
+from kvrs.load.admin import AdminClient, AdminPort
 from kvrs.load.fitting import fitted, served_tokens, too_long
 from kvrs.load.open_loop import Dialect
 from kvrs.load.passes import FaultInjector, Run, Target, run_pass
@@ -84,9 +84,8 @@ class ReplayOptions:
     repeat: int = 1
     oracle: bool = False
     fault: Path | None = None
-    admin_url: str | None = None
+    admin: AdminClient | None = None  # Of the proxy behind `url`.
     secret: bytes | None = None
-    admin_token: bytes | None = None
     tls: Certificates | None = None
     slo: Slo = Slo()  # noqa: RUF009 - frozen
     json: bool = False  # The outline of the report on stdout, and what people read on stderr.
@@ -140,7 +139,7 @@ def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Chec
 def _faults(options: ReplayOptions) -> list[Fault]:
     if options.fault is None:
         return []
-    if options.admin_url is None:
+    if options.admin is None:
         raise ConfigError(
             [
                 "--fault: missing --admin-url, whose state names the cluster's instances "
@@ -287,9 +286,9 @@ async def _run_all(
     async with AsyncExitStack() as stack:
         stack.enter_context(_on_interrupt(stop))
         port = None
-        if options.admin_url is not None:
+        if options.admin is not None:
             port = await stack.enter_async_context(
-                AdminPort(options.admin_url, options.secret, options.admin_token, options.tls)
+                AdminPort(options.admin, options.secret, options.tls)
             )
             await check(faults, port)
         target = Target(options.url, options.dialect, options.timeout_s, port, inject_faults)

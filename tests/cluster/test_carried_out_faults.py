@@ -27,7 +27,7 @@ from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.faults.language import FaultSchedule, Phase, VictimRole, parse_faults
 from kvrs.ids import InstanceId
-from kvrs.load.admin import AdminPort
+from kvrs.load.admin import AdminClient, AdminPort
 from kvrs.load.passes import Injection
 from kvrs.protocol.secrets import Door, door_key
 from tests.ports import serving
@@ -128,7 +128,7 @@ async def admin(state: Callable[[], dict[str, Any]]) -> AsyncIterator[AdminPort]
         return web.json_response(state())
 
     app.router.add_get("/kvrs/v1/state", show)
-    async with serving(app) as url, AdminPort(url, SECRET) as port:
+    async with serving(app) as url, AdminPort(AdminClient(url), SECRET) as port:
         yield port
 
 

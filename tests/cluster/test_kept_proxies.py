@@ -18,6 +18,7 @@ from kvrs.cluster.proxies import ProxyError, ProxyProcess
 from kvrs.cluster.ray_actors import RayActors
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.proxy import ProxySettings
+from kvrs.load.admin import AdminError
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -202,5 +203,5 @@ def test_a_truncated_state_is_an_error(spawned: Spawned, broken: bytes) -> None:
                 connection.sendall(broken)
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(OSError, match="state"):
+        with pytest.raises(AdminError, match="state"):
             cluster.state(0)

@@ -21,7 +21,7 @@ from rich.console import Console
 from kvrs.cluster.fault_injection import views
 from kvrs.errors import ConfigError, TraceError
 from kvrs.faults.language import Fault
-from kvrs.load.admin import AdminError, AdminPort
+from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.load.command import ReplayOptions, load_requests, parse_window, run_replay
 from kvrs.load.open_loop import Dialect
 from kvrs.load.passes import Injection
@@ -264,7 +264,7 @@ def test_faults_go_to_the_striker_and_those_that_never_came_due_fail(
 
     server = Server()
     with serving(server) as url:
-        options = small(url, tmp_path, fault=tmp_path / "f.yaml", admin_url=url)
+        options = small(url, tmp_path, fault=tmp_path / "f.yaml", admin=AdminClient(url))
         assert not run_replay(options, inject_faults, check)
 
     assert checked == [2]
@@ -279,14 +279,14 @@ def test_a_striker_that_fails_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("- {when: {at_s: 0}, what: kill, whom: {id: d0}}\n")
 
     async def inject_faults(injection: Injection) -> None:
-        raise AdminError("cannot")
+        raise AdminError("http://127.0.0.1:9", "cannot")
 
     async def check(faults: list[Fault], port: AdminPort) -> None:
         return None
 
     with serving(Server()) as url, pytest.raises(AdminError, match="cannot"):
         run_replay(
-            small(url, tmp_path, rate=0.1, fault=tmp_path / "f.yaml", admin_url=url),
+            small(url, tmp_path, rate=0.1, fault=tmp_path / "f.yaml", admin=AdminClient(url)),
             inject_faults,
             check,
         )
@@ -297,9 +297,11 @@ def test_an_admin_url_that_is_none_is_named(tmp_path: Path) -> None:
     server = Server()
     with (
         serving(server) as url,
-        pytest.raises(AdminError, match="/nowhere/kvrs/v1/state: not the state of a kvrs proxy"),
+        pytest.raises(AdminError, match="/nowhere/kvrs/v1/state: HTTP 404"),
     ):
-        run_replay(small(url, tmp_path, admin_url=f"{url}/nowhere"), no_faults, check_state)
+        run_replay(
+            small(url, tmp_path, admin=AdminClient(f"{url}/nowhere")), no_faults, check_state
+        )
 
     assert server.seen == 0
 

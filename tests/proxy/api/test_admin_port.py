@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.config.file import ADMIN_ENV_NAME, parse_config
 from kvrs.errors import ConfigError
-from kvrs.load.admin import AdminError, AdminPort
+from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.proxy.server import Proxy
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.scripted import SECRET
@@ -93,10 +93,10 @@ async def test_the_load_generator_shows_its_token(
     system = await build(pairs=1, wait=False, security={"admin_token_file": token_file})
     url = f"http://127.0.0.1:{system.proxy.admin_port}"
 
-    async with AdminPort(url, None, TOKEN.encode()) as port:
+    async with AdminPort(AdminClient(url, TOKEN.encode())) as port:
         state = await port.state()
-    async with AdminPort(url, None) as port:
-        with pytest.raises(AdminError, match="not the state of a kvrs proxy"):
+    async with AdminPort(AdminClient(url)) as port:
+        with pytest.raises(AdminError, match=r"HTTP 401; allowed: .*KVRS_ADMIN_TOKEN"):
             await port.state()
 
     assert state["instances"]

@@ -369,6 +369,6 @@ async def test_the_launcher_reads_an_admin_port_over_tls(
         raise AssertionError
 
     process = ProxyProcess(settings, not_spawned, str)
-    state = await asyncio.to_thread(process.read_admin, "/kvrs/v1/state", None, 10.0)
+    state = await asyncio.to_thread(process.admin(None).state)
 
-    assert msgspec.json.decode(state)["instances"]
+    assert state["instances"]
