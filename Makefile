@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: install demo test test-fast package test-vllm check format reference hashes clean
+.PHONY: install demo test test-fast package test-vllm check format reference hashes audit clean
 
 install: .venv/.installed
 
@@ -50,6 +50,16 @@ hashes: install
 		--constraint constraints.txt '.[dev]'
 	$(BIN)/python -m tests.packaging.hashes out/pip-report.json > out/hashes.txt
 
+# Known vulnerabilities of the pinned versions, by the package index. It needs the network, so nothing
+# else depends on it. The program has an environment of its own: what it requires is pinned nowhere.
+audit: .venv-audit/.installed
+	.venv-audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
+
+.venv-audit/.installed:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --disable-pip-version-check 'pip-audit>=2.10,<3'
+	@touch $@
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -65,4 +75,4 @@ reference: install
 	$(BIN)/python -m kvrs.config.reference
 
 clean:
-	rm -rf .venv .venv-vllm out
+	rm -rf .venv .venv-vllm .venv-audit out
