@@ -142,7 +142,10 @@ class AdminClient:
             except ssl.SSLError as error:  # The server asks for a certificate.
                 raise _tls_error(url, error) from None
             except (OSError, HTTPException) as error:
-                raise AdminError(url, f"no HTTP: {type(error).__name__}") from None
+                # A server that asks for a certificate closes the connection without one.
+                is_bare = self._is_secure and (self._tls is None or self._tls.client_ca is None)
+                allowed = "a certificate of proxy.admin_tls.client_ca, if any" if is_bare else ""
+                raise AdminError(url, f"no HTTP: {type(error).__name__}", allowed) from None
         status = response.status
         if status == HTTPStatus.UNAUTHORIZED:
             allowed = f"with the admin token, from {ADMIN_ENV_NAME} or the file of --config"

@@ -42,7 +42,9 @@ async def test_it_prints_the_cluster_once_for_scripts(
 async def test_it_follows_the_cluster_in_a_small_terminal_until_q(
     build: ProxyClusterBuilder,
 ) -> None:
-    """80 columns and 24 rows: no line is longer, and a death shows."""
+    """80 columns and 24 rows: no line is longer, and a death shows. A proxy that is gone may be
+    restarted, and is asked again.
+    """
     system = await build()
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -60,6 +62,8 @@ async def test_it_follows_the_cluster_in_a_small_terminal_until_q(
         await until(shown, b"4 of 4 instances up")
         await system.instances["d1"].kill()
         await until(shown, b"3 of 4 instances up")
+        await system.proxy.close()
+        await until(shown, b"asked again every second")
         os.write(controller, b"q")
         async with asyncio.timeout(20):
             status = await running.wait()
