@@ -46,7 +46,7 @@ async def _run(
     view: LiveView,
 ) -> Run:
     tls = load_certificates("security.tls", cluster.config.security.tls)
-    async with AdminPort(cluster.admin(), cluster.secret, tls) as port:
+    async with AdminPort(cluster.proxies[0].admin, cluster.secret, tls) as port:
         await check_faults(faults, port)
         return await run_pass(
             Target(cluster.url, port=port, inject_faults=inject_faults),

@@ -37,7 +37,7 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.engine.ranks.settings import check_layouts
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
-from kvrs.load.admin import AdminClient, AdminError
+from kvrs.load.admin import AdminError
 
 STOP_TIMEOUT_S = 15.0
 
@@ -63,7 +63,7 @@ FIXED_OF_PROXY = (
 class Cluster:
     """A running cluster; a context manager that leaves nothing behind."""
 
-    _admin_token: bytes | None = None
+    _admin_token: bytes | None = None  # Of the proxies' admin ports.
 
     def __init__(self, config: Config, progress: Progress, proxies: int = 1) -> None:
         """Raises ConfigError: these proxies, or this backend, cannot be started."""
@@ -134,10 +134,6 @@ class Cluster:
     def admin_urls(self) -> list[str]:
         return [proxy.admin_url for proxy in self.proxies]
 
-    def admin(self, proxy: int = 0) -> AdminClient:
-        """A client of a proxy's admin port."""
-        return self.proxies[proxy].admin(self._admin_token)
-
     def state(self, proxy: int | None = None) -> Any:
         """`/kvrs/v1/state` of a proxy; without a number, of the first that answers.
 
@@ -145,7 +141,7 @@ class Cluster:
             AdminError: it does not answer, or not with a state.
         """
         if proxy is not None:
-            return self.admin(proxy).state()
+            return self.proxies[proxy].admin.state()
         for number in range(len(self.proxies) - 1):
             with contextlib.suppress(AdminError):
                 return self.state(number)
@@ -328,7 +324,12 @@ class Cluster:
             command = ("-m", "kvrs", "proxy", "--no-env", "--config", config_path)
             spawn = partial(self._run.spawn, settings.id, *command)
             self.proxies.append(
-                ProxyProcess(settings, spawn, partial(self._run.log_tail, settings.id))
+                ProxyProcess(
+                    settings,
+                    spawn,
+                    partial(self._run.log_tail, settings.id),
+                    self._admin_token,
+                )
             )
             self.proxies[-1].start()
         deadline_s = time.monotonic() + START_TIMEOUT_S

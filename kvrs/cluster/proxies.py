@@ -34,10 +34,12 @@ class ProxyProcess:
         settings: ProxySettings,
         spawn: Callable[[], subprocess.Popen[bytes]],
         log_tail: Callable[[], str],
+        admin_token: bytes | None = None,
     ) -> None:
         self.settings = settings
         self._spawn = spawn
         self._log_tail = log_tail
+        self._admin_token = admin_token
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # No process is started after `stop` has begun.
         self._closing = threading.Event()
@@ -55,8 +57,9 @@ class ProxyProcess:
         scheme = "http" if self.settings.admin_tls is None else "https"
         return f"{scheme}://{netloc(self.settings.admin_host, self.settings.admin_port)}"
 
-    def admin(self, token: bytes | None) -> AdminClient:
-        return AdminClient(self.admin_url, token, self.settings.admin_tls)
+    @property
+    def admin(self) -> AdminClient:
+        return AdminClient(self.admin_url, self._admin_token, self.settings.admin_tls)
 
     @property
     def pid(self) -> int | None:
@@ -129,7 +132,7 @@ class ProxyProcess:
         """Wait until it accepts requests, or ends before; True if it accepts them."""
         while process.poll() is None:
             with contextlib.suppress(AdminError):
-                self.admin(None).get("/healthz", _LOOK_TIMEOUT_S)
+                self.admin.get("/healthz", _LOOK_TIMEOUT_S)
                 self._served.set()
                 self.fault = None
                 return True

@@ -83,7 +83,7 @@ def row_of(cluster: Cluster, name: str) -> dict[str, Any]:
 
 
 async def carry_out(cluster: Cluster, fault: Fault) -> None:
-    async with AdminPort(cluster.admin(), cluster.secret) as port:
+    async with AdminPort(cluster.proxies[0].admin, cluster.secret) as port:
         await check_faults([fault], port)
         schedule = FaultSchedule([fault], 0, Random)
         await inject_faults(Injection(port, schedule, time.monotonic(), lambda: 0, []))

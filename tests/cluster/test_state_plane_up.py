@@ -147,7 +147,7 @@ async def test_a_lost_device_takes_its_pages_along(cluster: Cluster) -> None:
         stream = Stream(cluster)
         reading = client.submit(stream.read)
         await asyncio.to_thread(until, lambda: len(stream.ids) > 100 or reading.done())
-        async with AdminPort(cluster.admin(), cluster.secret) as port:
+        async with AdminPort(cluster.proxies[0].admin, cluster.secret) as port:
             await check_faults([fault], port)
             schedule = FaultSchedule([fault], 0, Random)
             await inject_faults(Injection(port, schedule, time.monotonic(), lambda: 0, []))

@@ -369,6 +369,6 @@ async def test_the_launcher_reads_an_admin_port_over_tls(
         raise AssertionError
 
     process = ProxyProcess(settings, not_spawned, str)
-    state = await asyncio.to_thread(process.admin(None).state)
+    state = await asyncio.to_thread(process.admin.state)
 
     assert state["instances"]
