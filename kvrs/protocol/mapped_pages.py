@@ -7,7 +7,6 @@ which their descriptors came over a connection, from 0 on.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvrs.errors import TransferError
 
@@ -21,12 +20,9 @@ FILE_BYTES = _HEAD.size + _FILE.size
 PLACE_BYTES = _PLACE.size
 
 
-class PlacedPage(NamedTuple):
-    """A page at `offset` of a file, and its checksum from when it was stored."""
-
-    file: int
-    offset: int
-    checksum: int
+# Number of the file, offset in it, and the page's checksum from when it was stored. No class, since
+# an answer has thousands.
+PlacedPage = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ def decode_mapped(payload: bytes, pages: int) -> MappedPages:
         )
     sizes = struct.unpack_from(f"!{count}Q", payload, _HEAD.size)
     places = _PLACE.iter_unpack(payload[files_end:])
-    return MappedPages(sizes, tuple(map(PlacedPage._make, places)))
+    return MappedPages(sizes, tuple(places))
 
 
 def check_files(sizes: Sequence[int], found: Sequence[int]) -> None:
@@ -77,9 +73,9 @@ def check_place(page: PlacedPage, page_bytes: int, files: Sequence[int]) -> None
     Raises:
         TransferError: the page does not lie within one of them.
     """
-    if page.file >= len(files) or page.offset + page_bytes > files[page.file]:
-        size = f"{files[page.file]} bytes" if page.file < len(files) else "unknown"
+    file, offset, _ = page
+    if file >= len(files) or offset + page_bytes > files[file]:
+        size = f"of {files[file]} bytes" if file < len(files) else "that never came"
         raise TransferError(
-            f"MAPPED places a page of {page_bytes} bytes at {page.offset} of file {page.file}, "
-            f"which is {size}"
+            f"MAPPED places a page of {page_bytes} bytes at {offset} of file {file}, {size}"
         )

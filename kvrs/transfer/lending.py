@@ -40,10 +40,9 @@ class LentFiles:
 
     async def _answer(self, request_id: int, pinned: PinnedPages) -> None:
         numbers = {file: number for number, file in enumerate(self._files)}
-        places = []
-        for place, checksum in zip(self._places(pinned), pinned.checksums, strict=True):
-            number = numbers.setdefault(place.file, len(numbers))
-            places.append(PlacedPage(number, place.offset, checksum))
+        places: list[PlacedPage] = []
+        for (file, offset), checksum in zip(self._places(pinned), pinned.checksums, strict=True):
+            places.append((numbers.setdefault(file, len(numbers)), offset, checksum))
         if len(numbers) > MAX_FILES:
             raise TransferError(f"MAP of pages in more than {MAX_FILES} files")
         new = list(numbers)[len(self._files) :]

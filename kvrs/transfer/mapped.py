@@ -198,7 +198,7 @@ class PageMapper:
             mapped = decode_mapped(bytes(payload), answer.index)
             sources = _mapped_pages(connection, mapped)
             assert all(view.nbytes == connection.server.page_bytes for view in views)
-            checksums = [page.checksum for page in mapped.pages]
+            checksums = [checksum for _, _, checksum in mapped.pages]
             copy = _Copy(sources, views[: answer.index], checksums)
             memory = memory_of(peer.node)
             self._meter.begin(memory, self._clock())
@@ -247,4 +247,4 @@ def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memor
     files = [memoryview(each) for each in connection.files]
     for page in mapped.pages:
         check_place(page, page_bytes, sizes)
-    return [files[page.file][page.offset : page.offset + page_bytes] for page in mapped.pages]
+    return [files[file][offset : offset + page_bytes] for file, offset, _ in mapped.pages]

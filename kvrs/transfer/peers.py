@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.page_messages import (
@@ -134,13 +134,8 @@ class PageFile(Protocol):
         ...
 
 
-class PagePlace(NamedTuple):
-    """Where a pinned page lies."""
-
-    file: PageFile
-    offset: int
-
-
+# Where a pinned page lies: the file, and the offset in it. No class, since a request has thousands.
+PagePlace = tuple[PageFile, int]
 # Where the pages of a request lie, one by one.
 Places = Callable[[PinnedPages], list[PagePlace]]
 

@@ -112,9 +112,9 @@ def test_a_file_that_was_replaced_is_not_lent(host: StoreHost) -> None:
     """Pages of a new kind have files of the same names; the old ones are still pinned."""
     store = filled(host, 2)
     pinned = asyncio.run(store.pin(PullRequest(tags(1, 2))))
-    places = store.places(pinned)
-    fd = places[0].file.open()
-    assert os.pread(fd, PAGE_BYTES, places[1].offset) == page(tags(1, 2)[1])
+    _, (file, offset) = store.places(pinned)
+    fd = file.open()
+    assert os.pread(fd, PAGE_BYTES, offset) == page(tags(1, 2)[1])
     os.close(fd)
 
     store.release([S], 0.0)
@@ -123,7 +123,7 @@ def test_a_file_that_was_replaced_is_not_lent(host: StoreHost) -> None:
     put(store, T, 0, tags(2, 1))
 
     with pytest.raises(FileNotFoundError, match="was replaced"):
-        places[0].file.open()
+        file.open()
     store.unpin(pinned)
 
 

@@ -336,11 +336,11 @@ async def test_sizes_are_checked_before_anything_is_mapped(
         def places(self, pinned: PinnedPages) -> list[PagePlace]:
             places = super().places(pinned)
             if lie == "page is behind the end":
-                last = places[0].file.size_bytes - PAGE_BYTES
-                return [*places[:-1], PagePlace(places[-1].file, last + 1)]
+                file, _ = places[-1]
+                return [*places[:-1], (file, file.size_bytes - PAGE_BYTES + 1)]
             more = PAGE_BYTES if lie == "file is larger" else -PAGE_BYTES
-            made = {id(each.file): LyingFile(each.file, more) for each in places}
-            return [PagePlace(made[id(each.file)], each.offset) for each in places]
+            made = {file: LyingFile(file, more) for file, _ in places}
+            return [(made[file], offset) for file, offset in places]
 
     if lie != "page is behind the end":
         monkeypatch.setattr(mmap, "mmap", None)

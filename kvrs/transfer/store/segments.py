@@ -217,7 +217,7 @@ class Segments:
 
     def place(self, slot: int) -> PagePlace:
         number, index = divmod(slot, self._per_segment)
-        return PagePlace(self._segments[number], self._pages_at + index * self._page_bytes)
+        return self._segments[number], self._pages_at + index * self._page_bytes
 
     def clear(self, slot: int) -> None:
         """The slot holds nothing: to be called before it is written."""
@@ -231,7 +231,9 @@ class Segments:
 
     def page_checksum(self, slot: int) -> int:
         """The checksum that `write_record` was given for the page in that slot."""
-        _, _, page_checksum = _RECORD.unpack_from(self._record(slot))
+        number, index = divmod(slot, self._per_segment)
+        start = _BLOCK_BYTES + index * _RECORD_BYTES
+        _, _, page_checksum = _RECORD.unpack_from(self._segments[number].bytes, start)
         return int(page_checksum)
 
     def _record(self, slot: int) -> memoryview:
