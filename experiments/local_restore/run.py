@@ -198,11 +198,11 @@ async def measure(repeats: int, size: int, scratch: Path) -> list[Way]:
 def as_text(ways: list[Way]) -> str:
     copied = ways[0].rate
     lines = [
-        f"{'way':<38} {'GB/s p50':>8} {'min':>6} {'max':>6} {'CPU ms p50':>11} {'x memcpy':>9}"
+        f"{'way':<40} {'GB/s p50':>8} {'min':>6} {'max':>6} {'CPU ms p50':>11} {'x memcpy':>9}"
     ]
     for way in ways:
         ends = f"{min(way.gb_per_s):6.2f} {max(way.gb_per_s):6.2f} {median(way.cpu_ms):11.1f}"
-        lines.append(f"{way.name:<38} {way.rate:8.2f} {ends} {way.rate / copied:9.2f}")
+        lines.append(f"{way.name:<40} {way.rate:8.2f} {ends} {way.rate / copied:9.2f}")
     worst = worst_share(ways)
     verdict = "met" if worst >= BAR else "MISSED"
     lines.append(f"bar: {BAR} of memcpy for mapped pages: {verdict} (worst: {worst:.2f})")
