@@ -44,6 +44,10 @@ CASES: dict[str, dict[str, str]] = {
     },
     "KvrsProxyDown": {f"up{{{JOB}}}": "1x10 0x5 1x15"},
     "KvrsWorkerDown": {f"kvrs_worker_up{{{WORKER}}}": "1x10 0x12 1x8"},
+    "KvrsWorkerDegraded": {
+        f"kvrs_worker_degree{{{WORKER}}}": "4x10 3x12 4x8",
+        f"kvrs_worker_full_degree{{{WORKER}}}": "4x30",
+    },
     "KvrsAgentDown": {'kvrs_agent_up{agent="agent-n0"}': "1x10 0x12 1x8"},
     "KvrsRoleDown": {
         f"kvrs_worker_up{{{WORKER}}}": "1x10 0x5 1x15",

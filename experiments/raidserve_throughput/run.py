@@ -198,23 +198,32 @@ class Node:
 
     def _drive(self, event: Event) -> None:
         assert self.own is not None
-        events = [event]
-        while events:
-            actions = [action for each in events for action in self.own.handle(each)]
-            events = [answer for action in actions for answer in self._answers(action)]
+        done = carry_through(self.own, self.own.handle(event))
+        self.ready_s += [action.ready_s for action in done if isinstance(action, CarryOut)]
 
-    def _answers(self, action: Action) -> list[Event]:
-        match action:
-            case CarryOut(epoch=epoch, plan=plan, ready_s=ready_s):
-                self.ready_s.append(ready_s)
-                places = dict.fromkeys((move.target, move.unit) for move in plan.moves)
-                return [UnitArrived(epoch, rank, unit) for rank, unit in places]
-            case FormRanks(epoch=epoch, layout=layout):
-                return [RankJoined(epoch, rank) for rank in layout.ranks]
-            case ProbeStep(epoch=epoch):
-                return [ProbeEnded(epoch, equal=True)]
-            case _:
-                return []
+
+def carry_through(own: Reforming, actions: list[Action]) -> list[Action]:
+    """Do everything that is asked for; returns all actions in order."""
+    done: list[Action] = []
+    while actions:
+        done += actions
+        events = [event for action in actions for event in answers(action)]
+        actions = [more for event in events for more in own.handle(event)]
+    return done
+
+
+def answers(action: Action) -> list[UnitArrived | RankJoined | ProbeEnded]:
+    """What ranks report once they have done it."""
+    match action:
+        case CarryOut(epoch=epoch, plan=plan):
+            places = dict.fromkeys((move.target, move.unit) for move in plan.moves)
+            return [UnitArrived(epoch, rank, unit) for rank, unit in places]
+        case FormRanks(epoch=epoch, layout=layout):
+            return [RankJoined(epoch, rank) for rank in layout.ranks]
+        case ProbeStep(epoch=epoch):
+            return [ProbeEnded(epoch, equal=True)]
+        case _:
+            return []
 
 
 def read_trace(path: Path) -> list[tuple[float, int]]:

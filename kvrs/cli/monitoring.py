@@ -110,6 +110,14 @@ ROWS: dict[str, list[Panel]] = {
             "s",
             ((f"kvrs_worker_queue_seconds{_OF}", "{{worker}}"),),
         ),
+        Panel(
+            "Ranks of instances that have several",
+            "short",
+            (
+                (f"kvrs_worker_degree{_OF}", "{{worker}}"),
+                (f"kvrs_worker_full_degree{_OF}", "{{worker}}, all"),
+            ),
+        ),
         Panel("Free KV pages", "short", ((f"kvrs_worker_free_pages{_OF}", "{{worker}}"),)),
         Panel("KV moved by kind", "Bps", _rate("kvrs_worker_kv_bytes_total", "kind")),
         Panel(

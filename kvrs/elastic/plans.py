@@ -49,6 +49,10 @@ class MovePlan:
     def peer_bytes(self) -> int:
         return sum(move.bytes for move in self.moves if move.source != HOST)
 
+    @property
+    def moved_bytes(self) -> int:
+        return self.host_bytes + self.peer_bytes
+
     def host_bytes_by_rank(self, *kinds: UnitKind) -> dict[int, int]:
         """Bytes that each rank of the next layout reads from the host, of these kinds or of all."""
         read = dict.fromkeys(self.after.ranks, 0)

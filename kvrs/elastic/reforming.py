@@ -21,7 +21,6 @@ from kvrs.elastic.layouts import Layout
 from kvrs.elastic.moving import LinkRates, schedule
 from kvrs.elastic.plans import MovePlan, plan
 from kvrs.elastic.units import Unit, Units
-from kvrs.errors import LayoutError
 
 
 class ReformingPhase(StrEnum):
@@ -94,7 +93,15 @@ class ProbeEnded:
     equal: bool
 
 
-Event = RanksLost | RankLeaving | RankOffered | UnitArrived | RankJoined | ProbeEnded
+@dataclass(frozen=True, slots=True)
+class RoomMissing:
+    """There is no memory for what was to be moved, and nothing was."""
+
+    epoch: int
+    reason: str
+
+
+Event = RanksLost | RankLeaving | RankOffered | UnitArrived | RankJoined | ProbeEnded | RoomMissing
 
 
 # What to do.
@@ -200,6 +207,7 @@ class Reforming:
     phase: ReformingPhase = ReformingPhase.SERVING
     _dead: set[int] = field(default_factory=set)  # Memory of the layout that is gone.
     _absent: set[int] = field(default_factory=set)  # Processes that are gone, with memory or not.
+    _starting: set[int] = field(default_factory=set)  # Started again, and not heard of yet.
     _arrived: dict[int, set[Unit]] = field(default_factory=dict)
     _started: dict[int, int] = field(default_factory=dict)  # Epoch from which a rank's word counts.
     _doing: PossibleWay | None = None
@@ -215,9 +223,9 @@ class Reforming:
             case RanksLost():
                 return self._lost(event)
             case RankLeaving():
-                return self._resize(
-                    [[r for r in s.ranks if r != event.rank] for s in self.layout.stages]
-                )
+                if self.why_it_stays(event.rank) is not None:
+                    return []
+                return self._resize(on_demand.survivors(self.layout, [event.rank]))
             case RankOffered():
                 return self._resize(
                     [
@@ -231,12 +239,25 @@ class Reforming:
             case RankJoined():
                 if event.epoch != self.epoch or self.phase is not ReformingPhase.JOINING:
                     return []
+                self._starting.discard(event.rank)
                 self._unjoined.discard(event.rank)
                 return [] if self._unjoined else [ProbeStep(self.epoch)]
             case ProbeEnded():
                 return self._probed(event)
+            case RoomMissing():
+                return self._room_missing(event)
             case _:
                 assert_never(event)
+
+    def why_it_stays(self, rank: int) -> str | None:
+        """Why a rank cannot leave on purpose now; None: it can."""
+        ranks = self.layout.ranks
+        if rank not in ranks:
+            return f"rank: got {rank}; allowed: {', '.join(map(str, ranks))}"
+        if self.phase is not ReformingPhase.SERVING:
+            return f"the ranks are {self.phase}; allowed: while they are {ReformingPhase.SERVING}"
+        after = self._possible(on_demand.survivors(self.layout, [rank]))
+        return after if isinstance(after, str) else None
 
     def choices(self) -> list[PossibleWay]:
         """The ways that are possible now, the cheapest first."""
@@ -244,15 +265,17 @@ class Reforming:
         return sorted(found, key=lambda choice: choice.cost_s)
 
     def _lost(self, event: RanksLost) -> list[Action]:
-        known = {*self.layout.ranks, *(self._doing.plan.after.ranks if self._doing else ())}
-        # A rank that was started again can be lost again.
-        running = known - self._absent | (self._doing.fresh if self._doing else frozenset())
-        lost = event.ranks & running
+        known = set(self.layout.ranks)
+        if self._doing is not None:
+            known |= {*self._doing.plan.after.ranks}
+            self._absent -= self._doing.fresh
+        lost = event.ranks & (known - self._absent)
         if not event.memory_kept:  # The memory of one that is not running may go too.
             lost |= event.ranks & self._absent - self._dead
         if not lost:
             return []
         self._absent |= lost
+        self._starting -= lost
         if not event.memory_kept:
             self._dead |= lost
         for rank in self._absent:
@@ -261,27 +284,28 @@ class Reforming:
         self.epoch += 1
         choices = self.choices()
         if not choices:
-            return self._give_up(self._why_not())
+            after = self._possible(on_demand.survivors(self.layout, sorted(self._absent)))
+            assert isinstance(after, str), "the survivors are no way"
+            return self._give_up(after)
         return [Freeze(self.epoch), *self._begin(choices[0])]
 
     def _resize(self, groups: list[list[int]], fresh: frozenset[int] = frozenset()) -> list[Action]:
         """Ranks change while the others serve; only from the calm."""
         if self.phase is not ReformingPhase.SERVING or fresh & set(self.layout.ranks):
             return []
-        try:
-            after = self._reshaped(groups)
-        except LayoutError:
-            return []
-        if len(after.ranks) < self.min_ranks or self.room.missing_bytes(after, self.units):
+        after = self._possible(groups)
+        if isinstance(after, str):
             return []
         self.epoch += 1
-        return self._begin(self._choice(Way.RESIZE, after, fresh, 0.0))
+        return self._begin(self._choice(Way.RESIZE, after, fresh))
 
     def _begin(self, choice: PossibleWay) -> list[Action]:
         self.phase, self._doing = ReformingPhase.MOVING, choice
         # Those that are gone count again from the epoch in which they are started.
         self._started |= dict.fromkeys(self._absent, self.epoch + 1)
         self._started |= dict.fromkeys(choice.fresh, self.epoch)
+        if choice.way is not Way.RESIZE:
+            self._starting |= choice.fresh
         self._awaited = {}
         for move in choice.plan.moves:
             self._awaited.setdefault(move.target, set()).add(move.unit)
@@ -291,6 +315,7 @@ class Reforming:
     def _arrived_at(self, event: UnitArrived) -> list[Action]:
         if event.epoch < self._started.get(event.rank, 0):
             return []  # Of an earlier process, whose memory is not that of this one.
+        self._starting.discard(event.rank)
         self._arrived.setdefault(event.rank, set()).add(event.unit)
         if event.epoch != self.epoch or self.phase is not ReformingPhase.MOVING:
             return []
@@ -313,8 +338,18 @@ class Reforming:
         assert self._doing is not None
         self.layout, self.phase = self._doing.plan.after, ReformingPhase.SERVING
         self._doing, self._streams = None, ()
-        self._dead, self._absent, self._arrived = set(), set(), {}
+        self._dead, self._absent, self._starting, self._arrived = set(), set(), set(), {}
         return [Serve(self.epoch, self.layout)]
+
+    def _room_missing(self, event: RoomMissing) -> list[Action]:
+        if event.epoch != self.epoch or self.phase is not ReformingPhase.MOVING:
+            return []
+        assert self._doing is not None
+        if self._doing.way is not Way.RESIZE:
+            return self._give_up(event.reason)
+        # Nothing is lost: the ranks serve as before.
+        self.phase, self._doing, self._awaited = ReformingPhase.SERVING, None, {}
+        return []
 
     def _give_up(self, reason: str) -> list[Action]:
         self.phase = ReformingPhase.GIVEN_UP
@@ -326,23 +361,26 @@ class Reforming:
         """The same layout, with new processes for the lost ranks."""
         fresh = frozenset(self._absent & set(self.layout.ranks))
         if not self._dead & set(self.layout.ranks):
-            start_s = self.costs.restart_s if fresh else 0.0
-            yield self._choice(Way.RESTART, self.layout, fresh, start_s)
+            yield self._choice(Way.RESTART, self.layout, fresh)
         elif self.costs.replace_s < inf:
-            yield self._choice(Way.REPLACE, self.layout, fresh, self.costs.replace_s)
+            yield self._choice(Way.REPLACE, self.layout, fresh)
 
     def _survivors(self) -> Iterable[PossibleWay]:
-        groups = on_demand.survivors(self.layout, sorted(self._absent))
-        if not all(groups) or sum(map(len, groups)) < self.min_ranks:
-            return
-        after = self._reshaped(groups)
-        if not self.room.missing_bytes(after, self.units):
-            # Memory that outlived its process has no reader: the host has the same bytes.
-            yield self._choice(Way.RESHARD, after, frozenset(), 0.0)
+        without = [self._absent]
+        if self._starting:
+            without.append(self._absent | self._starting)
+        for gone in without:
+            after = self._possible(on_demand.survivors(self.layout, sorted(gone)))
+            if isinstance(after, Layout):
+                # Memory that outlived its process has no reader: the host has the same bytes.
+                yield self._choice(Way.RESHARD, after, frozenset())
 
-    def _choice(
-        self, way: Way, after: Layout, fresh: frozenset[int], start_s: float
-    ) -> PossibleWay:
+    def _choice(self, way: Way, after: Layout, fresh: frozenset[int]) -> PossibleWay:
+        start_s = 0.0
+        if way is Way.REPLACE:
+            start_s = self.costs.replace_s
+        elif way is not Way.RESIZE and (fresh | self._starting).intersection(after.ranks):
+            start_s = self.costs.restart_s
         # On a way without them the ranks that are gone cannot be read, whatever their memory has.
         gone = self._dead if way is Way.RESTART else self._dead | self._absent
         moves = plan(self.layout, after, self.units, gone, arrived=self._arrived)
@@ -356,9 +394,6 @@ class Reforming:
         # Without streams the way that is there first.
         return PossibleWay(way, fresh, moves, ready_s, cost_s if self._streams else ready_s)
 
-    def _reshaped(self, groups: Sequence[Sequence[int]]) -> Layout:
-        return on_demand.reshaped(self.layout, self.units, groups, spread=self.spread)
-
     def _behind_s(self, after: Layout) -> float:
         """Of the look-ahead's tokens in a layout, which is left as soon as the ranks are back."""
         costs, step_s = self.costs, self.costs.step_s(after)
@@ -367,13 +402,14 @@ class Reforming:
             return behind_s
         return costs.back_s + (costs.lookahead_tokens - costs.back_s / step_s) * whole_s
 
-    def _why_not(self) -> str:
-        groups = on_demand.survivors(self.layout, sorted(self._absent))
+    def _possible(self, groups: Sequence[Sequence[int]]) -> Layout | str:
+        """The layout of these ranks, given for each stage, or why they cannot serve."""
         for stage, group in zip(self.layout.stages, groups, strict=True):
             if not group:
                 return f"no rank is left for layers [{stage.first}, {stage.last})"
         if (left := sum(map(len, groups))) < self.min_ranks:
             return f"{left} ranks are left, elastic.min_ranks is {self.min_ranks}"
-        after = self._reshaped(groups)
-        missing = self.room.missing_bytes(after, self.units)
-        return f"{left} ranks are left, and the fullest lacks {missing} bytes of memory"
+        after = on_demand.reshaped(self.layout, self.units, groups, spread=self.spread)
+        if missing := self.room.missing_bytes(after, self.units):
+            return f"{left} ranks are left, and the fullest lacks {missing} bytes of memory"
+        return after

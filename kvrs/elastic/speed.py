@@ -30,6 +30,10 @@ class Shares:
     weights: float  # Of the weights that a step of few rows reads.
     rows: float  # Of the products of many rows: those of a spread head are divided by rows.
 
+    def factors(self, whole: "Shares") -> tuple[float, float]:
+        """Step times of decode and of prefill over those of a layout with the shares `whole`."""
+        return self.weights / whole.weights, self.rows / whole.rows
+
 
 def shares(layout: Layout, units: Units) -> Shares:
     cells = weights = rows = 0.0

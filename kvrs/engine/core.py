@@ -5,7 +5,7 @@ tensors. So no lock is needed, and a page changes its owner only between two bat
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -169,9 +169,7 @@ class EngineCore(RunCore):
         runs = sorted(self._runs.values(), key=lambda run: order(run.sequence))
         for run in runs:
             old = run.sequence
-            held: Mapping[InstanceId, int] = {}
-            if self.checkpoints is not None and run.checkpoints:
-                held = self.checkpoints.held(old)
+            held = self._held_by_agents(run)
             self.scheduler.finish(old)
             if self.checkpoints is not None and run.checkpoints:
                 self.checkpoints.ended(old)
@@ -189,6 +187,22 @@ class EngineCore(RunCore):
         # Nothing is found any more that was there before, so no other run gets it.
         self.pages.reset_cache(pinned=True)
         self._ranks.mended()
+
+    def _held_by_agents(self, run: GenerationRun) -> dict[InstanceId, int]:
+        """Leading full pages, by the agents' last answers; before the first one, as they were known
+        when cells were lost before, or by the proxy.
+        """
+        if self.checkpoints is None or not run.checkpoints:
+            return {}
+        agents = {target.agent for target in run.checkpoints}
+        held = {
+            source.instance: source.pages.stop
+            for source in run.sources
+            if source.instance in agents and source.pages.start == 0
+        }
+        for agent, pages in self.checkpoints.held(run.sequence).items():
+            held[agent] = max(pages, held.get(agent, 0))
+        return held
 
     async def _sleep(self) -> None:
         """Wait for work, for at most a second, so that leases expire in time; after an idle second

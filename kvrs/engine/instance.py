@@ -29,7 +29,13 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
-from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, ReformingReport
+from kvrs.protocol.instance import (
+    Capability,
+    InstanceInfo,
+    LoadReport,
+    RankRequest,
+    ReformingReport,
+)
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
@@ -82,7 +88,7 @@ class LoadedModel:
         loaded_s = 0.0 if engine.pace is None else Pace(engine.pace).load_s
         try:
             time.sleep(max(0.0, loaded_s - (time.monotonic() - started_s)))
-            return cls(worker, _describe_model(config, directory, worker))
+            return cls(worker, describe_model(config, directory, worker))
         except BaseException:
             if isinstance(worker, RankGroup):
                 worker.close()
@@ -267,6 +273,14 @@ class EngineInstance(ServedInstance):
         self.ranks.lose_device(rank)
         self.core.lose_cells()
 
+    async def order_rank(self, order: RankRequest) -> str | None:
+        if self.ranks is None:
+            return await super().order_rank(order)
+        if order.epoch != self.epoch:
+            return f"epoch: got {order.epoch}; allowed: {self.epoch}"
+        ordered = self.ranks.reformer.order(order.rank, leaves=order.leaves)
+        return await asyncio.wrap_future(ordered)
+
     async def close(self) -> None:
         await super().close()
         if self.ranks is not None:
@@ -284,7 +298,7 @@ class EngineInstance(ServedInstance):
         return not self.core.runs and (not watched or self.pages.unused)
 
 
-def _describe_model(config: Config, directory: Path, worker: ModelWorker) -> ServedModel:
+def describe_model(config: Config, directory: Path, worker: ModelWorker) -> ServedModel:
     tokenizer = load_tokenizer(directory)
     engine = config.cluster.engine
     # A longer request could never finish here, or its pages could not be asked for in one

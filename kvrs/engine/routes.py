@@ -16,7 +16,14 @@ from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.engine.runs import FencedError
 from kvrs.engine.served import ServedInstance
 from kvrs.heartbeats import add_heartbeats
-from kvrs.protocol.instance import FenceRequest, KvTransferParams, LeaseAnswer, LeaseUpdate
+from kvrs.protocol.instance import (
+    FenceRequest,
+    KvTransferParams,
+    LeaseAnswer,
+    LeaseUpdate,
+    RankAnswer,
+    RankRequest,
+)
 from kvrs.protocol.openai.chunks import DONE, error_body, sse
 from kvrs.protocol.openai.requests import (
     ChatRequest,
@@ -41,6 +48,7 @@ def make_app(instance: ServedInstance) -> web.Application:
             web.get("/kvrs/v1/load", handlers.load),
             web.post("/kvrs/v1/leases", handlers.leases),
             web.post("/kvrs/v1/fence", handlers.fence),
+            web.post("/kvrs/v1/ranks", handlers.ranks),
             web.post("/reset_prefix_cache", handlers.reset_prefix_cache),
         ]
     )
@@ -106,6 +114,10 @@ class InstanceHandlers:
         else:
             self._instance.fence(fence.numbers())
         return http.answer(self._instance.info())
+
+    async def ranks(self, request: web.Request) -> web.Response:
+        order = http.decode(await request.read(), RankRequest)
+        return http.answer(RankAnswer(await self._instance.order_rank(order)))
 
     async def load(self, request: web.Request) -> web.StreamResponse:
         """The load report once, or as an endless stream that ends with this process."""

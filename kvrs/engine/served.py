@@ -15,7 +15,13 @@ from kvrs.http import News
 from kvrs.ids import StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, MeasuredPrefill
+from kvrs.protocol.instance import (
+    Capability,
+    InstanceInfo,
+    LoadReport,
+    MeasuredPrefill,
+    RankRequest,
+)
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling.pages import PageManager
@@ -95,6 +101,10 @@ class ServedInstance(ABC):
             RequestError: the instance has no such rank, or no such memory.
         """
         raise RequestError(f"rank: got {rank}; this engine has no device to lose", param="rank")
+
+    async def order_rank(self, order: RankRequest) -> str | None:
+        """Let a rank leave, or have it back. Returns why not; None: it is carried out."""
+        return f"rank: got {order.rank}; allowed: none, it is one process"
 
     def down(self) -> str | None:
         """Why the instance cannot serve now although its process lives; None: it can."""

@@ -273,6 +273,20 @@ class FenceRequest(msgspec.Struct):
         }
 
 
+class RankRequest(msgspec.Struct, frozen=True):
+    """Body of `POST /kvrs/v1/ranks`: a rank leaves on purpose, while it can still be read, or comes
+    back.
+    """
+
+    rank: Natural
+    leaves: bool
+    epoch: Natural  # Of the instance; another process of it refuses.
+
+
+class RankAnswer(msgspec.Struct, frozen=True):
+    refused: str | None = None  # Why; None: it is carried out.
+
+
 # Messages of a node's agent. As a holder of checkpoints it takes leases like an instance (`POST
 # /kvrs/v1/leases`). It also grants the slots of the instances of its node, which bound their
 # concurrent recovery transfers (`POST /kvrs/v1/slots`).

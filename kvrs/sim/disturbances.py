@@ -55,7 +55,12 @@ class Disturbances:
                 self._gossip_falsely()
             case fault_scenarios.RELOADED:
                 self._reload()
-            case fault_scenarios.TWO_RANKS | fault_scenarios.MID_MOVE | fault_scenarios.LATE:
+            case (
+                fault_scenarios.TWO_RANKS
+                | fault_scenarios.TOO_MANY_RANKS
+                | fault_scenarios.MID_MOVE
+                | fault_scenarios.LATE
+            ):
                 self._lose_ranks(death.name)
             case _:
                 raise AssertionError(death.name)
@@ -174,8 +179,8 @@ class Disturbances:
         )
 
     def _lose_ranks(self, death: str) -> None:
-        """Two at once, one while the instance re-forms without another, or one whose re-forming
-        takes five times as long as was said.
+        """Two at once, all but one with their devices, one while the instance re-forms without
+        another, or one whose re-forming takes five times as long as was said.
         """
         rng, clock = self._cluster.rng, self._cluster.clock
         engines = [each for each in self._cluster.engines.values() if each.is_running]
@@ -192,7 +197,13 @@ class Disturbances:
         first, *others = rng.sample(ranks.running, 2)
         if death == fault_scenarios.LATE:
             ranks.late_factor = 5.0
-        ranks.lose([first, *others] if death == fault_scenarios.TWO_RANKS else [first], kept)
+        match death:
+            case fault_scenarios.TWO_RANKS:
+                ranks.lose([first, *others], kept)
+            case fault_scenarios.TOO_MANY_RANKS:
+                ranks.lose([rank for rank in ranks.running if rank != first], memory_kept=False)
+            case _:
+                ranks.lose([first], kept)
         if death == fault_scenarios.MID_MOVE:
             again = partial(self._lose_again, engine, engine.life, others)
             clock.after(rng.uniform(0.0, 0.3), again)

@@ -28,6 +28,7 @@ RELOADED = "other settings"
 ONE_RANK = "a rank, whose memory is kept"
 ONE_DEVICE = "a rank and its device"
 TWO_RANKS = "two ranks at once"
+TOO_MANY_RANKS = "all ranks but one, too few for the model"
 MID_MOVE = "a rank in mid-move of another one"
 LATE = "a re-forming five times as long as said"
 
@@ -68,7 +69,7 @@ def _link(rng: Random, nodes: Sequence[str]) -> Row:
 _DECODE = _kill(_any("decode"))
 _RECOVERY = {"phase": "recovery"}
 _RANK, _DEVICE = {"rank": "random"}, {"what": "lose_device"}
-_OF_RANKS = ("a rank", "re-forming", "two ranks")
+_OF_RANKS = ("a rank", "re-forming", "two ranks", "all ranks")
 
 FAULT_SCENARIOS: dict[str, FaultScenario] = {
     "prefill before the hand-off": lambda r, n: [_kill(_any("prefill"), phase="prefill")],
@@ -117,6 +118,7 @@ FAULT_SCENARIOS: dict[str, FaultScenario] = {
     ONE_RANK: lambda r, n: [_kill(_any("decode") | _RANK)],
     ONE_DEVICE: lambda r, n: [_kill(_any("decode") | _RANK) | _DEVICE],
     TWO_RANKS: lambda r, n: [],
+    TOO_MANY_RANKS: lambda r, n: [],
     MID_MOVE: lambda r, n: [],
     LATE: lambda r, n: [],
 }

@@ -36,7 +36,7 @@ from kvrs.elastic.reforming import (
     UnitArrived,
     Way,
 )
-from kvrs.elastic.speed import Shares, shares
+from kvrs.elastic.speed import shares
 from kvrs.elastic.units import Unit, Units
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import ReformingReport
@@ -141,7 +141,8 @@ class SimRanks:
 
     def factor(self, *, decodes: bool) -> float:
         """Step times of the layout over those of all ranks."""
-        return _factor(shares(self._machine.layout, _UNITS), self._full, decodes=decodes)
+        decode, prefill = shares(self._machine.layout, _UNITS).factors(self._full)
+        return decode if decodes else prefill
 
     def filled(self, page: int) -> None:
         """All cells of the page have been written."""
@@ -269,7 +270,7 @@ class SimRanks:
     def _carry_out(self, action: CarryOut) -> None:
         self._start_s = 0.0
         if action.way is not Way.RESIZE:
-            self._announce(action.plan.after, action.way, action.ready_s, _moved(action))
+            self._announce(action.plan.after, action.way, action.ready_s, action.plan.moved_bytes)
         if action.way is Way.RESTART:
             self._start_s = _RESTART_S
         ends_s: dict[tuple[int, Unit], float] = {}
@@ -285,7 +286,6 @@ class SimRanks:
     def _announce(self, after: Layout, way: Way, ready_s: float, move_bytes: int) -> None:
         self.number += 1
         self._ready_s = self._site.clock.now_s + ready_s
-        then = shares(after, _UNITS)
         self.report = ReformingReport(
             self.number,
             way.value,
@@ -295,8 +295,7 @@ class SimRanks:
             move_bytes,
             self._missing,
             self._page_s(),
-            _factor(then, self._full, decodes=True),
-            _factor(then, self._full, decodes=False),
+            *shares(after, _UNITS).factors(self._full),
         )
         self._changed()
 
@@ -317,11 +316,3 @@ class SimRanks:
 
     def _later(self, delay_s: float, event: Event) -> None:
         self._engine.later(delay_s, lambda: self._handle(event))
-
-
-def _moved(action: CarryOut) -> int:
-    return action.plan.host_bytes + action.plan.peer_bytes
-
-
-def _factor(own: Shares, full: Shares, *, decodes: bool) -> float:
-    return own.weights / full.weights if decodes else own.rows / full.rows

@@ -18,6 +18,7 @@ from kvrs.sim.fault_scenarios import (
     ONE_RANK,
     PROXY_KILLED,
     SICK,
+    TOO_MANY_RANKS,
     TWO_RANKS,
     FaultEvent,
     named_death,
@@ -131,6 +132,25 @@ def contended(seed: int, *, keep_log: bool = False) -> World:
     }
     config = _pairs(3, {}, settings)
     return World(config, arrivals, deaths, seed=seed, proxies=3, keep_log=keep_log)
+
+
+def too_few_ranks(seed: int) -> World:
+    """Two decode instances of four ranks, of which one comes to have too few for its model."""
+    rng = Random(seed)
+    nodes = [
+        {
+            "id": f"n{n}",
+            "instances": [
+                {"id": f"p{n}", "role": "prefill"},
+                {"id": f"d{n}", "role": "decode", "tp": 4},
+            ],
+        }
+        for n in range(2)
+    ]
+    arrivals = _poisson(rng, per_s=4.0, from_s=1.0, to_s=6.0, max_tokens=100)
+    death = named_death(rng, TOO_MANY_RANKS, rng.uniform(2.0, 5.0))
+    config = parse_config({"cluster": {"nodes": nodes}})
+    return World(config, arrivals, [death], seed=seed, proxies=1, stay_away=0.0)
 
 
 def avalanche(seed: int, *, keep_log: bool = False) -> World:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.raidserve_throughput.run import answers, carry_through
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import SPREAD, even, staged, uneven, validate
 from kvrs.elastic.moving import LinkRates
@@ -27,6 +28,7 @@ from kvrs.elastic.reforming import (
     Reforming,
     ReformingPhase,
     Room,
+    RoomMissing,
     Serve,
     StreamAtRisk,
     UnitArrived,
@@ -38,33 +40,12 @@ UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
 ROOM = Room(capacity_bytes=10_000, cell_bytes=8, pages=10)
 COSTS = Costs(rates=LinkRates(100.0, 1000.0), join_s=0.01, restart_s=0.2)
 LOST = RanksLost(frozenset({1}))
+UNITS_OF_0 = even(UNITS, 4).held(0)
 
 
 def machine(tp: int = 4, pp: int = 1, **changes: object) -> Reforming:
     given = {"room": ROOM, "costs": COSTS} | changes
     return Reforming(UNITS, even(UNITS, tp, pp), **given)  # type: ignore[arg-type]
-
-
-def carry_through(own: Reforming, actions: list[Action]) -> list[Action]:
-    """Do everything that is asked for; returns all actions in order."""
-    done: list[Action] = []
-    while actions:
-        done += actions
-        events = [event for action in actions for event in answers(action)]
-        actions = [more for event in events for more in own.handle(event)]
-    return done
-
-
-def answers(action: Action) -> list[UnitArrived | RankJoined | ProbeEnded]:
-    match action:
-        case CarryOut(epoch=epoch, plan=plan):
-            return [UnitArrived(epoch, move.target, move.unit) for move in plan.moves]
-        case FormRanks(epoch=epoch, layout=layout):
-            return [RankJoined(epoch, rank) for rank in layout.ranks]
-        case ProbeStep(epoch=epoch):
-            return [ProbeEnded(epoch, equal=True)]
-        case _:
-            return []
 
 
 def test_a_lost_rank_is_done_without() -> None:
@@ -207,6 +188,132 @@ def test_ranks_leave_and_join_while_the_others_serve() -> None:
     assert own.phase is ReformingPhase.SERVING
 
 
+def test_two_ranks_that_are_lost_at_once_are_done_without() -> None:
+    """One plan for both, which reads each lost unit once."""
+    own = machine()
+    lost = (own.layout.held(1) | own.layout.held(2)) - UNITS_OF_0
+
+    done = carry_through(own, own.handle(RanksLost(frozenset({1, 2}))))
+
+    assert isinstance(done[1], CarryOut)
+    read = [move for move in done[1].plan.moves if move.source == HOST]
+    assert {move.unit for move in read} == lost
+    assert sum(move.bytes for move in read) == sum(map(UNITS.bytes_of, lost))
+    assert own.layout.ranks == (0, 3)
+
+
+@pytest.mark.parametrize("victim", [0, 7])
+def test_a_rank_that_is_lost_while_ranks_join_is_done_without(victim: int) -> None:
+    """One that served, or the one that was to join: nothing serves in the broken formation, and
+    nothing is moved twice.
+    """
+    own = machine()
+    (moving,) = own.handle(RankOffered(7, stage=0))
+    joining = [action for event in answers(moving) for action in own.handle(event)]
+    assert [type(action) for action in joining] == [Freeze, FormRanks]
+    late = answers(joining[1])
+
+    lost = own.handle(RanksLost(frozenset({victim}), memory_kept=victim == 7))
+    ignored = [action for event in late for action in own.handle(event)]
+    done = carry_through(own, lost)
+
+    assert ignored == []
+    assert isinstance(done[1], CarryOut)
+    assert not {move.unit for move in done[1].plan.moves} - UNITS_OF_0
+    assert isinstance(done[-1], Serve)
+    left = {0, 1, 2, 3} - {victim}
+    assert done[-1].layout.ranks == tuple(sorted(left))
+    validate(done[-1].layout, UNITS)
+
+
+def test_a_process_that_was_started_again_is_not_started_twice() -> None:
+    """Another one is lost meanwhile: the new one goes on starting, or is done without, and either
+    way is as long as it is.
+    """
+    own = machine(min_ranks=3, costs=replace(COSTS, rates=LinkRates(1e6, 1e7)))
+    kept = RanksLost(frozenset({2, 3}), memory_kept=True)
+    began = own.handle(kept)[1]
+    assert isinstance(began, CarryOut)
+    assert began.fresh == {2, 3}
+
+    again = own.handle(RanksLost(frozenset({3}), memory_kept=True))[1]
+
+    assert isinstance(again, CarryOut)
+    assert (again.way, again.fresh) == (Way.RESTART, frozenset({3}))
+    assert min(choice.ready_s for choice in own.choices()) > COSTS.restart_s
+    own.min_ranks = 2
+    assert min(choice.ready_s for choice in own.choices()) < COSTS.restart_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank", "said"),
+    [
+        ({}, 4, "rank: got 4; allowed: 0, 1, 2, 3"),
+        ({"min_ranks": 4}, 2, "3 ranks are left, elastic.min_ranks is 4"),
+        ({"tp": 1, "pp": 2}, 1, r"no rank is left for layers \[1, 2\)"),
+        (
+            {"room": replace(ROOM, capacity_bytes=900)},
+            2,
+            r"3 ranks are left, and the fullest lacks \d+ bytes of memory",
+        ),
+    ],
+)
+def test_a_rank_that_is_needed_does_not_leave(
+    changes: dict[str, object], rank: int, said: str
+) -> None:
+    """It says why, and nothing changes; nothing is lost, so the instance goes on."""
+    own = machine(**changes)  # type: ignore[arg-type]
+
+    assert re.fullmatch(said, own.why_it_stays(rank) or ""), own.why_it_stays(rank)
+    assert own.handle(RankLeaving(rank)) == []
+    assert own.phase is ReformingPhase.SERVING
+
+
+def test_a_rank_leaves_only_while_all_serve() -> None:
+    own = machine()
+    own.handle(LOST)
+
+    assert own.why_it_stays(2) == "the ranks are moving; allowed: while they are serving"
+    assert own.handle(RankLeaving(2)) == []
+
+
+def test_a_leaving_rank_that_dies_before_it_has_left_is_a_lost_one() -> None:
+    """What had arrived of it counts, and the rest comes from the host."""
+    own = machine()
+    (left,) = own.handle(RankLeaving(2))
+    *arrived, missing = answers(left)
+    for event in arrived:
+        own.handle(event)
+    assert isinstance(missing, UnitArrived)
+
+    done = carry_through(own, own.handle(RanksLost(frozenset({2}))))
+
+    assert isinstance(done[1], CarryOut)
+    assert {move.unit for move in done[1].plan.moves if move.source == HOST} == {missing.unit}
+    assert own.layout.ranks == (0, 1, 3)
+
+
+def test_without_room_for_a_change_the_ranks_serve_as_before() -> None:
+    """Where ranks are lost there is no before: the instance ends, and says how much is missing."""
+    reason = "no room for 9 bytes of shared memory"
+    for event in (RankLeaving(2), RankOffered(7, stage=0)):
+        own = machine()
+        own.handle(event)
+        phases = [own.phase]
+        for epoch in (own.epoch - 1, own.epoch):
+            assert own.handle(RoomMissing(epoch, reason)) == []
+            phases.append(own.phase)
+        assert phases == ["moving", "moving", "serving"]
+        layouts = [own.layout.ranks]
+        carry_through(own, own.handle(RankLeaving(1)))
+        layouts.append(own.layout.ranks)
+        assert layouts == [(0, 1, 2, 3), (0, 2, 3)]
+
+    own = machine()
+    own.handle(LOST)
+    assert own.handle(RoomMissing(own.epoch, reason)) == [EndInstance(reason)]
+
+
 def test_bytes_of_a_dead_process_do_not_count_for_its_successor() -> None:
     own = machine(min_ranks=4, costs=replace(COSTS, replace_s=30.0))
     first = own.handle(LOST)
@@ -261,6 +368,9 @@ def test_any_losses_at_any_moment_end_in_serving_or_giving_up(data: st.DataObjec
         world.lose(lost, memory_kept=data.draw(st.booleans()))
         if data.draw(st.booleans()):
             world.offer()
+        if data.draw(st.booleans()) and world.own.layout.ranks:
+            serving = st.sampled_from(sorted(world.own.layout.ranks))
+            world.leave(data.draw(serving))
     while world.queue:
         world.step(None)
 
@@ -288,6 +398,10 @@ class World:
             self.memory.add(new)
             self._do(self.own.handle(RankOffered(new, stage=0)))
 
+    def leave(self, rank: int) -> None:
+        """It lives, and can be read, until the others serve without it."""
+        self._do(self.own.handle(RankLeaving(rank)))
+
     def step(self, index: int | None) -> None:
         """A report of a rank that lives is heard, in any order."""
         if self.queue:
@@ -300,6 +414,8 @@ class World:
             if isinstance(action, CarryOut):
                 assert action.epoch > self._epoch
                 self._epoch = action.epoch
+                if action.way is not Way.RESIZE:
+                    assert not action.fresh & self.alive, "no living process is started again"
                 self.alive |= action.fresh
                 self.memory |= action.fresh
                 assert {move.source for move in action.plan.moves} - {HOST} <= self.alive
@@ -307,6 +423,7 @@ class World:
             if isinstance(action, Serve):
                 validate(action.layout, UNITS)
                 assert set(action.layout.ranks) <= self.alive & self.memory
+                self.alive &= set(action.layout.ranks)  # The others are ended.
             self.queue += answers(action)
 
 

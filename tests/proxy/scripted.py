@@ -24,7 +24,9 @@ from kvrs.protocol.instance import (
     LeaseUpdate,
     LoadReport,
     MeasuredPrefill,
+    RankAnswer,
     RankInfo,
+    RankRequest,
     ReformingReport,
     Role,
 )
@@ -149,6 +151,7 @@ class Scripted(ScriptedServer):
     degree: int = 0
     full_degree: int = 0
     ranks: list[RankInfo] = field(default_factory=list)
+    rank_orders: list[RankRequest] = field(default_factory=list)
     aborted: int = 0
     watches: int = 0
     refusal: tuple[int, bytes] | None = None  # The answer to every completion.
@@ -175,6 +178,7 @@ class Scripted(ScriptedServer):
         router.add_get("/kvrs/v1/load", self._load)
         router.add_post("/kvrs/v1/leases", self._leases)
         router.add_post("/kvrs/v1/fence", self._fence)
+        router.add_post("/kvrs/v1/ranks", self._order_rank)
 
     def info(self) -> InstanceInfo:
         return InstanceInfo(
@@ -244,6 +248,14 @@ class Scripted(ScriptedServer):
         self.fences.append({str(stream): attempt for stream, attempt in parsed.attempts.items()})
         self.epoch += 1
         return _json(self.info())
+
+    async def _order_rank(self, request: web.Request) -> web.Response:
+        """Orders for ranks that it shows are carried out."""
+        parsed = msgspec.json.decode(await request.read(), type=RankRequest)
+        self.rank_orders.append(parsed)
+        there = [each.rank for each in self.ranks]
+        refused = None if parsed.rank in there else f"rank: got {parsed.rank}; allowed: {there}"
+        return _json(RankAnswer(refused))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()

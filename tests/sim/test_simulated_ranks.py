@@ -9,7 +9,7 @@ from kvrs.policy.event_log import rerun
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.process import InvariantError
 from kvrs.sim.ranks import SimRanks
-from kvrs.sim.scenarios import ranked
+from kvrs.sim.scenarios import ranked, too_few_ranks
 
 SEEDS = 10
 
@@ -30,6 +30,17 @@ def test_no_computation_reads_a_cell_that_is_gone() -> None:
     assert set(ended) == {"complete"}
     assert recoveries["in_place"] > 20
     assert len(hit) == 5
+
+
+def test_streams_leave_an_instance_that_has_too_few_ranks() -> None:
+    """It ends, as one process does; each stream goes on elsewhere and ends complete."""
+    found = [too_few_ranks(seed).run() for seed in range(3)]
+
+    assert all(one.streams for outcome in found for one in outcome.hits)
+    assert {key for outcome in found for key in outcome.ended} == {"complete"}
+    recoveries = sum((outcome.recoveries for outcome in found), Counter[str]())
+    assert recoveries["in_place"] == 0
+    assert recoveries.total() >= sum(one.streams for outcome in found for one in outcome.hits)
 
 
 def test_the_law_notices_streams_that_compute_on_without_what_they_have_lost(

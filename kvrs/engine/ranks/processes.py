@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.plans import HOST, Move
-from kvrs.elastic.reforming import RankLeaving
 from kvrs.elastic.units import Unit
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.digests import unit_name
@@ -19,7 +18,15 @@ from kvrs.engine.models.unit_blocks import UnitBlocks
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.formation import RankFormation
-from kvrs.engine.ranks.seats import Answered, Ended, RankSeat, Shared, UnitAt
+from kvrs.engine.ranks.seats import (
+    Answered,
+    Ended,
+    RankOrdered,
+    RankSeat,
+    Shared,
+    UnitAt,
+    give_back,
+)
 from kvrs.engine.ranks.wire import (
     Attach,
     Fetched,
@@ -37,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _MOST_SOURCES = 200  # Memories that one order names; units of others are read from the files.
 
-Told = Answered | Ended | RankLeaving
+Told = Answered | Ended | RankOrdered
 
 
 class RankProcesses:
@@ -86,11 +93,18 @@ class RankProcesses:
         self._note(seat.rank, answer.leaves.items())
         seat.watch()
 
-    def fetched(self, seat: RankSeat, answer: Fetched) -> None:
-        """Raises KvrsError: the rank has other weights."""
+    def fetched(self, seat: RankSeat, answer: Fetched) -> bool:
+        """Whether the unit's memory was kept for it.
+
+        Raises:
+            KvrsError: the rank has other weights.
+        """
         name = unit_name(answer.unit)
         self._note(seat.rank, [(name, answer.hash)])
-        at, move = self._coming.pop((seat.pid, answer.epoch, answer.unit))
+        coming = self._coming.pop((seat.pid, answer.epoch, answer.unit), None)
+        if coming is None:
+            return False
+        at, move = coming
         seat.units[answer.unit] = at
         is_read = move.source == HOST or answer.was_damaged
         moved = self.moved[answer.epoch]
@@ -99,6 +113,7 @@ class RankProcesses:
         if answer.was_damaged:
             moved["damaged"] += 1
             log.warning("a unit was damaged in a rank's memory", extra={"unit": name})
+        return True
 
     def fetch(self, epoch: int, moves: Iterable[Move]) -> None:
         """Let each target get its units; each has room for all of them before the first moves.
@@ -110,7 +125,13 @@ class RankProcesses:
         of_targets = {
             target: list(own) for target, own in groupby(ordered, lambda move: move.target)
         }
-        rooms = {target: self._room(epoch, target, own) for target, own in of_targets.items()}
+        rooms = {}
+        try:
+            for target, own in of_targets.items():
+                rooms[target] = self._room(epoch, target, own)
+        except KvrsError:
+            self.drop_coming(epoch)
+            raise
         for target, (order, descriptors) in rooms.items():
             _order(self.seats[target], order, descriptors)
 
@@ -135,6 +156,15 @@ class RankProcesses:
         names = [unit_name(move.unit) for move in moves]
         known = {name: self.hashes[name] for name in names if name in self.hashes}
         return FetchUnits(epoch, wire, known), descriptors
+
+    def drop_coming(self, of_epoch: int | None = None) -> None:
+        """Give back the memory of units that have not come, of one order or of all: those that a
+        further loss has broken off.
+        """
+        gone = [key for key in self._coming if of_epoch in (None, key[1])]
+        units = [self._coming.pop(key)[0] for key in gone]
+        seats = self.seats.values()
+        give_back(units, [at for seat in seats for at in seat.units.values()])
 
     def attach(self, rank: int, units: dict[Unit, UnitAt]) -> None:
         """Give a new process the memory that an earlier one of its rank has left."""

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import Empty
 from typing import Protocol, assert_never
@@ -17,7 +18,6 @@ from torch import Tensor
 from kvrs.config.elastic import ElasticSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.reforming import (
-    Action,
     CarryOut,
     EndInstance,
     Event,
@@ -32,6 +32,7 @@ from kvrs.elastic.reforming import (
     Reforming,
     ReformingPhase,
     Room,
+    RoomMissing,
     Serve,
     StreamAtRisk,
     UnitArrived,
@@ -41,7 +42,7 @@ from kvrs.elastic.speed import shares
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.processes import RankProcesses, Told
-from kvrs.engine.ranks.seats import Answered, Ended, RankSeat
+from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat
 from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.memory import free_bytes
@@ -120,6 +121,11 @@ class _Missing:
     wait_s: float = _AGAIN_S
     spare: RankSeat | None = None  # Ready to join once it is loaded.
 
+    def put_off(self, now_s: float) -> None:
+        """Its next start, should the one before have been in vain."""
+        self.due_s = now_s + self.wait_s
+        self.wait_s = min(2 * self.wait_s, _AGAIN_MOST_S)
+
 
 class Reformer:
     def __init__(self, group: ReformedGroup, machine: Reforming, settings: ElasticSettings) -> None:
@@ -133,7 +139,7 @@ class Reformer:
         self._begun: _Begun | None = None
         self._formation: RankFormation | None = None
         self._missing: dict[int, _Missing] = {}
-        self._left: set[int] = set()  # On purpose.
+        self._left: set[int] = set()  # On purpose; those of the layout are about to.
         self._starts: dict[int, int] = {}  # In this re-forming.
         self._first_lost_s = 0.0
         self._is_stopping = self._has_ended = False
@@ -149,14 +155,18 @@ class Reformer:
         self._processes.told.put(None)
         self._thread.join()
 
-    def leave(self, rank: int) -> None:
-        """Let a rank go on purpose: it serves until the others have what it had."""
-        self._processes.told.put(RankLeaving(rank))
+    def order(self, rank: int, *, leaves: bool) -> "Future[str | None]":
+        """Let a rank leave on purpose, which serves until the others have what it had; or have one
+        back that has left. The result says why not; None: it is carried out.
+        """
+        refused: Future[str | None] = Future()
+        self._processes.told.put(RankOrdered(rank, leaves, refused))
+        return refused
 
     def factors(self, layout: Layout) -> tuple[float, float]:
         """Step times of decode and of prefill over those of the full layout."""
         own, whole = (shares(each, self._machine.units) for each in (layout, self._group.full))
-        return own.weights / whole.weights, own.rows / whole.rows
+        return own.factors(whole)
 
     def _step_s(self, layout: Layout) -> float:
         """Predicted of a decode step."""
@@ -187,7 +197,7 @@ class Reformer:
                 missing.spare.close()
 
     def _patience_s(self) -> float | None:
-        if self._has_ended:
+        if self._has_ended or self._machine.phase is not ReformingPhase.SERVING:
             return None
         due = [each.due_s for each in self._missing.values() if each.spare is None]
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -199,11 +209,31 @@ class Reformer:
             case Answered(seat=seat, answer=answer):
                 if self._is_known(seat):
                     self._answered(seat, answer)
-            case RankLeaving(rank=rank):
-                self._left.add(rank)
-                self._handle(told)
+            case RankOrdered():
+                if told.refused.set_running_or_notify_cancel():
+                    carry_out = self._leave if told.leaves else self._have_back
+                    told.refused.set_result(carry_out(told.rank))
             case None:
                 pass  # A rank is due.
+
+    def _leave(self, rank: int) -> str | None:
+        if not self._settings.enabled:
+            return "elastic.enabled: got false; allowed: true"
+        self._measure_room()
+        if (reason := self._machine.why_it_stays(rank)) is None:
+            self._left.add(rank)
+            self._handle(RankLeaving(rank))
+        return reason
+
+    def _have_back(self, rank: int) -> str | None:
+        if rank not in self._left:
+            left = ", ".join(map(str, sorted(self._left))) or "none, no rank has left"
+            return f"rank: got {rank}; allowed: {left}"
+        self._left.discard(rank)
+        if rank not in self._group.layout.ranks:
+            stage = _stage_of(self._group.full, rank)
+            self._missing.setdefault(rank, _Missing(stage, time.monotonic()))
+        return None
 
     def _is_known(self, seat: RankSeat) -> bool:
         missing = self._missing.get(seat.rank)
@@ -217,8 +247,8 @@ class Reformer:
                     self._processes.loaded(seat, answer)
                     self._offer()
                 case Fetched():
-                    self._processes.fetched(seat, answer)
-                    self._handle(UnitArrived(answer.epoch, seat.rank, answer.unit))
+                    if self._processes.fetched(seat, answer):
+                        self._handle(UnitArrived(answer.epoch, seat.rank, answer.unit))
                 case Joined():
                     self._handle(RankJoined(answer.epoch, seat.rank))
                 case Refused():
@@ -233,8 +263,7 @@ class Reformer:
         missing = self._missing.get(seat.rank)
         if missing is not None and missing.spare is seat:
             missing.spare = None
-            missing.due_s = time.monotonic() + missing.wait_s
-            missing.wait_s = min(2 * missing.wait_s, _AGAIN_MOST_S)
+            missing.put_off(time.monotonic())
             seat.close()
             return
         if seat.rank in self._group.lost and seat.process.returncode is not None:
@@ -267,24 +296,21 @@ class Reformer:
     def _handle(self, event: Event) -> None:
         is_loss = isinstance(event, RanksLost)
         for action in self._machine.handle(event):
-            self._carry(action, is_loss=is_loss)
-
-    def _carry(self, action: Action, *, is_loss: bool) -> None:
-        match action:
-            case Freeze():
-                self._group.freeze(at_once=is_loss)
-            case CarryOut():
-                self._begin(action)
-            case FormRanks():
-                self._form(action)
-            case ProbeStep():
-                self._probe(action)
-            case Serve():
-                self._serve(action)
-            case EndInstance():
-                self._end(action.reason)
-            case _:
-                assert_never(action)
+            match action:
+                case Freeze():
+                    self._group.freeze(at_once=is_loss)
+                case CarryOut():
+                    self._begin(action)
+                case FormRanks():
+                    self._formation = self._group.form(action.epoch, action.layout)
+                case ProbeStep():
+                    self._probe(action)
+                case Serve():
+                    self._serve(action)
+                case EndInstance():
+                    self._end(action.reason)
+                case _:
+                    assert_never(action)
 
     def _begin(self, action: CarryOut) -> None:
         now_s = time.monotonic()
@@ -298,7 +324,7 @@ class Reformer:
             ready_at_s=now_s + action.ready_s,
             after=action.plan.after,
             lost=tuple(sorted(self._group.lost)),
-            move_bytes=action.plan.host_bytes + action.plan.peer_bytes,
+            move_bytes=action.plan.moved_bytes,
             lost_cells=bool(self._group.lost_devices & self._group.lost.keys()),
         )
         log.warning(
@@ -312,13 +338,24 @@ class Reformer:
         try:
             self._processes.fetch(action.epoch, action.plan.moves)
         except KvrsError as error:
-            self._end(str(error))
+            self._handle(RoomMissing(action.epoch, str(error)))
+            if self._machine.phase is ReformingPhase.SERVING:
+                self._call_off(action, str(error))
+
+    def _call_off(self, action: CarryOut, reason: str) -> None:
+        """The ranks that serve go on without a change that nothing has begun of."""
+        log.warning("the ranks stay as they are", extra={"way": action.way, "cause": reason})
+        for rank in action.fresh:
+            self._processes.seats.pop(rank).close()
+        self._begun, self.now = None, None
+        self._group.changed()
 
     def _seat(self, rank: int, action: CarryOut) -> bool:
         """A new process in a rank's seat: one that is ready, or else another one."""
-        missing = self._missing.pop(rank, None)
+        missing = self._missing.get(rank)
         if missing is not None and missing.spare is not None:
-            seat = missing.spare
+            seat, missing.spare = missing.spare, None
+            missing.put_off(time.monotonic())  # Should it die before it serves.
         else:
             self._starts[rank] = self._starts.get(rank, 0) + 1
             if self._starts[rank] > _MOST_STARTS:
@@ -337,9 +374,6 @@ class Reformer:
                 self._processes.attach(rank, kept)
         return True
 
-    def _form(self, action: FormRanks) -> None:
-        self._formation = self._group.form(action.epoch, action.layout)
-
     def _probe(self, action: ProbeStep) -> None:
         assert self._formation is not None, "the ranks have joined"
         try:
@@ -352,9 +386,7 @@ class Reformer:
         assert self._formation is not None, "the ranks have joined"
         assert self._begun is not None, "a re-forming has begun"
         seats = self._processes.seats
-        for rank in [rank for rank in seats if rank not in action.layout.ranks]:
-            seats.pop(rank).close()
-            self._group.lost.pop(rank, None)
+        self._processes.drop_coming()
         for rank in action.layout.ranks:
             held = action.layout.held(rank)
             seats[rank].release([unit for unit in seats[rank].units if unit not in held])
@@ -362,6 +394,10 @@ class Reformer:
         self._note(action)
         self._begun, self.now = None, None
         self._group.serve(self._formation)
+        # The end of a process takes its time, in which the others compute again.
+        for rank in [rank for rank in seats if rank not in action.layout.ranks]:
+            seats.pop(rank).close()
+            self._group.lost.pop(rank, None)
         now_s = time.monotonic()
         for stage, each in enumerate(self._group.full.stages):
             for rank in each.ranks:
@@ -419,11 +455,14 @@ class Reformer:
                     missing.spare = self._processes.start(rank, self._group.full, missing.stage)
                 except (KvrsError, OSError) as error:
                     log.warning("a rank is not started", extra={"cause": str(error)})
-                    missing.due_s = now_s + missing.wait_s
-                    missing.wait_s = min(2 * missing.wait_s, _AGAIN_MOST_S)
+                    missing.put_off(now_s)
 
     def _offer(self) -> None:
-        """Let a rank that is ready join, where nothing else is under way."""
+        """Let ranks leave that were told to, and then one that is ready join, where nothing else
+        is under way.
+        """
+        for rank in sorted(self._left.intersection(self._group.layout.ranks)):
+            self._leave(rank)
         for rank, missing in list(self._missing.items()):
             if self._machine.phase is not ReformingPhase.SERVING:
                 return

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,12 +23,13 @@ _ORDER_TIMEOUT_S = 5.0  # Until a rank that takes no order has gone.
 END_S = 1.0  # Until a rank that is told to end has ended.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Shared:
     """Memory that processes share; it exists while one of them has it mapped or open."""
 
     descriptor: int
     memory: mmap.mmap
+    is_open: bool = True
 
     @classmethod
     def make(cls, name: str, size_bytes: int) -> "Shared":
@@ -56,8 +58,10 @@ class Shared:
             self.memory.madvise(mmap.MADV_REMOVE, first, stop - first)
 
     def close(self) -> None:
-        """Views of the memory keep it alive."""
-        os.close(self.descriptor)
+        """Views of the memory keep it alive. To close it twice is harmless."""
+        if self.is_open:
+            self.is_open = False
+            os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,18 @@ class UnitAt:
     memory: Shared
     offset: int
     stop: int
+
+
+def give_back(units: Iterable[UnitAt], kept: Iterable[UnitAt]) -> None:
+    """Give back the memory of units; what has none of those that are kept is closed."""
+    memories: dict[int, Shared] = {}
+    for at in units:
+        at.memory.drop(at.offset, at.stop)
+        memories[id(at.memory)] = at.memory
+    used = {id(at.memory) for at in kept}
+    for key, memory in memories.items():
+        if key not in used:
+            memory.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +96,15 @@ class Ended:
     """A process has died. Each is told at least once."""
 
     seat: "RankSeat"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankOrdered:
+    """A rank leaves on purpose, or comes back, by order of an operator."""
+
+    rank: int
+    leaves: bool
+    refused: "Future[str | None]"  # Why; None: it is carried out.
 
 
 class RankSeat:
@@ -153,12 +178,7 @@ class RankSeat:
     def release(self, units: Sequence[Unit]) -> None:
         """Give back the memory of units that it does not have any more."""
         gone = [self.units.pop(unit) for unit in units]
-        kept = {id(at.memory) for at in self.units.values()}
-        for at in gone:
-            at.memory.drop(at.offset, at.stop)
-        for memory in {id(at.memory): at.memory for at in gone}.values():
-            if id(memory) not in kept:
-                memory.close()
+        give_back(gone, self.units.values())
 
     def _run(self, work: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=work, name=f"rank-{self.rank}", daemon=True)

@@ -20,7 +20,15 @@ from kvrs.ids import InstanceId
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.state import describe, measure
-from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, obey, with_instance, without_instance
+from kvrs.proxy.fleet.orders import (
+    DrainOrder,
+    FleetChange,
+    RankOrder,
+    obey,
+    pass_on,
+    with_instance,
+    without_instance,
+)
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
@@ -28,6 +36,7 @@ from kvrs.proxy.watch.gossip_view import GossipView
 
 UI = "/ui"
 _LONGEST_DRAIN_S = 86_400.0
+_RANK = "/kvrs/v1/leave/{id}/{rank:[0-9]{1,9}}"
 # The page holds no data: it asks for them, with the token that is typed in. It loads nothing else.
 _UI_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
@@ -46,6 +55,7 @@ class AdminSource(Protocol):
     async def metrics(self) -> Collector: ...
     async def reload(self) -> ReloadResult: ...  # Raises ConfigError.
     async def drain_instance(self, order: DrainOrder) -> None: ...  # Raises RequestError.
+    async def order_rank(self, order: RankOrder) -> None: ...  # Raises RequestError.
     async def change_fleet(self, change: FleetChange) -> ReloadResult: ...  # Raises ConfigError.
     def serves(self) -> bool: ...  # Whether it takes requests of clients.
 
@@ -86,6 +96,9 @@ class OwnSource:
         if not order.is_trial:
             self._ordered()
 
+    async def order_rank(self, order: RankOrder) -> None:
+        await pass_on(order, self._driver.control, self._driver.backends)
+
     async def change_fleet(self, change: FleetChange) -> ReloadResult:
         return await self._reloads.change_nodes(change.nodes, is_trial=change.is_trial)
 
@@ -113,6 +126,8 @@ class Admin:
         app.router.add_delete("/kvrs/v1/instances/{id}", self._remove_instance)
         app.router.add_post("/kvrs/v1/drain/{id}", self._drain)
         app.router.add_delete("/kvrs/v1/drain/{id}", self._end_drain)
+        app.router.add_post(_RANK, partial(self._order_rank, leaves=True))
+        app.router.add_delete(_RANK, partial(self._order_rank, leaves=False))
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/healthz", self._healthz)
         add_document(app, admin_document())
@@ -193,6 +208,15 @@ class Admin:
         except RequestError as fault:
             return error(fault.status, str(fault), param=fault.param)
         return answer({"instance": order.instance, "drain_s": order.drain_s})
+
+    async def _order_rank(self, request: web.Request, *, leaves: bool) -> web.Response:
+        """The rank gives what it has to the others of its instance and ends; or it comes back."""
+        name, rank = InstanceId(request.match_info["id"]), int(request.match_info["rank"])
+        try:
+            await self._source.order_rank(RankOrder(name, rank, leaves))
+        except RequestError as fault:
+            return error(fault.status, str(fault), param=fault.param)
+        return answer({"instance": name, "rank": rank, "leaves": leaves})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         """In the text format, or in OpenMetrics where that is asked for."""

@@ -74,6 +74,12 @@ _RESPONSE = {
     },
 }
 _ID_IN_PATH = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_RANK_IN_PATH = {
+    "name": "rank",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "integer", "minimum": 0},
+}
 _COMPLETION = "A completion, whole or as a stream of events"
 _TEXT = {
     "type": "object",
@@ -108,6 +114,15 @@ _DRAIN = {
     "type": "object",
     "required": ["instance", "drain_s"],
     "properties": {"instance": {"type": "string"}, "drain_s": {"type": ["number", "null"]}},
+}
+_LEAVE = {
+    "type": "object",
+    "required": ["instance", "rank", "leaves"],
+    "properties": {
+        "instance": {"type": "string"},
+        "rank": {"type": "integer"},
+        "leaves": {"type": "boolean"},
+    },
 }
 _DRAIN_S = {
     "name": "drain_s",
@@ -233,6 +248,11 @@ def admin_document() -> dict[str, Any]:
                     "parameters": [_DRAIN_S],
                 },
                 "delete": _operation("Use the instance again", _DRAIN),
+            },
+            "/kvrs/v1/leave/{id}/{rank}": {
+                "parameters": [_ID_IN_PATH, _RANK_IN_PATH],
+                "post": _operation("Have a rank of the instance leave it", _LEAVE),
+                "delete": _operation("Have the rank back", _LEAVE),
             },
             "/metrics": {"get": _operation("Metrics for Prometheus", None)},
             "/healthz": {"get": _operation("Whether the process runs", None)},

@@ -18,7 +18,15 @@ import msgspec
 
 from kvrs.errors import KvrsError
 from kvrs.ids import StreamId
-from kvrs.protocol.instance import Heartbeat, InstanceInfo, LeaseAnswer, LeaseUpdate, LoadReport
+from kvrs.protocol.instance import (
+    Heartbeat,
+    InstanceInfo,
+    LeaseAnswer,
+    LeaseUpdate,
+    LoadReport,
+    RankAnswer,
+    RankRequest,
+)
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.upstream import Reader
 
@@ -82,6 +90,9 @@ class Backend(Protocol):
         """KV that has come from other instances since its start, in pages or bytes; None: it does
         not count that.
         """
+
+    async def order_rank(self, order: RankRequest) -> RankAnswer:
+        """Let a rank of it leave, or have it back."""
 
     # The calls of a stream.
 

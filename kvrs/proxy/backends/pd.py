@@ -13,7 +13,14 @@ import msgspec
 
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
-from kvrs.protocol.instance import Capability, FenceRequest, InstanceInfo, LoadReport
+from kvrs.protocol.instance import (
+    Capability,
+    FenceRequest,
+    InstanceInfo,
+    LoadReport,
+    RankAnswer,
+    RankRequest,
+)
 from kvrs.protocol.openai.chunks import Usage, error_body, error_kind
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
@@ -119,6 +126,9 @@ class PdBackend(OpenAiPeer):
             {stream: owner_epoch for stream, (owner_epoch, _) in attempts.items() if owner_epoch},
         )
         return await self.control("POST", "/kvrs/v1/fence", request, InstanceInfo)
+
+    async def order_rank(self, order: RankRequest) -> RankAnswer:
+        return await self.control("POST", "/kvrs/v1/ranks", order, RankAnswer)
 
     async def kv_received(self) -> float | None:
         report = await self.control("GET", "/kvrs/v1/load", None, LoadReport)

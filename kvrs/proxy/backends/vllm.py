@@ -27,6 +27,8 @@ from kvrs.protocol.instance import (
     LeaseUpdate,
     LoadReport,
     MeasuredPrefill,
+    RankAnswer,
+    RankRequest,
     Role,
 )
 from kvrs.protocol.openai.chunks import CHUNK
@@ -297,7 +299,10 @@ class VllmBackend(OpenAiPeer):
             case _:
                 return False
 
-    # Requests that need a capability, which vLLM lacks.
+    # Requests that vLLM does not know, or that need a capability which it lacks.
+
+    async def order_rank(self, order: RankRequest) -> RankAnswer:
+        raise UpstreamError("vLLM's ranks do not leave one by one")
 
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
         raise UpstreamError("vLLM has no leases of proxies")

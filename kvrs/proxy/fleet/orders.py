@@ -1,6 +1,6 @@
 """Orders of an operator about instances, as the admin port takes them and workers pass them on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -8,9 +8,11 @@ import msgspec
 from kvrs.config.file import Config
 from kvrs.control.core import Control
 from kvrs.control.orders import DrainOrders
-from kvrs.errors import RequestError
+from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
+from kvrs.protocol.instance import RankRequest
 from kvrs.protocol.mirror import StandingOrder
+from kvrs.proxy.backends.backend import Backend
 
 
 class DrainOrder(msgspec.Struct, frozen=True):
@@ -21,6 +23,14 @@ class DrainOrder(msgspec.Struct, frozen=True):
     is_trial: bool = False  # Whether it could be carried out; it is not.
 
 
+class RankOrder(msgspec.Struct, frozen=True):
+    """A rank of the instance leaves, or comes back."""
+
+    instance: InstanceId
+    rank: int
+    leaves: bool
+
+
 class OrderRefused(msgspec.Struct, frozen=True):
     status: int
     message: str
@@ -28,10 +38,8 @@ class OrderRefused(msgspec.Struct, frozen=True):
 
 def obey(control: Control[Any], order: DrainOrder, now_s: float, wall_s: float) -> None:
     """Raises RequestError: there is no such instance, or its streams would have nowhere to go."""
-    name, instances = order.instance, control.instances
-    if not instances.is_present(name):
-        there = ", ".join(known.id for known in instances.present())
-        raise RequestError(f"no instance {name!r:.80}; allowed: {there}", param="id", status=404)
+    name = order.instance
+    _check_there(name, [known.id for known in control.instances.present()])
     if order.drain_s is not None and (fault := control.drains.fault(name)) is not None:
         raise RequestError(
             f"{name} is not drained: {fault}; allowed: while one is up", param="id", status=409
@@ -52,6 +60,27 @@ class StandingOrders:
 
     def take(self, orders: list[StandingOrder]) -> bool:
         return self._orders.take(orders, self._clock())
+
+
+async def pass_on(
+    order: RankOrder, control: Control[Any], backends: Mapping[InstanceId, Backend]
+) -> None:
+    """Have the instance carry it out.
+
+    Raises:
+        RequestError: there is no such instance, it does not answer, or it refuses.
+    """
+    name, instances = order.instance, control.instances
+    _check_there(name, [known.id for known in instances.present()])
+    if (info := instances.known[name].info) is None:
+        raise RequestError(f"{name} is not up; allowed: while it is", param="id", status=409)
+    request = RankRequest(order.rank, order.leaves, info.epoch)
+    try:
+        answer = await backends[name].order_rank(request)
+    except UpstreamError as fault:
+        raise RequestError(f"{name} does not answer: {fault}", param="id", status=503) from None
+    if answer.refused is not None:
+        raise RequestError(f"{name} refuses: {answer.refused}", param="rank", status=409)
 
 
 class FleetChange(msgspec.Struct, frozen=True):
@@ -98,14 +127,19 @@ def without_instance(config: Config, instance: str) -> list[Any]:
     Raises RequestError: there is none.
     """
     names = [each.id for _, each in config.cluster.instances()]
-    if instance not in names:
-        raise RequestError(
-            f"no instance {instance!r:.80}; allowed: {', '.join(names)}", param="id", status=404
-        )
+    _check_there(instance, names)
     nodes = _nodes(config)
     for node in nodes:
         node["instances"] = [each for each in node["instances"] if each["id"] != instance]
     return [node for node in nodes if node["instances"]]
+
+
+def _check_there(instance: str, names: Collection[str]) -> None:
+    """Raises RequestError."""
+    if instance not in names:
+        raise RequestError(
+            f"no instance {instance!r:.80}; allowed: {', '.join(names)}", param="id", status=404
+        )
 
 
 def _nodes(config: Config) -> list[Any]:

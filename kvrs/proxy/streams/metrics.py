@@ -231,16 +231,24 @@ class LoadMetrics:
         self._roles: dict[InstanceId, Role] = {}
         gauge = partial(Gauge, registry=registry, labelnames=["worker", "role"])
         self._streams = gauge("kvrs_worker_streams", "Open streams of this proxy at the worker.")
-        self._queued = gauge(
-            "kvrs_worker_queued_requests", "Requests of all proxies in the queue of the worker."
+        self._reported = (
+            gauge(
+                "kvrs_worker_queued_requests",
+                "Requests of all proxies in the queue of the worker.",
+            ),
+            gauge(
+                "kvrs_worker_running_requests",
+                "Requests of all proxies that the worker computes.",
+            ),
+            gauge("kvrs_worker_free_pages", "KV pages of the worker that are free."),
+            gauge(
+                "kvrs_worker_queue_seconds",
+                "Time that a request which arrives now waits at the worker, by its own prediction.",
+            ),
         )
-        self._running = gauge(
-            "kvrs_worker_running_requests", "Requests of all proxies that the worker computes."
-        )
-        self._free = gauge("kvrs_worker_free_pages", "KV pages of the worker that are free.")
-        self._delay = gauge(
-            "kvrs_worker_queue_seconds",
-            "Time that a request which arrives now waits at the worker, by its own prediction.",
+        self._of_ranks = (
+            gauge("kvrs_worker_degree", "Ranks that compute, of a worker that has several."),
+            gauge("kvrs_worker_full_degree", "Ranks that a worker of several was configured with."),
         )
         self._kv = Total(
             Counter(
@@ -266,21 +274,25 @@ class LoadMetrics:
 
     def remove(self, worker: InstanceId) -> None:
         labels = worker, self._roles.pop(worker)
-        for gauge in (self._streams, self._queued, self._running, self._free, self._delay):
+        for gauge in (self._streams, *self._reported, *self._of_ranks):
             gauge.remove(*labels)
 
     def measure(self, known: KnownInstance, streams: int) -> None:
         labels, load = (known.id, known.role), known.load
         self._streams.labels(*labels).set(streams)
-        gauges = self._queued, self._running, self._free, self._delay
+        reported = degrees = None
+        if load is not None:
+            reported = load.queued, load.running, load.free_pages, load.queue_delay_s
+            degrees = (load.degree, load.full_degree) if load.full_degree else None
+        for gauges, values in ((self._reported, reported), (self._of_ranks, degrees)):
+            for at, gauge in enumerate(gauges):
+                if values is None:
+                    # Old values of a worker that is down would be taken for its load.
+                    gauge.remove(*labels)
+                else:
+                    gauge.labels(*labels).set(values[at])
         if load is None:
-            # Old values of a worker that is down would be taken for its load.
-            for gauge in gauges:
-                gauge.remove(*labels)
             return
-        values = load.queued, load.running, load.free_pages, load.queue_delay_s
-        for gauge, value in zip(gauges, values, strict=True):
-            gauge.labels(*labels).set(value)
         for kind in KV_KINDS:
             self._kv.follow(load.kv_bytes.get(kind, 0), known.id, kind)
 

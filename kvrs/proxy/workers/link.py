@@ -15,7 +15,7 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.policy.model.events import OthersBooked
 from kvrs.proxy.api.admin import OwnSource
-from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused
+from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused, RankOrder
 from kvrs.proxy.reload import ReloadResult
 from kvrs.proxy.workers.asking import Asking
 from kvrs.proxy.workers.channel import Channel
@@ -28,6 +28,7 @@ from kvrs.proxy.workers.messages import (
     ORDER,
     PING,
     PLAN,
+    RANK,
     READY,
     RELOAD,
     STATE,
@@ -65,6 +66,7 @@ class WorkerLink:
                 PING: lambda body: body,
                 DRAIN: self._drain,
                 ORDER: self._order,
+                RANK: self._order_rank,
                 FLEET: self._change_fleet,
                 BOOKED: self._take_others,
             },
@@ -123,11 +125,10 @@ class WorkerLink:
         return await _reloaded((await self._source).change_fleet(change))
 
     async def _order(self, body: bytes) -> bytes:
-        try:
-            await (await self._source).drain_instance(unpacked(body, DrainOrder))
-        except RequestError as error:
-            return packed(OrderRefused(error.status, str(error)))
-        return b""
+        return await _obeyed((await self._source).drain_instance(unpacked(body, DrainOrder)))
+
+    async def _order_rank(self, body: bytes) -> bytes:
+        return await _obeyed((await self._source).order_rank(unpacked(body, RankOrder)))
 
     def _drain(self, _: bytes) -> bytes:
         self.all_drain = True
@@ -143,6 +144,14 @@ async def _reloaded(change: Awaitable[ReloadResult]) -> bytes:
     except ConfigError as error:
         return packed(Reloaded(faults=error.faults))
     return packed(Reloaded(result.applied, result.restart_needed))
+
+
+async def _obeyed(order: Awaitable[None]) -> bytes:
+    try:
+        await order
+    except RequestError as error:
+        return packed(OrderRefused(error.status, str(error)))
+    return b""
 
 
 def _end() -> None:

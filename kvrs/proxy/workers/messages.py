@@ -13,6 +13,7 @@ METRICS = "metrics"
 RELOAD = "reload"
 PING = "ping"
 ORDER = "order"  # A `DrainOrder`.
+RANK = "rank"  # A `RankOrder`, to one of the workers.
 FLEET = "fleet"  # A `FleetChange`.
 DRAIN = "drain"  # The whole proxy drains; a second time: at once.
 # From a worker:

@@ -41,6 +41,8 @@ _HOW = {
     "kvrs_worker_running_requests": _Sum.LARGEST,
     "kvrs_worker_free_pages": _Sum.LARGEST,
     "kvrs_worker_queue_seconds": _Sum.LARGEST,
+    "kvrs_worker_degree": _Sum.LARGEST,
+    "kvrs_worker_full_degree": _Sum.LARGEST,
     "kvrs_worker_kv_bytes": _Sum.LARGEST,
     "kvrs_build": _Sum.LARGEST,
     "kvrs_model_info": _Sum.LARGEST,

@@ -24,7 +24,7 @@ from kvrs.config.file import Config
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HttpPort, naming_port
 from kvrs.proxy.api.admin import Admin
-from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused
+from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused, RankOrder
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.metrics import Total, process_registry
 from kvrs.proxy.wire.capacity import capacity_of
@@ -37,6 +37,7 @@ from kvrs.proxy.workers.messages import (
     METRICS,
     ORDER,
     PING,
+    RANK,
     RELOAD,
     STATE,
     Family,
@@ -277,9 +278,20 @@ class Supervisor:
         answers = await self._ask_all(ORDER, body=packed(order))
         if silent := self._silent(answers):
             raise RequestError(f"{silent}: no answer; allowed: when all workers are up", status=503)
-        for body in filter(None, answers.values()):
-            refused = unpacked(body, OrderRefused)
-            raise RequestError(refused.message, param="id", status=refused.status)
+        for body in answers.values():
+            _check_obeyed(body)
+
+    async def order_rank(self, order: RankOrder) -> None:
+        """Have one worker pass it on. Raises RequestError: the instance refuses, or no answer."""
+        up = (each.channel for each in self.places if each.state is PlaceState.UP)
+        channel = next(up, None)
+        try:
+            body = None if channel is None else await channel.ask(RANK, packed(order), _RELOAD_S)
+        except ChannelError:
+            body = None
+        if body is None:
+            raise RequestError("no worker has answered; allowed: while one is up", status=503)
+        _check_obeyed(body)
 
     def _silent(self, answers: Container[int]) -> str:
         """The names of workers that have not answered."""
@@ -344,6 +356,13 @@ def _added_results(own: ReloadResult, found: Sequence[Reloaded]) -> ReloadResult
     applied = dict.fromkeys((*own.applied, *(path for each in found for path in each.applied)))
     needed = (*own.restart_needed, *(path for each in found for path in each.restart_needed))
     return ReloadResult([*applied], [*dict.fromkeys(needed)])
+
+
+def _check_obeyed(body: bytes) -> None:
+    """Raises RequestError: the worker has refused an order."""
+    if body:
+        refused = unpacked(body, OrderRefused)
+        raise RequestError(refused.message, param="id", status=refused.status)
 
 
 def _nothing(_: Config) -> Apply | None:

@@ -21,6 +21,7 @@ from kvrs.elastic.reforming import Way
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.group import RankGroup
+from kvrs.engine.ranks.reformer import Reformed
 from kvrs.engine.routes import make_app
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
@@ -187,15 +188,21 @@ def test_weights_that_have_changed_are_not_computed_with(
 
 
 async def test_streams_go_on_in_their_attempts(tiny_model: Path) -> None:
-    """Greedy and drawn ones, through a SIGKILL and a lost device, have the tokens of one process;
-    load reports say at once that the ranks re-form, and when they compute again.
+    """Greedy and drawn ones, through a rank that leaves by order, a SIGKILL and a lost device, have
+    the tokens of one process; load reports say at once that the ranks re-form, and when they
+    compute again. Of what the leaving rank has nothing is read from the host.
     """
     alone = await answers_of(tiny_model, {}, [])
     reports: list[dict[str, Any]] = []
+    left: list[Reformed] = []
 
-    through = await answers_of(tiny_model, {"tp": 3}, ["kill", "lose_device"], reports)
+    faults = ["leave", "kill", "lose_device"]
+    through = await answers_of(tiny_model, {"tp": 3}, faults, reports, left)
 
     assert through == alone
+    assert (left[0].way, left[0].degree, left[0].paused) == (Way.RESIZE, 2, False)
+    assert left[0].moved == {"peer": left[0].peer_bytes, "read": 0}
+    assert left[0].host_bytes == 0 < left[0].peer_bytes
     reforming = [each["reforming"] for each in reports if each["reforming"] is not None]
     assert {each["way"] for each in reforming} >= {"reshard"}
     assert all(each["lost"] for each in reforming if each["way"] == "reshard")
@@ -210,6 +217,7 @@ async def answers_of(
     ranks: dict[str, int],
     faults: list[str],
     reports: list[dict[str, Any]] | None = None,
+    done: list[Reformed] | None = None,
 ) -> list[list[int]]:
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", **ranks}]}]
     config = parse_config(
@@ -227,15 +235,28 @@ async def answers_of(
                 await asyncio.sleep(0.1)
                 assert instance.ranks is not None
                 rank = max(instance.ranks.pids)
-                if fault == "kill":
+                if fault == "leave":
+                    await leave(client, instance.epoch, rank)
+                elif fault == "kill":
                     os.kill(instance.ranks.pids[rank], signal.SIGKILL)
                 else:
                     instance.lose_device(rank)
                 await asyncio.sleep(0.2)
+            if done is not None and instance.ranks is not None:
+                done += instance.ranks.reformer.done
             return list(await asyncio.gather(*tasks))
         finally:
             watching.cancel()
             await instance.close()
+
+
+async def leave(client: aiohttp.ClientSession, epoch: int, rank: int) -> None:
+    """Another process of the instance would refuse."""
+    order = {"rank": rank, "leaves": True, "epoch": epoch + 1}
+    async with client.post("/kvrs/v1/ranks", json=order) as response:
+        assert await response.json() == {"refused": f"epoch: got {epoch + 1}; allowed: {epoch}"}
+    async with client.post("/kvrs/v1/ranks", json=order | {"epoch": epoch}) as response:
+        assert await response.json() == {"refused": None}
 
 
 async def watch(client: aiohttp.ClientSession, reports: list[dict[str, Any]]) -> None:

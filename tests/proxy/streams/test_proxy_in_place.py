@@ -1,12 +1,14 @@
 """An instance that re-forms: its streams stay, on the same connection and in the same attempt."""
 
 import asyncio
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvrs.control import silence
 from kvrs.ids import NodeId, StreamId
-from kvrs.protocol.instance import RankInfo, ReformingReport
+from kvrs.protocol.instance import RankInfo, RankRequest, ReformingReport
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
@@ -72,6 +74,7 @@ async def test_the_state_shows_the_ranks_that_compute(build: ProxyClusterBuilder
     d0.full_degree = d0.degree = 2
     d0.ranks = [RankInfo(rank, 0, 100 + rank, NodeId("n0"), 4, [rank]) for rank in range(2)]
     await system.until(lambda: shows_ranks(system, 100, 101))
+    before = await degrees(system)
 
     d0.ranks, d0.reforming = d0.ranks[:1], report(60.0)
     await system.until(lambda: shows_ranks(system, 100))
@@ -84,6 +87,42 @@ async def test_the_state_shows_the_ranks_that_compute(build: ProxyClusterBuilder
     await system.until(lambda: shows_ranks(system, 102))
 
     assert (await system.health())["d0"] == "up"
+    assert (before, await degrees(system)) == ((2, 2), (1, 2))
+    assert 'kvrs_worker_degree{role="decode",worker="d1"}' not in await system.metrics()
+
+
+async def degrees(system: ProxyCluster) -> tuple[float, float]:
+    """Of the only instance that has ranks."""
+    names = "kvrs_worker_degree", "kvrs_worker_full_degree"
+    present, full = [await system.count(name, worker="d0") for name in names]
+    return present, full
+
+
+async def order(system: ProxyCluster, method: str, path: str) -> tuple[int, Any]:
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/leave/{path}"
+    async with system.http.request(method, url) as answer:
+        return answer.status, msgspec.json.decode(await answer.read())
+
+
+async def test_an_operator_has_a_rank_leave_and_come_back(build: ProxyClusterBuilder) -> None:
+    """The order goes to the process of the instance that the proxy knows, and to no other."""
+    system = await build()
+    d0, d1 = system.instances["d0"], system.instances["d1"]
+    d0.ranks = [RankInfo(rank, 0, 100 + rank, NodeId("n0"), 4, [rank]) for rank in range(2)]
+    await d1.kill()
+    await system.until_health(d1="down")
+
+    left = await order(system, "POST", "d0/1")
+    back = await order(system, "DELETE", "d0/1")
+    refused = await order(system, "POST", "d0/7")
+    others = [(await order(system, "POST", name))[0] for name in ("d9/0", "d1/0")]
+
+    assert left == (200, {"instance": "d0", "rank": 1, "leaves": True})
+    assert back == (200, {"instance": "d0", "rank": 1, "leaves": False})
+    assert d0.rank_orders[:2] == [RankRequest(1, leaves, d0.epoch) for leaves in (True, False)]
+    assert refused[0] == 409
+    assert "d0 refuses: rank: got 7; allowed: [0, 1]" in refused[1]["error"]["message"]
+    assert others == [404, 503]
 
 
 async def shows_ranks(system: ProxyCluster, *pids: int) -> bool:

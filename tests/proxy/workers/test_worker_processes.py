@@ -13,6 +13,8 @@ import aiohttp
 import msgspec
 import pytest
 
+from kvrs.ids import NodeId
+from kvrs.protocol.instance import RankInfo
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import SECRET
@@ -138,8 +140,12 @@ async def test_a_killed_worker_comes_back_and_the_others_go_on(
 async def test_every_worker_obeys_an_order_to_drain_also_one_that_comes_back(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
-    """An order is the proxy's, not that of the worker that takes it."""
+    """An order is the proxy's, not that of the worker that takes it. One to a rank is passed on
+    once, and its instance answers.
+    """
     system = await build()
+    d0 = system.instances["d0"]
+    d0.ranks = [RankInfo(rank, 0, 100 + rank, NodeId("n0"), 4, [rank]) for rank in range(2)]
 
     async def reached(proxy: WorkersOfProxy) -> set[str]:
         before = {name: len(one.calls) for name, one in system.instances.items()}
@@ -151,6 +157,10 @@ async def test_every_worker_obeys_an_order_to_drain_also_one_that_comes_back(
 
     async with open_workers(system, tmp_path, workers=2) as proxy:
         unknown, _ = await proxy.admin("/kvrs/v1/drain/d7", "POST")
+        leaving = [
+            (await proxy.admin(f"/kvrs/v1/leave/{name}", "POST"))[0]
+            for name in ("d7/0", "d0/7", "d0/1")
+        ]
         alone = [(await proxy.admin(f"/kvrs/v1/drain/{name}", "POST"))[0] for name in ("d0", "d1")]
         drained = await reached(proxy)
         os.kill((await proxy.workers())[0]["pid"], signal.SIGKILL)
@@ -162,6 +172,8 @@ async def test_every_worker_obeys_an_order_to_drain_also_one_that_comes_back(
         after = await reached(proxy)
 
     assert (unknown, alone, ended) == (404, [200, 409], 200)
+    assert leaving == [404, 409, 200]
+    assert [order.rank for order in d0.rank_orders] == [7, 1]
     assert drained == later == {"p0", "p1", "d1"}
     assert [row["id"] for row in state["instances"] if row["drain"]] == ["d0"]
     assert after == {*system.instances}

@@ -1,0 +1,211 @@
+"""Ranks that are no processes: they answer the orders of a reformer at once, or when they are told
+to, and die when they are told to.
+"""
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvrs.config.elastic import ElasticSettings
+from kvrs.elastic.layouts import Layout, even
+from kvrs.elastic.moving import LinkRates
+from kvrs.elastic.plans import HOST, Move
+from kvrs.elastic.reforming import Costs, Reforming, Room
+from kvrs.elastic.units import Unit, Units
+from kvrs.engine.ranks.processes import Told
+from kvrs.engine.ranks.reformer import Reformed, Reformer
+from kvrs.engine.ranks.seats import Answered, Ended
+from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded
+from kvrs.errors import KvrsError, RanksLostError
+
+UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
+PATIENCE_S = 20.0
+
+
+class ScriptedSeat:
+    def __init__(self, rank: int, tell: Callable[[Told], object]) -> None:
+        self.rank, self._tell = rank, tell
+        self.units: dict[Unit, object] = {}
+        self.is_loaded = self.is_closed = False
+        self.process = SimpleNamespace(returncode=None)
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.returncode = -9
+            self._tell(Ended(self))  # type: ignore[arg-type]
+
+    def close(self, patience_s: float = 0.0) -> None:
+        self.process.returncode, self.is_closed = 0, True
+        self.units.clear()
+
+    def release(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            del self.units[unit]
+
+
+class ScriptedProcesses:
+    """As `RankProcesses`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.told: SimpleQueue[Told | None] = SimpleQueue()
+        self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self.starts: Counter[int] = Counter()
+        self.seats = {rank: self._seat(rank) for rank in layout.ranks}
+        for rank, seat in self.seats.items():
+            seat.is_loaded = True
+            seat.units |= dict.fromkeys(layout.held(rank))
+        # Called before the order of that name is answered; its result: whether it is, now.
+        self.hooks: dict[str, Callable[[Any], bool | None]] = {}
+        self.held_back: list[Answered] = []
+        self.room_bytes: float = float("inf")
+        self._coming: dict[tuple[int, Unit, int], Move] = {}
+
+    def _seat(self, rank: int) -> ScriptedSeat:
+        return ScriptedSeat(rank, self.told.put)
+
+    def answer(self, name: str, what: Any, answers: Sequence[tuple[int, Answer]]) -> None:
+        """Of ranks that live; a hook is called once."""
+        hook = self.hooks.pop(name, None)
+        told = [
+            Answered(self.seats[rank], answer)  # type: ignore[arg-type]
+            for rank, answer in answers
+        ]
+        if hook is not None and hook(what) is False:
+            self.held_back += told
+            return
+        self.tell(told)
+
+    def tell(self, told: Iterable[Answered]) -> None:
+        for each in told:
+            if each.seat.process.returncode is None:
+                self.told.put(each)
+
+    # What a reformer calls.
+
+    def start(self, rank: int, layout: Layout, stage: int) -> ScriptedSeat:
+        self.starts[rank] += 1
+        seat = self._seat(rank)
+        hook = self.hooks.pop("load", None)
+        if hook is None or hook(seat) is not False:
+            self.told.put(Answered(seat, Loaded(b"", {})))  # type: ignore[arg-type]
+        return seat
+
+    def loaded(self, seat: ScriptedSeat, answer: Loaded) -> None:
+        seat.is_loaded = True
+
+    def fetch(self, epoch: int, moves: Iterable[Move]) -> None:
+        moves = list(moves)
+        if (wanted := sum(move.bytes for move in moves)) > self.room_bytes:
+            raise KvrsError(f"no room for {wanted} bytes")
+        for move in moves:
+            if move.source != HOST:
+                source = self.seats[move.source]
+                assert move.unit in source.units, "no move reads what is gone"
+            self._coming[move.target, move.unit, epoch] = move
+        answers = [(move.target, Fetched(epoch, move.unit, b"", 0, False)) for move in moves]
+        self.answer("fetch", moves, answers)
+
+    def fetched(self, seat: ScriptedSeat, answer: Fetched) -> bool:
+        move = self._coming.pop((seat.rank, answer.unit, answer.epoch), None)
+        if move is None:
+            return False
+        seat.units[answer.unit] = None
+        self.moved[answer.epoch]["host" if move.source == HOST else "peer"] += move.bytes
+        return True
+
+    def drop_coming(self) -> None:
+        self._coming.clear()
+
+    def attach(self, rank: int, units: dict[Unit, object]) -> None:
+        self.seats[rank].units = units
+
+
+class ScriptedGroup:
+    """As `RankGroup`."""
+
+    def __init__(self, ranks: int, **elastic: Any) -> None:
+        self.layout = self.full = even(UNITS, ranks)
+        self.processes = ScriptedProcesses(self.layout)
+        self.lost: dict[int, float] = {}
+        self.lost_devices: set[int] = set()
+        self.streams, self.predict, self.probed = 0, None, torch.zeros(1)
+        self.ended: RanksLostError | None = None
+        self.freezes: list[bool] = []  # Whether each was at once.
+        self._news = threading.Condition()
+        settings = ElasticSettings(**elastic)
+        costs = Costs(
+            rates=LinkRates(1e3, 1e4), join_s=0.01, restart_s=9.0, replace_s=9.0, back_s=9.0
+        )
+        room = Room(capacity_bytes=0, cell_bytes=0, pages=0)
+        self.machine = Reforming(
+            UNITS, self.layout, room, costs, min_ranks=settings.min_ranks, spread=False
+        )
+        self.reformer = Reformer(self, self.machine, settings)  # type: ignore[arg-type]
+
+    def freeze(self, *, at_once: bool) -> None:
+        self.freezes.append(at_once)
+
+    def form(self, epoch: int, layout: Layout) -> Any:
+        joined = [(rank, Joined(epoch)) for rank in layout.ranks]
+        self.processes.answer("form", layout, joined)
+        return SimpleNamespace(layout=layout, end=lambda: None)
+
+    def probe(self, formation: Any) -> torch.Tensor:
+        return self.probed
+
+    def serve(self, formation: Any) -> None:
+        self.layout = formation.layout
+
+    def give_up(self, error: RanksLostError) -> None:
+        self.ended = error
+
+    def changed(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+    # What a test calls.
+
+    @property
+    def done(self) -> list[Reformed]:
+        return self.reformer.done
+
+    def lose(self, rank: int, *, device: bool = False) -> None:
+        if device:
+            self.lost_devices.add(rank)
+        self.processes.seats[rank].kill()
+
+    def until(self, what: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        with self._news:
+            while not what():
+                assert time.monotonic() < until_s
+                self._news.wait(0.005)
+
+    def hurry(self, rank: int) -> None:
+        """The rank is due now."""
+        self.reformer._missing[rank].due_s = 0.0
+        self.processes.told.put(None)
+
+    def until_serving(self, *ranks: int) -> None:
+        self.until(lambda: self.layout.ranks == ranks and self.reformer.now is None)
+
+    def order(self, rank: int, *, leaves: bool) -> str | None:
+        return self.reformer.order(rank, leaves=leaves).result(PATIENCE_S)
+
+
+@contextmanager
+def scripted(ranks: int = 4, **elastic: Any) -> Iterator[ScriptedGroup]:
+    group = ScriptedGroup(ranks, **elastic)
+    group.reformer.start()
+    try:
+        yield group
+    finally:
+        group.reformer.stop()
+    assert all(seat.is_loaded for seat in group.processes.seats.values())

@@ -1,0 +1,279 @@
+"""What the process of an instance does as its ranks die, join, leave and come back, whatever they
+do meanwhile. The ranks are scripted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvrs.elastic.layouts import Layout
+from kvrs.elastic.reforming import ReformingPhase, Way
+from kvrs.engine.ranks import reformer
+from kvrs.engine.ranks.seats import Answered
+from kvrs.errors import KvrsError
+from tests.engine.ranks.scripted_ranks import ScriptedSeat, scripted
+
+ALL = (0, 1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost rank is started again at once."""
+    monkeypatch.setattr(reformer, "_AGAIN_S", 0.001)
+
+
+def then(what: Callable[[], object]) -> Callable[[Any], None]:
+    def hook(_: object) -> None:
+        what()
+
+    return hook
+
+
+def test_a_rank_that_is_lost_while_the_others_join_is_done_without_too() -> None:
+    """Its formation never serves; both are started again, and the survivors stay who they are."""
+    with scripted() as group:
+        first = dict(group.processes.seats)
+        group.processes.hooks["form"] = then(lambda: group.lose(2))
+        group.lose(3)
+        group.until(lambda: len(group.done) == 1)
+
+        assert group.done[0].degree == 2
+        group.until_serving(*ALL)
+
+        kept = {rank for rank, seat in group.processes.seats.items() if seat is first[rank]}
+        assert kept == {0, 1}
+        assert group.processes.starts == {2: 1, 3: 1}
+        assert group.ended is None
+
+
+def test_two_ranks_that_are_lost_at_once_are_both_done_without() -> None:
+    """Whichever is told first, and with their devices."""
+    with scripted() as group:
+        group.processes.hooks["fetch"] = then(lambda: group.lose(0, device=True))
+        group.lose(3, device=True)
+        group.until(lambda: len(group.done) == 1)
+
+        assert group.done[0].degree == 2
+        group.until_serving(*ALL)
+        assert group.processes.starts == {0: 1, 3: 1}
+
+
+def test_a_rank_that_dies_each_time_it_joins_is_waited_for_twice_as_long() -> None:
+    """Each death stops the others for a moment, so it must not come in a loop."""
+    with scripted() as group:
+        waits: list[float] = []
+
+        def die(layout: Layout) -> None:
+            if 3 in layout.ranks:
+                waits.append(group.reformer._missing[3].wait_s)
+                group.lose(3)
+                group.hurry(3)
+            if len(waits) < 3:
+                group.processes.hooks["form"] = die
+
+        group.processes.hooks["form"] = die
+        group.lose(3)
+        group.until(lambda: len(group.done) == 5)
+
+        assert waits == pytest.approx([waits[0], 2 * waits[0], 4 * waits[0]])
+        assert [each.degree for each in group.done] == [3, 3, 3, 3, 4]
+        assert group.processes.starts == {3: 4}
+        assert group.reformer._missing == {}
+
+
+def test_nothing_is_done_while_a_move_is_awaited() -> None:
+    """A rank that is due meanwhile is started when the others serve: until then the thread sleeps,
+    and does not look again and again.
+    """
+    with scripted() as group:
+        start = group.processes.start
+
+        def fail(rank: int, layout: Layout, stage: int) -> ScriptedSeat:
+            group.processes.start = start  # type: ignore[method-assign]
+            raise KvrsError("no process")
+
+        group.processes.start = fail  # type: ignore[method-assign]
+        group.processes.hooks["form"] = lambda layout: False
+        group.lose(3)
+        group.until(lambda: bool(group.processes.held_back))
+        group.processes.hooks["form"] = lambda layout: False
+        group.processes.tell(group.processes.held_back[:])
+        group.until_serving(0, 1, 2)
+        group.until(lambda: group.processes.start is not fail)
+        group.lose(2)
+        group.until(lambda: group.machine.phase is ReformingPhase.JOINING)
+        group.reformer._missing[3].due_s = 0.0
+
+        assert group.reformer._patience_s() is None
+        group.processes.tell(group.processes.held_back[3:])
+        group.until_serving(*ALL)
+
+
+def test_without_memory_for_what_is_lost_the_instance_ends_and_says_how_much() -> None:
+    """And its streams leave, as from an instance that has died."""
+    with scripted() as group:
+        group.processes.room_bytes = 100
+        group.lose(1, device=True)
+        group.until(lambda: group.ended is not None)
+
+        assert "no room for" in str(group.ended)
+        assert group.machine.phase is ReformingPhase.GIVEN_UP
+        assert group.done == []
+
+
+def test_without_memory_for_a_rank_that_joins_the_others_serve_on() -> None:
+    """Nothing is lost by it; the rank is tried again."""
+    with scripted() as group:
+
+        def leave_no_room(_: object) -> None:
+            group.processes.room_bytes = 0
+
+        group.processes.hooks["load"] = leave_no_room
+        group.lose(3)
+        group.until_serving(0, 1, 2)
+        first_s = reformer._Missing(0, 0.0).wait_s
+        group.until(
+            lambda: group.reformer._missing[3].wait_s > first_s and group.reformer.now is None
+        )
+        assert group.layout.ranks == (0, 1, 2)
+        assert len(group.done) == 1
+        group.processes.room_bytes = 1e9
+        group.hurry(3)
+        group.until_serving(*ALL)
+
+        assert group.ended is None
+        assert [each.way for each in group.done] == [Way.RESHARD, Way.RESIZE]
+
+
+def test_with_fewer_ranks_than_the_least_it_waits_for_the_lost_ones() -> None:
+    """It serves with as many again, of which those that were not lost are the same processes."""
+    with scripted(min_ranks=3) as group:
+        first = dict(group.processes.seats)
+        group.processes.hooks["fetch"] = then(lambda: group.lose(2))
+        group.lose(3)
+        group.until(lambda: len(group.done) == 1)
+
+        assert group.done[0].way is Way.RESTART
+        assert group.processes.starts == {2: 1, 3: 1}
+        assert group.done[0].degree == 4
+        assert all(group.processes.seats[rank] is first[rank] for rank in (0, 1))
+
+
+def test_a_rank_that_is_needed_and_dies_each_time_ends_the_instance() -> None:
+    """Which names it, and not one that was started beside it and lives."""
+    with scripted(min_ranks=4) as group:
+
+        def die(layout: Layout) -> None:
+            group.processes.hooks["form"] = die
+            group.lose(3)
+
+        def lose_both(layout: Layout) -> None:
+            group.processes.hooks["form"] = die
+            group.lose(2)
+            group.lose(3)
+
+        group.processes.hooks["form"] = lose_both
+        group.lose(3)
+        group.until(lambda: group.ended is not None)
+
+        assert str(group.ended) == "rank 3 was started 3 times and has died each time"
+        assert group.processes.starts == {2: 1, 3: 3}
+        assert group.done == []
+
+
+def test_a_rank_leaves_by_order_and_comes_back_by_order() -> None:
+    """The others serve until they have what it had, and read none of it from the host; it is not
+    started again before it is told to.
+    """
+    with scripted() as group:
+        leaving = group.processes.seats[3]
+
+        assert group.order(3, leaves=True) is None
+        group.until_serving(0, 1, 2)
+
+        (left,) = group.done
+        assert (left.way, left.paused, left.host_bytes) == (Way.RESIZE, False, 0)
+        assert left.moved == {"peer": left.peer_bytes}
+        assert left.peer_bytes > 0
+        assert True not in group.freezes
+        assert leaving.is_closed
+        group.lose(2)
+        group.until(lambda: len(group.done) == 3)
+        assert group.layout.ranks == (0, 1, 2)
+        assert group.processes.starts == {2: 1}
+        assert group.order(2, leaves=False) == "rank: got 2; allowed: 3"
+        assert group.order(3, leaves=False) is None
+        group.until_serving(*ALL)
+
+
+def test_a_rank_that_is_to_leave_does_so_after_a_loss() -> None:
+    """One of the others is lost in mid-move: then that comes first."""
+    with scripted() as group:
+        group.processes.hooks["fetch"] = then(lambda: group.lose(0))
+
+        assert group.order(3, leaves=True) is None
+        group.until_serving(0, 1, 2)
+
+        ways = [each.way for each in group.done]
+        assert ways[0] is Way.RESHARD
+        assert set(ways[1:]) == {Way.RESIZE}
+        assert group.processes.starts == {0: 1}
+
+
+def test_a_rank_that_dies_as_it_leaves_is_not_started_again() -> None:
+    with scripted() as group:
+        group.processes.hooks["fetch"] = then(lambda: group.lose(3))
+
+        assert group.order(3, leaves=True) is None
+        group.until_serving(0, 1, 2)
+
+        assert group.done[-1].way is Way.RESHARD
+        assert group.processes.starts == {}
+
+
+@pytest.mark.parametrize(
+    ("elastic", "rank", "said"),
+    [
+        ({}, 4, "rank: got 4; allowed: 0, 1, 2, 3"),
+        ({"min_ranks": 4}, 0, "3 ranks are left, elastic.min_ranks is 4"),
+        ({"enabled": False}, 0, "elastic.enabled: got false; allowed: true"),
+    ],
+)
+def test_an_order_that_is_not_carried_out_says_why(
+    elastic: dict[str, Any], rank: int, said: str
+) -> None:
+    with scripted(**elastic) as group:
+        assert group.order(rank, leaves=True) == said
+        assert group.order(rank, leaves=False) == (
+            f"rank: got {rank}; allowed: none, no rank has left"
+        )
+        assert group.layout.ranks == ALL
+
+
+def test_an_order_of_which_nobody_awaits_the_answer_is_dropped() -> None:
+    """Its caller may have gone before it was its turn."""
+    with scripted() as group:
+        release: list[Answered] = group.processes.held_back
+
+        def cancel(_: object) -> bool:
+            group.reformer.order(2, leaves=True).cancel()
+            return False
+
+        group.processes.hooks["form"] = cancel
+        assert group.order(3, leaves=True) is None
+        group.until(lambda: bool(release))
+        group.processes.tell(release)
+        group.until_serving(0, 1, 2)
+
+        assert group.order(2, leaves=False) == "rank: got 2; allowed: 3"
+
+
+def test_scripted_ranks_can_fail() -> None:
+    """A probe with other bits ends the instance: the rig hides nothing."""
+    with scripted() as group:
+        group.probe = lambda formation: group.probed + 1  # type: ignore[method-assign]
+        group.lose(1)
+        group.until(lambda: group.ended is not None)
+
+        assert "other bits" in str(group.ended)

@@ -1,0 +1,159 @@
+"""Streams whose cells are lost: what agents hold of them is fetched, the rest computed, in the same
+attempt. The ranks are threads.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from torch import Tensor
+
+from kvrs.config.engine import EngineSettings
+from kvrs.elastic.layouts import even
+from kvrs.engine.instance import EngineInstance, LoadedModel, describe_model
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.routes import make_app
+from kvrs.engine.worker import end_tokens_of, geometry_of
+from kvrs.errors import RanksLostError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.peers import PullResult
+from tests.engine.ranks.in_threads import ThreadRanks
+from tests.engine.serving import SECRET
+from tests.engine.test_checkpoints_engine import agent, ask, cluster, eventually, prompt_of
+from tests.ports import instance_client
+
+pytestmark = [pytest.mark.engine, pytest.mark.network]
+
+PROMPT, TOKENS = prompt_of(3, 100), 80
+RANKS = 2
+
+
+class LosingRanks(ThreadRanks):
+    """A worker of two ranks that can lose the cells of one; its ranks compute on at once."""
+
+    def __init__(self, model: Path, settings: EngineSettings) -> None:
+        config = ModelConfig.from_directory(model)
+        self.layout = even(config.units_of_ranks, RANKS)
+        super().__init__(model, settings, self.layout)
+        self.settings, self.geometry = settings, geometry_of(config, settings)
+        self.vocab_size, self.eos_token_ids = config.vocab, end_tokens_of(config)
+        self.max_positions, self.fingerprint = config.max_positions, "of threads"
+        self.pool = self.pages
+        self.gpus: list[str] | None = None
+
+    def execute(self, chunks: Sequence[Chunk]) -> Tensor:
+        losses, logits = self.pool.losses, super().execute(chunks)
+        if losses != self.pool.losses:
+            raise RanksLostError([], "has lost cells meanwhile")
+        return logits
+
+    def wait_serving(self) -> None:
+        pass
+
+    def mended(self) -> None:
+        self.pool.mended()
+
+
+class Losing:
+    """An instance over such ranks, and what it fetches."""
+
+    def __init__(self, instance: EngineInstance, ranks: LosingRanks) -> None:
+        self.instance, self._ranks = instance, ranks
+        self.asked: list[range] = []
+        self.may_pull = asyncio.Event()
+        self.may_pull.set()
+        self._pull = instance.port.puller.pull
+        instance.port.puller.pull = self._pulling  # type: ignore[method-assign]
+
+    def lose(self, rank: int) -> None:
+        layout, heads = self._ranks.layout, self._ranks.geometry.kv_heads
+        cells = [
+            layer * heads + head
+            for layer, owners in enumerate(layout.attention)
+            for head, owner in enumerate(owners)
+            if owner == rank
+        ]
+        assert cells
+        self._ranks.pool.lose(cells)
+        self.instance.core.lose_cells()
+
+    async def _pulling(self, peer: Any, request: Any, *rest: Any, **named: Any) -> PullResult:
+        self.asked.append(range(len(request.tags)))
+        await self.may_pull.wait()
+        return await self._pull(peer, request, *rest, **named)
+
+
+@asynccontextmanager
+async def losing(
+    model: Path, agent_port: int
+) -> AsyncIterator[tuple[Losing, aiohttp.ClientSession]]:
+    # An engine measures itself when it starts: up to its longest stream.
+    config = cluster(model, agent_port, engine={"pages": 64, "max_model_len": 256})
+    ranks = LosingRanks(model, config.cluster.engine)
+    loaded = LoadedModel(ranks, describe_model(config, model, ranks))
+    instance = EngineInstance(config, InstanceId("d0"), 1, SECRET, loaded=loaded)
+    instance.core._ranks = ranks
+    async with instance_client(make_app(instance), SECRET, "d0") as client:
+        await instance.start()
+        try:
+            yield Losing(instance, ranks), client
+            assert instance.failed() is None
+        finally:
+            await instance.close()
+            ranks.close()
+    instance.pages.check()
+    assert instance.pages.free_pages == instance.pages.pages
+
+
+async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_restored(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """What the agent holds is fetched and the rest computed, with the tokens of a stream that has
+    lost nothing. Cells that are lost in mid-restore are fetched again, although the agent has not
+    said anything yet of the stream that began again; an agent that is lost then is done without.
+    """
+    async with asyncio.timeout(60), AsyncExitStack() as agents:
+        store, port = await agents.enter_async_context(agent(tmp_path / "store"))
+        async with losing(tiny_model, port) as (engine, client):
+            core = engine.instance.core
+            plain = await ask(client, "plain", PROMPT, TOKENS, kvrs={"checkpoints": []})
+            expected = plain["choices"][0]["token_ids"]
+
+            async def lose(stream: str) -> asyncio.Task[dict[str, Any]]:
+                """Its answer; what it fetches has been asked for, and waits."""
+                core.pages.reset_cache()
+                engine.asked.clear()
+                asked = asyncio.create_task(ask(client, stream, PROMPT, TOKENS))
+                await eventually(lambda: store.held(StreamId(stream)) >= 4)
+                engine.may_pull.clear()
+                engine.lose(1)
+                await eventually(lambda: len(engine.asked) == 1)
+                return asked
+
+            async def tokens(asked: asyncio.Task[dict[str, Any]]) -> Any:
+                engine.may_pull.set()
+                return (await asked)["choices"][0]["token_ids"]
+
+            once = await lose("once")
+            assert core.missing_pages[StreamId("once")] >= len(engine.asked[0]) >= 4
+            assert await tokens(once) == expected
+            assert core.fetched_pages == len(engine.asked[0])
+
+            fetched = core.fetched_pages
+            twice = await lose("twice")
+            engine.lose(0)
+            await eventually(lambda: len(engine.asked) == 2)
+            assert await tokens(twice) == expected
+            assert engine.asked[1] == engine.asked[0]
+            assert core.fetched_pages - fetched == len(engine.asked[0])
+
+            fetched = core.fetched_pages
+            alone = await lose("alone")
+            await agents.aclose()
+            assert await tokens(alone) == expected
+            assert core.fetched_pages == fetched
