@@ -51,9 +51,10 @@ hashes: install
 	$(BIN)/python -m tests.packaging.hashes out/pip-report.json > out/hashes.txt
 
 # Known vulnerabilities of the pinned versions, by the package index. It needs the network, so nothing
-# else depends on it. The program has an environment of its own: what it requires is pinned nowhere.
+# else depends on it; --strict, because a package that cannot be asked for would count as good. The
+# program has an environment of its own: what it requires is pinned nowhere.
 audit: .venv-audit/.installed
-	.venv-audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
+	.venv-audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip
 
 .venv-audit/.installed:
 	$(PYTHON) -m venv .venv-audit

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvrs.cli.cluster_checks import ProxyAnswer, ask, cluster_findings
+from kvrs.cli.feasibility import faults_of
 from kvrs.cli.findings import Finding, Level
 from kvrs.cli.machine_checks import machine_findings
 from kvrs.config.file import Config, parse_config
@@ -160,6 +161,26 @@ def test_faults_of_the_configuration_are_findings(tmp_path: Path) -> None:
     assert found.level is Level.FAILURE
     assert str(log) in found.value
     assert found.allowed == "a file in a directory that is writable"
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("KVRS_SECRET", "short"), ("KVRS_ADMIN_TOKEN", "short"), ("KVRS_KEYS", "no: list")],
+)
+def test_faults_of_the_environment_are_those_of_config_check(name: str, value: str) -> None:
+    """A process of it would not start."""
+    config, environ = parse_config({}), {name: value}
+
+    faults = faults_of(config, environ)
+    found = [
+        each.value
+        for each in machine_findings(config, environ, NOT_ASKED)
+        if (each.check, each.level) == ("configuration", Level.FAILURE)
+    ]
+
+    assert name in faults[0]
+    assert found == [fault.partition("; allowed: ")[0] for fault in faults]
 
 
 @pytest.mark.process
