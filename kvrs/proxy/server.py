@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from kvrs.config.addresses import gossip_seeds
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
+from kvrs.config.proxy import PeerSettings
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.control.reload import reload_settings
+from kvrs.control.slots import slot_share
 from kvrs.direct import DirectServer
 from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
@@ -82,6 +84,7 @@ class Proxy:
         self._link = link
         self.reloads = Reloads(config, read or (lambda: config))
         self.reloads.add(ReloadingPart("policy", self._prepare_policy, ("policy", "slo")))
+        self.reloads.add(ReloadingPart("peers", self._prepare_peers, ("proxy.peers",)))
         self._ring = [secret, *older]
         self._membership: Membership | None = None
         self._mirror: Mirror | None = None
@@ -93,6 +96,7 @@ class Proxy:
         self._driver: Driver | None = None
         self._to_agents: aiohttp.ClientSession | None = None
         self._agent_keys: dict[Address, DoorKey] = {}
+        self._to_peers: EngineLinks | None = None
         self._event_log: EventLog | None = None
         self._ports: list[HttpPort] = []
         self._background: list[asyncio.Task[None]] = []
@@ -133,7 +137,7 @@ class Proxy:
         self._mirror = mirror = Mirror(
             config.proxy,
             driver.run_id,
-            self._peers(),
+            self._new_peers(config.proxy.every_peer()),
             clock,
             texts=driver.tokenizer,
             kept=control.policy.kept,
@@ -228,15 +232,42 @@ class Proxy:
             await membership.start(host, port, seeds, bind)
         return membership
 
-    def _peers(self) -> dict[str, ProxyPeer]:
-        me, inner_url = self._config.proxy.id, self._config.inner_url
-        peers = self._config.proxy.every_peer()
-        urls = {peer.id: inner_url(peer.host, peer.peer_port) for peer in peers}
-        keys = {
-            address_of(url): door_key(self._ring[0], Door.PROXY, name) for name, url in urls.items()
-        }
-        self._sessions.append(to_peers := EngineLinks(Access(keys, self._tls.inner)))
-        return {name: ProxyPeer(to_peers, me, name, url) for name, url in urls.items()}
+    def _new_peers(self, peers: Iterable[PeerSettings]) -> dict[str, ProxyPeer]:
+        me, secret = self._config.proxy.id, self._ring[0]
+        if self._to_peers is None:
+            self._to_peers = EngineLinks(Access({}, self._tls.inner))
+            self._sessions.append(self._to_peers)
+        urls = {peer.id: self._config.inner_url(peer.host, peer.peer_port) for peer in peers}
+        self._to_peers.admit(
+            {address_of(url): door_key(secret, Door.PROXY, name) for name, url in urls.items()}
+        )
+        return {name: ProxyPeer(self._to_peers, me, name, url) for name, url in urls.items()}
+
+    def _prepare_peers(self, config: Config) -> Apply | None:
+        """Raises ConfigError: a peer is at another address under the same id."""
+        before = {peer.id: peer for peer in self.reloads.config.proxy.every_peer()}
+        after = {peer.id: peer for peer in config.proxy.every_peer()}
+        if before == after:
+            return None
+        if moved := [name for name in before.keys() & after if before[name] != after[name]]:
+            raise ConfigError(
+                [
+                    f"proxy.peers: {name!r} has another address; allowed: as it was, or another id"
+                    for name in sorted(moved)
+                ]
+            )
+
+        def apply() -> None:
+            assert self._mirror is not None
+            assert self._driver is not None
+            for name in before.keys() - after.keys():
+                self._mirror.peers.remove(name)
+            added = [after[name] for name in after.keys() - before.keys()]
+            for peer in self._new_peers(added).values():
+                self._mirror.peers.add(peer)
+            self._driver.control.slots.reload(slot_share(config))
+
+        return apply
 
     def _agent_backends(self) -> dict[InstanceId, AgentBackend]:
         if not self._config.agents_run:

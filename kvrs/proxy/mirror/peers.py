@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -167,6 +167,22 @@ class Peers:
         self._lost = lost
         self._up = up
         self._orders = orders
+        self._send: Callable[[ProxyPeer], Coroutine[Any, Any, None]] | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+
+    def add(self, peer: ProxyPeer) -> None:
+        """Another proxy, from now on."""
+        self.known[peer.id] = peer
+        if self._group is not None:
+            self._start(peer)
+
+    def remove(self, name: str) -> None:
+        """It counts as lost, and is not asked or heard any more."""
+        self.fail(self.known[name], "removed from proxy.peers")
+        for task in self._tasks.pop(name, []):
+            task.cancel()
+        del self.known[name]
 
     def hello(self) -> Hello:
         """Of this proxy."""
@@ -205,7 +221,8 @@ class Peers:
 
         async def ask(peer: ProxyPeer) -> None:
             try:
-                if (version := (await peer.lookup(key)).version) is not None:
+                version = (await peer.lookup(key)).version
+                if version is not None and peer.id in self.known:
                     found.versions[peer.id] = version
             except UpstreamError as error:
                 self.fail(peer, str(error))
@@ -215,8 +232,9 @@ class Peers:
         return found
 
     async def claim(self, name: str, claim: Claim) -> ClaimAnswer | None:
-        """None: the peer did not answer."""
-        peer = self.known[name]
+        """None: the peer did not answer, or is none any more."""
+        if (peer := self.known.get(name)) is None:
+            return None
         try:
             return await peer.claim(claim)
         except UpstreamError as error:
@@ -249,9 +267,19 @@ class Peers:
             peer.run = None
             self._lost(peer.id)
 
-    async def run(self) -> None:
-        """Watch every peer until cancelled."""
-        await asyncio.gather(*map(self._watch, self.known.values()))
+    async def run(self, send: Callable[[ProxyPeer], Coroutine[Any, Any, None]]) -> None:
+        """Watch every peer, with `send` beside, until cancelled."""
+        self._send = send
+        async with asyncio.TaskGroup() as self._group:
+            for peer in self.known.values():
+                self._start(peer)
+            await asyncio.Event().wait()  # Peers may be added to none.
+
+    def _start(self, peer: ProxyPeer) -> None:
+        assert self._group is not None
+        assert self._send is not None
+        work = self._watch(peer), self._send(peer)
+        self._tasks[peer.id] = [self._group.create_task(each) for each in work]
 
     async def _watch(self, peer: ProxyPeer) -> None:
         logged = None

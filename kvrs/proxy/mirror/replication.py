@@ -8,6 +8,7 @@ proxy that is the only one with a record sends a copy to a live peer.
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ class Mirror:
         self.streams: dict[str, KeyedStream] = {}  # Those that run here, by key of the record.
         # Those that have ended, until their mirror has everything.
         self._closing: dict[str, KeyedStream] = {}
-        self._pending = {peer: Pending[KeyedStream]() for peer in peers}
+        self._pending = defaultdict[str, Pending[KeyedStream]](Pending)  # By peer.
         self._copies = CopyQueue(self.book)
 
     # Streams that run here.
@@ -279,10 +280,7 @@ class Mirror:
     async def run(self) -> None:
         """Replicate until cancelled."""
         await asyncio.gather(
-            self.peers.run(),
-            self._heartbeat(),
-            self._keep_replicated(),
-            *map(self._send_updates, self.peers.known.values()),
+            self.peers.run(self._send_updates), self._heartbeat(), self._keep_replicated()
         )
 
     async def _keep_replicated(self) -> None:

@@ -77,7 +77,8 @@ class Supervisor:
         self._config = config
         self.reloads = Reloads(config, read)
         # What the workers reload, so that its changes are named as those of one proxy.
-        self.reloads.add(ReloadingPart("policy", _nothing, ("policy", "slo", "cluster.nodes")))
+        of_workers = ("policy", "slo", "cluster.nodes", "proxy.peers")
+        self.reloads.add(ReloadingPart("policy", _nothing, of_workers))
         self._path = path
         self._ports = KeptPorts()
         self._admin: HttpPort | None = None

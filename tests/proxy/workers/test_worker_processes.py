@@ -297,6 +297,8 @@ async def test_a_reload_reaches_all_workers(
     async with open_workers(system, tmp_path) as proxy:
         document = document_of(system, policy={"name": "always_recompute"})
         document["proxy"] |= {"workers": 3}
+        if not by_signal:
+            document["proxy"]["peers"] = [{"id": "another", "peer_port": 9}]
         proxy.config.write_bytes(msgspec.json.encode(document))
 
         if by_signal:
@@ -309,9 +311,10 @@ async def test_a_reload_reaches_all_workers(
             status, answer = await proxy.admin("/kvrs/v1/reload", "POST")
             assert status == 200
             assert msgspec.json.decode(answer) == {
-                "applied": ["policy.name"],
+                "applied": ["proxy.peers", "policy.name"],
                 "restart_needed": ["proxy.workers"],
             }
+            assert (await proxy.proxy_row())["peers"]["another"] == "down"
 
         policies = [row["policy"] for row in (await proxy.state())["policy"]["workers"]]
         assert policies == ["always_recompute", "always_recompute"]

@@ -1,0 +1,82 @@
+"""Proxies that come and go while others serve, by a reload of `proxy.peers`."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvrs.config.file import Config, parse_config
+from kvrs.errors import ConfigError
+from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
+
+pytestmark = pytest.mark.network
+
+
+async def test_proxies_come_and_go_at_a_reload() -> None:
+    """A stream whose mirror leaves gets another one, and one that joins takes part at once."""
+    async with open_proxy_group(3) as group:
+        gate = group.system.script.gate = asyncio.Event()
+        group.system.script.gate_at = 3
+        reader = group.reader()
+        reading = asyncio.create_task(reader.read(0))
+        await _until(lambda: len(reader.events) == 3 and _mirror_of(group) is not None)
+        leaves = _mirror_of(group)
+        (stays,) = {"proxy-1", "proxy-2"} - {leaves}
+        whole, of_the_removed = group.configs[0], group.mirror(0).peers._tasks[leaves or ""]
+
+        await _reload(group, _with_peers(whole, [stays]))
+        await _until(lambda: _mirror_of(group) == stays)
+        known = [*group.mirror(0).peers.known]
+        share = group.proxy(0)._driver.control.slots._share  # type: ignore[union-attr]
+        await _until(lambda: all(task.cancelled() for task in of_the_removed))
+        await _reload(group, whole)
+        await _until(lambda: group.mirror(0).peers.live_ids == {leaves, stays})
+        await group.kill(int(stays[-1]))
+        await _until(lambda: _mirror_of(group) == leaves)
+        gate.set()
+        await reading
+
+    assert known == [stays]
+    assert share == whole.policy.slots_max // 2
+    assert reader.done
+    assert reader.errors == []
+
+
+async def test_a_peer_keeps_its_address() -> None:
+    """Else its streams would be taken for those of another proxy; nothing has changed then."""
+    async with open_proxy_group(2) as group:
+        moved = _with_peers(group.configs[0], ["proxy-1"], peer_port=9)
+
+        with pytest.raises(ConfigError) as caught:
+            await _reload(group, moved)
+
+        assert group.mirror(0).peers.live_ids == {"proxy-1"}
+    assert caught.value.faults == [
+        "proxy.peers: 'proxy-1' has another address; allowed: as it was, or another id"
+    ]
+
+
+def _with_peers(config: Config, names: list[str], **changes: Any) -> Config:
+    document = config.model_dump(mode="json")
+    peers = [peer | changes for peer in document["proxy"]["peers"] if peer["id"] in names]
+    return parse_config(document | {"proxy": document["proxy"] | {"peers": peers}})
+
+
+async def _reload(group: MultiProxyCluster, config: Config) -> None:
+    """Of proxy-0, whose file has become another one."""
+    group.proxy(0).reloads._read = lambda: config
+    result = await group.proxy(0).reload()
+    assert (result.applied, result.restart_needed) == (["proxy.peers"], [])
+
+
+def _mirror_of(group: MultiProxyCluster) -> str | None:
+    """Of the only stream of proxy-0."""
+    (keyed,) = group.mirror(0).streams.values()
+    return keyed.outbox.mirror
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.005)
