@@ -34,7 +34,7 @@ from kvrs.traces.records import StreamRecord
 PACE = "opt-13b-a100-distserve-tp1"
 PRESET = "sharegpt"
 MOST_PROMPT, MOST_OUTPUT = 1024, 256
-PER_S = 8.0  # Requests of an instance.
+PER_S = 6.5  # Requests of an instance.
 RELOAD_S = 20.0
 LINK_BYTES_PER_S = 100e9 / 8
 REQUESTS_OF_AN_INSTANCE = 640

@@ -8,7 +8,7 @@ from kvrs.config.settings import Settings
 class LinkSettings(Settings):
     time_constant_s: float = Field(default=2.0, gt=0, le=600)
     """Of the moving average: five of these after a step the estimate is within 1 % of the rate."""
-    probe_s: float = Field(default=0.02, gt=0, le=1)
+    probe_s: float = Field(default=0.03, gt=0, le=1)
     """How long a probe takes by the estimate, with `probe_bytes` at least."""
     probe_share: float = Field(default=0.01, gt=0, le=0.5)
     """Most of what a link carries, for all probes over it together."""
