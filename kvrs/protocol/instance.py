@@ -105,11 +105,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     kept: dict[StreamId, Natural] = {}
 
 
-def memory_of(node: NodeId) -> NodeId:
-    """The source of a link on which instances of that node copy pages out of the memory of its
-    agent: it is no network.
-    """
-    return NodeId(f"{node}:memory")
+# The source of the link on which instances of a node copy pages out of the memory of its agent.
+MEMORY = NodeId(":memory")
 
 
 class LinkReport(msgspec.Struct, frozen=True):

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvrs.errors import DamagedPageError, TransferError
-from kvrs.ids import NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.frames import FrameType
-from kvrs.protocol.instance import memory_of
+from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.mapped_pages import (
     MappedPages,
     check_files,
@@ -150,25 +149,15 @@ class PageMapper:
         """Measure how fast pages of the agent come, unless that was done lately: a copy of as many
         bytes, checked as pages are, if the agent hands out its memory at all.
         """
-        memory = memory_of(peer.node)
-        if not self._meter.may_probe(memory, _PROBE_BYTES, _PROBE_INTERVAL_S, 1, self._clock()):
+        if not self._meter.may_probe(MEMORY, _PROBE_BYTES, _PROBE_INTERVAL_S, 1, self._clock()):
             return
         try:
             await self._pull(peer, PullRequest(()), (), None, lambda pages: None)
         except TransferError:
             return  # It is tried again at the next round, as a pull would.
-        source, target = (memoryview(mmap.mmap(-1, _PROBE_BYTES)) for _ in range(2))
-        # Written before, because the first use of memory takes the system longer.
-        for each in (source, target):
-            np.frombuffer(each, np.uint8).fill(1)
-        starts = range(0, _PROBE_BYTES, _PROBE_PAGE_BYTES)
-        sources, targets = (
-            [each[start : start + _PROBE_PAGE_BYTES] for start in starts]
-            for each in (source, target)
-        )
-        checksums = [frames.checksum(sources[0])] * len(starts)
-        self._meter.probe_begins(memory, self._clock())
-        await self._metered(memory, _Copy(sources, targets, checksums))
+        copy = await asyncio.to_thread(_probe_copy)
+        self._meter.probe_begins(MEMORY, self._clock())
+        await self._metered(copy)
 
     def close(self) -> None:
         if self._expiry is not None:
@@ -200,10 +189,9 @@ class PageMapper:
             assert all(view.nbytes == connection.server.page_bytes for view in views)
             checksums = [checksum for _, _, checksum in mapped.pages]
             copy = _Copy(sources, views[: answer.index], checksums)
-            memory = memory_of(peer.node)
-            self._meter.begin(memory, self._clock())
+            self._meter.begin(MEMORY, self._clock())
             try:
-                await self._metered(memory, copy)
+                await self._metered(copy)
             finally:
                 copied(copy.verified)
             if copy.verified < len(sources):
@@ -212,19 +200,31 @@ class PageMapper:
             await connection.stream.send(done, connection.stream.session.seal(done))
         return answer.index
 
-    async def _metered(self, memory: NodeId, copy: _Copy) -> None:
+    async def _metered(self, copy: _Copy) -> None:
         """Carry out a copy that has begun by the meter."""
         try:
             await copy.carry_out()
         finally:
             now_s = self._clock()
-            self._meter.add(memory, copy.verified_bytes, now_s)
-            self._meter.end(memory, now_s)
+            self._meter.add(MEMORY, copy.verified_bytes, now_s)
+            self._meter.end(MEMORY, now_s)
 
     def _keep_for_a_while(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
         self._expiry = asyncio.get_running_loop().call_later(_IDLE_S, self._pool.drop_idle)
+
+
+def _probe_copy() -> _Copy:
+    source, target = (memoryview(mmap.mmap(-1, _PROBE_BYTES)) for _ in range(2))
+    # Written before, because the first use of memory takes the system longer.
+    for each in (source, target):
+        np.frombuffer(each, np.uint8).fill(1)
+    starts = range(0, _PROBE_BYTES, _PROBE_PAGE_BYTES)
+    sources, targets = (
+        [each[start : start + _PROBE_PAGE_BYTES] for start in starts] for each in (source, target)
+    )
+    return _Copy(sources, targets, [frames.checksum(sources[0])] * len(starts))
 
 
 def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memoryview]:

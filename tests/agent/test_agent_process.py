@@ -13,7 +13,7 @@ import pytest
 
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
-from kvrs.protocol.instance import memory_of
+from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
 from kvrs.transfer.store.directory import store_directory
@@ -116,7 +116,7 @@ async def test_a_kill_while_pages_are_copied_leaves_right_pages(
 
     assert (cut.full_pages, cut.error) == (32, None)
     assert (again.full_pages, again.error) == (32, None)
-    assert links == {memory_of(N0)}
+    assert links == {MEMORY}
     assert [path.suffix for path in tmp_path.iterdir()] == [".yaml"]
 
 

@@ -20,7 +20,7 @@ from kvrs.policy.model.events import (
     StreamEnded,
     StreamResumed,
 )
-from kvrs.protocol.instance import Capability, memory_of
+from kvrs.protocol.instance import MEMORY, Capability
 from tests.policy.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
 
 A, B, C = (StreamId(name) for name in "ABC")
@@ -69,7 +69,7 @@ def test_restore_pressure_counts_with_the_measured_rate_of_memory() -> None:
     """LUMEN Eq. 1 divides by it; `host_to_device_bytes_per_s` is what is assumed before."""
     harness = cluster(BackupMode.REMOTE)
     node = NodeId("n1")
-    harness.handle(LinkMeasured(memory_of(node), node, 1.0))
+    harness.handle(LinkMeasured(MEMORY, node, 1.0))
 
     start = only(harness.handle(StreamArrived(A, 100, most_tokens=330)), Start)
 

@@ -20,7 +20,7 @@ from kvrs.policy.model.events import (
     StreamResumed,
     TimerFired,
 )
-from kvrs.protocol.instance import Capability, memory_of
+from kvrs.protocol.instance import MEMORY, Capability
 from tests.policy.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
 
 A = StreamId("A")
@@ -82,8 +82,8 @@ def test_memory_of_the_own_node_is_a_link_of_its_own() -> None:
     harness.kept("agent-n1", A=8)
     harness.handle(LinkMeasured(N1, N1, 1e6))
     harness.handle(LinkMeasured(N1, NodeId("n2"), 1e9))
-    harness.handle(LinkMeasured(memory_of(N0), N0, 1e6))
-    harness.handle(LinkMeasured(memory_of(N1), N1, 8e9))
+    harness.handle(LinkMeasured(MEMORY, N0, 1e6))
+    harness.handle(LinkMeasured(MEMORY, N1, 8e9))
 
     restores = {
         e.target: e.transfer_s
@@ -94,7 +94,7 @@ def test_memory_of_the_own_node_is_a_link_of_its_own() -> None:
     assert restores[D1] == pytest.approx(0.002 + 8 * PAGE_BYTES / 8e9)
     assert restores[InstanceId("d2")] == pytest.approx(0.002 + 8 * PAGE_BYTES / 1e9)
     links = {(row["source"], row["target"]): row for row in harness.policy.snapshot()["links"]}
-    assert links[memory_of(N1), N1]["in_flight_bytes"] == 9 * PAGE_BYTES
+    assert links[MEMORY, N1]["in_flight_bytes"] == 9 * PAGE_BYTES
     assert links[N1, N1]["in_flight_bytes"] == 0
 
 

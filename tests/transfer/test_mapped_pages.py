@@ -19,7 +19,7 @@ import pytest
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol import frames
-from kvrs.protocol.instance import memory_of
+from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import CheckpointClaim, Identity, PullRequest
 from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
@@ -470,10 +470,10 @@ async def test_memory_is_a_link_of_its_own(tmp_path: Path) -> None:
     async with node(tmp_path) as each:
         each.put(S)
         await each.pull(each.mapped_only)
-        assert set(each.puller.links()) == {memory_of(N0)}
+        assert set(each.puller.links()) == {MEMORY}
 
         await each.pull(each.sent_only)
-        assert set(each.puller.links()) == {memory_of(N0), N0}
+        assert set(each.puller.links()) == {MEMORY, N0}
 
 
 async def test_memory_is_measured_before_anything_was_restored(
@@ -483,14 +483,14 @@ async def test_memory_is_measured_before_anything_was_restored(
     monkeypatch.setattr(mapped, "_PROBE_BYTES", 1 << 20)
     async with node(tmp_path) as each:
         await each.puller.probe(replace(each.peer, directory=tmp_path / "another host"))
-        assert memory_of(N0) not in each.puller.links()
+        assert MEMORY not in each.puller.links()
 
         await each.puller.probe(each.peer)
-        measured = each.puller.links()[memory_of(N0)]
+        measured = each.puller.links()[MEMORY]
         await each.puller.probe(each.peer)
 
         assert measured.bytes_per_s > 0
-        assert each.puller.links()[memory_of(N0)].age_s >= measured.age_s
+        assert each.puller.links()[MEMORY].age_s >= measured.age_s
 
 
 def causes(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -19,7 +19,7 @@ from kvrs.policy.model.reforming import PredictedReforming
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.gpus import GpuState
-from kvrs.protocol.instance import Capability, Role, memory_of
+from kvrs.protocol.instance import MEMORY, Capability, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +197,6 @@ class Agent:
     booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the node that decodes.
     # Streams that have a checkpoint here, or are to have one.
     streams: set[StreamId] = field(default_factory=set)
-    # Between its memory and the instances of its node.
-    memory_link: tuple[NodeId, NodeId] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.memory_link = memory_of(self.node), self.node
 
     @property
     def reserved_bytes(self) -> int:
@@ -408,13 +403,13 @@ class ClusterView:
         """The link on which instances of a node get an agent's pages: within the node its memory,
         once that was measured.
         """
-        if agent.node == target and (memory := self.links.get(agent.memory_link)) is not None:
+        if agent.node == target and (memory := self.links.get((MEMORY, target))) is not None:
             return memory
         return self.link(agent.node, target)
 
     def restore_bytes_per_s(self, agent: Agent) -> float:
         """From an agent's memory into the instances of its node: as measured, or as set."""
-        memory = self.links.get(agent.memory_link)
+        memory = self.links.get((MEMORY, agent.node))
         return agent.host_to_device_bytes_per_s if memory is None else memory.bytes_per_s
 
     def bytes_per_s(self, source: NodeId, target: NodeId) -> float:
