@@ -82,6 +82,13 @@ def row_of(cluster: Cluster, name: str) -> dict[str, Any]:
     return rows_of(cluster.state())[InstanceId(name)]
 
 
+def order(cluster: Cluster, method: str, path: str) -> None:
+    """An operator's, at the admin port."""
+    request = urllib.request.Request(f"{cluster.admin_url}/kvrs/v1/{path}", method=method)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.status == 200
+
+
 async def carry_out(cluster: Cluster, fault: Fault) -> None:
     async with AdminPort(cluster.proxies[0].admin, cluster.secret) as port:
         await check_faults([fault], port)
@@ -118,9 +125,13 @@ def test_the_tokens_are_those_of_one_process(cluster: Cluster, tmp_path: Path) -
 
 
 async def test_streams_of_a_lost_rank_go_on(cluster: Cluster) -> None:
-    """Greedy and seeded, in place or at an instance of another degree; the other rank stays the
-    process that it is, and the lost one is started again beside it.
+    """Greedy and seeded, in place and in their attempts where there is nowhere else; the other rank
+    stays the process that it is, and the lost one is started again beside it.
     """
+    order(cluster, "DELETE", "instances/d1")
+    async with asyncio.timeout(60):
+        while InstanceId("d1") in rows_of(cluster.state()):
+            await asyncio.sleep(0.05)
     expected = {seed: complete(cluster, seed) for seed in (None, 7)}
     victim = row_of(cluster, "d0")
     (fault,) = parse_faults(
@@ -137,8 +148,12 @@ async def test_streams_of_a_lost_rank_go_on(cluster: Cluster) -> None:
         answers = clients.map(lambda seed: complete(cluster, seed), seeds)
         await carry_out(cluster, fault)
         got = list(answers)
+    recovered = cluster.state()["recoveries"]
 
     assert got == [expected[seed] for seed in seeds]
+    first = [row for row in recovered if row["attempt"] == 1]
+    assert {(row["from"], row["to"], row["option"]) for row in first} == {("d0", "d0", "in_place")}
+    assert "resumed" in {row["outcome"] for row in first}
     old = {one["rank"]: one["pid"] for one in victim["ranks"]}
     async with asyncio.timeout(60):
         while len(again := row_of(cluster, "d0")["ranks"]) < 2:
@@ -147,3 +162,25 @@ async def test_streams_of_a_lost_rank_go_on(cluster: Cluster) -> None:
     assert row_of(cluster, "d0")["pid"] == victim["pid"]
     assert new[0] == old[0]
     assert new[1] != old[1]
+
+
+async def test_a_rank_leaves_by_order_while_its_instance_streams(cluster: Cluster) -> None:
+    """The streams have their tokens, and the other rank and the instance are the same processes."""
+    expected = {seed: complete(cluster, seed) for seed in (None, 7)}
+    before = row_of(cluster, "d0")
+    last = max(one["rank"] for one in before["ranks"])
+    with ThreadPoolExecutor(STREAMS) as clients:
+        seeds = [None, 7] * (STREAMS // 2)
+        answers = clients.map(lambda seed: complete(cluster, seed), seeds)
+        order(cluster, "POST", f"leave/d0/{last}")
+        async with asyncio.timeout(60):
+            while len(after := row_of(cluster, "d0")["ranks"]) > 1:
+                await asyncio.sleep(0.1)
+        got = list(answers)
+
+    assert got == [expected[seed] for seed in seeds]
+    assert row_of(cluster, "d0")["pid"] == before["pid"]
+    (left,) = after
+    assert left["pid"] == before["ranks"][0]["pid"]
+    assert left["units"] == sum(one["units"] for one in before["ranks"])
+    assert row_of(cluster, "d0")["state"] == "degraded"
