@@ -270,7 +270,7 @@ def _gpus() -> Finding:
     except ImportError:
         return good("NVML", "nvidia-ml-py is not installed (optional)")
     except NoGpusError as error:
-        return good("NVML", f"{error} (optional)")
+        return good("NVML", f"{str(error).removeprefix('NVML: ')} (optional)")
     try:
         return good("NVML", f"{len(sensor.read())} GPUs")
     finally:

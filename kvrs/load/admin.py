@@ -180,6 +180,8 @@ def _tls_error(url: str, error: ssl.SSLError) -> AdminError:
     if isinstance(error, ssl.SSLCertVerificationError):
         allowed = "a certificate of a CA in SSL_CERT_FILE, or proxy.admin_tls in --config"
         return AdminError(url, f"TLS: {error.verify_message}", allowed)
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return AdminError(url, "TLS: the answer is not TLS", "http:// without proxy.admin_tls")
     return AdminError(url, f"TLS: {error.reason or type(error).__name__}")
 
 

@@ -98,6 +98,9 @@ async def test_the_load_generator_shows_its_token(
     async with AdminPort(AdminClient(url)) as port:
         with pytest.raises(AdminError, match=r"HTTP 401; allowed: .*KVRS_ADMIN_TOKEN"):
             await port.state()
+    async with AdminPort(AdminClient(url.replace("http", "https"))) as port:
+        with pytest.raises(AdminError, match="TLS: the answer is not TLS; allowed: http://"):
+            await port.state()
 
     assert state["instances"]
 
