@@ -89,7 +89,7 @@ def _options(
     ] = False,
     log_level: Annotated[
         LogLevel | None,
-        typer.Option(help="Of all processes that are started; also KVRS_LOG_LEVEL [info]"),
+        typer.Option(help="Of all processes that are started; also KVRS_LOG_LEVEL; default: info"),
     ] = None,
 ) -> None:
     """Options of `kvrs` itself; `--version` has ended the process before any command runs."""

@@ -65,4 +65,7 @@ def _line(finding: Finding) -> Text:
 def _verdict(findings: Iterable[Finding]) -> str:
     levels = [each.level for each in findings]
     failures, warnings = levels.count(Level.FAILURE), levels.count(Level.WARNING)
-    return f"{len(levels)} checks: {failures} failures, {warnings} warnings"
+    return (
+        f"{len(levels)} checks: {failures} failure{'' if failures == 1 else 's'}, "
+        f"{warnings} warning{'' if warnings == 1 else 's'}"
+    )

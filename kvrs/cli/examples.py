@@ -25,7 +25,7 @@ _EXAMPLES = {
         "kvrs incidents events.jsonl",
         "kvrs incidents events.jsonl 3 --what-if always_recompute",
     ],
-    "top": ["kvrs top --url http://127.0.0.1:8001", "kvrs top --once --json"],
+    "top": ["kvrs top --config kvrs.yaml", "kvrs top --url http://127.0.0.1:8001 --once --json"],
     "doctor": ["kvrs doctor --config kvrs.yaml", "kvrs doctor --json"],
     "key": ["kvrs key team-a"],
     "profile": ["kvrs profile --out table.json --model /models/Llama-3.2-1B"],

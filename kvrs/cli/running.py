@@ -53,7 +53,9 @@ def up(
     nodes: opt.Nodes = None,
     port: opt.Port = None,
     admin_port: opt.AdminPort = None,
-    backend: Annotated[Backend | None, typer.Option(help="Kind of engine [embedded]")] = None,
+    backend: Annotated[
+        Backend | None, typer.Option(help="Kind of engine; default: embedded")
+    ] = None,
     distserve_home: opt.DistserveHome = None,
     proxies: opt.Proxies = 1,
     workers: opt.Workers = None,

@@ -29,7 +29,7 @@ _COLOURS = {"up": "green", "starting": "yellow", "draining": "yellow"}
 AdminUrl = Annotated[
     str | None,
     typer.Option(
-        "--url", help="The proxy's admin port [that of the configuration on this machine]"
+        "--url", help="The proxy's admin port; default: that of the configuration, on this machine"
     ),
 ]
 AdminConfig = Annotated[
