@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 class Capability(StrEnum):
     """An ability of an engine beyond the plain vLLM P/D convention; the policy considers no option
-    that needs more.
+    that needs more. Each is an offer: an engine works with a proxy that does not use it.
     """
 
     PULL_PAGES = "pull_pages"  # Takes `kvrs.sources` and pulls those pages itself.
@@ -43,6 +43,15 @@ class Capability(StrEnum):
         "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
     )
     TRUNK = "trunk"  # Takes connections of its port within one (`kvrs/trunk.py`).
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Capability | None":
+        """A capability of a later version keeps its name, and is no other's."""
+        if not isinstance(value, str):
+            return None
+        unknown = str.__new__(cls, value)
+        unknown._name_ = unknown._value_ = value
+        return unknown
 
 
 class MeasuredPrefill(msgspec.Struct, frozen=True):
