@@ -36,6 +36,7 @@ _FIELD = re.compile(r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([ -~]*)")
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
 _UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
 _UNIQUE = ("Content-Length", "Host")
+_NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 
 
 class SentResponse(Protocol):
@@ -108,6 +109,10 @@ class DirectRequest:
         body, self.body = self.body, b""
         return body
 
+    def drop_headers(self) -> None:
+        """The request is admitted: nothing reads them any more."""
+        self.headers = _NO_HEADERS
+
     @property
     def transport(self) -> asyncio.Transport | None:
         """None: the client is gone."""
@@ -128,6 +133,9 @@ class DirectServer:
         self.gathered_bytes = 0
         self.is_closing = False
         self.connections: set[DirectConnection] = set()
+        # Those without a request, and when they are closed, the next one first.
+        self._idle: dict[DirectConnection, float] = {}
+        self._look: asyncio.TimerHandle | None = None
         self._quiet: asyncio.Future[None] | None = None
 
     def connect(
@@ -145,9 +153,33 @@ class DirectServer:
             await asyncio.wait({self._quiet}, timeout=timeout_s)
         for connection in list(self.connections):
             connection.abort()
+        if self._look is not None:
+            self._look.cancel()
+
+    def wait(self, connection: "DirectConnection", until_s: float) -> None:
+        """Close the connection then, unless a request comes before. No other one of this port has
+        an earlier time.
+        """
+        self._idle[connection] = until_s
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_at(until_s, self._close_idle)
+
+    def waits_no_more(self, connection: "DirectConnection") -> None:
+        self._idle.pop(connection, None)
+
+    def _close_idle(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._look, now_s = None, loop.time()
+        for connection, until_s in list(self._idle.items()):
+            if until_s > now_s:
+                self._look = loop.call_at(until_s, self._close_idle)
+                return
+            del self._idle[connection]
+            connection.close_if_idle()
 
     def forget(self, connection: "DirectConnection") -> None:
         self.connections.discard(connection)
+        self._idle.pop(connection, None)
         if not self.connections and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
@@ -158,7 +190,7 @@ class DirectConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        *("_abort", "_among", "_behind", "_full", "_gathered", "_gathering", "_idle", "_idle_s"),
+        *("_abort", "_among", "_behind", "_full", "_gathered", "_gathering", "_idle_s"),
         *("_idle_until_s", "_is_paused", "_needs_bytes", "_request", "_server", "_work"),
         *("address", "room_changed", "transport"),
     )
@@ -180,10 +212,9 @@ class DirectConnection(asyncio.Protocol):
         self._among = among
         self._idle_s = idle_s
         self._idle_until_s = 0.0
-        self._idle: asyncio.TimerHandle | None = None
         self._abort: Callable[[], object] | None = None
         self._request: DirectRequest | None = None  # The one that is served.
-        self._work: asyncio.Task[web.Response | SentResponse] | None = None
+        self._work: asyncio.Task[None] | None = None
         # Of a request that has come in part.
         self._gathered = b""
         self._needs_bytes = 0
@@ -251,8 +282,6 @@ class DirectConnection(asyncio.Protocol):
         self.transport = self.room_changed = self._request = None
         self._behind = b""
         self._stop_gathering()
-        if self._idle is not None:
-            self._idle.cancel()
         if self._work is not None:
             self._work.cancel()
             self._work = None
@@ -268,21 +297,8 @@ class DirectConnection(asyncio.Protocol):
     # Without a request.
 
     def _wait_for_request(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._idle_until_s = loop.time() + self._idle_s
-        if self._idle is None:
-            self._idle = loop.call_at(self._idle_until_s, self._look)
-
-    def _look(self) -> None:
-        """Close a connection that has been idle for too long."""
-        self._idle = None
-        if self._request is not None or self.transport is None:
-            return
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._idle_until_s:
-            self._idle = loop.call_at(self._idle_until_s, self._look)
-        else:
-            self.transport.close()
+        self._idle_until_s = asyncio.get_running_loop().time() + self._idle_s
+        self._server.wait(self, self._idle_until_s)
 
     # With a part of a request.
 
@@ -312,8 +328,6 @@ class DirectConnection(asyncio.Protocol):
         transport = self.transport
         assert transport is not None
         self._stop_gathering()
-        if self._idle is not None:
-            self._idle.cancel()
         self._among.forget(self)
         self._server.forget(self)
         self.transport = None
@@ -326,6 +340,7 @@ class DirectConnection(asyncio.Protocol):
 
     def _serve(self, head: _Head, body: bytes) -> None:
         self._among.begin(self)
+        self._server.waits_no_more(self)
         self._request = request = DirectRequest(
             head.path, head.headers, head.keep_alive, len(body), self.address, self, body
         )
@@ -334,31 +349,19 @@ class DirectConnection(asyncio.Protocol):
         try:
             awaited = context.run(begun.send, None)
         except StopIteration as stop:
-            self._respond(stop.value)
+            self.respond(stop.value)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         else:
             loop = asyncio.get_running_loop()
-            self._work = loop.create_task(_Begun(begun, awaited), context=context)
-            self._work.add_done_callback(self._end)
+            self._work = loop.create_task(_Begun(self, begun, awaited), context=context)
 
-    def _end(self, work: asyncio.Task[web.Response | SentResponse]) -> None:
-        try:
-            # To ask releases what a cancelled task keeps with its error: its last frames.
-            error = work.exception()
-        except asyncio.CancelledError:
-            return
-        if error is None:
-            self._respond(work.result())
-        else:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """A bug: what is written already cannot be taken back."""
         log.error("request ended by a bug", exc_info=error)
         self.abort()
 
-    def _respond(self, response: web.Response | SentResponse) -> None:
+    def respond(self, response: web.Response | SentResponse) -> None:
         request, self._request, self._work = self._request, None, None
         transport = self.transport
         if transport is None:
@@ -397,11 +400,14 @@ class DirectConnection(asyncio.Protocol):
 
 
 class _Begun(Coroutine[Any, Any, Any]):
-    """A coroutine that has run up to its first wait, for a task that runs the rest."""
+    """What serves a request, and has run up to its first wait, for a task that runs the rest."""
 
-    __slots__ = ("_awaited", "_coroutine", "_is_waiting")
+    __slots__ = ("_awaited", "_connection", "_coroutine", "_is_waiting")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], awaited: Any) -> None:
+    def __init__(
+        self, connection: DirectConnection, coroutine: Coroutine[Any, Any, Any], awaited: Any
+    ) -> None:
+        self._connection = connection
         self._coroutine = coroutine
         self._awaited = awaited
         self._is_waiting = True
@@ -410,14 +416,29 @@ class _Begun(Coroutine[Any, Any, Any]):
         if self._is_waiting:
             awaited, self._awaited, self._is_waiting = self._awaited, None, False
             return awaited
-        return self._coroutine.send(value)
+        try:
+            return self._coroutine.send(value)
+        except StopIteration as stop:
+            response = stop.value
+        except Exception as error:
+            self._connection.fail(error)
+            raise StopIteration from None
+        self._connection.respond(response)
+        raise StopIteration
 
     def throw(self, *error: Any) -> Any:
         self._is_waiting = False
         try:
             return self._coroutine.throw(*error)
+        except StopIteration as stop:
+            response = stop.value
+        except Exception as bug:
+            self._connection.fail(bug)
+            raise StopIteration from None
         finally:
             del error  # Its traceback has this frame: a circle.
+        self._connection.respond(response)
+        raise StopIteration
 
     def close(self) -> None:
         self._coroutine.close()

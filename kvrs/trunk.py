@@ -176,7 +176,7 @@ class TrunkConnection(asyncio.Transport):
     """One end of a connection within a trunk, as its protocol sees it."""
 
     __slots__ = (
-        *("_trunk", "_end", "_held", "_held_bytes", "_is_closing", "_is_full", "_loop"),
+        *("_trunk", "_has_ended", "_held", "_is_closing", "_is_full", "_loop"),
         *("_number", "_protocol", "_reads", "peer_paused"),
     )
 
@@ -192,9 +192,8 @@ class TrunkConnection(asyncio.Transport):
         self._protocol = protocol
         self._loop = loop
         self._reads = True
-        self._held: list[bytes] = []  # What came while it was not read.
-        self._held_bytes = 0
-        self._end: list[Exception | None] = []  # The other end's, behind what is held.
+        self._held: bytearray | None = None  # What came while it was not read.
+        self._has_ended = False  # By the other end, behind what is held.
         self._is_closing = False
         self._is_full = False  # As the protocol was told.
         self.peer_paused = False
@@ -202,7 +201,7 @@ class TrunkConnection(asyncio.Transport):
     # What the trunk tells.
 
     def received(self, data: bytes) -> None:
-        if not self._reads or self._held:
+        if not self._reads or self._held is not None:
             if not self._is_closing:
                 self._hold(data)
             return
@@ -215,17 +214,18 @@ class TrunkConnection(asyncio.Transport):
             self.abort()
 
     def _hold(self, data: bytes) -> None:
-        self._held.append(data)
-        self._held_bytes += len(data)
-        if self._held_bytes > MOST_HELD_BYTES:
+        if self._held is None:
+            self._held = bytearray()
+        self._held += data
+        if len(self._held) > MOST_HELD_BYTES:
             self.abort()
 
     def ended(self, exc: Exception | None) -> None:
         """By the other end, or with the trunk."""
         if self._is_closing:
             return
-        if self._held and exc is None and self._trunk.is_open:
-            self._end.append(exc)
+        if self._held is not None and exc is None and self._trunk.is_open:
+            self._has_ended = True
             return
         self._is_closing = True
         self._trunk.forget(self._number)
@@ -266,7 +266,7 @@ class TrunkConnection(asyncio.Transport):
         if not self._reads and not self._is_closing:
             self._reads = True
             self._trunk.send(self._number, _RESUME)
-            if self._held:
+            if self._held is not None:
                 self._loop.call_soon(self._deliver_held)
 
     def is_reading(self) -> bool:
@@ -292,19 +292,17 @@ class TrunkConnection(asyncio.Transport):
             return
         self._is_closing = True
         self._reads = False
-        self._held.clear()
+        self._held = None
         self._trunk.send(self._number, kind)
         self._trunk.forget(self._number)
         self._loop.call_soon(self._protocol.connection_lost, None)
 
     def _deliver_held(self) -> None:
-        while self._reads and self._held and not self._is_closing:
-            held = b"".join(self._held)
-            self._held.clear()
-            self._held_bytes = 0
+        while self._reads and self._held is not None and not self._is_closing:
+            held, self._held = bytes(self._held), None
             self.received(held)
-        if self._end and not self._held:
-            self.ended(self._end.pop())
+        if self._has_ended and self._held is None:
+            self.ended(None)
 
 
 def _reset() -> ConnectionResetError:

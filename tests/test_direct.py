@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 from aiohttp import web
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvrs import direct, http
 from kvrs.connections import ConnectionLimits
-from kvrs.direct import DirectRequest, DirectServer, parse_head
+from kvrs.direct import DirectConnection, DirectRequest, DirectServer, parse_head
 from kvrs.http import HttpPort
 
 pytestmark = pytest.mark.network
@@ -300,6 +301,32 @@ async def test_an_idle_connection_is_closed(sent: bytes, monkeypatch: pytest.Mon
         writer.close()
 
     assert received.endswith(b'direct:{"a": 1}') == bool(sent)
+
+
+async def test_one_timer_closes_idle_connections_in_the_order_of_their_last_requests() -> None:
+    """One that was used meanwhile is closed behind those that were not."""
+    server, closed, all_closed = DirectServer({}), list[str](), asyncio.Event()
+
+    class Noting:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close_if_idle(self) -> None:
+            closed.append(self.name)
+            if len(closed) == 2:
+                all_closed.set()
+
+    a, b, c = (cast(DirectConnection, Noting(name)) for name in "abc")
+    now_s = asyncio.get_running_loop().time()
+    for connection, until_s in ((a, 0.02), (b, 0.03), (c, 0.04)):
+        server.wait(connection, now_s + until_s)
+    server.waits_no_more(a)
+    server.wait(a, now_s + 0.05)
+    server.forget(c)
+    async with asyncio.timeout(10):
+        await all_closed.wait()
+
+    assert closed == ["b", "a"]
 
 
 async def test_a_port_that_closes_waits_for_requests_and_not_for_idle_connections() -> None:

@@ -142,7 +142,7 @@ class Control(Generic[S]):
         for kept in live.journal.kept:
             known = self.instances.known.get(kept.holder)
             if known is not None and known.info is not None and known.info.epoch == kept.epoch:
-                live.prefilled_at.add(kept.holder)
+                live.note_prefilled(kept.holder)
                 self.leases.hold(kept.holder, live.id)
         self.checkpoints.adopt(live)
         self.tell(_arrival(live, now_s), now_s)
@@ -279,7 +279,7 @@ class Control(Generic[S]):
         """An attempt is about to have the history computed there, and its pages retained."""
         live.enter(StreamStage.PREFILL, instance)
         if self.instances.retains(instance):
-            live.prefilled_at.add(instance)
+            live.note_prefilled(instance)
 
     def prefill_done(self, live: S, attempt: int, instance: InstanceId, now_s: float) -> bool:
         """Prefill has answered the attempt's own call; whether the attempt goes on to decode, by
@@ -372,7 +372,7 @@ class Control(Generic[S]):
         kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
         if kept and not lives_on:
             for stream in kept:
-                self.streams[stream].prefilled_at.add(known.id)
+                self.streams[stream].note_prefilled(known.id)
                 self.leases.hold(known.id, stream)
             self.tell(PagesKept(known.id, info.epoch, kept), now_s)
         self.tell(InstanceUp(instance, lives_on), now_s)

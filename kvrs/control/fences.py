@@ -11,7 +11,8 @@ Number = tuple[int, int]  # Owner epoch, attempt.
 class FenceTable:
     def __init__(self) -> None:
         self._writers: dict[InstanceId, dict[StreamId, Number]] = {}
-        self._instances: dict[StreamId, set[InstanceId]] = {}  # The same, the other way round.
+        # The same, the other way round; few each.
+        self._instances: dict[StreamId, tuple[InstanceId, ...]] = {}
 
     def started(self, plan: Plan, stream: StreamId, number: Number) -> None:
         if plan.prefill is not None:
@@ -29,7 +30,7 @@ class FenceTable:
 
     def instances(self, stream: StreamId) -> Collection[InstanceId]:
         """Where attempts of the stream may still be running."""
-        return tuple(self._instances.get(stream, ()))
+        return self._instances.get(stream, ())
 
     def numbers(self, instance: InstanceId) -> dict[StreamId, Number]:
         """Return what a fence must name: one above every attempt that may still run there."""
@@ -45,10 +46,13 @@ class FenceTable:
 
     def _note(self, instance: InstanceId, stream: StreamId, number: Number) -> None:
         self._writers.setdefault(instance, {})[stream] = number
-        self._instances.setdefault(stream, set()).add(instance)
+        known = self._instances.get(stream, ())
+        if instance not in known:
+            self._instances[stream] = (*known, instance)
 
     def _forget(self, instance: InstanceId, stream: StreamId) -> None:
         instances = self._instances[stream]
-        instances.discard(instance)
-        if not instances:
+        if instances == (instance,):
             del self._instances[stream]
+        else:
+            self._instances[stream] = tuple(each for each in instances if each != instance)

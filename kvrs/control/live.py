@@ -94,7 +94,7 @@ class LiveStream:
     plan: Plan | None = None
     stage: StreamStage = StreamStage.WAITING
     instance: InstanceId | None = None  # Where the current stage runs.
-    prefilled_at: set[InstanceId] = field(default_factory=set)  # May retain pages of this stream.
+    prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
     # Its attempt stays at an instance that re-forms, and may be silent until then.
     stays_until_s: float = -inf
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
@@ -128,6 +128,10 @@ class LiveStream:
         only for the ids of a prompt that came as text.
         """
         return plan.prefill or (plan.decode if self.journal.prompt_ids is None else None)
+
+    def note_prefilled(self, instance: InstanceId) -> None:
+        if instance not in self.prefilled_at:
+            self.prefilled_at = (*self.prefilled_at, instance)
 
     def enter(self, stage: StreamStage, instance: InstanceId | None) -> None:
         self.stage = stage

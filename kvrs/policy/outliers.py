@@ -82,7 +82,7 @@ class Outliers:
             refuser = self._view.members.get(name)
             if refuser is not None and not refuser.prefills and not accepting.decodes:
                 continue  # Of the next stage, which this answer does not prove.
-            del stream.refusals[name]
+            stream.forget_refusal(name)
             if refuser is None or refuser is accepting or refuser.instance.epoch != refusal.epoch:
                 continue
             is_probe = refusal.is_probe and refuser.health.until_s is not None
@@ -98,7 +98,7 @@ class Outliers:
         health.left(stream.id)
         match event.failure:
             case FailureKind.REFUSED:
-                stream.refusals[event.instance] = RefusedBy(member.instance.epoch, is_probe)
+                stream.note_refusal(event.instance, RefusedBy(member.instance.epoch, is_probe))
                 if is_probe:  # Whose fault it is will be known later: the next probe may come then.
                     health.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
             case FailureKind.BUSY:

@@ -15,7 +15,7 @@ from kvrs.policy.model.actions import Action, GiveUp, Plan, Reason, Recovered, S
 from kvrs.policy.model.estimates import Estimate, Option
 from kvrs.policy.model.health import fraction
 from kvrs.policy.model.lifecycle import Stage
-from kvrs.policy.model.streams import Decision, Stream
+from kvrs.policy.model.streams import NOWHERE, Decision, Stream
 from kvrs.policy.overload import LoadShedding
 from kvrs.policy.retry_budget import RetryBudget
 from kvrs.policy.routing import apart_for, victim_of
@@ -111,7 +111,7 @@ class Starter:
         if suspects:
             ordered = [stream for stream in ordered if not stream.recovery.is_suspect]
         for stream in ordered:  # Those that were suspected until now may run anywhere again.
-            stream.shunned = frozenset()
+            stream.shunned = NOWHERE
         victims = [
             victim_of(self._view, stream, barred_too=is_past(stream.recovery.retry_at_s, now_s))
             for stream in ordered
@@ -138,7 +138,7 @@ class Starter:
             self._timers.set(stream.id, recovery.fate_until_s)
             return
         is_apart = not is_past(recovery.apart_until_s, now_s)
-        stream.shunned = quarantine.occupied(self._view, stream) if is_apart else frozenset()
+        stream.shunned = quarantine.occupied(self._view, stream) if is_apart else NOWHERE
         barred_too = is_past(recovery.retry_at_s, now_s)
         target = apart_for(self._view, stream, barred_too=barred_too)
         self._place(stream, None if target is None else target.instance.id, 0, now_s)

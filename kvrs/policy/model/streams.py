@@ -5,6 +5,7 @@ Each record is written from one module: a stream's facts and its recovery from h
 attempt from `ledger.py`, holders from `kv_locations.py`, checkpoints from `checkpoints.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -226,6 +227,12 @@ class RecoveryState:
         self.slot_expired = False
 
 
+# Of most streams, and never changed.
+NOWHERE: frozenset[str] = frozenset()
+NO_EPOCHS: Mapping[InstanceId, int] = {}
+NO_REFUSALS: Mapping[InstanceId, RefusedBy] = {}
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
     id: StreamId
@@ -248,13 +255,13 @@ class Stream:
     adopted: bool = False
     first_token_sent: bool = False
     # Epochs of instances that failed this stream.
-    excluded_epochs: dict[InstanceId, int] = field(default_factory=dict)
+    excluded_epochs: Mapping[InstanceId, int] = field(default_factory=lambda: NO_EPOCHS)
     # Instances where it would not be apart, while it is to be.
-    shunned: frozenset[str] = frozenset()
+    shunned: frozenset[str] = NOWHERE
     # Instances that are kept from other streams for it (`quarantine.py`).
     reserved: tuple[Member, ...] = ()
     # Instances that refused it, as long as no other one has accepted it.
-    refusals: dict[InstanceId, RefusedBy] = field(default_factory=dict)
+    refusals: Mapping[InstanceId, RefusedBy] = field(default_factory=lambda: NO_REFUSALS)
 
     stage: Stage = Stage.WAITING
     attempt: AttemptState = field(default_factory=AttemptState)
@@ -282,7 +289,14 @@ class Stream:
         return self.excluded_epochs.get(member.instance.id) == member.instance.epoch
 
     def exclude(self, member: Member) -> None:
-        self.excluded_epochs[member.instance.id] = member.instance.epoch
+        instance = member.instance
+        self.excluded_epochs = {**self.excluded_epochs, instance.id: instance.epoch}
+
+    def note_refusal(self, instance: InstanceId, refused: RefusedBy) -> None:
+        self.refusals = {**self.refusals, instance: refused}
+
+    def forget_refusal(self, instance: InstanceId) -> None:
+        self.refusals = {name: each for name, each in self.refusals.items() if name != instance}
 
     def note_tokens(self, produced_tokens: int) -> None:
         self.produced_tokens = max(self.produced_tokens, produced_tokens)
@@ -317,5 +331,5 @@ class Stream:
         """A token has reached the client: the recovery is over."""
         self.first_token_sent = True
         self.flows_since_s, self.flows_from_tokens = now_s, self.produced_tokens
-        self.shunned = frozenset()
+        self.shunned = NOWHERE
         self.recovery = RecoveryState()

@@ -156,31 +156,25 @@ class ClientApi:
 
     async def _serve(self, read: Callable[..., ParsedRequest], request: ClientRequest) -> Response:
         """Admit a request and respond to it; count it by its outcome."""
-        use = Use(request[TENANT], self._clock)
+        counts, use = self._metrics.requests, Use(request[TENANT], self._clock)
         with Held(self.budget, request.remote or "") as held, use:
-            return await self._serve_within(held, use, read, request)
-
-    async def _serve_within(
-        self, held: Held, use: Use, read: Callable[..., ParsedRequest], request: ClientRequest
-    ) -> Response:
-        counts = self._metrics.requests
-        try:
-            admitted = await self._admit(held, use, read, request)
-        except (RequestError, web.HTTPException):
-            counts["rejected"].inc()
-            raise
-        try:
-            with self.keep_alives.over(admitted.client):
-                outcome, response = await self._respond(admitted)
-        except asyncio.CancelledError:
-            counts["client_gone"].inc()
-            raise
-        except ClientGoneError:
-            counts["client_gone"].inc()
-            assert admitted.client is not None
-            return admitted.client.response or web.Response(status=499)
-        self.count(outcome)
-        return response
+            try:
+                admitted = await self._admit(held, use, read, request)
+            except (RequestError, web.HTTPException):
+                counts["rejected"].inc()
+                raise
+            try:
+                with self.keep_alives.over(admitted.client):
+                    outcome, response = await self._respond(admitted)
+            except asyncio.CancelledError:
+                counts["client_gone"].inc()
+                raise
+            except ClientGoneError:
+                counts["client_gone"].inc()
+                assert admitted.client is not None
+                return admitted.client.response or web.Response(status=499)
+            self.count(outcome)
+            return response
 
     def count(self, outcome: Outcome) -> None:
         self._metrics.requests["complete" if isinstance(outcome, Complete) else "failed"].inc()
@@ -258,6 +252,8 @@ class ClientApi:
         if parsed.request.stream:
             client = SseClient(request, self._settings.write_timeout_s, headers)
         parsed.hold(held)
+        if isinstance(request, DirectRequest):
+            request.drop_headers()
         return Admitted(parsed, journals, client, is_generate, echoes, headers, use, resume, found)
 
     async def _take_streams(
@@ -380,16 +376,18 @@ class ClientApi:
     async def _respond_stream(
         self, admitted: Admitted, client: SseClient
     ) -> tuple[Outcome, Response]:
-        journals, merger = admitted.journals, Merger()
-        streams: list[tuple[Journal, Client]] = [(journals[0], client)]
+        journals, merger = admitted.journals, None
         if admitted.is_generate:
-            streams = [(journals[0], GenerateClient(client))]
-        elif len(journals) > 1 or admitted.echoes[0] is not None:
-            streams = [
+            outcome = await self._driver.run(journals[0], GenerateClient(client))
+        elif len(journals) == 1 and admitted.echoes[0] is None:
+            outcome = await self._driver.run(journals[0], client)
+        else:
+            merger = Merger()
+            streams: list[tuple[Journal, Client]] = [
                 (journal, ChoiceClient(client, merger, index, journal, echo))
                 for index, (journal, echo) in enumerate(zip(journals, admitted.echoes, strict=True))
             ]
-        outcome = await run_together(self._driver.run, streams)
+            outcome = await run_together(self._driver.run, streams)
         missing = _missing_end(admitted, merger) if outcome == Complete() else []
         return outcome, await _end_stream(client, outcome, missing)
 
@@ -447,11 +445,12 @@ class ClientApi:
         return keyed.failure or outcome
 
 
-def _missing_end(admitted: Admitted, merger: Merger) -> list[bytes]:
+def _missing_end(admitted: Admitted, merger: Merger | None) -> list[bytes]:
     """The events that a complete response still lacks."""
     parsed, journals = admitted.parsed, admitted.journals
     if len(journals) == 1:
         return journals[0].missing_end()
+    assert merger is not None
     assert merger.head is not None
     usage = [parsed.endpoint.event(merger.head, [], total_usage(journals))]
     return usage if parsed.wants_usage else []

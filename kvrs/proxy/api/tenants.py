@@ -22,7 +22,7 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.http_connection import retry_after
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.streams.journal import Journal
-from kvrs.proxy.streams.responses import total_usage
+from kvrs.proxy.streams.responses import total_tokens
 from kvrs.proxy.wire.downstream import ClientRequest
 from kvrs.proxy.workers.limits import Give, Rates, Take, Taken, TenantLimits
 
@@ -136,8 +136,10 @@ class Use:
         self._before = 0
         # What all workers share, and what was taken of it. Limits that begin to exist meanwhile
         # are those of later requests.
-        self._shared = tenant.shared if tenant.limits.exist else None
-        self._given = Give(tenant.name, 0, 0, 0, 0)
+        self._shared: SharedMeters | None = None
+        self._given: Give | None = None
+        if tenant.shared is not None and tenant.limits.exist:
+            self._shared, self._given = tenant.shared, Give(tenant.name, 0, 0, 0, 0)
         self._turn_over: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
@@ -151,11 +153,13 @@ class Use:
     ) -> None:
         self.end_turn()
         journals, meter = self._journals, self.tenant.meter
-        used = total_usage(journals).total_tokens - self._before if journals else 0
+        used = total_tokens(journals) - self._before if journals else 0
         meter.give_bytes(self._size_bytes)
         meter.end_streams(self._streams, self._expected, used, self._clock())
         given = self._given
-        if self._shared is not None and (given.size_bytes or given.streams or given.tokens):
+        if self._shared is None or given is None:
+            return
+        if given.size_bytes or given.streams or given.tokens:
             given.used = used
             self._shared.give(given)
 
@@ -178,9 +182,9 @@ class Use:
     async def _take_shared(
         self, size_bytes: int = 0, streams: int = 0, tokens: int = 0, key: str = ""
     ) -> None:
-        if self._shared is None:
-            return
         tenant, given = self.tenant, self._given
+        if self._shared is None or given is None:
+            return
         asked = Take(tenant.name, tenant.limits, 0, size_bytes, streams, tokens, key)
         self._check(await tenant.take(self._shared, asked))
         given.size_bytes += size_bytes
@@ -200,7 +204,7 @@ class Use:
     def begin(self, journals: Sequence[Journal], *, is_resumed: bool) -> None:
         """The tokens of these count; of a resumed stream those that it had are counted already."""
         self._journals = journals
-        self._before = total_usage(journals).total_tokens if is_resumed else 0
+        self._before = total_tokens(journals) if is_resumed else 0
 
     def _check(self, excess: Excess | None) -> None:
         self.tenant.check(excess, self._clock())

@@ -76,9 +76,9 @@ class OpenAiPeer(Peer):
         pool, body = self._pool, await self._large.run(call.size_bytes, call.spend)
         upstream = await pool.take(len(body))
         try:
-            head = pool.head(call.path, len(body), call.headers)
-            asked, body = upstream.call(head, body, reader), b""  # The answer may take minutes.
-            need = await asked
+            await upstream.send(pool.head(call.path, len(body), call.headers), body, reader)
+            del call, body  # The answer may take minutes.
+            need = await upstream.ended()
             if upstream.status != 200:
                 raise _refusal(upstream.status, upstream.headers, upstream.refusal)
             if need is Need.END:

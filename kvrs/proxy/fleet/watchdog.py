@@ -6,9 +6,8 @@ import asyncio
 import heapq
 import math
 from collections.abc import Callable
-from contextvars import ContextVar
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from kvrs.control.silence import SilenceTimer
@@ -26,7 +25,9 @@ class _Looks:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._due: dict[int, set[Watchdog]] = {}  # By tick.
+        # By tick; some have moved on since.
+        self._due: dict[int, list[Watchdog]] = {}
+        self.blocks: dict[asyncio.Task[Any], Watchdog] = {}  # The innermost of each task.
         self._ticks: list[int] = []  # Those of `_due`, as a heap.
         self._timer: asyncio.TimerHandle | None = None
 
@@ -34,18 +35,14 @@ class _Looks:
         """Have it look at this time, or a little later; returns the tick."""
         tick = math.ceil(at_s / _TICK_S)
         if (due := self._due.get(tick)) is not None:
-            due.add(watchdog)
+            due.append(watchdog)
             return tick
-        self._due[tick] = {watchdog}
+        self._due[tick] = [watchdog]
         is_next = not self._ticks or tick < self._ticks[0]
         heapq.heappush(self._ticks, tick)
         if is_next:
             self._arm()
         return tick
-
-    def remove(self, watchdog: "Watchdog", tick: int) -> None:
-        if (due := self._due.get(tick)) is not None:
-            due.discard(watchdog)
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -57,8 +54,9 @@ class _Looks:
         now_s = self._loop.time()
         # A timer may fire a moment before its time.
         while self._ticks and self._ticks[0] * _TICK_S <= now_s + _TICK_S / 2:
-            for watchdog in self._due.pop(heapq.heappop(self._ticks)):
-                watchdog.look_in_turn()
+            tick = heapq.heappop(self._ticks)
+            for watchdog in self._due.pop(tick):
+                watchdog.look_in_turn(tick)
         if self._ticks and self._timer is None:
             self._arm()
 
@@ -98,7 +96,8 @@ class Watchdog:
         assert task is not None
         self._task = task
         self._cancelling = task.cancelling()
-        self._before = _current.set(self)
+        self._before = self._looks.blocks.get(task)
+        self._looks.blocks[task] = self
         self.look()
         return self
 
@@ -109,10 +108,13 @@ class Watchdog:
         traceback: TracebackType | None,
     ) -> None:
         self._is_over = True
-        self.stop()
-        _current.reset(self._before)
+        self._tick = None
         task = self._task
-        # The task's context keeps this watchdog: what belongs to a stream is let go here.
+        if self._before is None:
+            del self._looks.blocks[task]
+        else:
+            self._looks.blocks[task] = self._before
+        # A look may be due that has this watchdog: what belongs to a stream is let go here.
         del self._limit_s, self._paused, self._task, self._before
         if not self.has_expired or task.uncancel() > self._cancelling:
             return
@@ -130,11 +132,10 @@ class Watchdog:
             self.exceeded_s = limit_s
             self.expire()
             return
-        self.stop()
         self._tick = self._looks.add(self, next_s)
 
-    def look_in_turn(self) -> None:
-        if self._tick is not None:  # Else it was closed in this very turn.
+    def look_in_turn(self, tick: int) -> None:
+        if self._tick == tick:  # Else its block was left, or it looks at another time.
             self._tick = None
             self.look()
 
@@ -149,19 +150,12 @@ class Watchdog:
             self.has_expired = True
             self._task.cancel()
 
-    def stop(self) -> None:
-        if self._tick is not None:
-            self._looks.remove(self, self._tick)
-            self._tick = None
-
-
-# Of the block that the current task is in.
-_current: ContextVar[Watchdog | None] = ContextVar("watchdog", default=None)
-
 
 def excuse_silence() -> None:
-    """Count the silence of the block around this call from now on: this process is its cause."""
-    if (watchdog := _current.get()) is not None:
+    """Count the silence of the block that the task is in from now on: this process is its cause."""
+    task = asyncio.current_task()
+    assert task is not None
+    if (watchdog := _looks_of(task.get_loop()).blocks.get(task)) is not None:
         watchdog.heard()
 
 

@@ -125,7 +125,8 @@ class ProxyPeer(Peer):
         reader = WholeReader(MAX_BODY_BYTES)
         upstream = await self._pool.take(len(body))
         try:
-            await upstream.call(self._pool.head(path, len(body)), body, reader)
+            await upstream.send(self._pool.head(path, len(body)), body, reader)
+            await upstream.ended()
             status = upstream.status
             return status, reader.body if status == 200 else upstream.refusal
         finally:

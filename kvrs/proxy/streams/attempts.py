@@ -3,9 +3,8 @@ decides what follows.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,7 +17,7 @@ from kvrs.policy.model.actions import Plan
 from kvrs.policy.model.events import FailureKind
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
-from kvrs.proxy.backends.bodies import decode_call, prefill_call
+from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.backends.peer import BusyError, ConnectionLostError, NotConnectedError
 from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
 from kvrs.proxy.fleet.watchdog import SilentError, silence_limit
@@ -64,6 +63,12 @@ class AttemptDriver(Protocol):
 class Attempt:
     """Runs in a task of its own, which is cancelled when a later attempt takes over."""
 
+    __slots__ = (
+        *("_attempt", "_control", "_driver", "_first_token_timeout_s", "_has_resumed"),
+        *("_instance", "_instances", "_live", "_plan", "_prefilling", "_produced_before"),
+        *("_relay", "_span"),
+    )
+
     def __init__(self, live: OpenStream, attempt: int, plan: Plan, driver: AttemptDriver) -> None:
         self._live = live
         self._attempt = attempt
@@ -78,23 +83,26 @@ class Attempt:
         # belongs to that.
         self._prefilling: InstanceId | None = None
         self._produced_before = 0
+        # Of the decode call, while it runs.
+        self._relay: Relay | None = None
+        self._first_token_timeout_s = 0.0
 
-    async def run(self) -> None:
-        try:
-            await self._report(self._produce())
-        finally:
-            self._release_slot()
+    def run(self) -> Coroutine[Any, Any, None]:
+        return self._report(self._produce)
 
-    async def end_alone(self) -> None:
+    def end_alone(self) -> Coroutine[Any, Any, None]:
         """Give the client what is missing of a stream that has all its ids: no engine is needed for
         it.
         """
-        await self._report(self._end_alone())
+        return self._report(self._end_alone)
 
-    async def _report(self, work: Awaitable[None]) -> None:
+    async def _report(self, begin: Callable[[], "_Work"]) -> None:
         live, driver = self._live, self._driver
         try:
-            await work
+            work: _Work | None = begin()
+            del begin
+            while work is not None:
+                work = await work
         except RefusedError as error:
             live.refusal = Failed(error.status, error.body)
             self._failed(error, FailureKind.REFUSED)
@@ -114,6 +122,8 @@ class Attempt:
                 driver.busy_status = error.status
             is_busy = isinstance(error, BusyError | NotConnectedError)
             self._failed(error, FailureKind.BUSY if is_busy else FailureKind.BROKEN)
+        finally:
+            self._release_slot()
 
     def _failed(self, error: KvrsError, failure: FailureKind) -> None:
         self._driver.attempt_failed(
@@ -126,23 +136,25 @@ class Attempt:
             retry_after_s=error.retry_after_s if isinstance(error, BusyError) else None,
         )
 
-    async def _produce(self) -> None:
+    async def _produce(self) -> "_Work | None":
+        """Everything before the decode call, which is returned: while it lasts, nothing of this is
+        kept.
+        """
         plan, live = self._plan, self._live
         continuation = await self._continuation()
         if continuation is not None and (live.journal.remaining_tokens == 0 or continuation.ended):
             self._give_end(continuation)
-            return
+            return None
         if plan.prefill is not None and self._instances.is_one_call(plan):
             self._prefilling, self._produced_before = plan.prefill, len(live.journal.output_ids)
             self._control.calls_prefill(live, plan.prefill)
-            await self._decode(None, continuation)
-            return
+            return self._decode(None, continuation)
         transfer: msgspec.Raw | None = None
         if (prefill := live.prefills_at(plan)) is not None:
             answer = await self._prefill(prefill)
             transfer = answer.transfer if plan.prefill is not None else None
             if not self._control.prefill_done(live, self._attempt, prefill, self._driver.clock()):
-                return
+                return None
             assert live.plan is not None
             if live.plan is not plan:
                 self._plan = live.plan  # Redirected, to an engine that may need other text.
@@ -155,13 +167,13 @@ class Attempt:
                 raise UpstreamError(
                     "the hand-off came too late to be used: this proxy was stopped in between"
                 )
-        await self._decode(transfer, continuation)
+        return self._decode(transfer, continuation)
 
     async def _end_alone(self) -> None:
         self._give_end(Continuation(self._live.journal, await self._driver.tokenizer.load()))
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
-        self._relay(continuation).end_alone()
+        self._new_relay(continuation).end_alone()
         self._driver.completed(self._live)
 
     async def _continuation(self) -> Continuation | EngineText | None:
@@ -180,25 +192,29 @@ class Attempt:
         return Continuation(journal, await tokenizer.load())
 
     async def _prefill(self, instance: InstanceId) -> Prefilled:
-        live, instances = self._live, self._instances
+        live, journal = self._live, self._live.journal
         self._control.calls_prefill(live, instance)
         timeout_s = self._control.progress.first_token_timeout_s(instance)
-        places, exact = instances.places(instance, self._plan), instances.resumes_exactly(instance)
+        places = self._instances.places(instance, self._plan)
 
         def excused() -> bool:
             return self._stays() or self._is_making_progress(instance)
 
         with (
-            traced_call(live.journal.request, "prefill", instance, live.journal) as span,
+            traced_call(journal.request, "prefill", instance, journal) as span,
             silence_limit(lambda: timeout_s, excused),
         ):
             call = prefill_call(
-                live.journal, self._attempt, places, exact=exact, traceparent=span.traceparent
+                journal,
+                self._attempt,
+                places,
+                exact=self._instances.resumes_exactly(instance),
+                traceparent=span.traceparent,
             )
             answer = await self._driver.backends[instance].prefill(call)
-        if live.journal.prompt_ids is None:
-            live.journal.tokenised(answer.prompt_ids)
-        live.journal.note_cached(answer.cached_tokens)
+        if journal.prompt_ids is None:
+            journal.tokenised(answer.prompt_ids)
+        journal.note_cached(answer.cached_tokens)
         return answer
 
     def _stays(self) -> bool:
@@ -211,14 +227,11 @@ class Attempt:
     async def _decode(
         self, transfer: msgspec.Raw | None, continuation: Continuation | EngineText | None
     ) -> None:
-        live, plan, instances = self._live, self._plan, self._instances
+        live, plan = self._live, self._plan
         self._instance = plan.decode
         self._check_exactness(plan.decode)
         if self._prefilling is None:
             live.enter(StreamStage.DECODE, plan.decode)
-        waits_at = [plan.decode, *filter(None, [self._prefilling])]
-        places = instances.places(plan.decode, plan)
-        exact = instances.resumes_exactly(plan.decode)
         # What fetches no history needs none: the hand-off of a prefill is not counted.
         slot = (
             await self._driver.slots.acquire(
@@ -227,56 +240,69 @@ class Attempt:
             if plan.runs
             else 0
         )
-        progress = self._control.progress
-        first_token_timeout_s = max(map(progress.first_token_timeout_s, waits_at))
-
-        def limit_s() -> float:
-            if not self._has_resumed:
-                return first_token_timeout_s
-            return progress.token_gap_s(live, self._driver.clock())
-
-        def excused() -> bool:
-            return (
-                relay.is_complete
-                or live.client.blocked
-                or self._stays()
-                or any(
-                    map(self._is_making_progress, waits_at[:1] if self._has_resumed else waits_at)
-                )
-            )
-
-        relay = self._relay(continuation)
+        timeout_s = self._control.progress.first_token_timeout_s
+        self._first_token_timeout_s = max(map(timeout_s, self._waits_at()))
+        self._relay = relay = self._new_relay(continuation)
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
-        call = partial(
-            decode_call,
-            *(live.journal, self._attempt, plan.runs, places, transfer),
-            exact=exact,
-            slot_token=slot,
-        )
+        is_handed_off = transfer is not None and plan.prefill is not None
         try:
             with (
                 traced_call(
                     live.journal.request, "decode", plan.decode, live.journal
                 ) as self._span,
-                silence_limit(limit_s, excused) as watchdog,
+                silence_limit(self._limit_s, self._is_excused) as watchdog,
             ):
                 relay.silence = watchdog.silence
-                await backend.decode(call(traceparent=self._span.traceparent), relay)
+                decoded = backend.decode(self._decode_call(transfer, slot), relay)
+                del transfer, continuation  # The answer may take minutes.
+                await decoded
                 relay.check_end()
         except ErrorEventError as error:
-            if (
-                transfer is not None
-                and plan.prefill is not None
-                and not self._has_resumed
-                and backend.blames_prefill(error.details)
-            ):
+            is_blamed = is_handed_off and not self._has_resumed
+            if is_blamed and plan.prefill and backend.blames_prefill(error.details):
                 self._instance = plan.prefill
             raise
         finally:
             relay.leave()
+            self._relay = None
             if self._attempt == live.journal.attempt:
                 live.expect_token = None
+
+    def _decode_call(self, transfer: msgspec.Raw | None, slot: int) -> Call:
+        plan, instances = self._plan, self._instances
+        return decode_call(
+            self._live.journal,
+            self._attempt,
+            plan.runs,
+            instances.places(plan.decode, plan),
+            transfer,
+            exact=instances.resumes_exactly(plan.decode),
+            slot_token=slot,
+            traceparent=self._span.traceparent,
+        )
+
+    # The silence of the decode call.
+
+    def _waits_at(self) -> tuple[InstanceId, ...]:
+        """The instances that it waits for."""
+        if self._prefilling is None or self._has_resumed:
+            return (self._plan.decode,)
+        return self._plan.decode, self._prefilling
+
+    def _limit_s(self) -> float:
+        if not self._has_resumed:
+            return self._first_token_timeout_s
+        return self._control.progress.token_gap_s(self._live, self._driver.clock())
+
+    def _is_excused(self) -> bool:
+        relay = self._relay
+        return (
+            (relay is not None and relay.is_complete)
+            or self._live.client.blocked
+            or self._stays()
+            or any(map(self._is_making_progress, self._waits_at()))
+        )
 
     def _check_exactness(self, target: InstanceId) -> None:
         """Mark a stream that this instance cannot go on with exactly, as self-tests have seen.
@@ -318,7 +344,10 @@ class Attempt:
             )
         self._driver.resumed(self._live, self._attempt)
 
-    def _relay(self, continuation: Continuation | EngineText | None) -> Relay:
+    def _completed(self) -> None:
+        self._driver.completed(self._live)
+
+    def _new_relay(self, continuation: Continuation | EngineText | None) -> Relay:
         live = self._live
         return Relay(
             live.journal,
@@ -327,7 +356,11 @@ class Attempt:
             clock=self._driver.clock,
             resumed=self._resumed,
             delivered=self._control.progress.of(self._plan.decode),
-            completed=lambda: self._driver.completed(live),
+            completed=self._completed,
             exact=self._instances.resumes_exactly(self._plan.decode),
             continuation=continuation,
         )
+
+
+# What an attempt does, and what it goes over to; None: that was all.
+_Work = Coroutine[Any, Any, "_Work | None"]

@@ -56,6 +56,11 @@ class SseClient:
     keeps the connection open, so that earlier errors have a status.
     """
 
+    __slots__ = (
+        *("_gone", "_headers", "_is_over", "_patience", "_request", "_waiting"),
+        *("_write_timeout_s", "blocked", "response", "was_silent"),
+    )
+
     take_token = None
 
     def __init__(
@@ -64,7 +69,7 @@ class SseClient:
         self._request = request
         self._write_timeout_s = write_timeout_s
         self._headers = headers
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: tuple[Callable[[], None], ...] = ()
         self._patience: asyncio.TimerHandle | None = None
         self._gone: str | None = None
         self._is_over = False
@@ -101,7 +106,7 @@ class SseClient:
         self._write(data)
 
     def when_free(self, resume: Callable[[], None]) -> None:
-        self._waiting.append(resume)
+        self._waiting = (*self._waiting, resume)
 
     def break_silence(self) -> None:
         """Send a comment, which clients ignore, if nothing was sent since the last call."""
@@ -159,7 +164,7 @@ class SseClient:
             loop = asyncio.get_running_loop()
             self._patience = loop.call_later(self._write_timeout_s, self._give_up)
             return
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, ()
         for resume in waiting:
             resume()
 

@@ -116,7 +116,8 @@ class Driver:
         self.clock = clock
         self._metrics = metrics
         self._event_log = event_log
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], OpenStream] = {}
+        self._ended = self._task_ended  # One for all tasks.
         self._wakes: set[asyncio.TimerHandle] = set()
 
     @property
@@ -195,12 +196,12 @@ class Driver:
         return Attempt(live, live.journal.attempt, plan, self)
 
     def _start(self, live: OpenStream, work: Coroutine[Any, Any, None]) -> None:
-        live.task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(live.task)
-        live.task.add_done_callback(lambda task: self._task_ended(task, live))
+        live.task = task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = live
+        task.add_done_callback(self._ended)
 
-    def _task_ended(self, task: asyncio.Task[None], live: OpenStream) -> None:
-        self._tasks.discard(task)
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        live = self._tasks.pop(task)
         if (error := error_of(task)) is not None:
             # A bug of ours. The client's handler raises it, so that neither of them goes on as if
             # nothing had happened.

@@ -3,8 +3,6 @@ too long.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from kvrs.proxy.streams.clients import SseClient
 
@@ -20,19 +18,15 @@ class KeepAlives:
         self._open: set[SseClient] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    @contextmanager
-    def over(self, client: SseClient | None) -> Iterator[None]:
-        """A block in which the client is not left without a word; None: it gets no stream."""
-        if client is None or self._interval_s is None:
-            yield
-            return
-        self._open.add(client)
-        if self._timer is None:
-            self._arm(self._interval_s)
-        try:
-            yield
-        finally:
-            self._open.discard(client)
+    def over(self, client: SseClient | None) -> "_Over":
+        """For `with`: a block in which the client is not left without a word; None: it gets no
+        stream.
+        """
+        if client is not None and self._interval_s is not None:
+            self._open.add(client)
+            if self._timer is None:
+                self._arm(self._interval_s)
+        return _Over(self._open, client)
 
     def _arm(self, interval_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -44,3 +38,20 @@ class KeepAlives:
             client.break_silence()
         if self._open:
             self._arm(interval_s)
+
+
+class _Over:
+    """Until the block is left the client is among the open ones."""
+
+    __slots__ = ("_client", "_open")
+
+    def __init__(self, among: set[SseClient], client: SseClient | None) -> None:
+        self._open = among
+        self._client = client
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self._client is not None:
+            self._open.discard(self._client)

@@ -1,6 +1,7 @@
 """An open stream of the proxy: its client, the task of its attempt, and its outcome."""
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,12 +24,8 @@ class Failed:
 Outcome = Complete | Failed
 
 
-@dataclass(frozen=True, slots=True)
-class EnteredStage:
-    at_s: float
-    stage: StreamStage
-    worker: InstanceId | None
-    attempt: int
+_PLACES = {stage: place for place, stage in enumerate(StreamStage)}
+_NOTHING = [0.0] * len(_PLACES)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -37,7 +34,9 @@ class OpenStream(LiveStream):
     client: Client
     outcome: asyncio.Future[Outcome]
     clock: Callable[[], float]
-    entered: list[EnteredStage] = field(default_factory=list)  # All stages, one after another.
+    entered_s: float = 0.0  # When the current stage began.
+    # In each stage before, in all attempts together, in the order of the stages.
+    spent_s: "array[float]" = field(default_factory=lambda: array("d", _NOTHING))
     task: asyncio.Task[None] | None = None
     decoded_by: TestedProcess | None = None  # The one that gave the last output.
     # Has the current attempt report its next token as if it were its first.
@@ -45,22 +44,18 @@ class OpenStream(LiveStream):
     refusal: Failed | None = None  # The last one of an instance, for the client if it stands.
 
     def __post_init__(self) -> None:
-        self._note_stage()
+        self.entered_s = self.clock()
 
     def enter(self, stage: StreamStage, instance: InstanceId | None) -> None:
-        LiveStream.enter(self, stage, instance)  # `super` does not work in a class with slots.
-        self._note_stage()
-
-    def _note_stage(self) -> None:
-        attempt = self.journal.attempt
-        self.entered.append(EnteredStage(self.clock(), self.stage, self.instance, attempt))
+        now_s = self.clock()
+        self.spent_s[_PLACES[self.stage]] += now_s - self.entered_s
+        self.entered_s = now_s
+        self.stage, self.instance = stage, instance
 
     def stage_seconds(self, now_s: float) -> dict[StreamStage, float]:
         """The time spent in each stage, in all attempts together."""
-        spent = dict.fromkeys(StreamStage, 0.0)
-        ends = [*(later.at_s for later in self.entered[1:]), now_s]
-        for entered, end_s in zip(self.entered, ends, strict=True):
-            spent[entered.stage] += end_s - entered.at_s
+        spent = dict(zip(StreamStage, self.spent_s, strict=True))
+        spent[self.stage] += now_s - self.entered_s
         return spent
 
     def end_task(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvrs.control.silence import Delivered, SilenceTimer
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.journal import Journal
-from kvrs.proxy.wire.sse import EventTemplate
+from kvrs.proxy.wire.sse import EventTemplate, shared
 
 _MOST_BYTES = 2048  # Of a chunk with its frame; an event of one token has a few hundred.
 _MOST_TOKENS = 1 << 32  # Where the client names no number.
@@ -94,7 +94,7 @@ class TokenPath:
         self._before_bytes = len(template.before)
         self._between = template.between
         self._between_bytes = len(template.between)
-        self._after = template.after + _END_OF_EVENT + _END_OF_CHUNK
+        self._after = shared(template.after + _END_OF_EVENT + _END_OF_CHUNK)
         self._after_bytes = len(self._after)
         # What the client gets: the opening, what lies between head and ids, and the end.
         self._wants_ids = journal.wants_ids
@@ -104,7 +104,7 @@ class TokenPath:
         self._event_end = b"" if self._wants_ids else template.rest
         if direct is not None:
             self._opening = _DATA + self._opening
-            self._event_end += _END_OF_EVENT + _END_OF_CHUNK
+            self._event_end = shared(self._event_end + _END_OF_EVENT + _END_OF_CHUNK)
         self._framing_bytes = len(self._opening) + len(self._event_end) - len(_END_OF_CHUNK)
         self._most_bytes = _MOST_BYTES - self._framing_bytes
 

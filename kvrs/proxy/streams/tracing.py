@@ -7,8 +7,8 @@ is imported unless its environment variables name a collector.
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Protocol, Self
 
 from kvrs import __version__
 from kvrs.errors import ConfigError, KvrsError
@@ -45,6 +45,12 @@ class _NoSpan:
     def first_token(self) -> None:
         pass
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
 
 NO_SPAN = _NoSpan()
 
@@ -58,17 +64,12 @@ class _Call:
         self._span.add_event("first_token")
 
 
-@contextmanager
 def traced_call(
     request: RequestContext | None, name: str, instance: InstanceId, journal: Journal
-) -> Iterator[CallSpan]:
+) -> AbstractContextManager[CallSpan]:
     """The span of a call, which ends with the block: by an error where the block does."""
     trace = None if request is None else request.trace
-    if not isinstance(trace, RequestTrace):
-        yield NO_SPAN
-        return
-    with trace.call(name, instance, journal) as call:
-        yield call
+    return trace.call(name, instance, journal) if isinstance(trace, RequestTrace) else NO_SPAN
 
 
 class RequestTrace:

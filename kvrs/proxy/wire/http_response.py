@@ -41,6 +41,9 @@ class BrokenBody:
 Fault = NotHttp | BrokenBody
 
 
+_NO_HEADERS: Mapping[str, str] = {}
+
+
 class _Framing(Enum):
     HEAD = "head"
     CHUNKS = "chunks"
@@ -48,14 +51,57 @@ class _Framing(Enum):
     PARSER = "parser"  # The parser takes the body.
 
 
+@dataclass(frozen=True, slots=True)
+class _UsualHead:
+    """A head with a body in plain chunks, or of a given length."""
+
+    status: int
+    headers: Mapping[str, str]
+    framing: _Framing
+    size_bytes: int  # Of the body; 0 in chunks.
+    keeps_open: bool
+
+
+# Those of whole answers so far, by their bytes: an instance sends few different ones.
+_KNOWN_HEADS: dict[bytes, _UsualHead] = {}
+_MOST_KNOWN = 256
+_MOST_KNOWN_BYTES = 512
+
+
+def _know(head: bytes, usual: _UsualHead) -> None:
+    if len(_KNOWN_HEADS) >= _MOST_KNOWN:
+        _KNOWN_HEADS.clear()
+    _KNOWN_HEADS[head] = usual
+
+
+def _usual_head(message: RawResponseMessage) -> _UsualHead | None:
+    """None: the parser is to take the body."""
+    length = message.headers.get("Content-Length")
+    if message.code < 200 or message.code in (204, 304):
+        return None
+    if message.chunked:
+        framing, size_bytes = _Framing.CHUNKS, 0
+    elif length is not None and _LENGTH.fullmatch(length):
+        framing, size_bytes = _Framing.LENGTH, int(length)
+    else:
+        return None
+    headers = _NO_HEADERS if message.code == 200 else message.headers
+    return _UsualHead(message.code, headers, framing, size_bytes, not message.should_close)
+
+
 class HttpResponse:
     """`status` is None until the head is complete; informational responses (1xx) are skipped. What
     comes before a `fault` counts, wherever the bytes were cut; nothing counts after it.
     """
 
+    __slots__ = (
+        *("_framing", "_is_closing", "_keeps_open", "_left", "_loop", "_parser", "_payload"),
+        *("_rest", "fault", "headers", "is_complete", "status"),
+    )
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.status: int | None = None
-        self.headers: Mapping[str, str] = {}
+        self.headers: Mapping[str, str] = _NO_HEADERS  # Of what is refused.
         self.is_complete = False
         self.fault: Fault | None = None
         self._keeps_open = False
@@ -64,8 +110,8 @@ class HttpResponse:
         self._is_closing = False  # A chunk's bytes have come, the end of its line has not.
         self._rest = b""  # The last bytes, if they may be the beginning of a mark.
         self._loop = loop
-        # None: the framing is a usual one, and needs none of its state.
-        self._parser: HttpResponseParser | None = _new_parser(loop)
+        # None: none of its state is needed, because the head is known or the framing a usual one.
+        self._parser: HttpResponseParser | None = None
         self._payload: StreamReader | None = None
 
     @property
@@ -122,6 +168,12 @@ class HttpResponse:
         """The parser gets the head to its last byte and nothing else, if its end is where it
         usually is.
         """
+        is_first = self._parser is None
+        if is_first:
+            end = data.find(_END_OF_HEAD) + len(_END_OF_HEAD)
+            if (usual := _KNOWN_HEADS.get(data[:end])) is not None:
+                return self._begin_usual(usual, data[end:])
+            self._parser = _new_parser(self._loop)
         while data and self.fault is None:
             known = self._rest
             at = (known + data).find(_END_OF_HEAD)
@@ -130,7 +182,13 @@ class HttpResponse:
             self._rest = b"" if at >= 0 else (known + head)[1 - len(_END_OF_HEAD) :]
             message = self._parse_head(head)
             if message is not None:
-                return self._begin_body(message, data, is_exact=at >= 0)
+                usual = _usual_head(message) if at >= 0 else None
+                if usual is None:
+                    return self._begin_unusual(message, data)
+                if is_first and len(head) <= _MOST_KNOWN_BYTES:
+                    _know(head, usual)
+                return self._begin_usual(usual, data)
+            is_first = False
         return b""
 
     def _parse_head(self, head: bytes) -> RawResponseMessage | None:
@@ -149,26 +207,20 @@ class HttpResponse:
             return message
         return None
 
-    def _begin_body(self, message: RawResponseMessage, data: bytes, *, is_exact: bool) -> bytes:
+    def _begin_unusual(self, message: RawResponseMessage, data: bytes) -> bytes:
         self._rest = b""
-        length = message.headers.get("Content-Length")
-        has_body = message.code >= 200 and message.code not in (204, 304)
-        if not is_exact or not has_body:
-            self._framing = _Framing.PARSER
-        elif message.chunked:
-            self._framing = _Framing.CHUNKS
-        elif length is not None and _LENGTH.fullmatch(length):
-            self._framing, self._left = _Framing.LENGTH, int(length)
-        else:
-            self._framing = _Framing.PARSER
-        self._keeps_open = self._framing is not _Framing.PARSER and not message.should_close
-        if self._framing is not _Framing.PARSER:
-            self._parser = self._payload = None
-        if self._framing is _Framing.LENGTH:
-            return self._feed_length(data)
-        if self._framing is _Framing.CHUNKS:
-            return self._feed_chunks(data) if data else b""
+        self._framing = _Framing.PARSER
         return self._feed_parser(data)
+
+    def _begin_usual(self, head: "_UsualHead", data: bytes) -> bytes:
+        self._rest = b""
+        self.status, self.headers = head.status, head.headers
+        self._framing, self._left = head.framing, head.size_bytes
+        self._keeps_open = head.keeps_open
+        self._parser = self._payload = None
+        if head.framing is _Framing.LENGTH:
+            return self._feed_length(data)
+        return self._feed_chunks(data) if data else b""
 
     # The body.
 

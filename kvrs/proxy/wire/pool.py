@@ -108,6 +108,7 @@ class Pool:
         # By the time since when, longest first: connections of their own, and those in the trunk.
         self._kept: dict[Upstream, float] = {}
         self._kept_there: dict[Upstream, float] = {}
+        self._forget = self._lost  # One for all connections.
         self._trunk: Trunk | None = None
         self._opening: asyncio.Task[None] | None = None
         self._sweep: asyncio.TimerHandle | None = None
@@ -129,7 +130,7 @@ class Pool:
             return await patiently(self._connect, self._url)
         if (kept := _taken(self._kept_there)) is not None:
             return kept
-        upstream = Upstream(asyncio.get_running_loop(), self._lost, in_trunk=True)
+        upstream = Upstream(asyncio.get_running_loop(), self._forget, in_trunk=True)
         trunk.connect(upstream)
         return upstream
 
@@ -228,7 +229,7 @@ class Pool:
     async def _connect(self) -> Upstream | None:
         """None: this process had no descriptor for it."""
         loop = asyncio.get_running_loop()
-        upstream = Upstream(loop, self._lost)
+        upstream = Upstream(loop, self._forget)
         try:
             key = self._key()
             transport, greeter = await self._open(loop)

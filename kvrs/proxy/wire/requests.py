@@ -1,7 +1,7 @@
 """The two endpoints of the OpenAI API, and a client's request at one of them."""
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -32,6 +32,14 @@ from kvrs.text.output import TextDelta
 # For the estimated length of a text prompt, until prefill has counted its tokens.
 _BYTES_PER_TOKEN = 4
 _BYTES_PER_ID = 4
+
+# Of requests that are admitted, whose own lists are in their fields.
+_NO_IDS: list[int] = []
+_NO_WORDS: list[str] = []
+_NO_BIASES: dict[int, float] = {}
+_NO_FORMAT = msgspec.Raw()
+
+_FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _chat_delta(delta: TextDelta) -> ChatDelta:
@@ -87,6 +95,30 @@ CHAT = Endpoint(
 )
 
 
+class PackedFields(Mapping[str, msgspec.Raw]):
+    """Fields as one JSON object, where each by itself would take two objects."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, fields: Mapping[str, msgspec.Raw]) -> None:
+        self._text = msgspec.json.encode(fields)
+
+    def items(self) -> ItemsView[str, msgspec.Raw]:
+        return _FIELDS.decode(self._text).items()
+
+    def values(self) -> ValuesView[msgspec.Raw]:
+        return _FIELDS.decode(self._text).values()
+
+    def __getitem__(self, name: str) -> msgspec.Raw:
+        return _FIELDS.decode(self._text)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FIELDS.decode(self._text))
+
+    def __len__(self) -> int:
+        return len(_FIELDS.decode(self._text))
+
+
 @dataclass(slots=True, eq=False)
 class ParsedRequest:
     """A client's request, and undecoded those of its fields that engines get, which lie in the
@@ -129,9 +161,10 @@ class ParsedRequest:
     def strip(self) -> None:
         """Drop what was decoded to be checked, and is in `fields` as well."""
         request = self.request
-        request.stop_token_ids, request.bad_words = [], []
-        request.response_format = msgspec.Raw()
-        request.allowed_token_ids, request.logit_bias = None, {}
+        request.stop_token_ids, request.bad_words = _NO_IDS, _NO_WORDS
+        request.response_format = _NO_FORMAT
+        request.allowed_token_ids, request.logit_bias = None, _NO_BIASES
+        request.user = None
         if isinstance(request, CompletionRequest):
             request.prompt = ""
             if self.prompt_ids is not None:
@@ -155,9 +188,9 @@ class ParsedRequest:
 
     def _drop_prompt(self) -> None:
         # The others are copied: one that lies in the body keeps all of it.
-        self.fields = {
-            name: value.copy() for name, value in self.fields.items() if name != "prompt"
-        }
+        self.fields = PackedFields(
+            {name: value for name, value in self.fields.items() if name != "prompt"}
+        )
 
     @property
     def echo(self) -> bool:

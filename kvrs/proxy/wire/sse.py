@@ -7,6 +7,7 @@ it.
 
 import re
 from array import array
+from functools import lru_cache
 
 import msgspec
 
@@ -77,6 +78,12 @@ def next_token_ids(data: bytes) -> list[int] | None:
         raise UpstreamError("sent token ids that are not a list of integers") from None
 
 
+@lru_cache(maxsize=128)
+def shared(piece: bytes) -> bytes:
+    """One object for a piece of the events that most streams have in common."""
+    return piece
+
+
 class EventTemplate:
     """What the plain token events of one engine's stream share: all but the text and one id. An
     event that fits is read with two comparisons and a search; every other one is for the exact
@@ -87,11 +94,11 @@ class EventTemplate:
 
     def __init__(self, before: bytes, between: bytes, after: bytes) -> None:
         self.before = before  # Up to the text's first character.
-        self.between = between  # From the text's last quote to the id.
-        self.after = after  # From the end of the ids.
+        self.between = shared(between)  # From the text's last quote to the id.
+        self.after = shared(after)  # From the end of the ids.
         self.ids_bytes = len(between) - len(TOKEN_IDS)
         self._text_at = len(before)
-        self.rest = after[1:]  # What follows the list of ids.
+        self.rest = shared(after[1:])  # What follows the list of ids.
 
     @classmethod
     def of(cls, data: bytes) -> "EventTemplate | None":

@@ -4,7 +4,7 @@ in the very callback that brings them.
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from enum import Enum
 from typing import Protocol, assert_never, cast
 
@@ -94,6 +94,11 @@ class EventReader:
 class Upstream(asyncio.Protocol):
     """Serves one call at a time. `lost` is called once the connection has ended."""
 
+    __slots__ = (
+        *("_ended", "_is_paused", "_is_sent", "_loop", "_lost", "_reader", "_refusal"),
+        *("_response", "_room", "_shortcut", "_take", "_transport", "in_trunk"),
+    )
+
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -118,32 +123,18 @@ class Upstream(asyncio.Protocol):
 
     # Calls.
 
-    async def call(self, head: bytes, body: bytes, reader: Reader) -> Need:
-        """Send a request, and pass the body of its response on to the reader. Returns when the
-        response is complete, or the reader needs no more of it. What is refused, with another
-        status than 200, is kept instead.
-
-        Raises:
-            UpstreamError: the connection was lost, or what came is no response.
+    async def send(self, head: bytes, body: bytes, reader: Reader) -> None:
+        """Send a request, and pass the body of its response on to the reader from now on. What is
+        refused, with another status than 200, is kept instead.
         """
         assert self._transport is not None
         self._response, self._reader = HttpResponse(self._loop), reader
         self._take = self._refusal = None
-        ended: asyncio.Future[Need] = self._loop.create_future()
-        self._ended = ended
+        self._ended = ended = self._loop.create_future()
         reader.begin(self)
         if len(body) <= LARGE_BODY_BYTES:
             self._transport.write(head + body)
-        else:
-            await self._send(head, body, ended)
-        del body  # The answer may take minutes.
-        try:
-            return await ended
-        finally:
-            del ended  # Its error has this frame: a circle, with a whole prompt in it.
-
-    async def _send(self, head: bytes, body: bytes, ended: asyncio.Future[Need]) -> None:
-        assert self._transport is not None
+            return
         self._is_sent = False
         self._transport.write(head)
         rest = memoryview(body)
@@ -155,6 +146,15 @@ class Upstream(asyncio.Protocol):
             else:
                 await asyncio.wait({self._room})
         self._is_sent = not rest
+
+    def ended(self) -> Awaitable[Need]:
+        """Await the end of the response, or that the reader needs no more of it.
+
+        Raises:
+            UpstreamError: the connection was lost, or what came is no response.
+        """
+        assert self._ended is not None
+        return self._ended
 
     async def read_rest(self, timeout_s: float) -> None:
         """Read to the end of a response of which nothing else is needed, at most so long."""

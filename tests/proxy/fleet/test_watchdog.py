@@ -51,6 +51,12 @@ async def test_what_is_heard_or_excused_goes_on_and_a_block_that_ended_is_forgot
         for _ in range(6):
             await asyncio.sleep(0.04)
             excuse_silence()
+    with silence_limit(lambda: 0.1):
+        with silence_limit(lambda: 0.1):
+            await asyncio.sleep(0.04)
+        for _ in range(6):
+            await asyncio.sleep(0.04)
+            excuse_silence()
     excused = 0
 
     def excuses() -> bool:

@@ -16,7 +16,7 @@ import pytest
 
 from kvrs.control.core import Control
 from kvrs.gossip.facts import LinkFact
-from kvrs.proxy.wire.upstream import Need, Reader, Upstream
+from kvrs.proxy.wire.upstream import Reader, Upstream
 from tests.proxy.scripted_model import expected_ids, text_of
 from tests.proxy.watch.test_proxy_gossip import cluster
 
@@ -101,15 +101,15 @@ def watch_requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         asked.append((host.rpartition(":")[2], "/" + path))
         return await request(session, method, url, **options)
 
-    call = Upstream.call
+    send = Upstream.send
 
-    async def noting_call(upstream: Upstream, head: bytes, body: bytes, reader: Reader) -> Need:
+    async def noting_send(upstream: Upstream, head: bytes, body: bytes, reader: Reader) -> None:
         request_line, host, _ = head.decode().split("\r\n", 2)
         asked.append((host.rpartition(":")[2], request_line.split()[1]))
-        return await call(upstream, head, body, reader)
+        await send(upstream, head, body, reader)
 
     monkeypatch.setattr(aiohttp.ClientSession, "_request", noting)
-    monkeypatch.setattr(Upstream, "call", noting_call)
+    monkeypatch.setattr(Upstream, "send", noting_send)
     return asked
 
 

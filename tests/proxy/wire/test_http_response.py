@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from aiohttp.http_parser import HttpResponseParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrs.proxy.wire import http_response
 from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -99,6 +101,36 @@ def test_a_response_in_chunks_reads_alike_wherever_it_is_cut(
     assert whole[1].startswith(b"".join(pieces))
     if end == b"0\r\n\r\n":
         assert whole[1:] == (b"".join(pieces), True, True, None)
+
+
+def test_heads_are_known_by_their_bytes_and_few_are_kept(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser reads a head once, and nobody can fill the memory with them."""
+    parsed, new_parser = list[int](), http_response._new_parser
+
+    def counting(of: asyncio.AbstractEventLoop) -> HttpResponseParser:
+        parsed.append(1)
+        return new_parser(of)
+
+    monkeypatch.setattr(http_response, "_KNOWN_HEADS", {})
+    monkeypatch.setattr(http_response, "_new_parser", counting)
+    head = b"HTTP/1.1 %d X\r\nRetry-After: 7\r\nContent-Length: %d\r\n\r\n"
+
+    for status, size in ((200, 3), (429, 3), (429, 4)) * 3:
+        response = HttpResponse(loop)
+        assert response.feed(head % (status, size) + b"abcd"[:size]) == b"abcd"[:size]
+        assert (response.status, response.allows_reuse) == (status, True)
+        assert response.headers.get("Retry-After") == (None if status == 200 else "7")
+    of_three = len(parsed)
+    for size in range(1000):
+        HttpResponse(loop).feed(head % (200, size))
+    kept = len(http_response._KNOWN_HEADS)
+    HttpResponse(loop).feed((head % (200, 5)).replace(b"X", b"X" * 1000))
+
+    assert of_three == 3
+    assert 0 < kept <= 256
+    assert max(map(len, http_response._KNOWN_HEADS)) < 512
 
 
 @settings(max_examples=200, deadline=None)
