@@ -14,7 +14,3 @@ class ElasticSettings(Settings):
     """With fewer ranks an instance does not serve: it starts the lost ones again, or ends. At most
     the ranks of the smallest instance of several ranks.
     """
-    lookahead_tokens: int = Field(default=32, ge=0, le=1 << 20)
-    """Tokens of each stream for which the slower steps of fewer ranks are counted, where it is
-    decided how an instance goes on.
-    """

@@ -97,7 +97,8 @@ class PolicySettings(Settings):
     """Until a link is measured. The default is 10 Gbit/s."""
     lookahead_tokens: int = Field(default=32, ge=0, le=100_000)
     """So many tokens after the next one count in a decision: at an instance that goes on with fewer
-    ranks each takes longer. 0: only the next token counts.
+    ranks each takes longer. Also where an instance chooses how it goes on, which takes the value
+    of its start. 0: only the next token counts.
     """
     handshake_s: float = Field(default=0.002, ge=0, le=10)
     """Connect, authenticate, ask: before the first page moves."""

@@ -83,7 +83,9 @@ class LoadedModel:
         worker: ModelWorker = (
             Worker(directory, engine, anchored)
             if layout is None
-            else RankGroup(directory, engine, layout, config.elastic)
+            else RankGroup(
+                directory, engine, layout, config.elastic, config.policy.lookahead_tokens
+            )
         )
         loaded_s = 0.0 if engine.pace is None else Pace(engine.pace).load_s
         try:

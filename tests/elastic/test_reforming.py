@@ -38,7 +38,7 @@ from kvrs.elastic.units import Units
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
 ROOM = Room(capacity_bytes=10_000, cell_bytes=8, pages=10)
-COSTS = Costs(rates=LinkRates(100.0, 1000.0), join_s=0.01, restart_s=0.2)
+COSTS = Costs(rates=LinkRates(100.0, 1000.0), join_s=0.01, restart_s=0.2, lookahead_tokens=32)
 LOST = RanksLost(frozenset({1}))
 UNITS_OF_0 = even(UNITS, 4).held(0)
 

@@ -69,8 +69,9 @@ class RankGroup:
         settings: EngineSettings,
         layout: Layout,
         elastic: ElasticSettings | None = None,
+        lookahead_tokens: int = 0,
     ) -> None:
-        """Start the ranks and wait until all can compute.
+        """Start the ranks and wait until all can compute. `lookahead_tokens`: of section `policy`.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -125,7 +126,7 @@ class RankGroup:
             min_ranks=(elastic or ElasticSettings()).min_ranks,
             spread=False,
         )
-        self._reformer = Reformer(self, machine, elastic or ElasticSettings())
+        self._reformer = Reformer(self, machine, elastic or ElasticSettings(), lookahead_tokens)
         self._reformer.start()
 
     @property

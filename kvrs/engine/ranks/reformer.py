@@ -128,11 +128,17 @@ class _Missing:
 
 
 class Reformer:
-    def __init__(self, group: ReformedGroup, machine: Reforming, settings: ElasticSettings) -> None:
+    def __init__(
+        self,
+        group: ReformedGroup,
+        machine: Reforming,
+        settings: ElasticSettings,
+        lookahead_tokens: int,
+    ) -> None:
         self._group, self._processes, self._machine = group, group.processes, machine
         self._settings = settings
         machine.costs = replace(
-            machine.costs, lookahead_tokens=settings.lookahead_tokens, step_s=self._step_s
+            machine.costs, lookahead_tokens=lookahead_tokens, step_s=self._step_s
         )
         self.now: ReformingNow | None = None
         self.done: list[Reformed] = []

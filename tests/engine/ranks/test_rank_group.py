@@ -15,7 +15,10 @@ import torch
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.elastic import ElasticSettings
 from kvrs.config.engine import EngineSettings
+from kvrs.config.file import parse_config
 from kvrs.elastic.reforming import Way
+from kvrs.engine import instance as instances
+from kvrs.engine.instance import LoadedModel
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
@@ -89,6 +92,32 @@ async def test_a_page_is_gathered_and_scattered_as_one_process_has_it(
     again = pair.pool.stage(pages)
     await again.save()
     assert list(map(bytes, again.views)) == list(map(bytes, theirs.views))
+
+
+def test_an_instance_looks_as_far_ahead_as_the_policy(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number for both: `policy.lookahead_tokens`."""
+    ranks = {"id": "d0", "role": "decode", "tp": 2}
+    node = {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, ranks]}
+    config = parse_config(
+        {
+            "cluster": {"model": str(tiny_model), "nodes": [node]},
+            "policy": {"lookahead_tokens": 7},
+        }
+    )
+    given: list[object] = []
+
+    def group(*arguments: object) -> RankGroup:
+        given.extend(arguments)
+        raise RanksLostError([0], "was not to start")
+
+    monkeypatch.setattr(instances, "RankGroup", group)
+
+    with pytest.raises(RanksLostError):
+        LoadedModel.load(config, InstanceId("d0"), b"secret" * 8)
+
+    assert given[-1] == 7
 
 
 def test_the_units_are_resident_once(tiny_model: Path, pair: RankGroup) -> None:
