@@ -397,7 +397,8 @@ class Control(Generic[S]):
                 if live.stays_until_s > -inf and live.instance == known.id:
                     self._perform(ExpectToken(live))
         if self._loads.is_news(known.id, report, waiting=self.policy.has_waiting):
-            self.tell(LoadReported(known.id, report.queue_delay_s), now_s)
+            streams = report.queued + report.running
+            self.tell(LoadReported(known.id, report.queue_delay_s, streams), now_s)
         for link in report.links:
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
             self.link_measured(link.source, known.node, measured, now_s)

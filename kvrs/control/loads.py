@@ -12,7 +12,8 @@ class LoadSteps:
     """Reports come several times a second; most say what the policy knows."""
 
     def __init__(self) -> None:
-        self._told: dict[InstanceId, tuple[int, float]] = {}  # Epoch and delay.
+        # Epoch, delay and streams.
+        self._told: dict[InstanceId, tuple[int, float, int]] = {}
 
     def forget(self, instance: InstanceId) -> None:
         """The policy knows the instance anew."""
@@ -22,13 +23,13 @@ class LoadSteps:
         """Whether to tell it. While streams wait for a place every report is a sign of life, after
         which they may find one.
         """
-        delay_s = report.queue_delay_s
-        epoch, told_s = self._told.get(instance, (-1, 0.0))
-        is_same = epoch == report.epoch and (
+        delay_s, streams = report.queue_delay_s, report.queued + report.running
+        epoch, told_s, told_streams = self._told.get(instance, (-1, 0.0, 0))
+        is_same = (epoch, told_streams) == (report.epoch, streams) and (
             delay_s == told_s
             or (delay_s > 0 and abs(delay_s - told_s) <= max(_STEP_S, _STEP * told_s))
         )
         if is_same and not waiting:
             return False
-        self._told[instance] = report.epoch, delay_s
+        self._told[instance] = report.epoch, delay_s, streams
         return True

@@ -87,7 +87,7 @@ class InstanceEvents:
         member = self._view.members.get(event.instance)
         if member is None:
             return
-        member.reported_queue_s = event.queue_delay_s
+        self._view.note_load(member, event.queue_delay_s, event.streams)
         if (reforming := member.reforming) is not None:
             reforming.queue_s = event.queue_delay_s
             member.reported_queue_s = max(event.queue_delay_s, reforming.ready_s - now_s)

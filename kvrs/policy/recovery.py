@@ -119,7 +119,7 @@ class RecoveryPolicy:
     def booked(self) -> dict[InstanceId, tuple[float, int]]:
         """What this proxy has sent to each instance, as `OthersBooked` tells it to others."""
         return {
-            member.instance.id: (member.work_s, member.streams - member.others_streams)
+            member.instance.id: (member.work_s, member.own_streams)
             for member in self._view.members.values()
         }
 

@@ -39,6 +39,18 @@ def test_an_empty_queue_is_always_news() -> None:
     assert steps.is_news(D0, report(0.0), waiting=False)
 
 
+def test_another_number_of_streams_is_news() -> None:
+    """It is how a proxy knows of the streams of others, by which victims are spread."""
+    steps = LoadSteps()
+
+    told = [
+        steps.is_news(D0, LoadReport(1, queued, running, 0, 0.0, []), waiting=False)
+        for queued, running in ((0, 0), (0, 3), (1, 2), (1, 3), (0, 0))
+    ]
+
+    assert told == [True, True, False, True, True]
+
+
 def test_while_streams_wait_every_report_is_told() -> None:
     """It is a sign of life, after which a stream may be tried again."""
     steps = LoadSteps()

@@ -206,6 +206,20 @@ def test_no_target_gets_more_than_its_share(name: PolicyName) -> None:
     assert (where.count(D1), where.count(D2)) == (2, 2)
 
 
+def test_victims_are_spread_by_the_load_of_all_proxies() -> None:
+    """LUMEN 4.3: the load of a target is what it runs and queues, of whichever proxy."""
+    harness = PolicyHarness("p0", "d0", dispatch=Dispatch.REBALANCE)
+    for name in "ABCE":
+        harness.decoding(name)
+    for name in ("p1", "d1", "d2"):
+        harness.handle(InstanceUp(instance(name)))
+    harness.handle(LoadReported(D1, 0.0, 12))
+
+    where = [start.plan.decode for start in of(harness.lose("d0"), Start)]
+
+    assert where == [D2] * 4
+
+
 def test_only_the_victims_of_the_event_move() -> None:
     """A survivor that is busy stays busy: moving what runs would cost its clients a pause."""
     harness = PolicyHarness("p0", "d0", "p1", "d1", "d2")

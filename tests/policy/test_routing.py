@@ -65,6 +65,22 @@ def test_what_other_workers_have_sent_counts_like_the_own_book() -> None:
     assert harness.policy.booked()[P0][0] > 0
 
 
+def test_streams_of_other_proxies_count_as_the_instance_reports_them() -> None:
+    """All that it runs or queues, without what this proxy and its workers have there."""
+    harness = PolicyHarness("p0", "d0")
+    harness.decoding("own")
+    harness.handle(OthersBooked(D0, 0.0, 2))
+
+    rows = []
+    for streams in (3, 8, 2):
+        harness.handle(LoadReported(D0, 0.0, streams))
+        (row,) = (each for each in harness.policy.snapshot()["instances"] if each["id"] == D0)
+        rows.append((row["decode_streams"], row["others_reported"]))
+
+    assert rows == [(3, 0), (3, 5), (3, 0)]
+    assert harness.policy.booked()[D0] == (0.0, 1)
+
+
 def test_streams_of_other_workers_count_at_their_decode_instance() -> None:
     """The one with the fewest of all is taken, also after a report that lowers them again."""
     harness = PolicyHarness("p0", "p1", "d1", "p2", "d2")
@@ -203,6 +219,7 @@ def test_the_snapshot_is_plain_data() -> None:
         "work_s": 0.1,
         "running": 1,
         "decode_streams": 0,
+        "others_reported": 0,
         "retained_streams": 0,
         "drained": False,
         "quarantined_for": None,

@@ -50,8 +50,9 @@ class Member:
     reported_queue_s: float = 0.0
     work_s: float = 0.0  # Predicted compute time of what was sent there and has no answer yet.
     bookings: int = 0
-    # Streams that decode there or will after their prefill, those of the other workers included.
+    # Streams that decode there or will after their prefill, those of all other proxies included.
     streams: int = 0
+    others_reported: int = 0  # Of proxies that tell this one nothing, by its last report.
     others_streams: int = 0  # Of the other workers of this proxy, as `others_work_s`.
     others_work_s: float = 0.0
     # Streams of which the current stage, or the only call, runs there.
@@ -121,6 +122,11 @@ class Member:
     def count(self, change: int) -> None:
         self.streams += change
         self.rank = self.streams, self.instance.id
+
+    @property
+    def own_streams(self) -> int:
+        """Of `streams`, those of this proxy."""
+        return self.streams - self.others_streams - self.others_reported
 
     def is_clear(self, now_s: float) -> bool:
         """Whether nothing speaks against it: it is open for new requests and for recoveries, and
@@ -331,6 +337,16 @@ class ClusterView:
             del decoders[at]
             insort(decoders, member, key=_rank)
 
+    def note_load(self, member: Member, queue_s: float, streams: int) -> None:
+        """A report of the instance: what it runs or queues and this proxy and its workers have not
+        sent there is of other proxies (LUMEN section 4.3: the load of a target is all of that).
+        """
+        member.reported_queue_s = queue_s
+        if member.decodes:
+            others = max(0, streams - len(member.running) - member.others_streams)
+            self.count_stream(member, others - member.others_reported)
+            member.others_reported = others
+
     def decoders(self) -> list[Member]:
         """The decode instances that are not drained, least loaded first. The list is live."""
         return self._decoders
@@ -436,7 +452,8 @@ class ClusterView:
                     "queue_s": member.queue_s,
                     "work_s": member.work_s,
                     "running": len(member.running),
-                    "decode_streams": member.streams,
+                    "decode_streams": member.streams - member.others_reported,
+                    "others_reported": member.others_reported,
                     "retained_streams": len(member.held),
                     "drained": member.is_drained,
                     "quarantined_for": member.quarantined_for,

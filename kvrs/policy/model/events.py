@@ -156,6 +156,7 @@ class SelfTested:
 class LoadReported:
     instance: InstanceId
     queue_delay_s: float
+    streams: int = 0  # That it runs or queues, of all proxies.
 
 
 @dataclass(frozen=True, slots=True)
