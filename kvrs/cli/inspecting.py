@@ -34,6 +34,7 @@ def explain(
     prefix_cache: opt.PrefixCache = False,
     correct: opt.Correct = None,
     budget_s: opt.BudgetS = None,
+    others: opt.Others = 0.0,
     policy: Annotated[PolicyName, typer.Option(help="Policy that decides")] = PolicyName.AUTO,
     log: opt.Log = None,
     elastic: opt.Elastic = None,

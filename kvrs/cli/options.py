@@ -304,6 +304,9 @@ Correct = Annotated[
 BudgetS = Annotated[
     float | None, typer.Option(help="The longest pause allowed; beyond it the answer is abort")
 ]
+Others = Annotated[
+    float, typer.Option(help="Other victims of the event, for each target; auto counts their wait")
+]
 Log = Annotated[
     Path | None,
     typer.Option(help="Or a proxy's event log: show its incidents, decide them again"),

@@ -124,7 +124,7 @@ class Control(Generic[S]):
         self.drains = Drains(self.instances, self.produced_on, self.tell)
         self.orders = DrainOrders(config.proxy.id, self.instances, self.drains)
         self._links = LinkBounds(config.transfer.link)
-        self._loads = LoadSteps()
+        self._loads = LoadSteps(has_peers=any(config.proxy.every_peer()))
         self._reformings = Reformings()
         self.gpus = Gpus(self.instances.known)
         self._inexact = config.proxy.inexact
@@ -397,7 +397,7 @@ class Control(Generic[S]):
                 if live.stays_until_s > -inf and live.instance == known.id:
                     self._perform(ExpectToken(live))
         if self._loads.is_news(known.id, report, waiting=self.policy.has_waiting):
-            streams = report.queued + report.running
+            streams = self._loads.streams_of(report)
             self.tell(LoadReported(known.id, report.queue_delay_s, streams), now_s)
         for link in report.links:
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)

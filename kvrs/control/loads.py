@@ -11,7 +11,9 @@ _STEP_S = 0.005
 class LoadSteps:
     """Reports come several times a second; most say what the policy knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_peers: bool) -> None:
+        """With peers the policy has to know what an instance runs for them."""
+        self._has_peers = has_peers
         # Epoch, delay and streams.
         self._told: dict[InstanceId, tuple[int, float, int]] = {}
 
@@ -19,11 +21,15 @@ class LoadSteps:
         """The policy knows the instance anew."""
         self._told.pop(instance, None)
 
+    def streams_of(self, report: LoadReport) -> int:
+        """What the instance runs or queues, of all proxies; 0: this one is alone."""
+        return report.queued + report.running if self._has_peers else 0
+
     def is_news(self, instance: InstanceId, report: LoadReport, *, waiting: bool) -> bool:
         """Whether to tell it. While streams wait for a place every report is a sign of life, after
         which they may find one.
         """
-        delay_s, streams = report.queue_delay_s, report.queued + report.running
+        delay_s, streams = report.queue_delay_s, self.streams_of(report)
         epoch, told_s, told_streams = self._told.get(instance, (-1, 0.0, 0))
         is_same = (epoch, told_streams) == (report.epoch, streams) and (
             delay_s == told_s

@@ -56,6 +56,7 @@ class Question:
     queue_s: float = 0.0  # Before the prefill instance beside the target.
     target_queue_s: float = 0.0  # Before the target itself.
     budget_s: float | None = None  # No option may take longer.
+    others: float = 0.0  # Other victims of the event, for each target.
     checkpoint_tokens: int = 0  # Leading tokens of the history of which an agent has a checkpoint.
     checkpoint_at: CheckpointAt = CheckpointAt.TARGET
     host_to_device_bytes_per_s: float = 26e9  # From an agent's memory into an instance on its node.
@@ -74,10 +75,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """One option; its terms add up to `total_s`, of which the last one is the correction."""
+    """One option; its terms add up to `total_s`."""
 
     option: Option
-    total_s: float
+    total_s: float  # With what other victims wait for it, where the policy counts that.
     raw_s: float  # Before the correction.
     terms: tuple[Term, ...]
     extrapolated: bool  # A table was used outside its measured range.
@@ -87,8 +88,8 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Where the cheaper of migrating and recomputing changes, all else equal, without checkpoint
-    and reuse.
+    """Where the cheaper of migrating and recomputing changes for a victim alone, all else equal,
+    without checkpoint and reuse.
 
     None: nowhere.
     """
@@ -134,10 +135,13 @@ def explain(question: Question) -> Explanation:
     estimates = _weigh(case, rule)
     return Explanation(
         policy=rule.name,
-        chosen=rule.decide(estimates, question.budget_s).option,
-        options=tuple(_taken_apart(case, rule, estimate) for estimate in estimates),
+        chosen=rule.decide(estimates, question.budget_s, question.others).option,
+        options=tuple(
+            _taken_apart(case, rule, estimate, question.others) for estimate in estimates
+        ),
         by_policy={
-            each.name: each.decide(_weigh(case, each), question.budget_s).option for each in ALL
+            each.name: each.decide(_weigh(case, each), question.budget_s, question.others).option
+            for each in ALL
         },
         crossover=_crossover(question),
         hand_offs=tuple(_hand_off(question, how) for how in (Handoff.ROM, Handoff.AUTO)),
@@ -211,7 +215,7 @@ def _instance(
     )
 
 
-def _taken_apart(case: Case, rule: Rule, estimate: Estimate) -> Weighed:
+def _taken_apart(case: Case, rule: Rule, estimate: Estimate, others: float) -> Weighed:
     terms = [*rule.terms(case, estimate)]
     factor = case.factor(estimate.option)
     if factor != 1.0 and rule.learns:
@@ -219,9 +223,13 @@ def _taken_apart(case: Case, rule: Rule, estimate: Estimate) -> Weighed:
         terms.append(Term("correction", estimate.next_token_s - estimate.raw_s, how))
     if estimate.lookahead_s:
         terms.append(Term("look-ahead", estimate.lookahead_s, "of the tokens after the next one"))
+    waited_s = estimate.wait_of_others_s(others) if rule.spares_others else 0.0
+    if waited_s:
+        how = f"{others:.3g} victims, for {estimate.at_target_s:.6f} s of computing at the target"
+        terms.append(Term("others wait", waited_s, how))
     return Weighed(
         estimate.option,
-        estimate.total_s,
+        estimate.total_s + waited_s,
         estimate.raw_s,
         tuple(terms),
         estimate.extrapolated,

@@ -1,5 +1,5 @@
-"""What it costs an instance of several ranks to go on without some of them: the plan in bytes, and
-every way beside the others.
+"""What it costs an instance of several ranks to go on without some of them: the plan in bytes,
+every planner beside the others, and what becomes of its streams.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from kvrs.elastic.shapes import shape_of
 from kvrs.elastic.speed import Degree, Speed, shares
 from kvrs.elastic.units import Units
 from kvrs.errors import ConfigError, LayoutError
+from kvrs.explain.staying import Situation, WayOn, ways_on
 from kvrs.profiles import catalog
 
 # RaidServe (3.2, table 3): Llama-3.1-70B on 8 H100, one lost, 56 requests of 16K tokens.
@@ -44,6 +45,7 @@ class ElasticQuestion:
     has_backup: bool  # Of KV, in the host's memory.
     host_bytes_per_s: float
     peer_bytes_per_s: float
+    bytes_per_s: float  # Between nodes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class ElasticAnswer:
     kv_bytes: int
     moved: tuple[Moved, ...]  # On demand.
     ladder: tuple[Rung, ...]  # The quickest first.
+    ways: tuple[WayOn, ...]  # Of the instance and of its streams, that which is taken first.
     raidserve_s: dict[str, float]  # From its rounded figures, by the same planners.
 
 
@@ -130,6 +133,19 @@ def explain_elastic(question: ElasticQuestion) -> ElasticAnswer:
             sorted(
                 (replace(rung, published_s=published.get(rung.way)) for rung in rungs),
                 key=lambda rung: rung.total_s,
+            )
+        ),
+        ways=ways_on(
+            Situation(
+                profile=question.profile,
+                units=units,
+                before=before,
+                lost=frozenset(dead),
+                requests=question.requests,
+                context_tokens=question.context_tokens,
+                has_backup=question.has_backup,
+                rates=rates,
+                bytes_per_s=question.bytes_per_s,
             )
         ),
         raidserve_s=raidserve_s(question.peer_bytes_per_s),

@@ -26,7 +26,7 @@ class RecordedDecision:
     line: int
     at_s: float
     action: Recovered | GiveUp
-    plan: Plan | None  # None: the stream was given up.
+    plan: Plan | None  # None: the stream was given up, or stayed where it was.
     settled: Settled | None = None  # None: the attempt, or the log, ended before a token.
 
 
@@ -71,14 +71,23 @@ def _loss(entry: LogEntry) -> Loss | None:
 def chosen_of(decision: RecordedDecision) -> Estimate | None:
     """The estimate that was carried out; None: the stream was given up."""
     action, plan = decision.action, decision.plan
-    if isinstance(action, GiveUp) or plan is None:
+    if isinstance(action, GiveUp):
         return None
+    target = action.failed if plan is None else plan.decode
     taken = (
         e
         for e in action.estimates
-        if (e.option, e.target, e.next_token_s) == (action.option, plan.decode, action.predicted_s)
+        if (e.option, e.target, e.next_token_s) == (action.option, target, action.predicted_s)
     )
     return next(taken, None)
+
+
+def waited_of(decision: RecordedDecision) -> float | None:
+    """What the chosen estimate was charged for the wait of other victims; None: nothing was."""
+    action, chosen = decision.action, chosen_of(decision)
+    if isinstance(action, GiveUp) or chosen is None or not action.others:
+        return None
+    return chosen.wait_of_others_s(action.others)
 
 
 def others_of(decision: RecordedDecision) -> dict[Option, float]:
@@ -98,8 +107,10 @@ def others_of(decision: RecordedDecision) -> dict[Option, float]:
 def way_of(decision: RecordedDecision) -> str:
     """How the stream was brought back: option, source, target."""
     action, plan = decision.action, decision.plan
-    if isinstance(action, GiveUp) or plan is None:
+    if isinstance(action, GiveUp):
         return Option.ABORT.value
+    if plan is None:
+        return f"{action.option.value} at {action.failed}"
     if plan.prefill is not None:
         return f"{action.option.value} at {plan.prefill}, to {plan.decode}"
     runs = ", ".join(map(_run, plan.runs))

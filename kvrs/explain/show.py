@@ -64,6 +64,7 @@ class ExplainOptions:
     prefix_cache: bool = False  # For engines such as vLLM.
     corrections: Sequence[str] = ()  # Each as OPTION=FACTOR.
     budget_s: float | None = None
+    others: float = 0.0  # Other victims of the event, for each target.
     policy: PolicyName = PolicyName.AUTO
     json: bool = False
 
@@ -124,6 +125,7 @@ def ask(options: ExplainOptions) -> tuple[Profile, Question]:
         queue_s=queue_s,
         target_queue_s=options.target_queue_s,
         budget_s=options.budget_s,
+        others=options.others,
         checkpoint_tokens=options.checkpoint_tokens,
         checkpoint_at=options.checkpoint_at,
         host_to_device_bytes_per_s=_host_bytes_per_s(options),
@@ -174,6 +176,7 @@ def as_json(profile: Profile, question: Question, explanation: Explanation) -> d
             "own_queue_s",
             "prefix_cache",
             "corrections",
+            "others",
         ),
     )
     return {
@@ -205,6 +208,7 @@ def _faults(options: ExplainOptions) -> list[str]:
         ("--target-queue-s", options.target_queue_s),
         ("--own-queue-depth", options.own_queue_depth),
         ("--budget-s", options.budget_s),
+        ("--others", options.others),
     )
     wrong += [
         f"{name}: got {value}; allowed: 0 or more, below 1e9"

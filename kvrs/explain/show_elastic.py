@@ -42,6 +42,7 @@ class ElasticOptions:
     backup: KvBackup = KvBackup.OFF
     host_bandwidth: str | None = None
     local_bandwidth: str | None = None
+    bandwidth: str = "10Gbit/s"  # To the node of another instance.
     json: bool = False
 
 
@@ -93,6 +94,7 @@ def ask_elastic(options: ElasticOptions) -> ElasticQuestion:
         if options.host_bandwidth is None
         else parse_bandwidth(options.host_bandwidth, "--host-bandwidth"),
         peer_bytes_per_s=local_bytes_per_s(options.local_bandwidth, profile),
+        bytes_per_s=parse_bandwidth(options.bandwidth, "--bandwidth"),
     )
 
 
@@ -114,6 +116,7 @@ def _show(question: ElasticQuestion, answer: ElasticAnswer, console: Console) ->
     )
     console.print(_plan_table(answer))
     console.print(_ladder(question, answer))
+    console.print(_ways(question, answer))
     ours = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in answer.raidserve_s.items())
     console.print(
         f"RaidServe's rounded figures (140 GB, 280 GB, 50 GB/s) through the same planners: {ours}; "
@@ -121,6 +124,30 @@ def _show(question: ElasticQuestion, answer: ElasticAnswer, console: Console) ->
     )
     for line in CONTRADICTIONS:
         console.print(f"published: {line}", style="dim", markup=False)
+
+
+def _ways(question: ElasticQuestion, answer: ElasticAnswer) -> Table:
+    table = Table("the instance", "its streams", "how many", "first, s", "last, s")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for way in answer.ways:
+        name = f"{way.way}: {way.ranks} ranks serve after {way.ready_s:.3f} s"
+        if way.step_factor > 1:
+            name += f", steps x {way.step_factor:.2f}"
+        if way.is_chosen:
+            name += " <- taken"
+        for each in way.options:
+            seconds = ("" if s is None else f"{s:.3f}" for s in (each.first_s, each.last_s))
+            table.add_row(name, each.option.value, str(each.streams), *seconds)
+            name = ""
+        if way.waiting:
+            table.add_row(name, "leave, but wait for a slot", str(way.waiting), "", "")
+        table.add_section()
+    table.caption = (
+        "by the policy `auto`, seconds to the next token as predicted for the first stream and for "
+        f"the last; another node with an idle instance, {question.bytes_per_s / 1e9:.3g} GB/s away"
+    )
+    return table
 
 
 def _plan_table(answer: ElasticAnswer) -> Table:

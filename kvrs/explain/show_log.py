@@ -15,7 +15,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvrs.errors import LogError
-from kvrs.explain.incidents import Loss, RecordedDecision, chosen_of, incidents, others_of, way_of
+from kvrs.explain.incidents import (
+    Loss,
+    RecordedDecision,
+    chosen_of,
+    incidents,
+    others_of,
+    waited_of,
+    way_of,
+)
 from kvrs.logs import old_parts
 from kvrs.policy.event_log import Header, LogEntry, Rerun, read, rerun
 from kvrs.policy.model.actions import GiveUp
@@ -121,11 +129,12 @@ def _show_log(
         "what",
         "predicted s",
         "corrected s",
+        "others wait s",
         "real s",
         "regret s",
         "why, and the others",
     )
-    for column in table.columns[3:7]:
+    for column in table.columns[3:8]:
         column.justify = "right"
     began_s = entries[0].now_s if entries else 0.0
     began_wall_s = entries[0].wall_s if entries else None
@@ -139,18 +148,26 @@ def _show_log(
 
 
 def _log_row(each: Loss | RecordedDecision) -> tuple[str, ...]:
-    """What, predicted, corrected, real, regret, and why."""
+    """What, predicted, corrected, what others wait for it, real, regret, and why."""
     if isinstance(each, Loss):
         what = (
             f"{each.instance} lost"
             if each.stream is None
             else f"{each.stream} failed at {each.instance}"
         )
-        return what, "", "", "", "", each.cause
+        return what, "", "", "", "", "", each.cause
     action, settled = each.action, each.settled
     if isinstance(action, GiveUp):
-        return f"{action.stream} given up: {action.reason.value}", "", "", "", "", action.message
-    chosen = chosen_of(each)
+        return (
+            f"{action.stream} given up: {action.reason.value}",
+            "",
+            "",
+            "",
+            "",
+            "",
+            action.message,
+        )
+    chosen, waited_s = chosen_of(each), waited_of(each)
     real = ("", "") if settled is None else (f"{settled.real_s:.3f}", f"{settled.regret_s:+.3f}")
     raw = f"{chosen.raw_s:.3f}" if chosen is not None else ""
     others = ", ".join(
@@ -160,6 +177,7 @@ def _log_row(each: Loss | RecordedDecision) -> tuple[str, ...]:
         f"{action.stream}#{action.attempt}: {way_of(each)}",
         raw,
         f"{action.predicted_s:.3f}",
+        "" if waited_s is None else f"{waited_s:.3f}",
         *real,
         others,
     )

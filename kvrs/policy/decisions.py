@@ -96,7 +96,7 @@ class Decisions:
         chosen = self._rule.decide(
             self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s), others
         )
-        return self._decision(stream, chosen, estimates)
+        return self._decision(stream, chosen, estimates, others)
 
     def stay_or_leave(
         self,
@@ -104,10 +104,12 @@ class Decisions:
         home: Member,
         assigned: Member | None,
         limit: int,
+        others: float,
         now_s: float,
     ) -> Decision | None:
         """Go on in the same attempt at an instance that re-forms, or as `start` or `recover` would
         elsewhere; None: it must leave, and cannot. `assigned`: None where there is no other target.
+        `others`: as in `recover`, with the instance itself as one of the targets.
         """
         estimates: list[Estimate] = []
         elsewhere: Decision | None = None
@@ -129,15 +131,18 @@ class Decisions:
         if not estimates:
             return None
         chosen = self._rule.decide(
-            self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s)
+            self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s), others
         )
         if elsewhere is not None and chosen is elsewhere.chosen:
             return Decision(chosen, tuple(estimates), elsewhere.plan)
-        return self._decision(stream, chosen, estimates)
+        return self._decision(stream, chosen, estimates, others)
 
-    def _decision(self, stream: Stream, chosen: Estimate, estimates: list[Estimate]) -> Decision:
+    def _decision(
+        self, stream: Stream, chosen: Estimate, estimates: list[Estimate], others: float
+    ) -> Decision:
         plan = None if chosen.option is Option.ABORT else plan_of(self._books, stream, chosen)
-        return Decision(chosen, tuple(estimates), plan)
+        charged = others if self._rule.spares_others else 0.0
+        return Decision(chosen, tuple(estimates), plan, charged)
 
     def budget_s(self, stream: Stream, now_s: float) -> float | None:
         """The time that the next token may take; None: no limit."""

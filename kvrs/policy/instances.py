@@ -87,7 +87,13 @@ class InstanceEvents:
         member = self._view.members.get(event.instance)
         if member is None:
             return
-        self._view.note_load(member, event.queue_delay_s, event.streams)
+        member.reported_queue_s = event.queue_delay_s
+        if member.decodes:
+            # What it runs or queues, and this proxy and its workers have not sent there, is of
+            # other proxies (LUMEN section 4.3: the load of a target is all of that).
+            others = max(0, event.streams - len(member.running) - member.others_streams)
+            self._view.count_stream(member, others - member.others_reported)
+            member.others_reported = others
         if (reforming := member.reforming) is not None:
             reforming.queue_s = event.queue_delay_s
             member.reported_queue_s = max(event.queue_delay_s, reforming.ready_s - now_s)

@@ -301,6 +301,7 @@ class Starter:
                 decision.estimates,
                 stream.recovery.cause,
                 stream.recovery.failed,
+                decision.others,
             )
             self._actions.append(record)
 

@@ -64,7 +64,13 @@ class Staying:
         ready_s = now_s + event.ready_in_s
         queue_s = home.reported_queue_s if before is None else before.queue_s
         now = PredictedReforming(
-            event.number, event.cause, ready_s, event.missing_pages, event.page_s, queue_s
+            event.number,
+            event.cause,
+            ready_s,
+            event.missing_pages,
+            event.page_s,
+            event.decode_factor * event.token_s,
+            queue_s,
         )
         is_same = before is not None and before.number == event.number
         home.reforming = now
@@ -96,6 +102,20 @@ class Staying:
             self._view.update()
             self._starter.place_idle(now_s)
 
+    def is_too_early(self, stream: Stream, now_s: float) -> bool:
+        """Whether a token may be from before the re-forming that the stream stays for: then the
+        next one is to be reported. One that comes once the instance is predicted to serve is not,
+        even if its report is late.
+        """
+        promise, home = stream.attempt.promise, stream.attempt.runs_on
+        if promise is None or home is None or home.reforming is None:
+            return False
+        if is_past(home.reforming.ready_s, now_s):
+            return False
+        if not is_past(promise.until_s, now_s):
+            self._promise(stream, promise)
+        return True
+
     def promise_over(self, stream: Stream, now_s: float) -> None:
         """The alarm of a promise: the stream leaves, if there is anywhere to go."""
         attempt, promise, home = stream.attempt, stream.attempt.promise, stream.attempt.runs_on
@@ -109,7 +129,7 @@ class Staying:
         if home.reforming is not None and not is_past(must_end_s, now_s):
             self._decisions.begin(now_s)
             target = self._targets(home, [stream], now_s).get(stream.id)
-            if self._decisions.stay_or_leave(stream, home, target, _NO_LIMIT, now_s) is None:
+            if self._decisions.stay_or_leave(stream, home, target, _NO_LIMIT, 0.0, now_s) is None:
                 self._promise(stream, replace(promise, until_s=now_s + _LONGEST_GRACE_S))
                 return
         lasts_s = now_s - promise.since_s
@@ -126,10 +146,12 @@ class Staying:
         ordered = by_urgency(streams)
         targets = self._targets(home, ordered, now_s)
         loads = {member.instance.id: member.streams for member in self._view.targets()}
-        limit = ceiling(0, loads | {home.instance.id: home.streams})
+        loads[home.instance.id] = home.streams
+        limit = ceiling(0, loads)
+        others = (len(ordered) - 1) / len(loads) if ordered else 0.0
         for stream in ordered:
             target = targets.get(stream.id)
-            decision = self._decisions.stay_or_leave(stream, home, target, limit, now_s)
+            decision = self._decisions.stay_or_leave(stream, home, target, limit, others, now_s)
             if decision is None:
                 continue  # It was to leave, and cannot yet: its alarm goes on.
             if decision.chosen.option is Option.IN_PLACE:
@@ -199,6 +221,7 @@ class Staying:
                 decision.estimates,
                 reforming.cause,
                 chosen.target,
+                decision.others,
             )
         )
 

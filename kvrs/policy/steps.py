@@ -213,10 +213,9 @@ class Steps:
         return changed
 
     def _resume(self, stream: Stream, event: StreamResumed, now_s: float) -> None:
-        attempt = stream.attempt
-        home = attempt.runs_on
-        if attempt.promise is not None and home is not None and home.reforming is not None:
-            return  # A token from before the re-forming; one after it is reported again.
+        home = stream.attempt.runs_on
+        if self._staying.is_too_early(stream, now_s):
+            return
         if (settled := self._decisions.settle(stream, now_s)) is not None:
             self._actions.append(settled)
         if home is not None:

@@ -16,6 +16,8 @@ from typing import Self
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.protocol.instance import MeasuredPrefill
 
+_POINTS_OF_CHUNK = 16
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillTable:
@@ -131,6 +133,17 @@ class PrefillTable:
             self.covered_from_tokens,
             grid,
         )
+
+    def chunked(self, chunk_tokens: int, max_tokens: int) -> "PrefillTable":
+        """The table, up to so many tokens, of an engine that computes a prompt in chunks: each is a
+        step, and has its overhead.
+        """
+        step = max(1, chunk_tokens // _POINTS_OF_CHUNK)
+        seconds = [self.step_overhead_s]
+        for tokens in range(step, max_tokens + step, step):
+            more = -(-tokens // chunk_tokens) - 1
+            seconds.append(self.seconds_for(tokens) + more * self.step_overhead_s)
+        return PrefillTable(self.label, self.source, step, seconds, self.covered_from_tokens)
 
     def covers(self, tokens: int) -> bool:
         return self.covered_from_tokens <= tokens <= self._last_tokens

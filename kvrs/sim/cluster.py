@@ -78,17 +78,19 @@ class SimCluster:
         self.rng = Random(seed)
         self.clock = Clock()
         pace = config.cluster.engine.pace or PACE
-        config = _complete(config, pace, proxies)
+        config = _complete(config, proxies)
         geometry = msgspec.structs.replace(
             kv_geometry(pace), page_size_tokens=config.cluster.engine.page_size_tokens
         )
+        batch = config.cluster.engine
+        prefill = Pace(pace).prefill.chunked(batch.max_batch_tokens, batch.max_model_len)
         backup = config.backup
         rate = config.transfer.link_bytes_per_s or config.policy.assumed_link_bytes_per_s
         self.links = SimLinks(
             self.clock, rate, backup.host_to_device_bytes_per_s, config.transfer.stall_timeout_s
         )
         self._site = site = Site(
-            config, self.clock, self.links, Pace(pace), geometry, root_tag("simulated")
+            config, self.clock, self.links, Pace(pace), prefill, geometry, root_tag("simulated")
         )
         self.engines = {
             instance.id: SimEngine(instance.id, node.id, instance.role, site, instance.ranks)
@@ -201,15 +203,11 @@ class SimCluster:
         self.log.append(f"{self.clock.now_s:.6f} {death}: {whom}, {streams} streams")
 
 
-def _complete(config: Config, pace: str, proxies: int) -> Config:
-    """The configuration with what a simulated proxy needs of it: one prefill table for all
-    instances, and its peers.
-    """
-    table = config.profiles.prefill or pace
+def _complete(config: Config, proxies: int) -> Config:
+    """The configuration with what a simulated proxy needs of it: its peers."""
     peers = [PeerSettings(id=f"peer{n}", peer_port=n + 1) for n in range(proxies - 1)]
     return config.model_copy(
         update={
-            "profiles": config.profiles.model_copy(update={"prefill": table}),
             "proxy": config.proxy.model_copy(update={"peers": peers}),
         }
     )

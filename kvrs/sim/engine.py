@@ -173,6 +173,7 @@ class SimEngine(SimPagePool, RankedEngine):
         return run.call.stream
 
     def info(self) -> InstanceInfo:
+        table = self._site.prefill
         return InstanceInfo(
             self.id,
             self.node,
@@ -185,7 +186,7 @@ class SimEngine(SimPagePool, RankedEngine):
             self._settings.max_model_len,
             0,
             list(Capability),
-            MeasuredPrefill("simulated", 1, [0.0, 0.0]),  # `profiles.prefill` replaces it.
+            MeasuredPrefill(table.label, table.step_tokens, list(table.seconds)),
             gpus=[str(self.id)],
         )
 

@@ -45,7 +45,7 @@ from kvrs.protocol.tags import Tag
 from kvrs.scheduling.checkpoint_backlog import CheckpointBacklog
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.scheduling.sequences import Sequence
+from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.scheduling.sources import PullSource
 from kvrs.sim.calls import Batch, SimRun, checkpoints_of
 from kvrs.sim.process import SimProcess, Step
@@ -101,7 +101,14 @@ class SimRanks:
             _UNITS,
             layout,
             Room(capacity_bytes=whole * 3 // 4, cell_bytes=0, pages=_PAGES),
-            Costs(rates=_RATES, join_s=_JOIN_S, restart_s=_RESTART_S),
+            Costs(
+                rates=_RATES,
+                join_s=_JOIN_S,
+                restart_s=_RESTART_S,
+                back_s=_GROWS_AFTER_S + _JOIN_S,
+                lookahead_tokens=site.config.policy.lookahead_tokens,
+                step_s=self._step_s,
+            ),
         )
         self._layout = layout  # By which the cells that are there lie.
         self._gone: dict[int, frozenset[Cell]] = {}  # Of pages that were full.
@@ -194,7 +201,7 @@ class SimRanks:
             self._site.links.drop(engine)
             for run in list(engine.runs.values()):
                 self._begin_again(run)
-            engine.pages.reset_cache()
+            engine.pages.reset_cache(pinned=True)
 
     def _begin_again(self, run: SimRun) -> None:
         engine, before, call = self._engine, run.sequence, run.call
@@ -229,9 +236,15 @@ class SimRanks:
             for run in self._engine.runs.values()
         }
 
+    def _step_s(self, layout: Layout) -> float:
+        """Of decoding, as an engine predicts it for its layouts."""
+        step_s = self._site.pace.batch_s([Chunk([0], 0, [0], wants_logits=True)])
+        decode_factor, _ = shares(layout, _UNITS).factors(self._full)
+        return step_s * decode_factor
+
     def _page_s(self) -> float:
         """Of restoring or computing one page again."""
-        table, tokens = self._site.pace.prefill, 100 * self._size
+        table, tokens = self._site.prefill, 100 * self._size
         return (table.seconds_for(tokens) - table.step_overhead_s) / 100
 
     def _changed(self) -> None:

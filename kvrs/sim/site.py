@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.tags import Tag
@@ -25,6 +26,7 @@ class Site:
     clock: Clock
     links: SimLinks
     pace: Pace
+    prefill: PrefillTable  # Of every instance alone, in chunks.
     geometry: KvGeometry
     root: Tag
     holders: dict[InstanceId, "SimHolder"] = field(default_factory=dict)  # Instances and agents.

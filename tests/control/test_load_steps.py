@@ -13,7 +13,7 @@ def report(delay_s: float, epoch: int = 1) -> LoadReport:
 
 def test_what_the_policy_knows_is_told_once() -> None:
     """An idle cluster reports several times a second that nothing has changed."""
-    steps = LoadSteps()
+    steps = LoadSteps(has_peers=False)
 
     told = [steps.is_news(D0, report(delay_s), waiting=False) for delay_s in (0.0, 0.0, 0.0)]
 
@@ -23,7 +23,7 @@ def test_what_the_policy_knows_is_told_once() -> None:
 
 def test_small_steps_add_up() -> None:
     """Each is compared with what was told, not with the report before."""
-    steps = LoadSteps()
+    steps = LoadSteps(has_peers=False)
     assert steps.is_news(D0, report(1.0), waiting=False)
 
     told = [steps.is_news(D0, report(1.0 + n * 0.03), waiting=False) for n in range(1, 8)]
@@ -33,34 +33,38 @@ def test_small_steps_add_up() -> None:
 
 def test_an_empty_queue_is_always_news() -> None:
     """The least queue decides between idle instances."""
-    steps = LoadSteps()
+    steps = LoadSteps(has_peers=False)
     assert steps.is_news(D0, report(0.004), waiting=False)
 
     assert steps.is_news(D0, report(0.0), waiting=False)
 
 
 def test_another_number_of_streams_is_news() -> None:
-    """It is how a proxy knows of the streams of others, by which victims are spread."""
-    steps = LoadSteps()
+    """It is how a proxy knows of the streams of its peers, by which victims are spread."""
+    counts = ((0, 0), (0, 3), (1, 2), (1, 3), (0, 0))
+    reports = [LoadReport(1, queued, running, 0, 0.0, []) for queued, running in counts]
 
-    told = [
-        steps.is_news(D0, LoadReport(1, queued, running, 0, 0.0, []), waiting=False)
-        for queued, running in ((0, 0), (0, 3), (1, 2), (1, 3), (0, 0))
-    ]
+    told = {}
+    for has_peers in (True, False):
+        steps = LoadSteps(has_peers=has_peers)
+        told[has_peers] = [steps.is_news(D0, report, waiting=False) for report in reports]
 
-    assert told == [True, True, False, True, True]
+    assert told == {
+        True: [True, True, False, True, True],
+        False: [True, False, False, False, False],
+    }
 
 
 def test_while_streams_wait_every_report_is_told() -> None:
     """It is a sign of life, after which a stream may be tried again."""
-    steps = LoadSteps()
+    steps = LoadSteps(has_peers=False)
 
     assert all(steps.is_news(D0, report(0.0), waiting=True) for _ in range(3))
 
 
 def test_an_instance_that_is_up_again_is_told_anew() -> None:
     """The policy has forgotten what it was told of the one before, also where the epoch stays."""
-    steps = LoadSteps()
+    steps = LoadSteps(has_peers=False)
     assert steps.is_news(D0, report(1.0), waiting=False)
     assert steps.is_news(D0, report(1.0, epoch=2), waiting=False)
 

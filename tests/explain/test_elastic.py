@@ -15,6 +15,7 @@ from kvrs.explain.show_elastic import (
     ask_elastic,
     run_explain_elastic,
 )
+from kvrs.policy.model.estimates import Option
 
 RAIDSERVE = ElasticOptions(elastic="llama-3.1-70b-h100-vllm-tp8", backup=KvBackup.HOST)
 
@@ -45,6 +46,26 @@ def test_on_demand_reads_only_what_was_lost() -> None:
     }
 
 
+def test_streams_are_decided_by_the_policy_for_every_way_of_the_instance() -> None:
+    """With a backup all stay: the last one of 56 waits for the cells of those before it, 37.6 GB
+    over seven links of 50 GB/s. Without, and with a quick link, some leave.
+    """
+    quick = replace(RAIDSERVE, backup=KvBackup.OFF, bandwidth="100Gbit/s")
+    backed, bare = (explain_elastic(ask_elastic(each)) for each in (RAIDSERVE, quick))
+
+    assert [(way.way, way.ranks) for way in backed.ways] == [("reshard", 7), ("replace", 8)]
+    assert [way.is_chosen for way in backed.ways] == [True, False]
+    for way in (*backed.ways, *bare.ways):
+        assert sum(each.streams for each in way.options) + way.waiting == 56
+    stay = next(each for each in backed.ways[0].options if each.option is Option.IN_PLACE)
+    assert stay.streams == 56
+    assert stay.first_s is not None
+    assert stay.last_s is not None
+    assert stay.last_s - stay.first_s == pytest.approx(55 / 56 * 37.58e9 / 7 / 50e9, rel=1e-3)
+    taken = {each.option for each in bare.ways[0].options if each.streams}
+    assert taken - {Option.IN_PLACE}
+
+
 def test_without_a_backup_every_way_recomputes() -> None:
     answer = explain_elastic(ask_elastic(replace(RAIDSERVE, backup=KvBackup.OFF)))
 
@@ -62,6 +83,8 @@ def test_people_and_programs_get_the_same_figures(capsys: pytest.CaptureFixture[
     assert found["answer"]["ladder"][0]["way"] == "on demand"
     assert "host 0.50 s, on demand 0.15 s; measured there: 0.53 s and 0.12 s" in page.getvalue()
     assert f"{found['answer']['moved'][0]['host_bytes']:,}" in page.getvalue()
+    assert found["answer"]["ways"][0]["options"][0]["option"] == "in_place"
+    assert "reshard: 7 ranks serve after 0.050 s, steps x 1.38 <- taken" in page.getvalue()
     assert "figure 4" in page.getvalue()
 
 

@@ -94,17 +94,30 @@ def total_s(explanation: Explanation, option: Option) -> float:
     return next(weighed.total_s for weighed in explanation.options if weighed.option is option)
 
 
-@given(questions)
+@given(questions, st.sampled_from([0.0, 0.5, 11.0]))
 @settings(max_examples=200, deadline=None)
-def test_the_terms_of_every_option_add_up(asked: Question) -> None:
+def test_the_terms_of_every_option_add_up(asked: Question, others: float) -> None:
     """What is shown is what was compared; but for the correction no term is negative."""
-    for weighed in explain(asked).options:
+    for weighed in explain(replace(asked, others=others)).options:
         assert sum(term.seconds for term in weighed.terms) == pytest.approx(
             weighed.total_s, rel=1e-9
         )
         assert all(term.seconds >= 0 for term in weighed.terms if term.name != "correction")
-        uncorrected = [term.seconds for term in weighed.terms if term.name != "correction"]
+        added = ("correction", "others wait")
+        uncorrected = [term.seconds for term in weighed.terms if term.name not in added]
         assert sum(uncorrected) == pytest.approx(weighed.raw_s, rel=1e-9)
+
+
+def test_a_choice_is_shown_with_what_other_victims_wait_for_it() -> None:
+    """Only where the policy counts that: a split is for few."""
+    alone, many = (explain(question(others=count, queue_s=1.0)) for count in (0.0, 7.0))
+    by_rom = explain(question(others=7.0, queue_s=1.0, settings=named(PolicyName.ROM)))
+
+    (split,) = (each for each in many.options if each.option is Option.SPLIT)
+    (term,) = (term for term in split.terms if term.name == "others wait")
+    assert (alone.chosen, many.chosen) == (Option.SPLIT, Option.MIGRATE)
+    assert term.how.startswith("7 victims, for ")
+    assert not any(term.name == term_.name for each in by_rom.options for term_ in each.terms)
 
 
 @given(questions)
@@ -251,7 +264,7 @@ def test_without_a_holder_nothing_is_migrated() -> None:
     """There is one option, and no crossover."""
     explanation = explain(question(held_tokens=15))
 
-    assert [weighed.option for weighed in explanation.options] == [Option.RECOMPUTE]
+    assert {weighed.option for weighed in explanation.options} == {Option.RECOMPUTE}
     assert (explanation.crossover.bytes_per_s, explanation.crossover.queue_depth) == (None, None)
 
 

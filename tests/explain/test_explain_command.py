@@ -11,9 +11,23 @@ from rich.console import Console
 
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, LogError
+from kvrs.explain.incidents import RecordedDecision, chosen_of, incidents, waited_of
 from kvrs.explain.show import ExplainOptions, parse_bandwidth, run_explain
 from kvrs.explain.show_log import explain_log
-from tests.policy.recorded_incident import incident
+from kvrs.ids import InstanceId
+from kvrs.policy.event_log import LogEntry, read
+from kvrs.policy.model.actions import Recovered
+from kvrs.policy.model.events import (
+    InstanceReformed,
+    InstanceReforming,
+    InstanceUp,
+    PrefillDone,
+    StreamArrived,
+    StreamResumed,
+)
+from kvrs.profiles import catalog
+from tests.policy.policy_harness import instance
+from tests.policy.recorded_incident import A, Recorder, incident
 
 SEED = ExplainOptions(
     profile="opt-13b-a100-kvrs-seed",
@@ -191,6 +205,47 @@ def test_a_log_is_listed_and_run_again(tmp_path: Path) -> None:
         "recompute 0.",
     ):
         assert words in text
+
+
+def test_a_log_shows_what_a_choice_was_charged_for_other_victims(tmp_path: Path) -> None:
+    """Of two victims with one target each has the other wait for what it computes there."""
+    path = written(tmp_path / "events.jsonl", incident())
+    records = list(read(path.read_text().splitlines()))
+    decided = [
+        each
+        for each in incidents(record for record in records if isinstance(record, LogEntry))
+        if isinstance(each, RecordedDecision)
+    ]
+
+    _, text = shown_log(path)
+
+    first, chosen = decided[0], chosen_of(decided[0])
+    waited_s = waited_of(first)
+    assert isinstance(first.action, Recovered)
+    assert chosen is not None
+    assert (first.action.others, waited_s) == (1.0, chosen.at_target_s)
+    assert "others wait s" in text
+    assert f"{waited_s:.3f}" in text
+
+
+def test_a_log_shows_streams_that_stay(tmp_path: Path) -> None:
+    """Where, and by which prediction."""
+    recorder = Recorder()
+    table = catalog.prefill_table("opt-13b-a100-kvrs-seed")
+    for name in ("p0", "d0"):
+        recorder.handle(InstanceUp(instance(name, prefill=table)))
+    for event in (StreamArrived(A, 1000), PrefillDone(A, 1, 1000), StreamResumed(A, 1)):
+        recorder.handle(event)
+    d0, produced = InstanceId("d0"), {A: 7}
+    lost = InstanceReforming(d0, 1, 1, "rank 1 lost", 0.02, {}, 0.0, 1.0, 1.0, 0.03, produced)
+    recorder.handle(lost)
+    recorder.handle(InstanceReformed(d0, 1, 1.0, 1.0, 0.03))
+    recorder.handle(StreamResumed(A, 1))
+
+    _, text = shown_log(written(tmp_path / "events.jsonl", recorder.lines))
+
+    assert "A#1: in_place at d0" in text
+    assert "0.050" in text
 
 
 def test_the_first_difference_of_a_log_is_named(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_without_the_capability_there_is_no_migration(changed: str, capability: 
 
     record = only(harness.lose("d0", A=1), Recovered)
 
-    assert [estimate.option for estimate in record.estimates] == [Option.RECOMPUTE]
+    assert {estimate.option for estimate in record.estimates} == {Option.RECOMPUTE}
 
 
 @pytest.mark.parametrize("how", ["lost", "replaced", "retention lost"])

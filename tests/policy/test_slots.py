@@ -12,6 +12,7 @@ from kvrs.policy.model.events import (
     AttemptFailed,
     InstanceUp,
     LinkMeasured,
+    LoadReported,
     PrefillDone,
     StreamArrived,
     StreamEnded,
@@ -145,6 +146,7 @@ def test_an_attempt_whose_slot_expired_is_followed_by_one_that_needs_none() -> N
         harness.decoding(stream, 321)
     harness.handle(InstanceUp(instance("d1", prefill=SLOW)))
     harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 2e5))
+    harness.handle(LoadReported(InstanceId("p0"), 100.0))
     harness.lose("d0")
     waiting = harness.policy.snapshot()["slots"]["d1"]["waiting"]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.policy import PolicyName, RecoverySettings, SloSettings
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.model.actions import Action, GiveUp, Halt, Recovered, Settled, Start, Stay, WakeAt
 from kvrs.policy.model.estimates import Option
 from kvrs.policy.model.events import (
@@ -14,6 +14,7 @@ from kvrs.policy.model.events import (
     InstanceReformed,
     InstanceReforming,
     InstanceUp,
+    LinkMeasured,
     LoadReported,
     PrefillDone,
     SettingsReloaded,
@@ -42,7 +43,7 @@ def reforming(name: str, ready_in_s: float, **changes: Any) -> InstanceReforming
         "page_s": 0.0,
         "decode_factor": 1.0,
         "prefill_factor": 1.0,
-        "token_s": 0.05,
+        "token_s": 0.0,
         "produced_tokens": dict.fromkeys(map(StreamId, NAMES), 300),
     }
     return InstanceReforming(**{**fields, **changes})
@@ -223,6 +224,44 @@ def test_streams_wait_for_those_before_them() -> None:
     assert len(left) >= 2
 
 
+def test_streams_that_leave_together_are_charged_what_they_cost_each_other() -> None:
+    """A split is sooner for the first of eight, but the others wait for what it has the target
+    compute.
+    """
+    chosen = {}
+    for count in (1, 8):
+        names = [f"s{n}" for n in range(count)]
+        harness = two_pairs(*names, prompt_tokens=321, dispatch="least_loaded")
+        harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 2e6))
+        harness.handle(LoadReported(InstanceId("p1"), 60.0))
+        event = reforming("d0", 30.0, produced_tokens=dict.fromkeys(map(StreamId, names), 1))
+        first = of(harness.handle(event, at_s=1.0), Recovered)[0]
+        chosen[count] = first.option, first.others
+
+    assert chosen == {1: (Option.SPLIT, 0.0), 8: (Option.MIGRATE, 3.5)}
+
+
+def test_what_re_formings_took_is_learned_for_the_next_promise() -> None:
+    """Regret and correction as of any option: an instance that takes twice as long as it says is
+    believed less, and its streams are not taken away for that.
+    """
+    harness = two_pairs("s")
+    promised_s = []
+    for number in range(1, 6):
+        at_s = 10.0 * number
+        stay = only(harness.handle(reforming("d0", 0.1, number=number), at_s=at_s), Stay)
+        promised_s.append(stay.until_s - at_s)
+        harness.handle(reformed("d0"), at_s=at_s + 0.19)
+        settled = only(harness.handle(StreamResumed(S, 1), at_s=at_s + 0.2), Settled)
+
+    assert promised_s == sorted(promised_s)
+    assert promised_s[0] == pytest.approx(0.1 + 0.1)
+    assert promised_s[-1] > 0.1 * 1.4 + 0.1
+    assert settled.raw_s == pytest.approx(0.1)
+    assert settled.predicted_s > 0.14
+    assert settled.regret_s < 0
+
+
 def test_lost_cells_are_no_source() -> None:
     """What an instance has lost a part of cannot be fetched from it; the rest still can."""
     harness = PolicyHarness("b0")
@@ -366,8 +405,60 @@ def test_predictions_do_not_contain_the_look_ahead() -> None:
 
     recovered = only(actions, Recovered)
     chosen = next(each for each in recovered.estimates if each.option is Option.IN_PLACE)
-    assert recovered.predicted_s == pytest.approx(0.02)
-    assert chosen.total_s == pytest.approx(0.02 + 32 * 0.001)
+    assert recovered.predicted_s == pytest.approx(0.02 + 0.011)
+    assert chosen.total_s == pytest.approx(0.02 + 0.011 + 32 * 0.001)
+
+
+def test_the_next_token_takes_a_step_of_the_ranks_that_are_left() -> None:
+    """The instance predicts when it serves, not when a token comes."""
+    harness = two_pairs("s")
+
+    actions = harness.handle(reforming("d0", 0.02, decode_factor=1.5, token_s=0.01), at_s=1.0)
+
+    recovered = only(actions, Recovered)
+    assert recovered.predicted_s == pytest.approx(0.02 + 1.5 * 0.01)
+
+
+def test_what_a_stream_had_lost_before_is_still_to_be_restored() -> None:
+    """The instance changes its ranks once more while it restores: what it has not restored yet
+    takes as long as before, behind the new pause.
+    """
+    harness = two_pairs("s", "t")
+    lost = reforming("d0", 0.02, missing_pages={S: 10, StreamId("t"): 10}, page_s=0.01)
+    harness.handle(lost, at_s=1.0)
+    harness.handle(reformed("d0"), at_s=1.02)
+    harness.handle(StreamResumed(S, 1), at_s=1.12)
+
+    actions = harness.handle(reforming("d0", 0.03, number=2), at_s=1.15)
+
+    predicted_s = {each.stream: each.predicted_s for each in of(actions, Recovered)}
+    assert predicted_s == {S: pytest.approx(0.03), StreamId("t"): pytest.approx(0.03 + 0.07)}
+    assert of(actions, Start) == []
+
+
+def test_a_stream_that_waits_still_is_not_promised_less_by_a_second_loss() -> None:
+    """In mid-move nothing has been restored: all of it is to come."""
+    harness = two_pairs("s")
+    harness.handle(reforming("d0", 0.05, missing_pages={S: 10}, page_s=0.01), at_s=1.0)
+
+    actions = harness.handle(reforming("d0", 0.05, number=2), at_s=1.02)
+
+    assert only(actions, Recovered).predicted_s == pytest.approx(0.05 + 0.1)
+
+
+def test_a_token_after_the_predicted_end_settles_though_the_report_is_late() -> None:
+    """It cannot be from before the re-forming: a stream that goes on is not taken away. Until then
+    each token is followed by a look at the next one.
+    """
+    harness = two_pairs("s")
+    stay = only(harness.handle(reforming("d0", 0.02), at_s=1.0), Stay)
+
+    early = harness.handle(StreamResumed(S, 1), at_s=1.001)
+    late = harness.handle(StreamResumed(S, 1), at_s=1.03)
+
+    assert only(early, Stay) == stay
+    assert only(late, Settled).option is Option.IN_PLACE
+    assert of(ring(harness, stay.until_s), Halt) == []
 
 
 def test_fewer_ranks_scale_the_tables_until_all_are_back() -> None:
@@ -414,7 +505,8 @@ def test_settings_that_are_reloaded_count() -> None:
     )
     harness.handle(SettingsReloaded(policy, SloSettings()))
 
-    actions = harness.handle(reforming("d0", 0.02, decode_factor=9.0), at_s=1.0)
+    event = reforming("d0", 0.02, decode_factor=9.0, token_s=0.01)
+    actions = harness.handle(event, at_s=1.0)
 
     assert only(actions, Stay).stream == S
 

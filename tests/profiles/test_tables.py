@@ -94,6 +94,19 @@ def test_extra_is_the_difference_of_two_lengths_and_one_steps_overhead() -> None
     assert table.extra(0, 150) == pytest.approx(table.seconds_for(150))
 
 
+def test_a_prompt_in_chunks_has_the_overhead_of_each_step() -> None:
+    """`T(n) + (steps - 1) * overhead`, with a step for every chunk that is begun."""
+    table = PrefillTable("t", "s", 32, [0.01 + 0.001 * 32 * n for n in range(20)])
+
+    chunked = table.chunked(64, 200)
+
+    for tokens, steps in ((64, 1), (68, 2), (128, 2), (200, 4)):
+        whole_s = table.seconds_for(tokens)
+        assert chunked.seconds_for(tokens) == pytest.approx(whole_s + (steps - 1) * 0.01)
+    assert chunked.step_overhead_s == 0.01
+    assert chunked.covers(200)
+
+
 def test_what_an_instance_measured_of_itself_becomes_a_table() -> None:
     """The instance protocol carries a uniform grid."""
     table = PrefillTable.from_measured(MeasuredPrefill("self", 64, [0.001, 0.002, 0.004]))

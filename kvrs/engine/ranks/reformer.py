@@ -138,7 +138,10 @@ class Reformer:
         self._group, self._processes, self._machine = group, group.processes, machine
         self._settings = settings
         machine.costs = replace(
-            machine.costs, lookahead_tokens=lookahead_tokens, step_s=self._step_s
+            machine.costs,
+            back_s=_AGAIN_S + machine.costs.back_s,
+            lookahead_tokens=lookahead_tokens,
+            step_s=self._step_s,
         )
         self.now: ReformingNow | None = None
         self.done: list[Reformed] = []

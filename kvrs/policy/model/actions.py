@@ -75,6 +75,7 @@ class Recovered(msgspec.Struct, frozen=True, gc=False):
     estimates: tuple[Estimate, ...]
     cause: str
     failed: InstanceId | None
+    others: float = 0.0  # Other victims, per target, for which each estimate was charged.
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,16 +337,6 @@ class ClusterView:
             del decoders[at]
             insort(decoders, member, key=_rank)
 
-    def note_load(self, member: Member, queue_s: float, streams: int) -> None:
-        """A report of the instance: what it runs or queues and this proxy and its workers have not
-        sent there is of other proxies (LUMEN section 4.3: the load of a target is all of that).
-        """
-        member.reported_queue_s = queue_s
-        if member.decodes:
-            others = max(0, streams - len(member.running) - member.others_streams)
-            self.count_stream(member, others - member.others_reported)
-            member.others_reported = others
-
     def decoders(self) -> list[Member]:
         """The decode instances that are not drained, least loaded first. The list is live."""
         return self._decoders

@@ -37,7 +37,8 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     # By the tables: of a split less than the sum of its parts, of any other option their sum.
     raw_s: float = 0.0
     # Of `compute_s` what the target computes, without the overhead of steps: victims that come to
-    # it together share its steps, and each waits for what is computed for the others.
+    # it together share its steps, and each waits for what is computed for the others. In place,
+    # what is restored of the stream before those behind it.
     at_target_s: float = 0.0
     # The instance or agent that is fetched from, or the prefill instance that computes; None: the
     # target itself.
@@ -56,6 +57,10 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     def next_token_s(self) -> float:
         """The prediction alone: until the next token reaches the client."""
         return self.total_s - self.lookahead_s
+
+    def wait_of_others_s(self, others: float) -> float:
+        """What so many other victims wait for it in all, at the same target."""
+        return others * self.at_target_s
 
 
 def best_by_option(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:

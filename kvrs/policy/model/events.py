@@ -156,7 +156,8 @@ class SelfTested:
 class LoadReported:
     instance: InstanceId
     queue_delay_s: float
-    streams: int = 0  # That it runs or queues, of all proxies.
+    # That it runs or queues, of all proxies; a proxy without peers leaves it at 0.
+    streams: int = 0
 
 
 @dataclass(frozen=True, slots=True)

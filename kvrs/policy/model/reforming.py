@@ -17,6 +17,7 @@ class PredictedReforming:
     ready_s: float
     missing_pages: Mapping[StreamId, int]
     page_s: float
+    step_s: float  # Of decoding, with the ranks that will serve.
     queue_s: float  # Its queue, as it reports it beside.
     ahead_s: float = 0.0  # What restoring the streams takes that stay, as far as they are decided.
 

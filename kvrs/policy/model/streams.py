@@ -69,6 +69,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     chosen: Estimate
     estimates: tuple[Estimate, ...]
     plan: Plan | None  # None: give up, no option meets the budget.
+    others: float = 0.0  # Other victims, per target, for which each estimate was charged.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """In place: the attempt goes on at its own instance, which has lost ranks and re-forms.
 
-ready + lost cells of the streams before it + its own lost cells + what the attempt had still to do.
+ready + one step of decoding; of a stream that lacks something also: what the streams before it lack
++ its own lost cells + what the attempt had still to do.
 """
 
 from collections.abc import Iterable
@@ -8,6 +9,7 @@ from collections.abc import Iterable
 from kvrs.policy.model.actions import Plan
 from kvrs.policy.model.cluster_view import Member
 from kvrs.policy.model.estimates import Estimate, Option
+from kvrs.policy.model.reforming import PredictedReforming
 from kvrs.policy.model.streams import Stream
 from kvrs.policy.options.base import Books, Case, RecoveryOption, Term, lookahead_s
 
@@ -23,8 +25,10 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
 def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
     reforming, now_s = home.reforming, books.view.now_s
     assert reforming is not None, home
-    queue_s = max(0.0, reforming.ready_s - now_s) + reforming.ahead_s
-    transfer_s, compute_s = reforming.restore_s(stream.id), rest_s(stream, now_s)
+    queue_s = max(0.0, reforming.ready_s - now_s) + reforming.step_s
+    transfer_s, compute_s = reforming.restore_s(stream.id), rest_s(stream, reforming, now_s)
+    if transfer_s or compute_s:  # A stream that lacks nothing takes its step beside the others.
+        queue_s += reforming.ahead_s
     raw_s = queue_s + transfer_s + compute_s
     later_s = lookahead_s(books.settings, stream, home)
     return Estimate(
@@ -35,19 +39,26 @@ def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
         transfer_s,
         compute_s,
         raw_s=raw_s,
+        at_target_s=transfer_s + compute_s,
         lookahead_s=later_s,
     )
 
 
-def rest_s(stream: Stream, now_s: float) -> float:
-    """What is left of the attempt's own prediction, if it has brought no token yet."""
+def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float:
+    """What the attempt had still to do for its next token, by what was predicted for it; 0: it
+    brought tokens.
+    """
     attempt = stream.attempt
-    if attempt.resumed or attempt.decision is None:
+    if attempt.decision is None:
         return 0.0
-    chosen = attempt.decision.chosen
-    if chosen.option is _IN_PLACE:  # It stays already: its wait begins anew.
-        return chosen.compute_s
-    return max(0.0, chosen.next_token_s - (now_s - attempt.started_s))
+    chosen, promise = attempt.decision.chosen, attempt.promise
+    left_s = max(0.0, chosen.next_token_s - (now_s - attempt.started_s))
+    if chosen.option is not _IN_PLACE:
+        return left_s
+    if promise is not None and promise.number == reforming.number:
+        return chosen.compute_s  # The same re-forming, which says anew what else it takes.
+    # It stayed already, and waits for what it lost then, behind streams that are counted before it.
+    return min(left_s, chosen.transfer_s + chosen.compute_s)
 
 
 def plan(books: Books, stream: Stream, estimate: Estimate) -> Plan:
@@ -60,7 +71,9 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     assert reforming is not None, estimate
     ready_s = max(0.0, reforming.ready_s - case.books.view.now_s)
     yield Term("re-form", ready_s, f"until the {estimate.target} serves again")
-    yield Term("ahead", estimate.queue_s - ready_s, "lost cells of the streams before it")
+    yield Term("step", reforming.step_s, "of decoding with the ranks that are left")
+    ahead_s = estimate.queue_s - ready_s - reforming.step_s
+    yield Term("ahead", ahead_s, "lost cells of the streams before it")
     pages = reforming.missing_pages.get(case.stream.id, 0)
     yield Term("restore", estimate.transfer_s, f"lost cells of {pages:,} of its pages")
     yield Term("rest", estimate.compute_s, "what the attempt had still to do")

@@ -27,8 +27,9 @@ _RECOMPUTE = Option.RECOMPUTE
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    """By a prefill instance, or by the target itself when that is sooner, or when there it would be
-    to migrate.
+    """By a prefill instance, and by the target itself when that is sooner, or when there it would
+    be to migrate; the sooner one first. The later one may be better for other victims, which wait
+    for what the target computes.
     """
     target, history, books = case.target, case.history_tokens, case.books
     instance, queue_s, view = target.instance, case.queue_s, books.view
@@ -41,27 +42,30 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     if prefill is not target and is_handed_off and can_be_elsewhere:
         table, here_s = prefill.instance.prefill, queue_s + case.history_s
         compute_s = case.history_s if table is instance.prefill else table.seconds_for(history)
-        there_s = prefill.queue_s + books.settings.handshake_s + compute_s
-        # A server with a prefill instance of its own computes nowhere else. For others the exact
-        # figure is needed only where the part of it that is known is not already later.
-        if there_s <= here_s or target.own_prefill is not None:
-            there = estimate_recompute(
-                prefill.instance,
-                instance,
-                history,
-                compute_s,
-                factor,
-                prefill.queue_s,
-                queue_s,
-                books.settings.handshake_s,
-                view.bytes_per_s(prefill.instance.node, instance.node),
-            )
-            if there.raw_s <= here_s or target.own_prefill is not None:
-                estimates.append(there)
-                return
-    estimates.append(
-        estimate_recompute(instance, instance, history, case.history_s, factor, queue_s)
-    )
+        there = estimate_recompute(
+            prefill.instance,
+            instance,
+            history,
+            compute_s,
+            factor,
+            prefill.queue_s,
+            queue_s,
+            books.settings.handshake_s,
+            view.bytes_per_s(prefill.instance.node, instance.node),
+        )
+        # A server with a prefill instance of its own computes nowhere else.
+        if there.raw_s <= here_s or target.own_prefill is not None:
+            estimates.append(there)
+            return
+        estimates.append(_here(case, factor))
+        estimates.append(there)
+        return
+    estimates.append(_here(case, factor))
+
+
+def _here(case: Case, factor: float) -> Estimate:
+    target, history = case.target.instance, case.history_tokens
+    return estimate_recompute(target, target, history, case.history_s, factor, case.queue_s)
 
 
 def plan(books: Books, stream: Stream, estimate: Estimate) -> Plan:

@@ -17,6 +17,7 @@ from kvrs.policy.rules.base import Rule
 
 class Auto(Rule):
     several_targets = True
+    spares_others = True
 
     def decide(
         self, estimates: Sequence[Estimate], budget_s: float | None = None, others: float = 0.0

@@ -29,6 +29,7 @@ class Rule:
     several_targets = False  # The least loaded targets are weighed beside the assigned one.
     stays = True  # A stream may go on where it is when its instance re-forms.
     learns = True  # Predictions are corrected by what recoveries really took.
+    spares_others = False  # A choice is charged what it has other victims wait for.
 
     def __init__(self, name: PolicyName, weighed: Sequence[RecoveryOption]) -> None:
         self.name = name
@@ -57,7 +58,7 @@ class Rule:
     ) -> Estimate:
         """The choice within the budget; where no estimate meets that, `Option.ABORT` with what the
         fastest option would have cost (seed KVRS). `others`: how many other victims of the event
-        there are for each target; only `auto` counts what they wait.
+        there are for each target; only a rule that spares them counts what they wait.
         """
         fastest = cheapest(estimates)
         if budget_s is not None and fastest.next_token_s > budget_s:

@@ -2,8 +2,11 @@
 
 import pytest
 
+from kvrs.policy.model.actions import Recovered
+from kvrs.policy.model.estimates import Option
+from kvrs.policy.model.events import InstanceUp, LoadReported
 from kvrs.policy.options.recompute import estimate_recompute
-from tests.policy.policy_harness import instance
+from tests.policy.policy_harness import PolicyHarness, instance, of
 
 
 def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
@@ -40,3 +43,23 @@ def test_an_estimate_from_beyond_the_table_is_marked() -> None:
     )
 
     assert (within.extrapolated, beyond.extrapolated) == (False, True)
+
+
+@pytest.mark.parametrize(("queue_s", "sources"), [(0.0, {"p1", None}), (9.0, {"p1"})])
+def test_a_prefill_instance_is_weighed_beside_a_target_that_is_sooner(
+    queue_s: float, sources: set[str | None]
+) -> None:
+    """What it computes no other victim waits for at the target. Where it is the sooner one itself,
+    the target is not weighed.
+    """
+    harness = PolicyHarness("p0", "d0")
+    harness.decoding("s")
+    for name in ("p1", "d1"):
+        harness.handle(InstanceUp(instance(name)))
+    harness.handle(LoadReported(instance("d1").id, queue_s))
+
+    (recovered,) = of(harness.lose("d0"), Recovered)
+
+    found = [each for each in recovered.estimates if each.option is Option.RECOMPUTE]
+    assert {each.source for each in found} == sources
+    assert found == sorted(found, key=lambda each: each.total_s)
