@@ -32,7 +32,7 @@ from kvrs.sim.process import InvariantError
 from kvrs.sim.scenarios import contended, scenario, sick
 from kvrs.transfer.store.book import CheckpointBook
 
-SEEDS = int(os.environ.get("KVRS_SIM_SEEDS", "128"))
+SEEDS = int(os.environ.get("KVRS_SIM_SEEDS", "160"))
 BLOCKS = 8
 
 
@@ -60,7 +60,7 @@ def test_generated_worlds_cover_every_death_event_and_action() -> None:
     """Guards the test above: every death, option and kind of end must really occur, every event
     that a proxy can raise and every action that a policy can ask for, and late tokens.
     """
-    outcomes = [outcome_of(seed) for seed in range(min(SEEDS, 128))]
+    outcomes = [outcome_of(seed) for seed in range(min(SEEDS, 160))]
 
     ended = sum((outcome.ended for outcome in outcomes), Counter[str]())
     recoveries = sum((outcome.recoveries for outcome in outcomes), Counter[str]())
