@@ -265,7 +265,8 @@ class Reforming:
         return sorted(found, key=lambda choice: choice.cost_s)
 
     def _lost(self, event: RanksLost) -> list[Action]:
-        known = set(self.layout.ranks)
+        # One that was to join has no part in the layout, and may have units that others read.
+        known = {*self.layout.ranks, *self._arrived}
         if self._doing is not None:
             known |= {*self._doing.plan.after.ranks}
             self._absent -= self._doing.fresh

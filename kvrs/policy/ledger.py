@@ -91,10 +91,14 @@ class Ledger:
             link.in_flight_bytes -= size_bytes
         attempt.links.clear()
 
-    def resume(self, stream: Stream) -> None:
-        """The attempt has brought a token to the client."""
+    def arrived(self, stream: Stream) -> None:
+        """The attempt has brought a token: what it fetched or computed first is there."""
         self.settle_bookings(stream)
         self.slots.release(stream.id)
+
+    def resume(self, stream: Stream) -> None:
+        """The attempt has brought a token to the client, and nothing more is waited for."""
+        self.arrived(stream)
         self.timers.clear(stream.id)
         if stream.reserved:
             quarantine.end(stream)

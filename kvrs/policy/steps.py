@@ -215,6 +215,7 @@ class Steps:
     def _resume(self, stream: Stream, event: StreamResumed, now_s: float) -> None:
         home = stream.attempt.runs_on
         if self._staying.is_too_early(stream, now_s):
+            self._ledger.arrived(stream)
             return
         if (settled := self._decisions.settle(stream, now_s)) is not None:
             self._actions.append(settled)

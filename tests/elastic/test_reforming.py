@@ -351,6 +351,22 @@ def test_a_rank_that_is_gone_already_is_not_lost_again() -> None:
     assert own.handle(LOST) == []
 
 
+def test_units_of_a_rank_that_was_to_join_are_not_read_once_it_is_lost() -> None:
+    """Its joining was broken off by a loss, so no layout has it."""
+    own = Reforming(
+        UNITS, uneven(UNITS, staged(2, [range(1)])), ROOM, replace(COSTS, replace_s=1.0)
+    )
+    (grown, *_) = own.handle(RankOffered(51, stage=0))
+    assert isinstance(grown, CarryOut)
+    own.handle(RanksLost(frozenset({0})))
+    own.handle(UnitArrived(grown.epoch, 51, grown.plan.moves[0].unit))
+
+    _, again, *_ = own.handle(RanksLost(frozenset({51})))
+
+    assert isinstance(again, CarryOut)
+    assert {move.source for move in again.plan.moves} == {HOST}
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_losses_at_any_moment_end_in_serving_or_giving_up(data: st.DataObject) -> None:

@@ -133,6 +133,21 @@ def test_a_token_from_before_the_re_forming_settles_nothing() -> None:
     assert only(late, Start).plan.decode == "d1"
 
 
+def test_a_token_from_before_the_re_forming_frees_the_slot_of_its_transfer() -> None:
+    """It shows that the pages have come, while the stream goes on waiting for its instance."""
+    harness = PolicyHarness("p0", "d0", name=PolicyName.AUTO)
+    harness.decoding("s", 2000)
+    harness.handle(InstanceUp(instance("d1")))
+    start = only(harness.lose("d0", at_s=1.0, s=1), Start)
+    assert start.plan.runs
+    assert harness.policy.snapshot()["slots"]["d1"]["held"] == 1
+    only(harness.handle(reforming("d1", 0.5, produced_tokens={S: 1}), at_s=1.01), Stay)
+
+    harness.handle(StreamResumed(S, 2), at_s=1.02)
+
+    assert harness.policy.snapshot()["slots"] == {}
+
+
 def test_an_instance_that_breaks_its_word_is_left() -> None:
     """At the announced time and one silence limit at most; to stay there again is no option."""
     harness = two_pairs("s")
