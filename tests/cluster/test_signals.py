@@ -13,6 +13,8 @@ WITHIN_S = 10.0
 
 
 def test_an_interrupt_that_a_library_swallows_is_raised_again_until_the_end_begins() -> None:
+    # A process in the background may have been started with SIGINT ignored, which would stay so.
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
     signals = EndingSignals()
     signals.interrupt()
     try:
@@ -25,4 +27,5 @@ def test_an_interrupt_that_a_library_swallows_is_raised_again_until_the_end_begi
     finally:
         signals.ignore()
         signals.restore()
+        signal.signal(signal.SIGINT, found)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -36,7 +37,7 @@ from kvrs.proxy.watch.gossip_view import GossipView
 
 UI = "/ui"
 _LONGEST_DRAIN_S = 86_400.0
-_RANK = "/kvrs/v1/leave/{id}/{rank:[0-9]{1,9}}"
+_RANK = "/kvrs/v1/leave/{id}/{rank}"
 # The page holds no data: it asks for them, with the token that is typed in. It loads nothing else.
 _UI_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
@@ -211,7 +212,10 @@ class Admin:
 
     async def _order_rank(self, request: web.Request, *, leaves: bool) -> web.Response:
         """The rank gives what it has to the others of its instance and ends; or it comes back."""
-        name, rank = InstanceId(request.match_info["id"]), int(request.match_info["rank"])
+        name, given = InstanceId(request.match_info["id"]), request.match_info["rank"]
+        if not re.fullmatch("[0-9]{1,9}", given, re.ASCII):
+            return error(400, f"rank: got {given!r:.80}; allowed: its number", param="rank")
+        rank = int(given)
         try:
             await self._source.order_rank(RankOrder(name, rank, leaves))
         except RequestError as fault:

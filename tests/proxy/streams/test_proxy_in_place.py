@@ -115,14 +115,14 @@ async def test_an_operator_has_a_rank_leave_and_come_back(build: ProxyClusterBui
     left = await order(system, "POST", "d0/1")
     back = await order(system, "DELETE", "d0/1")
     refused = await order(system, "POST", "d0/7")
-    others = [(await order(system, "POST", name))[0] for name in ("d9/0", "d1/0")]
+    others = [(await order(system, "POST", name))[0] for name in ("d9/0", "d1/0", "d0/last")]
 
     assert left == (200, {"instance": "d0", "rank": 1, "leaves": True})
     assert back == (200, {"instance": "d0", "rank": 1, "leaves": False})
     assert d0.rank_orders[:2] == [RankRequest(1, leaves, d0.epoch) for leaves in (True, False)]
     assert refused[0] == 409
     assert "d0 refuses: rank: got 7; allowed: [0, 1]" in refused[1]["error"]["message"]
-    assert others == [404, 503]
+    assert others == [404, 503, 400]
 
 
 async def shows_ranks(system: ProxyCluster, *pids: int) -> bool:
