@@ -32,8 +32,9 @@ def is_exhausted(error: OSError) -> bool:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return True
     # Without one the resolver reads no file and asks no server: to it the name is unknown. Its
-    # codes are negative.
-    return error.errno is not None and error.errno < 0 and not _can_open()
+    # codes are negative; where names are also asked for by multicast (mDNS) it is EBUSY.
+    is_look_up = error.errno is not None and (error.errno < 0 or error.errno == errno.EBUSY)
+    return is_look_up and not _can_open()
 
 
 def _can_open() -> bool:
