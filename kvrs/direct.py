@@ -420,6 +420,9 @@ class _Begun(Coroutine[Any, Any, Any]):
             return self._coroutine.send(value)
         except StopIteration as stop:
             response = stop.value
+        except asyncio.CancelledError:
+            self._connection.abort()
+            raise
         except Exception as error:
             self._connection.fail(error)
             raise StopIteration from None
@@ -432,6 +435,9 @@ class _Begun(Coroutine[Any, Any, Any]):
             return self._coroutine.throw(*error)
         except StopIteration as stop:
             response = stop.value
+        except asyncio.CancelledError:
+            self._connection.abort()
+            raise
         except Exception as bug:
             self._connection.fail(bug)
             raise StopIteration from None

@@ -42,6 +42,7 @@ CLUSTERS = "clusters"
 _running: pytest.Item | None = None
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file share its fixtures and run in one worker."""
     for item in items:

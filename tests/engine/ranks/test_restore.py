@@ -3,6 +3,7 @@ attempt. The ranks are threads.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.ports import instance_client
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 PROMPT, TOKENS = prompt_of(3, 100), 80
+STEPS = 20
 RANKS = 2
 
 
@@ -45,9 +47,16 @@ class LosingRanks(ThreadRanks):
         self.max_positions, self.fingerprint = config.max_positions, "of threads"
         self.pool = self.pages
         self.gpus: list[str] | None = None
+        self.steps: int | None = None  # That are computed before it waits for `may_go_on`.
+        self.may_go_on = threading.Event()
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
-        losses, logits = self.pool.losses, super().execute(chunks)
+        losses = self.pool.losses
+        if self.steps is not None:
+            self.steps -= 1
+            if self.steps < 0:
+                self.may_go_on.wait()
+        logits = super().execute(chunks)
         if losses != self.pool.losses:
             raise RanksLostError([], "has lost cells meanwhile")
         return logits
@@ -69,6 +78,15 @@ class Losing:
         self.may_pull.set()
         self._pull = instance.port.puller.pull
         instance.port.puller.pull = self._pulling  # type: ignore[method-assign]
+
+    def stop_after(self, steps: int) -> None:
+        """Compute nothing after so many steps, until it may go on."""
+        self._ranks.may_go_on.clear()
+        self._ranks.steps = steps
+
+    def go_on(self) -> None:
+        self._ranks.steps = None
+        self._ranks.may_go_on.set()
 
     def lose(self, rank: int) -> None:
         layout, heads = self._ranks.layout, self._ranks.geometry.kv_heads
@@ -128,10 +146,12 @@ async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_res
                 """Its answer; what it fetches has been asked for, and waits."""
                 core.pages.reset_cache()
                 engine.asked.clear()
+                engine.stop_after(STEPS)
                 asked = asyncio.create_task(ask(client, stream, PROMPT, TOKENS))
                 await eventually(lambda: store.held(StreamId(stream)) >= 4)
                 engine.may_pull.clear()
                 engine.lose(1)
+                engine.go_on()
                 await eventually(lambda: len(engine.asked) == 1)
                 return asked
 
