@@ -81,10 +81,12 @@ async def test_streams_survive_a_link_that_is_cut(clients: Clients) -> None:
     """
     wanted, network = await quiet(clients), clients.cluster.network
     other_wanted = (await quiet(clients, LONG_TOKENS))[4:]
-    asked = clients.ask_all("proxy-0", PROMPTS[:4], TOKENS)
+    # One after the other, so that both have streams at each instance.
+    await clients.until(lambda: _sees_no_load(clients, "proxy-1"))
     other = clients.ask_all("proxy-1", PROMPTS[4:], LONG_TOKENS)
-    rows = await clients.until_decoding("proxy-0", 4)
     others = await clients.until_decoding("proxy-1", 2)
+    asked = clients.ask_all("proxy-0", PROMPTS[:4], TOKENS)
+    rows = await clients.until_decoding("proxy-0", 4)
     victims = {row["id"] for row in rows if row["decode"] == "d1"}
 
     network.sever(["f0"], ["n2"])
@@ -98,6 +100,11 @@ async def test_streams_survive_a_link_that_is_cut(clients: Clients) -> None:
     assert (len(victims) > 0, recovered) == (True, victims)
     assert "d1" in {row["decode"] for row in others}
     assert [row["cause"] for row in (await clients.state("proxy-1"))["recoveries"]] == []
+
+
+async def _sees_no_load(clients: Clients, proxy: str) -> bool:
+    rows = (await clients.state(proxy))["policy"]["instances"]
+    return not any(row["others_reported"] for row in rows)
 
 
 async def _is(clients: Clients, proxy: str, name: str, health: str) -> bool:
