@@ -588,8 +588,8 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figure 5: degree by degree",
             "TFS and TTP rise",
             How.MISSING,
-            "losses of one rank after the other in in_place, apart by degree, with a model whose "
-            "weights take seconds to move",
+            "losses of one rank after the other in in_place, apart by degree, with a model of "
+            "weights that take seconds to move",
         ),
         Exhibit(
             "Figures 4, 6: experts rebalanced",

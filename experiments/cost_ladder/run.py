@@ -59,7 +59,7 @@ class Cell:
     degree: int  # Ranks before the loss.
     load: int  # Requests that arrive just before the loss.
     link_bytes_per_s: float
-    lost: str  # A rank whose memory is kept, or one with its device.
+    lost: str  # The process of a rank, or a rank with its device.
 
 
 class Fixed(Rule):

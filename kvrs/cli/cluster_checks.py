@@ -128,9 +128,7 @@ def _remedy_of_health(row: Mapping[str, Any]) -> str:
 
 
 def _models(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """An instance whose model, fingerprint or geometry differs is refused, so that those that are
-    up agree.
-    """
+    """A proxy refuses an instance of another model, fingerprint or geometry: those up agree."""
     up = [row["id"] for row in rows if row["health"] == "up"]
     if len(up) > 1:
         yield good("model and fingerprint", f"equal at {len(up)} instances that are up")

@@ -174,7 +174,7 @@ class AgentActor(_Actor):
 
 
 def _has_ranks(config: Config, name: InstanceId) -> bool:
-    """Whether the instance is divided among processes, whose memory ends with them."""
+    """Whether the instance is divided among processes; their memory ends with them."""
     return any(
         settings.ranks > 1 for _, settings in config.cluster.instances() if settings.id == name
     )

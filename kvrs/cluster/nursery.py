@@ -33,7 +33,7 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
 
     def make(self) -> socket.socket:
-        """The line of a new process, whose end is that of the process."""
+        """The line of a new process; it closes when the process ends."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             if not self._send(theirs):

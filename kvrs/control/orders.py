@@ -70,7 +70,7 @@ class DrainOrders:
         self._held.pop(instance, None)
 
     def shown(self, now_s: float) -> list[StandingOrder]:
-        """For other proxies, whose clocks are others: with the time that is left."""
+        """For other proxies: with the time that is left, since clocks differ."""
         return [
             StandingOrder(
                 instance,

@@ -72,7 +72,7 @@ class NamedTensors(Protocol):
 
 def names_of(config: ModelConfig, weights: NamedTensors) -> Names:
     names = _OPT if config.family == "opt" else _LLAMA
-    # Some checkpoints of OPT were saved without their head, whose weights are the embeddings'.
+    # Some checkpoints of OPT were saved without their head: its weights are the embeddings.
     short = replace(names, trunk=names.trunk.removeprefix("model."))
     return short if f"{short.trunk}.embed_tokens.weight" in weights else names
 
