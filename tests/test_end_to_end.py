@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from kvrs.cluster.guard import members
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -51,17 +52,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 class UpCluster:
     """`kvrs up` in a process of its own, with the run directory that its processes share."""
 
     def __init__(self, tmp_path: Path, *arguments: str) -> None:
-        self.port, self.admin_port = free_port(), free_port()
+        self.port, self.admin_port = free_ports(2)
         ports = ["--port", str(self.port), "--admin-port", str(self.admin_port)]
         self.log = tmp_path / "up.log"
         with self.log.open("wb") as log:

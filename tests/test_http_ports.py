@@ -19,8 +19,8 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Door, DoorKey, door_key
 from kvrs.proxy.server import Proxy
-from tests.agent.agents import SECRET, document, free_ports, running
-from tests.ports import proven
+from tests.agent.agents import SECRET, document, running
+from tests.ports import free_ports, proven
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]
 

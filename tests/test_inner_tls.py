@@ -24,8 +24,9 @@ from kvrs.faults.orders import NoFault
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.proxy.server import Proxy
-from tests.agent.agents import SECRET, free_ports, running
+from tests.agent.agents import SECRET, running
 from tests.certificates import MISSING, Authority
+from tests.ports import free_ports
 
 pytestmark = [
     pytest.mark.network,

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from experiments.processes import Processes, nodes_with_pairs
 from experiments.record import Record
 from kvrs.cli.monitoring import alert_rules
 from kvrs.config.file import parse_config
+from tests.ports import free_ports
 
 SCRAPE_S = 5
 MOST_SCRAPES = 2
@@ -40,7 +40,7 @@ class Prometheus:
 
     def __init__(self, directory: Path, admin_port: int) -> None:
         self._directory = directory
-        self._port = _free_port()
+        (self._port,) = free_ports(1)
         (directory / "kvrs.yaml").write_text(alert_rules())
         settings = {
             "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
@@ -135,9 +135,10 @@ class Watch:
 
 
 def measure(directory: Path) -> list[dict[str, Any]]:
+    port, admin_port = free_ports(2)
     config = parse_config(
         {
-            "proxy": {"workers": 2, "port": _free_port(), "admin_port": _free_port()},
+            "proxy": {"workers": 2, "port": port, "admin_port": admin_port},
             "cluster": {"nodes": nodes_with_pairs()},
             "backup": {"mode": "both"},
         }
@@ -255,13 +256,6 @@ def _until(holds: Callable[[], bool], what: str, most_s: float = _MOST_WAIT_S) -
         if time.monotonic() > give_up_s:
             raise TimeoutError(f"not within {most_s:.0f} s: {what}")
         time.sleep(_LOOK_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
 
 
 def is_met(row: dict[str, Any]) -> bool:

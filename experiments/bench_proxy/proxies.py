@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 from experiments.bench_proxy.engines import SECRET, BenchError, Engines, pinned
 from kvrs.config.file import ENV_NAME
+from tests.ports import free_ports
 
 HERE = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0
@@ -107,16 +107,6 @@ def descendants(ancestor: int) -> list[int]:
     for pid in found:
         found += children.get(pid, [])
     return found
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @contextmanager

@@ -5,7 +5,6 @@ port.
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,24 +30,13 @@ from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.store.directory import store_directory
-from tests.ports import client_of
+from tests.ports import client_of, free_ports
 
 Answer = TypeVar("Answer")
 
 SECRET = b"a secret of the tests, long enough"
 PAGE_BYTES = 65536
 N0, N1 = NodeId("n0"), NodeId("n1")
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def document(base: Path, capacity_pages: int = 64, **cluster: Any) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from tests.agent.agents import (
     Engine,
     ask,
     document,
-    free_ports,
     running,
     session,
     tags,
 )
 from tests.gossip.gatherings import QUICK, until
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.network
 

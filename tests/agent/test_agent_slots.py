@@ -23,8 +23,8 @@ from kvrs.protocol.instance import (
     SlotUpdate,
 )
 from kvrs.protocol.secrets import Door, door_keys
-from tests.agent.agents import SECRET, ask, document, free_ports, running, session
-from tests.ports import serving
+from tests.agent.agents import SECRET, ask, document, running, session
+from tests.ports import free_ports, serving
 
 pytestmark = pytest.mark.network
 

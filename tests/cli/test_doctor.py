@@ -20,6 +20,7 @@ from kvrs.cli.findings import Finding, Level
 from kvrs.cli.machine_checks import machine_findings
 from kvrs.config.file import Config, parse_config
 from tests.certificates import MISSING, Authority
+from tests.ports import free_ports
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 
 needs_openssl = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -43,11 +44,6 @@ def private(folder: Path, mode: int) -> Path:
     file.write_text("s" * 40)
     file.chmod(mode)
     return file
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 # The machine.
@@ -133,7 +129,7 @@ def test_a_port_that_something_else_has_is_a_failure() -> None:
         taken.listen()
         datagrams.bind(("127.0.0.1", 0))
         port, gossip_port = taken.getsockname()[1], datagrams.getsockname()[1]
-        free = free_port()
+        free = free_ports(1)[0]
         found = machine({"proxy": {"port": port, "admin_port": free, "gossip_port": gossip_port}})
 
     for key, at in (("port", port), ("gossip_port", gossip_port)):
@@ -404,7 +400,7 @@ def test_what_is_no_admin_port_of_a_proxy_is_a_failure(
 @pytest.mark.network
 def test_a_proxy_that_does_not_run_is_a_warning() -> None:
     """The machine is checked before the first start."""
-    config = parse_config({"proxy": {"admin_port": free_port()}})
+    config = parse_config({"proxy": {"admin_port": free_ports(1)[0]}})
 
     (found,) = cluster_findings(config, ask(config, {}))
 

@@ -19,6 +19,7 @@ from kvrs.cluster.ray_actors import RayActors
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.proxy import ProxySettings
 from kvrs.load.admin import AdminError
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -38,9 +39,7 @@ class Spawned:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.starts = 0
         self.good_starts = 1_000_000
         self.kept = ProxyProcess(

@@ -31,7 +31,7 @@ from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
 from tests.distserve_patches.scripted_engine import GEOMETRY, PAGES, ScriptedEngine, next_token
-from tests.ports import instance_client
+from tests.ports import free_ports, instance_client
 
 pytestmark = pytest.mark.network
 
@@ -128,12 +128,7 @@ async def pair(tiny_model: Path, unused_ports: list[int]) -> AsyncIterator[Insta
 
 @pytest.fixture
 def unused_ports() -> list[int]:
-    import socket
-
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1], other.getsockname()[1]]
+    return free_ports(2)
 
 
 def body(prompt: list[int] | str, **fields: Any) -> dict[str, Any]:

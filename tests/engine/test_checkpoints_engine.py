@@ -30,7 +30,7 @@ from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
 from kvrs.transfer.unix_sockets import listen_in
 from tests.engine.serving import SECRET
-from tests.ports import instance_client
+from tests.ports import free_ports, instance_client
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
@@ -91,6 +91,7 @@ def cluster(model: Path, agent_port: int, **sections: Any) -> Config:
         for name, role in (("p0", "prefill"), ("d0", "decode"), ("p1", "prefill"))
     )
     engine = {"pages": 512, **sections.pop("engine", {})}
+    page_ports = free_ports(2)
     return parse_config(
         {
             "cluster": {
@@ -101,8 +102,8 @@ def cluster(model: Path, agent_port: int, **sections: Any) -> Config:
                     {
                         "id": "n0",
                         "instances": [
-                            {**prefill, "page_port": free_port()},
-                            {**decode, "page_port": free_port()},
+                            {**prefill, "page_port": page_ports[0]},
+                            {**decode, "page_port": page_ports[1]},
                         ],
                     },
                     {"id": "n1", "instances": [third], "agent": {"page_port": agent_port}},
@@ -112,12 +113,6 @@ def cluster(model: Path, agent_port: int, **sections: Any) -> Config:
             **sections,
         }
     )
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @asynccontextmanager
@@ -348,7 +343,7 @@ async def test_an_agent_that_comes_up_late_gets_everything(
     """The stream began without protection, and is protected as soon as there is an agent to protect
     it.
     """
-    ids, port = prompt_of(2, 100), free_port()
+    ids, port = prompt_of(2, 100), free_ports(1)[0]
     config = cluster(tiny_model, port)
     async with asyncio.timeout(60), engine(config, "d0") as (decode, client):
         answer = asyncio.create_task(ask(client, "s", ids, 400))
@@ -366,7 +361,7 @@ async def test_an_agent_that_is_replaced_gets_everything_again(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """The new one has nothing, and must get new offers."""
-    ids, port = prompt_of(3, 100), free_port()
+    ids, port = prompt_of(3, 100), free_ports(1)[0]
     config = cluster(tiny_model, port)
     async with asyncio.timeout(60), engine(config, "d0") as (_, client):
         answer = asyncio.create_task(ask(client, "s", ids, 400))

@@ -1,7 +1,6 @@
 """Draining: when an instance that should end does so."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
 from kvrs.protocol.secrets import Door, door_key
 from tests.engine.serving import SECRET
-from tests.ports import client_of
+from tests.ports import client_of, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
@@ -78,11 +77,7 @@ class Told:
 
 @asynccontextmanager
 async def told(model: Path, drain_s: float = 60.0) -> AsyncIterator[Told]:
-    ports = []
-    for _ in range(2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
+    ports = free_ports(2)
     nodes = [
         {
             "id": "n0",

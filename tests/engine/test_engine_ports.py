@@ -14,7 +14,7 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import Door, door_key
 from tests.engine.serving import SECRET
-from tests.ports import client_of
+from tests.ports import client_of, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
@@ -43,11 +43,7 @@ async def test_a_port_in_use_is_named(tiny_model: Path, key: str, bind: str | No
 
 async def test_a_new_start_is_above_all_fences_of_the_one_before(tiny_model: Path) -> None:
     """Else pages of a fenced, then restarted instance would be asked for in its next start."""
-    ports = []
-    for _ in range(2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
+    ports = free_ports(2)
     nodes = [
         {
             "id": "n0",

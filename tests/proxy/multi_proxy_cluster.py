@@ -1,10 +1,7 @@
-"""Several proxies before the instances of one house, which know each other and can be killed one by
-one.
-"""
+"""Several proxies before the same instances, which know each other and can be killed one by one."""
 
 import asyncio
 import re
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.server import Proxy
+from tests.ports import free_ports
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted import SECRET
 
@@ -170,16 +168,6 @@ def record_key(key: str, authorization: str = "") -> str:
     """Of the record of a stream, where no API keys are configured."""
     owner = b"authorization\0" + authorization.encode()
     return TenantSecret([SECRET], owner).record_keys(key)[0]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @asynccontextmanager
