@@ -89,6 +89,16 @@ def order(cluster: Cluster, method: str, path: str) -> None:
         assert answer.status == 200
 
 
+async def until_whole(cluster: Cluster, after: dict[str, Any]) -> dict[str, Any]:
+    """The row of an instance that has all its ranks again, others than it had before."""
+    async with asyncio.timeout(60):
+        while True:
+            row = row_of(cluster, after["id"])
+            if row["state"] == "full" and row["ranks"] != after["ranks"]:
+                return row
+            await asyncio.sleep(0.2)
+
+
 async def carry_out(cluster: Cluster, fault: Fault) -> None:
     async with AdminPort(cluster.proxies[0].admin, cluster.secret) as port:
         await check_faults([fault], port)
@@ -155,11 +165,9 @@ async def test_streams_of_a_lost_rank_go_on(cluster: Cluster) -> None:
     assert {(row["from"], row["to"], row["option"]) for row in first} == {("d0", "d0", "in_place")}
     assert "resumed" in {row["outcome"] for row in first}
     old = {one["rank"]: one["pid"] for one in victim["ranks"]}
-    async with asyncio.timeout(60):
-        while len(again := row_of(cluster, "d0")["ranks"]) < 2:
-            await asyncio.sleep(0.2)
-    new = {one["rank"]: one["pid"] for one in again}
-    assert row_of(cluster, "d0")["pid"] == victim["pid"]
+    again = await until_whole(cluster, after=victim)
+    new = {one["rank"]: one["pid"] for one in again["ranks"]}
+    assert again["pid"] == victim["pid"]
     assert new[0] == old[0]
     assert new[1] != old[1]
 
@@ -174,13 +182,14 @@ async def test_a_rank_leaves_by_order_while_its_instance_streams(cluster: Cluste
         answers = clients.map(lambda seed: complete(cluster, seed), seeds)
         order(cluster, "POST", f"leave/d0/{last}")
         async with asyncio.timeout(60):
-            while len(after := row_of(cluster, "d0")["ranks"]) > 1:
+            while (after := row_of(cluster, "d0"))["state"] != "degraded" or len(
+                after["ranks"]
+            ) > 1:
                 await asyncio.sleep(0.1)
         got = list(answers)
 
     assert got == [expected[seed] for seed in seeds]
-    assert row_of(cluster, "d0")["pid"] == before["pid"]
-    (left,) = after
+    assert after["pid"] == before["pid"]
+    (left,) = after["ranks"]
     assert left["pid"] == before["ranks"][0]["pid"]
     assert left["units"] == sum(one["units"] for one in before["ranks"])
-    assert row_of(cluster, "d0")["state"] == "degraded"

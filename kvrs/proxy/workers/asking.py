@@ -60,13 +60,18 @@ class Asking:
         answer: asyncio.Future[bytes] | None = None
         try:
             answer = self._channel.question(name, body)
-            async with asyncio.timeout(_ANSWER_S):
-                return await asyncio.shield(answer)
+            await asyncio.wait([answer], timeout=_ANSWER_S)
+            if not answer.done():
+                # Timers come first after a stall of this event loop: an answer may be there, unread.
+                await asyncio.sleep(0)
+            if answer.done():
+                return answer.result()
         except asyncio.CancelledError:
             if answer is not None:
                 answer.add_done_callback(too_late)
             raise
-        except (TimeoutError, ChannelError):
-            if answer is not None:
-                answer.add_done_callback(too_late)
-            raise RequestError("the proxy does not know its limits now", status=503) from None
+        except ChannelError:
+            pass
+        if answer is not None:
+            answer.add_done_callback(too_late)
+        raise RequestError("the proxy does not know its limits now", status=503)

@@ -44,18 +44,19 @@ async def test_many_blocks_have_one_timer(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_what_is_heard_or_excused_goes_on_and_a_block_that_ended_is_forgotten() -> None:
     """A limit counts from the last word."""
-    with silence_limit(lambda: 0.1) as heard:
-        for _ in range(6):
-            await asyncio.sleep(0.04)
+    # Pauses of a third of the limit, more than three of them: a busy machine makes them longer.
+    with silence_limit(lambda: 0.6) as heard:
+        for _ in range(4):
+            await asyncio.sleep(0.2)
             heard.heard()
-        for _ in range(6):
-            await asyncio.sleep(0.04)
+        for _ in range(4):
+            await asyncio.sleep(0.2)
             excuse_silence()
-    with silence_limit(lambda: 0.1):
-        with silence_limit(lambda: 0.1):
-            await asyncio.sleep(0.04)
-        for _ in range(6):
-            await asyncio.sleep(0.04)
+    with silence_limit(lambda: 0.6):
+        with silence_limit(lambda: 0.6):
+            await asyncio.sleep(0.2)
+        for _ in range(4):
+            await asyncio.sleep(0.2)
             excuse_silence()
     excused = 0
 

@@ -53,6 +53,16 @@ def gate_at(group: MultiProxyCluster, position: int) -> asyncio.Event:
     return gate
 
 
+async def until_mirrored(group: MultiProxyCluster, events: int) -> None:
+    """Wait until the mirror, proxy 1, has so many events of the stream."""
+    async with asyncio.timeout(10):
+        while (
+            record_key("k") not in group.book(1).records
+            or len(group.book(1).records[record_key("k")].events) < events
+        ):
+            await asyncio.sleep(0.005)
+
+
 async def test_a_stream_is_resumed_at_another_proxy_after_a_kill(group: GroupBuilder) -> None:
     """Nothing is lost, repeated or different, the head included; engines get the next owner
     epoch.
@@ -79,9 +89,7 @@ async def test_what_was_cached_for_the_prompt_goes_with_the_record(group: GroupB
     for instance in here.system.instances.values():
         instance.cached_tokens = 2
     await reader.read(0, tokens=4)
-    async with asyncio.timeout(10):
-        while len(here.book(1).records[record_key("k")].events) < 4:
-            await asyncio.sleep(0.005)
+    await until_mirrored(here, 4)
 
     await here.kill(0)
     for instance in here.system.instances.values():
@@ -121,9 +129,7 @@ async def test_an_answer_in_one_piece_is_resumed_too(group: GroupBuilder) -> Non
     asking = asyncio.create_task(
         here.http.post(f"{here.url(0)}/v1/completions", json=fields, headers=headers)
     )
-    while sum(one.running for one in here.system.instances.values()) < 1:
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.3)
+    await until_mirrored(here, 4)
 
     await here.kill(0)
     gate.set()
@@ -255,7 +261,7 @@ async def test_a_client_of_a_superseded_stream_gets_an_error(
     reading = asyncio.create_task(first.read(0))
     while len(first.events) < 4:
         await asyncio.sleep(0.005)
-    await asyncio.sleep(0.3)
+    await until_mirrored(here, 4)
     second = here.reader()
     second.last, second.events = first.last, list(first.events)
     going_on = asyncio.create_task(second.read(1))
