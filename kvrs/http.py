@@ -21,7 +21,7 @@ from kvrs.http_connection import HttpConnection, log
 from kvrs.origins import refusal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.secrets import Door, DoorKey
-from kvrs.tls import Certificates, Guest, TlsServer, bind
+from kvrs.tls import Certificates, CountedProtocol, TlsServer, bind
 
 T = TypeVar("T")
 
@@ -50,7 +50,9 @@ _WATCHES = web.AppKey("watches", set[asyncio.Task[None]])
 class DirectPaths(Protocol):
     """Serves some of a port's requests without aiohttp's server: `kvrs/direct.py`."""
 
-    def connect(self, full: Callable[[], Any], among: Connections, idle_s: float) -> Guest: ...
+    def connect(
+        self, full: Callable[[], Any], among: Connections, idle_s: float
+    ) -> CountedProtocol: ...
     async def close(self, timeout_s: float) -> None: ...
 
 
@@ -64,7 +66,7 @@ class _Site(web.BaseSite):
         runner: web.AppRunner,
         host: str,
         port: int,
-        make: Callable[[], Guest],
+        make: Callable[[], CountedProtocol],
         tls: Certificates | None,
         *,
         shared: bool,
@@ -159,7 +161,7 @@ class HttpPort:
             lingering_time=_LINGERING_S,
             max_headers=_MAX_HEADERS,
         )
-        make: Callable[[], Guest] = full
+        make: Callable[[], CountedProtocol] = full
         if self._direct is not None:
             make = partial(self._direct.connect, full, self._connections, IDLE_S)
         self._site = site = _Site(self._runner, host, port, make, self._tls, shared=shared)

@@ -235,7 +235,7 @@ def hand_shake(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -
     return str(found["notAfter"]) if found else ""
 
 
-class Guest(Protocol):
+class CountedProtocol(Protocol):
     """The protocol of a connection that is counted before its hand-shake."""
 
     def reserve(self, address: str, abort: Callable[[], object]) -> bool: ...
@@ -252,7 +252,7 @@ class TlsServer:
         self,
         sockets: Sequence[socket.socket],
         certificates: Certificates,
-        make: Callable[[], Guest],
+        make: Callable[[], CountedProtocol],
         timeout_s: float,
         in_plain: bytes,
     ) -> None:
@@ -303,7 +303,7 @@ class TlsServer:
         guest.connection_lost(None)
         sock.close()
 
-    async def _hand_shake(self, sock: socket.socket, guest: Guest) -> bool:
+    async def _hand_shake(self, sock: socket.socket, guest: CountedProtocol) -> bool:
         """False: the client speaks no TLS, and has been told."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._timeout_s):

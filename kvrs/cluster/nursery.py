@@ -71,7 +71,7 @@ class Nursery:
             )
 
 
-class Keeper:
+class SpareKeeper:
     """Has one process of an instance serve, and another one wait to follow it."""
 
     def __init__(

@@ -13,7 +13,7 @@ _STEP_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _LastReport:
     epoch: int
     layout: tuple[int, int]  # Its number and degree.
     report: ReformingReport | None
@@ -24,11 +24,11 @@ class Reformings:
     """What the policy knows of each instance's ranks."""
 
     def __init__(self) -> None:
-        self._told: dict[InstanceId, _Told] = {}
+        self._last: dict[InstanceId, _LastReport] = {}
 
     def forget(self, instance: InstanceId) -> None:
         """The policy knows the instance anew."""
-        self._told.pop(instance, None)
+        self._last.pop(instance, None)
 
     def event(
         self,
@@ -40,31 +40,31 @@ class Reformings:
         """The news in a report, if there is any; `running` are the streams there."""
         if not load.full_degree:
             return None
-        told = self._told.get(instance)
-        if told is not None and told.epoch != load.epoch:
-            told = None
+        last = self._last.get(instance)
+        if last is not None and last.epoch != load.epoch:
+            last = None
         report, layout = load.reforming, (load.layout_number, load.degree)
         if report is None:
-            is_news = told is not None and (told.report is not None or told.layout != layout)
+            is_news = last is not None and (last.report is not None or last.layout != layout)
             # A proxy that comes later finds an instance that has lost ranks before.
-            if not is_news and (told is not None or load.degree == load.full_degree):
+            if not is_news and (last is not None or load.degree == load.full_degree):
                 return None
-            self._told[instance] = _Told(load.epoch, layout, None)
-            decode_factor, prefill_factor = _factors(load, told)
+            self._last[instance] = _LastReport(load.epoch, layout, None)
+            decode_factor, prefill_factor = _factors(load, last)
             token_s = _token_s(running)
             return InstanceReformed(instance, load.epoch, decode_factor, prefill_factor, token_s)
         ready_s = now_s + report.ready_in_s
-        before = None if told is None else told.report
+        before = None if last is None else last.report
         is_known = (
             before is not None
-            and told is not None
+            and last is not None
             and before.number == report.number
-            and abs(ready_s - told.ready_s) <= _STEP_S
+            and abs(ready_s - last.ready_s) <= _STEP_S
             and before.missing_pages == report.missing_pages
         )
         if is_known:
             return None
-        self._told[instance] = _Told(load.epoch, layout, report, ready_s)
+        self._last[instance] = _LastReport(load.epoch, layout, report, ready_s)
         return InstanceReforming(
             instance,
             load.epoch,
@@ -87,10 +87,10 @@ def _token_s(running: Sequence[LiveStream]) -> float:
     return sum(measured) / len(measured) if measured else 0.0
 
 
-def _factors(load: LoadReport, told: _Told | None) -> tuple[float, float]:
+def _factors(load: LoadReport, last: _LastReport | None) -> tuple[float, float]:
     """Of decoding and prefill, as the instance has predicted them, or by its ranks alone."""
-    if told is not None and told.report is not None:
-        return told.report.decode_factor, told.report.prefill_factor
+    if last is not None and last.report is not None:
+        return last.report.decode_factor, last.report.prefill_factor
     by_ranks = load.full_degree / load.degree if load.degree else 1.0
     return by_ranks, by_ranks
 

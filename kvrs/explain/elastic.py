@@ -13,7 +13,7 @@ from kvrs.elastic.shapes import shape_of
 from kvrs.elastic.speed import Degree, Speed, shares
 from kvrs.elastic.units import Units
 from kvrs.errors import ConfigError, LayoutError
-from kvrs.explain.staying import Situation, WayOn, ways_on
+from kvrs.explain.staying import ElasticCase, WayOn, ways_on
 from kvrs.profiles import catalog
 
 # RaidServe (3.2, table 3): Llama-3.1-70B on 8 H100, one lost, 56 requests of 16K tokens.
@@ -49,7 +49,7 @@ class ElasticQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedBytes:
     """Bytes of one kind in the plan that is carried out."""
 
     kind: str
@@ -58,7 +58,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class WayCost:
     """One way. Bytes from the host are those of the rank that reads most."""
 
     way: str
@@ -78,8 +78,8 @@ class ElasticAnswer:
     survivors: int
     weight_bytes: int
     kv_bytes: int
-    moved: tuple[Moved, ...]  # On demand.
-    ladder: tuple[Rung, ...]  # The quickest first.
+    moved: tuple[MovedBytes, ...]  # On demand.
+    ladder: tuple[WayCost, ...]  # The quickest first.
     ways: tuple[WayOn, ...]  # Of the instance and of its streams, that which is taken first.
     raidserve_s: dict[str, float]  # From its rounded figures, by the same planners.
 
@@ -127,7 +127,7 @@ def explain_elastic(question: ElasticQuestion) -> ElasticAnswer:
         weight_bytes=units.total_bytes,
         kv_bytes=kv_bytes,
         moved=tuple(
-            Moved(kind.name.lower(), *moved) for kind, moved in found.bytes_by_kind().items()
+            MovedBytes(kind.name.lower(), *moved) for kind, moved in found.bytes_by_kind().items()
         ),
         ladder=tuple(
             sorted(
@@ -136,7 +136,7 @@ def explain_elastic(question: ElasticQuestion) -> ElasticAnswer:
             )
         ),
         ways=ways_on(
-            Situation(
+            ElasticCase(
                 profile=question.profile,
                 units=units,
                 before=before,
@@ -180,8 +180,8 @@ def _per_head(kv_bytes: int, units: Units) -> int:
     return kv_bytes // (units.layers * len(units.attention_bytes))
 
 
-def _by_plan(way: str, found: MovePlan, rates: LinkRates, recompute_s: float) -> Rung:
-    return Rung(
+def _by_plan(way: str, found: MovePlan, rates: LinkRates, recompute_s: float) -> WayCost:
+    return WayCost(
         way=way,
         host_bytes=max(found.host_bytes_by_rank().values()),
         peer_bytes=found.peer_bytes,
@@ -198,7 +198,7 @@ def _by_interval(
     cells: int,
     rates: LinkRates,
     recompute_s: float,
-) -> Rung:
+) -> WayCost:
     """AnchorTP's planner over all weights as one interval; lost KV in even shares."""
     left = [rank for rank in before.ranks if rank not in dead]
     parts = cmm.even_parts(units.total_bytes, len(before.ranks))
@@ -219,7 +219,7 @@ def _by_interval(
         most((task.target, task.bytes) for task in copies),
         most((task.source, task.bytes) for task in copies),
     )
-    return Rung(
+    return WayCost(
         way="cmm",
         host_bytes=host,
         peer_bytes=sum(task.bytes for task in copies),
@@ -231,11 +231,11 @@ def _by_interval(
 
 def _reload(
     units: Units, survivors: int, lost_kv_bytes: int, rates: LinkRates, recompute_s: float
-) -> Rung:
+) -> WayCost:
     """Whole new shards from the host, whatever the survivors have."""
     host = (units.total_bytes + lost_kv_bytes) // survivors
     way = "host" if lost_kv_bytes else "recompute"
-    return Rung(way, host, 0, host / rates.host_bytes_per_s, recompute_s, None)
+    return WayCost(way, host, 0, host / rates.host_bytes_per_s, recompute_s, None)
 
 
 def _recompute_s(question: ElasticQuestion, after: Layout, units: Units) -> float:

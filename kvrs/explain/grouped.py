@@ -49,7 +49,7 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True)
-class Instead:
+class OtherDecision:
     """What another policy decides for a stream, given all that happened before."""
 
     stream: str
@@ -78,13 +78,13 @@ def grouped(entries: Iterable[LogEntry]) -> list[Incident]:
 
 def what_if(
     records: Sequence[Header | LogEntry], name: PolicyName, lines: set[int]
-) -> dict[int, list[Instead]]:
+) -> dict[int, list[OtherDecision]]:
     """By line of the log: at that event, after everything before it as it was, this policy decides.
 
     Raises:
         LogError: the log begins in the middle.
     """
-    found: dict[int, list[Instead]] = {}
+    found: dict[int, list[OtherDecision]] = {}
     policy: RecoveryPolicy | None = None
     header: Header | None = None
     for record in records:
@@ -107,13 +107,13 @@ def what_if(
     return found
 
 
-def _decided(actions: Iterable[object]) -> list[Instead]:
+def _decided(actions: Iterable[object]) -> list[OtherDecision]:
     decided = []
     for each in actions:
         if isinstance(each, Recovered):
-            decided.append(Instead(each.stream, each.option.value, each.predicted_s))
+            decided.append(OtherDecision(each.stream, each.option.value, each.predicted_s))
         elif isinstance(each, GiveUp):
-            decided.append(Instead(each.stream, None, None))
+            decided.append(OtherDecision(each.stream, None, None))
     return decided
 
 
@@ -170,7 +170,7 @@ def _list_of(
     found: Sequence[Incident],
     began_s: float,
     policy: PolicyName | None,
-    instead: dict[int, list[Instead]],
+    instead: dict[int, list[OtherDecision]],
 ) -> Table:
     columns = ["id", "at s", "cause", "victims", "decided", "outcome", "worst s", "regret s"]
     table = Table(*columns, *([] if policy is None else [f"other by {policy.value}"]))
@@ -200,7 +200,7 @@ def _show_one(
     incident: Incident,
     began_s: float,
     policy: PolicyName | None,
-    instead: dict[int, list[Instead]],
+    instead: dict[int, list[OtherDecision]],
     console: Console,
 ) -> None:
     title = f"incident {incident.number}, {incident.at_s - began_s:.3f} s: {incident.cause}"
@@ -229,7 +229,9 @@ def _show_one(
     console.print(table)
 
 
-def _plain(incident: Incident, began_s: float, instead: dict[int, list[Instead]]) -> dict[str, Any]:
+def _plain(
+    incident: Incident, began_s: float, instead: dict[int, list[OtherDecision]]
+) -> dict[str, Any]:
     return {
         "id": incident.number,
         "at_s": incident.at_s - began_s,
@@ -248,7 +250,9 @@ def _plain(incident: Incident, began_s: float, instead: dict[int, list[Instead]]
     }
 
 
-def _plain_decision(each: RecordedDecision, instead: dict[int, list[Instead]]) -> dict[str, Any]:
+def _plain_decision(
+    each: RecordedDecision, instead: dict[int, list[OtherDecision]]
+) -> dict[str, Any]:
     action, settled, other = each.action, each.settled, _instead_of(each, instead)
     is_over = isinstance(action, GiveUp)
     return {
@@ -293,18 +297,20 @@ def _is_refusal(each: Loss | RecordedDecision) -> bool:
     return isinstance(each, RecordedDecision) and isinstance(each.action, GiveUp)
 
 
-def _instead_of(each: RecordedDecision, instead: dict[int, list[Instead]]) -> Instead | None:
+def _instead_of(
+    each: RecordedDecision, instead: dict[int, list[OtherDecision]]
+) -> OtherDecision | None:
     """What the other policy decides for the stream at that event; None: nothing then."""
     decided = instead.get(each.line, ())
     return next((other for other in decided if other.stream == each.action.stream), None)
 
 
-def _differs(each: RecordedDecision, instead: dict[int, list[Instead]]) -> bool:
+def _differs(each: RecordedDecision, instead: dict[int, list[OtherDecision]]) -> bool:
     other = _instead_of(each, instead)
     return (None if other is None else other.option or "given up") != _option_of(each)
 
 
-def _words(other: Instead | None) -> str:
+def _words(other: OtherDecision | None) -> str:
     if other is None:
         return "nothing yet"
     if other.option is None or other.predicted_s is None:

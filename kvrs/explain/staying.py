@@ -76,7 +76,7 @@ class WayOn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class ElasticCase:
     profile: str
     units: Units
     before: Layout
@@ -88,22 +88,22 @@ class Situation:
     bytes_per_s: float  # Between the nodes.
 
 
-def ways_on(situation: Situation) -> tuple[WayOn, ...]:
+def ways_on(case: ElasticCase) -> tuple[WayOn, ...]:
     """All ways, the one that the instance would take first."""
-    table = catalog.decode_table(situation.profile)
-    tokens = situation.requests * situation.context_tokens
-    token_s = table.seconds_for(situation.requests, tokens)
-    full = shares(situation.before, situation.units).weights
+    table = catalog.decode_table(case.profile)
+    tokens = case.requests * case.context_tokens
+    token_s = table.seconds_for(case.requests, tokens)
+    full = shares(case.before, case.units).weights
 
     def step_s(layout: Layout) -> float:
-        return token_s * shares(layout, situation.units).weights / full
+        return token_s * shares(layout, case.units).weights / full
 
     machine = Reforming(
-        situation.units,
-        situation.before,
+        case.units,
+        case.before,
         Room(capacity_bytes=_ROOM_BYTES, cell_bytes=0, pages=0),
         Costs(
-            rates=situation.rates,
+            rates=case.rates,
             join_s=0.0,
             restart_s=0.0,
             replace_s=0.0,
@@ -111,31 +111,29 @@ def ways_on(situation: Situation) -> tuple[WayOn, ...]:
             step_s=step_s,
         ),
     )
-    at_risk = StreamAtRisk(_pages(situation) * _page_s(situation, 1.0))
-    lost = RanksLost(situation.lost, streams=(at_risk,) * situation.requests)
+    at_risk = StreamAtRisk(_pages(case) * _page_s(case, 1.0))
+    lost = RanksLost(case.lost, streams=(at_risk,) * case.requests)
     (chosen,) = (each for each in machine.handle(lost) if isinstance(each, CarryOut))
-    found = [_way_on(situation, each, token_s, chosen) for each in machine.choices()]
+    found = [_way_on(case, each, token_s, chosen) for each in machine.choices()]
     return tuple(sorted(found, key=lambda each: not each.is_chosen))
 
 
-def _way_on(situation: Situation, possible: PossibleWay, token_s: float, chosen: CarryOut) -> WayOn:
-    after, before = (
-        shares(layout, situation.units) for layout in (possible.plan.after, situation.before)
-    )
+def _way_on(case: ElasticCase, possible: PossibleWay, token_s: float, chosen: CarryOut) -> WayOn:
+    after, before = (shares(layout, case.units) for layout in (possible.plan.after, case.before))
     event = InstanceReforming(
         _HOME,
         1,
         1,
-        f"{len(situation.lost)} ranks lost: {possible.way.value}",
+        f"{len(case.lost)} ranks lost: {possible.way.value}",
         possible.ready_s,
-        dict.fromkeys(_streams(situation), _pages(situation)),
-        _page_s(situation, after.rows / before.rows),
+        dict.fromkeys(_streams(case), _pages(case)),
+        _page_s(case, after.rows / before.rows),
         after.weights / before.weights,
         after.rows / before.rows,
         token_s,
-        dict.fromkeys(_streams(situation), 1),
+        dict.fromkeys(_streams(case), 1),
     )
-    policy = _policy(situation)
+    policy = _policy(case)
     decided = [each for each in policy.handle(event, 1.0) if isinstance(each, Recovered)]
     return WayOn(
         way=possible.way.value,
@@ -144,7 +142,7 @@ def _way_on(situation: Situation, possible: PossibleWay, token_s: float, chosen:
         step_factor=event.decode_factor,
         is_chosen=possible.way is chosen.way,
         options=_options(decided),
-        waiting=situation.requests - len(decided),
+        waiting=case.requests - len(decided),
     )
 
 
@@ -165,52 +163,52 @@ def _least_s(action: Recovered) -> dict[Option, float]:
     return least_s
 
 
-def _streams(situation: Situation) -> list[StreamId]:
-    return [StreamId(f"s{number}") for number in range(situation.requests)]
+def _streams(case: ElasticCase) -> list[StreamId]:
+    return [StreamId(f"s{number}") for number in range(case.requests)]
 
 
-def _pages(situation: Situation) -> int:
-    return situation.context_tokens // catalog.kv_geometry(situation.profile).page_size_tokens
+def _pages(case: ElasticCase) -> int:
+    return case.context_tokens // catalog.kv_geometry(case.profile).page_size_tokens
 
 
-def _page_s(situation: Situation, prefill_factor: float) -> float:
+def _page_s(case: ElasticCase, prefill_factor: float) -> float:
     """Of a page of which the lost ranks had a part: read from the host by the ranks side by side,
     or computed.
     """
-    geometry, ranks = catalog.kv_geometry(situation.profile), len(situation.before.ranks)
-    if situation.has_backup:
-        lost_bytes = geometry.page_bytes * len(situation.lost) / ranks
-        return lost_bytes / (ranks - len(situation.lost)) / situation.rates.host_bytes_per_s
-    table = catalog.prefill_table(situation.profile)
-    return prefill_factor * table.seconds_for(situation.context_tokens) / max(1, _pages(situation))
+    geometry, ranks = catalog.kv_geometry(case.profile), len(case.before.ranks)
+    if case.has_backup:
+        lost_bytes = geometry.page_bytes * len(case.lost) / ranks
+        return lost_bytes / (ranks - len(case.lost)) / case.rates.host_bytes_per_s
+    table = catalog.prefill_table(case.profile)
+    return prefill_factor * table.seconds_for(case.context_tokens) / max(1, _pages(case))
 
 
-def _policy(situation: Situation) -> RecoveryPolicy:
+def _policy(case: ElasticCase) -> RecoveryPolicy:
     """With all streams at `home`, and its like on the other node."""
-    mode = BackupMode.LOCAL if situation.has_backup else BackupMode.OFF
+    mode = BackupMode.LOCAL if case.has_backup else BackupMode.OFF
     backup = BackupSettings(mode=mode, capacity_bytes=_ROOM_BYTES)
     policy = RecoveryPolicy(_SETTINGS, SloSettings(), backup)
-    if situation.has_backup:
-        host_bytes_per_s = situation.rates.host_bytes_per_s * len(situation.before.ranks)
+    if case.has_backup:
+        host_bytes_per_s = case.rates.host_bytes_per_s * len(case.before.ranks)
         policy.handle(HolderUp(_AGENT, _HERE, 1, _ROOM_BYTES, host_bytes_per_s), 0.0)
     for one, other in ((_HERE, _THERE), (_THERE, _HERE)):
-        policy.handle(LinkMeasured(one, other, situation.bytes_per_s), 0.0)
-    policy.handle(InstanceUp(_instance(situation, InstanceId("p0"), _HERE, Role.PREFILL)), 0.0)
-    policy.handle(InstanceUp(_instance(situation, _HOME, _HERE, Role.DECODE)), 0.0)
-    streams, prompt_tokens = _streams(situation), situation.context_tokens
+        policy.handle(LinkMeasured(one, other, case.bytes_per_s), 0.0)
+    policy.handle(InstanceUp(_instance(case, InstanceId("p0"), _HERE, Role.PREFILL)), 0.0)
+    policy.handle(InstanceUp(_instance(case, _HOME, _HERE, Role.DECODE)), 0.0)
+    streams, prompt_tokens = _streams(case), case.context_tokens
     for stream in streams:
         policy.handle(StreamArrived(stream, prompt_tokens), 0.0)
         policy.handle(PrefillDone(stream, 1, prompt_tokens), 0.0)
         policy.handle(StreamResumed(stream, 1), 0.0)
-    if situation.has_backup:
-        held = dict.fromkeys(streams, _pages(situation))
+    if case.has_backup:
+        held = dict.fromkeys(streams, _pages(case))
         policy.handle(CheckpointsReported(_AGENT, 1, 0, len(held), held), 0.0)
     for name, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
-        policy.handle(InstanceUp(_instance(situation, InstanceId(name), _THERE, role)), 0.0)
+        policy.handle(InstanceUp(_instance(case, InstanceId(name), _THERE, role)), 0.0)
     return policy
 
 
-def _instance(situation: Situation, name: InstanceId, node: NodeId, role: Role) -> Instance:
-    geometry = catalog.kv_geometry(situation.profile)
-    table = catalog.prefill_table(situation.profile)
+def _instance(case: ElasticCase, name: InstanceId, node: NodeId, role: Role) -> Instance:
+    geometry = catalog.kv_geometry(case.profile)
+    table = catalog.prefill_table(case.profile)
     return Instance(name, node, role, 1, geometry, table, frozenset(Capability))

@@ -19,7 +19,7 @@ from kvrs.policy.model.streams import Decision, Stream
 
 
 @dataclass(frozen=True, slots=True)
-class Shed:
+class LoadRefusal:
     reason: Reason
     message: str
     retry_after_s: float  # Until the queue has shrunk to what is allowed.
@@ -33,7 +33,7 @@ class LoadShedding:
     def reload(self, settings: AdmissionSettings) -> None:
         self._settings = settings
 
-    def judge(self, stream: Stream, decision: Decision, now_s: float) -> Shed | None:
+    def judge(self, stream: Stream, decision: Decision, now_s: float) -> LoadRefusal | None:
         """Why a stream that has had no attempt is not to start; None: it may."""
         chosen = decision.chosen
         wait_s = chosen.queue_s
@@ -43,14 +43,14 @@ class LoadShedding:
             return None
         bound_s = self._settings.wait_s
         if wait_s > bound_s:
-            return Shed(
+            return LoadRefusal(
                 Reason.OVERLOADED,
                 f"the predicted wait is {wait_s:.1f} s; allowed: {bound_s:g} s",
                 wait_s - bound_s,
             )
         left_s = due_s(stream) - now_s - chosen.compute_s - chosen.transfer_s
         if 0 < left_s < wait_s:
-            return Shed(
+            return LoadRefusal(
                 Reason.OVERLOADED,
                 f"the predicted wait is {wait_s:.1f} s, too long for {tightest(stream)}",
                 wait_s - left_s,
@@ -62,7 +62,7 @@ class LoadShedding:
         share_s = bound_s * prefillers / work.clients_with(stream.client)
         if work.of(stream.client) + chosen.compute_s <= share_s:
             return None
-        return Shed(
+        return LoadRefusal(
             Reason.OVER_SHARE,
             "the queues are long, and this client has its share of them",
             wait_s - bound_s / 2,

@@ -241,9 +241,9 @@ class Starter:
         elif (
             is_first
             and stream.is_fresh
-            and (shed := self._shedding.judge(stream, decision, now_s)) is not None
+            and (refusal := self._shedding.judge(stream, decision, now_s)) is not None
         ):
-            self.give_up(stream, shed.reason, shed.message, shed.retry_after_s)
+            self.give_up(stream, refusal.reason, refusal.message, refusal.retry_after_s)
         elif not decision.plan.runs:
             self._start(stream, decision.plan, decision, now_s)
         elif self._slots.acquire(

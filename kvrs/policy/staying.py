@@ -124,7 +124,7 @@ class Staying:
         if Option.IN_PLACE not in stream.recovery.removed:
             stream.recovery.remove(Option.IN_PLACE)
             if attempt.decision is not None:
-                self._decisions.broke_its_word(attempt.decision, now_s - promise.since_s, now_s)
+                self._decisions.promise_broken(attempt.decision, now_s - promise.since_s, now_s)
         must_end_s = promise.latest_s + self._settings.recovery.wait_s
         if home.reforming is not None and not is_past(must_end_s, now_s):
             self._decisions.begin(now_s)

@@ -37,10 +37,6 @@ class PagePart:
     heads: int
     part: Part
 
-    @property
-    def is_within(self) -> bool:
-        return self.part.layers.stop <= self.layers and self.part.heads.stop <= self.heads
-
     def bytes_of(self, page_bytes: int) -> int:
         """What of a page of that size is in the part; it is a multiple of the cells."""
         return page_bytes // (self.layers * self.heads) * self.part.cells

@@ -31,7 +31,7 @@ MOVED, CUT = "moved", "cut off with its proxy"  # Ends of streams whose proxy di
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class CarriedOutFault:
     """One fault that was carried out."""
 
     death: str
@@ -50,7 +50,7 @@ class Outcome:
     actions: Counter[str] = field(default_factory=Counter)
     recovered_streams: int = 0
     pauses_s: list[float] = field(default_factory=list)
-    hits: list[Hit] = field(default_factory=list)
+    hits: list[CarriedOutFault] = field(default_factory=list)
     never_due: list[str] = field(default_factory=list)
     dropped_tokens: int = 0  # Of attempts that were over.
     slot_denials: int = 0  # By agents, because other proxies had the slots.
@@ -199,7 +199,7 @@ class SimCluster:
                     proxy.after(self.rng.uniform(0.02, 1.0), partial(other.gossiped_dead, epoch))
 
     def note(self, death: str, whom: str, streams: int) -> None:
-        self.outcome.hits.append(Hit(death, self.clock.now_s, whom, streams))
+        self.outcome.hits.append(CarriedOutFault(death, self.clock.now_s, whom, streams))
         self.log.append(f"{self.clock.now_s:.6f} {death}: {whom}, {streams} streams")
 
 

@@ -33,7 +33,7 @@ WAITED, INCOMPLETE = "waited_s", "incomplete_share"
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class AgainstBest:
     """One policy against the best one, over the seeds that both have."""
 
     policy: PolicyName
@@ -73,19 +73,19 @@ def run_comparison(options: SimulateOptions) -> int:
     config, faults, found = simulate_policies(options)
     if hollow := [policy.value for policy, each in found.items() if not each.by_seed]:
         raise KvrsError(f"all runs of {', '.join(hollow)} violated an invariant: kvrs simulate")
-    contests = compare(found)
-    document = described(options, config, found) | {"comparison": _document(found, contests)}
+    comparisons = compare(found)
+    document = described(options, config, found) | {"comparison": _document(found, comparisons)}
     if options.out is not None:
         (options.out / "comparison.json").write_text(json.dumps(document, indent=2) + "\n")
     if options.json:
         print(json.dumps(document, indent=2))
     else:
-        Console().print(_shown(found, contests))
+        Console().print(_shown(found, comparisons))
     missed = missed_faults(found, faults)
     return 1 if missed or any(each.broken for each in found.values()) else 0
 
 
-def compare(found: dict[PolicyName, Simulated]) -> list[Contest]:
+def compare(found: dict[PolicyName, Simulated]) -> list[AgainstBest]:
     """The best policy first, then the others: fewest incomplete streams, then shortest waits; means
     over the seeds.
     """
@@ -94,7 +94,7 @@ def compare(found: dict[PolicyName, Simulated]) -> list[Contest]:
         found, key=lambda policy: (fmean(means[policy][INCOMPLETE]), fmean(means[policy][WAITED]))
     )
     best = found[ranked[0]].by_seed
-    contests = []
+    comparisons = []
     for policy in ranked:
         own = found[policy].by_seed
         seeds = [seed for seed in best if seed in own]
@@ -104,8 +104,10 @@ def compare(found: dict[PolicyName, Simulated]) -> list[Contest]:
             measure: interval([a - b for a, b in zip(values, there[measure], strict=True)])
             for measure, values in here.items()
         }
-        contests.append(Contest(policy, {k: v for k, v in differences.items() if v is not None}))
-    return contests
+        comparisons.append(
+            AgainstBest(policy, {k: v for k, v in differences.items() if v is not None})
+        )
+    return comparisons
 
 
 def measures(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
@@ -117,9 +119,9 @@ def measures(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     }
 
 
-def verdict(contests: Sequence[Contest]) -> str:
+def verdict(comparisons: Sequence[AgainstBest]) -> str:
     """Which policy is better than which others, in a sentence."""
-    best, *others = contests
+    best, *others = comparisons
     shown = [
         each.policy.value for each in others if each.is_worse(WAITED) or each.is_worse(INCOMPLETE)
     ]
@@ -134,10 +136,12 @@ def verdict(contests: Sequence[Contest]) -> str:
     return f"{'; '.join(parts)} (95 %, {others[0].differences[WAITED].n} seeds)."
 
 
-def _document(found: dict[PolicyName, Simulated], contests: Sequence[Contest]) -> dict[str, Any]:
+def _document(
+    found: dict[PolicyName, Simulated], comparisons: Sequence[AgainstBest]
+) -> dict[str, Any]:
     return {
-        "verdict": verdict(contests),
-        "best": contests[0].policy.value,
+        "verdict": verdict(comparisons),
+        "best": comparisons[0].policy.value,
         "policies": {
             each.policy.value: {
                 measure: {
@@ -146,18 +150,20 @@ def _document(found: dict[PolicyName, Simulated], contests: Sequence[Contest]) -
                 }
                 for measure, difference in each.differences.items()
             }
-            for each in contests
+            for each in comparisons
         },
     }
 
 
-def _shown(found: dict[PolicyName, Simulated], contests: Sequence[Contest]) -> RenderableType:
+def _shown(
+    found: dict[PolicyName, Simulated], comparisons: Sequence[AgainstBest]
+) -> RenderableType:
     broken = [
         Text(f"{policy.value}, seed {seed}: {what}", style="red")
         for policy, simulated in found.items()
         for seed, what in sorted(simulated.broken.items())
     ]
-    best = contests[0].policy.value
+    best = comparisons[0].policy.value
     table = Table(
         Column("policy", no_wrap=True),
         "a stream waited",
@@ -166,7 +172,7 @@ def _shown(found: dict[PolicyName, Simulated], contests: Sequence[Contest]) -> R
         f"more than {best}",
         box=box.SIMPLE_HEAD,
     )
-    for each in contests:
+    for each in comparisons:
         means = {
             key: fmean(values) for key, values in measures(found[each.policy].outcomes).items()
         }
@@ -174,15 +180,15 @@ def _shown(found: dict[PolicyName, Simulated], contests: Sequence[Contest]) -> R
         table.add_row(
             each.policy.value,
             f"{means[WAITED] * 1000:,.1f} ms",
-            "" if each is contests[0] else _spread(waited, 1000, " ms"),
+            "" if each is comparisons[0] else _spread(waited, 1000, " ms"),
             f"{means[INCOMPLETE]:.2%}",
-            "" if each is contests[0] else _spread(incomplete, 100, " %"),
+            "" if each is comparisons[0] else _spread(incomplete, 100, " %"),
         )
     note = (
         "Means over the seeds; of all streams, interrupted or not. Differences between runs of the "
         "same seed, each with its 95 % interval (Student)."
     )
-    return Group(Text(verdict(contests), style="bold"), *broken, table, Text(note, style="dim"))
+    return Group(Text(verdict(comparisons), style="bold"), *broken, table, Text(note, style="dim"))
 
 
 def _spread(found: Interval, scale: float, unit: str) -> str:

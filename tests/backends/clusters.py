@@ -15,7 +15,6 @@ import pytest
 
 from experiments.processes import Processes
 from kvrs.config.file import Config, parse_config
-from kvrs.ids import InstanceId
 
 _NODES = [
     {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},
@@ -143,7 +142,3 @@ def distserve() -> Iterator[DistServeCluster]:
 
 def _proxy() -> dict[str, Any]:
     return {"port": 0, "admin_port": 0}
-
-
-def instances_of(cluster: Cluster) -> list[InstanceId]:
-    return [instance.id for _, instance in cluster.config.cluster.instances()]

@@ -11,7 +11,7 @@ from kvrs.ids import InstanceId
 from kvrs.proving import instance_keys
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.pd import PdBackend
-from kvrs.proxy.backends.vllm import Named, VllmBackend
+from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.tls import Certificates
 
@@ -52,5 +52,5 @@ def open_backend(
         return PdBackend(links, config.url_of(instance))
     model = config.cluster.model
     assert model is not None
-    named = Named(instance.id, node.id, instance.role, model)
-    return VllmBackend(links, instance.url, named)
+    identity = ConfiguredIdentity(instance.id, node.id, instance.role, model)
+    return VllmBackend(links, instance.url, identity)

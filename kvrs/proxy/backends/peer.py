@@ -161,7 +161,9 @@ class Peer:
     async def call(
         self, method: str, path: str, body: bytes | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        response = await patiently(partial(self._request, method, path, body), self.url)
+        response = await connect_with_descriptor(
+            partial(self._request, method, path, body), self.url
+        )
         try:
             yield response
         finally:
@@ -204,7 +206,7 @@ class DescriptorWaits:
 descriptor_waits = DescriptorWaits()  # Descriptors belong to the process, as this does.
 
 
-async def patiently(connect: Callable[[], Awaitable[T | None]], url: str) -> T:
+async def connect_with_descriptor(connect: Callable[[], Awaitable[T | None]], url: str) -> T:
     """Call `connect` until there is a descriptor for it: without one it returns None.
 
     Raises:

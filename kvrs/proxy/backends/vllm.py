@@ -94,7 +94,7 @@ class _Version(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ConfiguredIdentity:
     """Fields of the configuration for an instance that does not report them."""
 
     id: InstanceId
@@ -108,9 +108,9 @@ class VllmBackend(OpenAiPeer):
 
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_VLLM_API_KEY"
 
-    def __init__(self, links: EngineLinks, url: str, named: Named) -> None:
+    def __init__(self, links: EngineLinks, url: str, identity: ConfiguredIdentity) -> None:
         super().__init__(links, url)
-        self._named = named
+        self._identity = identity
         self._info: InstanceInfo | None = None  # Of the process that was probed last.
         self._ft_path: str | None = None  # None: it runs without fault tolerance.
 
@@ -140,7 +140,7 @@ class VllmBackend(OpenAiPeer):
         return self._info
 
     async def _meet(self, epoch: int, metrics: VllmMetrics) -> InstanceInfo:
-        named = self._named
+        identity = self._identity
         version = await self.control("GET", "/version", None, _Version)
         listed = await self.control("GET", "/v1/models", None, _Models)
         model = next((model for model in listed.data if model.parent is None), None)
@@ -149,17 +149,17 @@ class VllmBackend(OpenAiPeer):
         if not metrics.has_connector:
             raise UnusableError(
                 f"it was started without a NixlConnector, which role "
-                f"{named.role.value!r} needs (--kv-transfer-config): "
+                f"{identity.role.value!r} needs (--kv-transfer-config): "
                 "its /metrics have no vllm:nixl_ counters"
             )
         try:
-            geometry = read_geometry(named.model, metrics.page_size_tokens)
+            geometry = read_geometry(identity.model, metrics.page_size_tokens)
         except ConfigError as error:
             raise UnusableError(str(error)) from None
         return InstanceInfo(
-            id=named.id,
-            node=named.node,
-            role=named.role,
+            id=identity.id,
+            node=identity.node,
+            role=identity.role,
             epoch=epoch,
             pid=0,  # vLLM does not report it.
             model=model.id,
@@ -205,7 +205,7 @@ class VllmBackend(OpenAiPeer):
         """Load reports without time limits: the watcher has one."""
         clock = asyncio.get_running_loop().time
         read_s, report = 0.0, None
-        async with _Tether(self.url) as tether:
+        async with _IdleConnection(self.url) as idle:
             while True:
                 # An HTTP server whose engine is dead ends by itself a moment later.
                 await self._read("/health")
@@ -216,7 +216,7 @@ class VllmBackend(OpenAiPeer):
                         self._load((await self._read("/metrics")).decode(errors="replace")),
                     )
                 yield report
-                await tether.wait(interval_s)
+                await idle.wait(interval_s)
 
     async def _find_ft_path(self) -> str | None:
         for path in _FT_PATHS:
@@ -276,9 +276,9 @@ class VllmBackend(OpenAiPeer):
         return await self._prefilled(_plain(call), info.geometry.page_size_tokens)
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:
-        with _Pulse() as pulse:
+        with _StallMonitor() as stalls:
             answer = await super().prefill(call)
-            heard_s = pulse.awake_since_s()
+            heard_s = stalls.awake_since_s()
         if answer.transfer is None:
             raise UnusableError(
                 "prefill answered without kv_transfer_params: it has no connector, or "
@@ -349,7 +349,7 @@ def _check_probe(payloads: Sequence[bytes]) -> None:
             )
 
 
-class _Pulse:
+class _StallMonitor:
     """The time since which this process has run without a stop: data that is read right after a
     stop may have arrived at its beginning.
     """
@@ -358,7 +358,7 @@ class _Pulse:
         self._beat_s = time.monotonic()
         self._stop: tuple[float, float] | None = None  # The last one: from, to.
 
-    def __enter__(self) -> "_Pulse":
+    def __enter__(self) -> "_StallMonitor":
         self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._beat)
         return self
 
@@ -382,20 +382,17 @@ class _Pulse:
         return self._beat_s
 
 
-class _Tether:
+class _IdleConnection:
     """An idle connection, which the kernel ends at once when the process dies."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
         self._host, self._port = address.hostname, address.port
         self._gone: asyncio.Task[None] | None = None
-        self._rests = (
-            # A server that closes idle connections at once must not be connected to without a
-            # pause.
-            False
-        )
+        # A server that closes idle connections at once must not be connected to without a pause.
+        self._must_pause = False
 
-    async def __aenter__(self) -> "_Tether":
+    async def __aenter__(self) -> "_IdleConnection":
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -408,15 +405,15 @@ class _Tether:
         """Wait so long, or until the connection ends: the process may be dead, or may only have
         closed an idle connection.
         """
-        if self._rests:
-            self._rests = False
+        if self._must_pause:
+            self._must_pause = False
             await asyncio.sleep(seconds)
             return
         if self._gone is None:
             self._gone = asyncio.create_task(self._hold())
         done, _ = await asyncio.wait({self._gone}, timeout=seconds)
         if done:
-            self._gone, self._rests = None, True
+            self._gone, self._must_pause = None, True
             done.pop().result()
 
     async def _hold(self) -> None:

@@ -25,10 +25,10 @@ from kvrs.proxy.backends.peer import (
     ConnectionLostError,
     NotConnectedError,
     UnusableError,
+    connect_with_descriptor,
     make_socket,
     new_session,
     new_unproven_session,
-    patiently,
     reason_of,
 )
 from kvrs.proxy.wire.upstream import Upstream
@@ -127,7 +127,7 @@ class Pool:
         if trunk is None or not trunk.is_open or size_bytes > MOST_BYTES_IN_TRUNK:
             if (own := _taken(self._kept)) is not None:
                 return own
-            return await patiently(self._connect, self._url)
+            return await connect_with_descriptor(self._connect, self._url)
         if (kept := _taken(self._kept_there)) is not None:
             return kept
         upstream = Upstream(asyncio.get_running_loop(), self._forget, in_trunk=True)

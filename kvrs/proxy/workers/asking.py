@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvrs.errors import RequestError
+from kvrs.proving import is_done_within
 from kvrs.proxy.workers.channel import Channel, ChannelError
 from kvrs.proxy.workers.limits import Give, Take, Taken
 from kvrs.proxy.workers.messages import GIVE, GUESS, TAKE, TURN, TURN_OVER, packed, unpacked
@@ -60,11 +61,7 @@ class Asking:
         answer: asyncio.Future[bytes] | None = None
         try:
             answer = self._channel.question(name, body)
-            await asyncio.wait([answer], timeout=_ANSWER_S)
-            if not answer.done():
-                # Timers come first after a stall of this event loop: an answer may be there, unread.
-                await asyncio.sleep(0)
-            if answer.done():
+            if await is_done_within(answer, _ANSWER_S):
                 return answer.result()
         except asyncio.CancelledError:
             if answer is not None:

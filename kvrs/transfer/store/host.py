@@ -69,7 +69,7 @@ class _Incoming:
         return held
 
 
-class _Nothing:
+class _NothingStored:
     """A range of which no page is stored."""
 
     def __init__(self, pages: int, held: HeldPages) -> None:
@@ -219,7 +219,7 @@ class HostStore:
 
     def begin(
         self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]
-    ) -> "_Incoming | _Nothing":
+    ) -> "_Incoming | _NothingStored":
         shelf = self._shelf
         assert shelf is not None, "`adopt` comes before any request"
         incoming = shelf.book.begin(claim, first_page, tags)
@@ -230,7 +230,7 @@ class HostStore:
             self._log_short(error)
             held = HeldPages(StoreCode.FULL, shelf.book.end(incoming).pages)
             self._note(claim.stream, held)
-            return _Nothing(len(tags), held)
+            return _NothingStored(len(tags), held)
         self._is_short = False
         self._growing.set()
         for slot in slots:

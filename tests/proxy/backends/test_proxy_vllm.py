@@ -16,7 +16,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.bodies import decode_call
-from kvrs.proxy.backends.vllm import Named, VllmBackend
+from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.requests import CHAT, read
@@ -394,7 +394,7 @@ async def test_a_chat_without_a_limit_has_none_after_a_cut_either(
     journal = Journal(StreamId("A"), parsed, 0.0, prompt_ids=PROMPT, output_ids=packed([8]))
     server = system.servers["d1"]
     async with EngineLinks(Access()) as links:
-        named = Named(InstanceId("d1"), NodeId("n1"), Role.DECODE, vllm_model)
+        named = ConfiguredIdentity(InstanceId("d1"), NodeId("n1"), Role.DECODE, vllm_model)
         backend = VllmBackend(links, f"http://127.0.0.1:{server.port}", named)
         await backend.info()
         events = EventReader()

@@ -13,7 +13,7 @@ from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import Prefilled
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import OpenAiPeer
-from kvrs.proxy.backends.vllm import _HAND_OFF_S, Named, VllmBackend
+from kvrs.proxy.backends.vllm import _HAND_OFF_S, ConfiguredIdentity, VllmBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
 TRANSFER: dict[str, Any] = {
@@ -43,7 +43,7 @@ async def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.Mo
     monkeypatch.setattr(OpenAiPeer, "prefill", prefill)
     async with EngineLinks(Access()) as links:
         backend = VllmBackend(
-            links, "http://x", Named(InstanceId("p0"), NodeId("n0"), Role.PREFILL, "x")
+            links, "http://x", ConfiguredIdentity(InstanceId("p0"), NodeId("n0"), Role.PREFILL, "x")
         )
         good, stopped = [
             (await backend._prefilled(Call(how, {}), 32)).good_until_s

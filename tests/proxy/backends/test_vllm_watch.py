@@ -4,20 +4,20 @@ import asyncio
 
 import pytest
 
-from kvrs.proxy.backends.vllm import _Tether
+from kvrs.proxy.backends.vllm import _IdleConnection
 
 
 async def test_a_watch_that_is_cancelled_as_its_process_dies_is_cancelled() -> None:
     """Else the watcher would go on for ever, and the proxy with it."""
-    tether = _Tether("http://127.0.0.1:1")
+    idle = _IdleConnection("http://127.0.0.1:1")
 
     async def watch() -> None:
-        async with tether:
-            await tether.wait(0.0)
+        async with idle:
+            await idle.wait(0.0)
             await asyncio.sleep(60)
 
     watching = asyncio.create_task(watch())
-    while tether._gone is None or not tether._gone.done():
+    while idle._gone is None or not idle._gone.done():
         await asyncio.sleep(0.01)
     watching.cancel()
     with pytest.raises(asyncio.CancelledError):
