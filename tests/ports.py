@@ -1,35 +1,20 @@
-"""Free ports, and clients and servers of ports on which processes of a cluster prove themselves."""
+"""Clients and servers of the ports on which processes of a cluster prove themselves."""
 
 import asyncio
 import http.client
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
 
-from kvrs.cluster.ports import _bind_all
 from kvrs.connections import ConnectionLimits
 from kvrs.http import HttpPort
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
 from kvrs.proving import ProvingConnector, address_of, prove_on
-
-_given: set[int] = set()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that follow each other. As those of `kvrs up` they lie below the range from
-    which the system takes ports for outgoing connections, and other processes choose others: none
-    is in use when the test listens there.
-    """
-    with ExitStack() as held:
-        first = _bind_all(held, "127.0.0.1", range(count), _given)
-    ports = range(first, first + count)
-    _given.update(ports)
-    return [*ports]
 
 
 @asynccontextmanager

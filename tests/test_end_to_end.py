@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from kvrs.cluster.guard import members
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

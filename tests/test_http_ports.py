@@ -20,7 +20,8 @@ from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Door, DoorKey, door_key
 from kvrs.proxy.server import Proxy
 from tests.agent.agents import SECRET, document, running
-from tests.ports import free_ports, proven
+from tests.free_ports import free_ports
+from tests.ports import proven
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]
 

@@ -26,7 +26,7 @@ from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.proxy.server import Proxy
 from tests.agent.agents import SECRET, running
 from tests.certificates import MISSING, Authority
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 
 pytestmark = [
     pytest.mark.network,

@@ -24,7 +24,7 @@ from experiments.processes import Processes, nodes_with_pairs
 from experiments.record import Record
 from kvrs.cli.monitoring import alert_rules
 from kvrs.config.file import parse_config
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 
 SCRAPE_S = 5
 MOST_SCRAPES = 2

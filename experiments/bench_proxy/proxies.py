@@ -20,7 +20,7 @@ from typing import Any
 
 from experiments.bench_proxy.engines import SECRET, BenchError, Engines, pinned
 from kvrs.config.file import ENV_NAME
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 
 HERE = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0

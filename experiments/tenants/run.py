@@ -27,7 +27,7 @@ from experiments.record import Record
 from kvrs.config.tenants import key_hash
 from kvrs.protocol.instance import InstanceInfo, Role
 from kvrs.protocol.openai.chunks import error_body
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 from tests.proxy.proxy_cluster import open_proxy_cluster
 from tests.proxy.scripted import Scripted
 from tests.proxy.test_proxy_process import process_of

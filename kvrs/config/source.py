@@ -148,7 +148,7 @@ class _Walk:
             self.places[path] += f", {', '.join(names)}"
         if node.style is None:  # Not quoted: `port: ${PORT}` is a number.
             implicit = (True, False)
-            node.tag = self._loader.resolve(yaml.ScalarNode, node.value, implicit)  # type: ignore[no-untyped-call]
+            node.tag = self._loader.resolve(yaml.ScalarNode, node.value, implicit)  # type: ignore[no-untyped-call]  # yaml has no types here.
 
 
 def _value(found: re.Match[str], environ: Mapping[str, str], names: list[str]) -> str:

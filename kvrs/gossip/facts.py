@@ -8,7 +8,7 @@ of the value.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
@@ -128,14 +128,13 @@ class Facts:
         self.failures: Table[FailureFact] = {}
         self.gpus: Table[GpuHealth] = {}
         self.unread = 0  # Values that could not be decoded: malformed, or of a newer release.
-        self._tables: dict[int, Table[Fact]] = {
-            # `_TYPES` has the type of each table.
-            FactKind.INSTANCE: self.instances,  # type: ignore[dict-item]
-            FactKind.LINK: self.links,  # type: ignore[dict-item]
-            FactKind.SLOTS: self.slots,  # type: ignore[dict-item]
-            FactKind.HOLDER: self.holders,  # type: ignore[dict-item]
-            FactKind.FAILURE: self.failures,  # type: ignore[dict-item]
-            FactKind.GPU: self.gpus,  # type: ignore[dict-item]
+        self._tables: dict[int, Table[Any]] = {  # `_TYPES` has the type of each.
+            FactKind.INSTANCE: self.instances,
+            FactKind.LINK: self.links,
+            FactKind.SLOTS: self.slots,
+            FactKind.HOLDER: self.holders,
+            FactKind.FAILURE: self.failures,
+            FactKind.GPU: self.gpus,
         }
 
     def put(

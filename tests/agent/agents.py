@@ -30,7 +30,8 @@ from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.store.directory import store_directory
-from tests.ports import client_of, free_ports
+from tests.free_ports import free_ports
+from tests.ports import client_of
 
 Answer = TypeVar("Answer")
 

@@ -18,8 +18,8 @@ from kvrs.ids import NodeId
 from kvrs.protocol.instance import AgentInfo, Role
 from tests.agent.agents import SECRET, ask, document, running, session
 from tests.agent.fake_nvml import FakeGpu, FakeNvml
+from tests.free_ports import free_ports
 from tests.gossip.gatherings import QUICK, gathering, until
-from tests.ports import free_ports
 from tests.proxy import scripted
 from tests.proxy.proxy_cluster import open_proxy_cluster
 from tests.proxy.scripted import Script, Scripted

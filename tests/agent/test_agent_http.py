@@ -29,8 +29,8 @@ from tests.agent.agents import (
     session,
     tags,
 )
+from tests.free_ports import free_ports
 from tests.gossip.gatherings import QUICK, until
-from tests.ports import free_ports
 
 pytestmark = pytest.mark.network
 

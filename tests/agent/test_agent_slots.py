@@ -24,7 +24,8 @@ from kvrs.protocol.instance import (
 )
 from kvrs.protocol.secrets import Door, door_keys
 from tests.agent.agents import SECRET, ask, document, running, session
-from tests.ports import free_ports, serving
+from tests.free_ports import free_ports
+from tests.ports import serving
 
 pytestmark = pytest.mark.network
 

@@ -20,7 +20,7 @@ from kvrs.cli.findings import Finding, Level
 from kvrs.cli.machine_checks import machine_findings
 from kvrs.config.file import Config, parse_config
 from tests.certificates import MISSING, Authority
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 
 needs_openssl = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

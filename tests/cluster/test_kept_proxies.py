@@ -19,7 +19,7 @@ from kvrs.cluster.ray_actors import RayActors
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.proxy import ProxySettings
 from kvrs.load.admin import AdminError
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

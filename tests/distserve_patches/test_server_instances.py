@@ -31,7 +31,8 @@ from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
 from tests.distserve_patches.scripted_engine import GEOMETRY, PAGES, ScriptedEngine, next_token
-from tests.ports import free_ports, instance_client
+from tests.free_ports import free_ports
+from tests.ports import instance_client
 
 pytestmark = pytest.mark.network
 

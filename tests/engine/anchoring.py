@@ -20,7 +20,8 @@ from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import Door, door_key
 from tests.agent.agents import SECRET, AgentProcess
-from tests.ports import client_of, free_ports, instance_client
+from tests.free_ports import free_ports
+from tests.ports import client_of, instance_client
 
 ENGINE = InstanceId("e0")
 

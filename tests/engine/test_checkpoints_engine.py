@@ -30,7 +30,8 @@ from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
 from kvrs.transfer.unix_sockets import listen_in
 from tests.engine.serving import SECRET
-from tests.ports import free_ports, instance_client
+from tests.free_ports import free_ports
+from tests.ports import instance_client
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 

@@ -14,7 +14,8 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import Door, door_key
 from tests.engine.serving import SECRET
-from tests.ports import client_of, free_ports
+from tests.free_ports import free_ports
+from tests.ports import client_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 

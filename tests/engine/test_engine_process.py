@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
 

@@ -16,7 +16,7 @@ from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.server import Proxy
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted import SECRET
 

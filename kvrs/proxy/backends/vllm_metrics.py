@@ -90,4 +90,4 @@ class VllmMetrics:
         return (float(value) for found, _, value in self._lines() if found == name)
 
     def _lines(self) -> Iterator[tuple[str, str, str]]:
-        return (match.groups(default="") for match in _LINE.finditer(self._text))  # type: ignore[misc]
+        return ((one[1], one[2] or "", one[3]) for one in _LINE.finditer(self._text))

@@ -23,7 +23,7 @@ from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
 from tests.agent.agents import SECRET
-from tests.ports import free_ports
+from tests.free_ports import free_ports
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]
 

@@ -1,0 +1,19 @@
+"""Ports for servers that are started with a given one."""
+
+from contextlib import ExitStack
+
+from kvrs.cluster.ports import _bind_all
+
+_given: set[int] = set()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that follow each other. As those of `kvrs up` they lie below the range from
+    which the system takes ports for outgoing connections, and other processes choose others: none
+    is in use when the test listens there.
+    """
+    with ExitStack() as held:
+        first = _bind_all(held, "127.0.0.1", range(count), _given)
+    ports = range(first, first + count)
+    _given.update(ports)
+    return [*ports]
