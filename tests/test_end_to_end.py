@@ -143,7 +143,7 @@ def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster
     ask: dict[str, Any] = {
         "model": model,
         "prompt": "ka lo mi ren sta",
-        "max_tokens": 400,
+        "max_tokens": 1000,  # So many that the stream runs when it is looked for.
         "temperature": 0.8,
         "seed": 7,
     }

@@ -103,7 +103,8 @@ async def carry_out(cluster: Cluster, fault: Fault) -> None:
     async with AdminPort(cluster.proxies[0].admin, cluster.secret) as port:
         await check_faults([fault], port)
         schedule = FaultSchedule([fault], 0, Random)
-        await inject_faults(Injection(port, schedule, time.monotonic(), lambda: 0, []))
+        async with asyncio.timeout(60):  # It waits for ever where the streams have ended.
+            await inject_faults(Injection(port, schedule, time.monotonic(), lambda: 0, []))
 
 
 def test_the_state_shows_ranks_and_layout(cluster: Cluster) -> None:
