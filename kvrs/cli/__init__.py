@@ -89,7 +89,10 @@ def _options(
     ] = False,
     log_level: Annotated[
         LogLevel | None,
-        typer.Option(help="Of all processes that are started; also KVRS_LOG_LEVEL; default: info"),
+        typer.Option(
+            help="Least level that is logged, by all processes that are started; also "
+            "KVRS_LOG_LEVEL; default: info"
+        ),
     ] = None,
 ) -> None:
     """Options of `kvrs` itself; `--version` has ended the process before any command runs."""

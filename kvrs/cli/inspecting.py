@@ -35,7 +35,10 @@ def explain(
     correct: opt.Correct = None,
     budget_s: opt.BudgetS = None,
     others: opt.Others = 0.0,
-    policy: Annotated[PolicyName, typer.Option(help="Policy that decides")] = PolicyName.AUTO,
+    policy: Annotated[
+        PolicyName,
+        typer.Option(metavar=opt.POLICY, help=f"Policy that decides: {opt.POLICIES}"),
+    ] = PolicyName.AUTO,
     log: opt.Log = None,
     elastic: opt.Elastic = None,
     tp: opt.ElasticTp = 8,
@@ -71,7 +74,11 @@ def incidents(
     log: Annotated[Path, typer.Argument(help="A proxy's event log (proxy.event_log)")],
     number: Annotated[int | None, typer.Argument(metavar="ID", help="One, in detail")] = None,
     what_if: Annotated[
-        PolicyName | None, typer.Option(help="What this policy would have decided at each moment")
+        PolicyName | None,
+        typer.Option(
+            metavar=opt.POLICY,
+            help=f"What this policy would have decided at each moment: {opt.POLICIES}",
+        ),
     ] = None,
     as_json: opt.Json = False,
 ) -> None:

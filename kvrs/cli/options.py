@@ -14,6 +14,9 @@ from kvrs.explain.show_elastic import KvBackup
 from kvrs.traces.presets import PRESETS
 from kvrs.traces.records import Api
 
+# Names are too long for the column of types.
+POLICY, POLICIES = "POLICY", ", ".join(policy.value for policy in PolicyName)
+
 # Groups of the options of `kvrs replay`.
 TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
@@ -81,7 +84,7 @@ DistserveHome = Annotated[
     Path | None, typer.Option(help="Checkout of DistServe; default: DISTSERVE_HOME")
 ]
 Proxies = Annotated[
-    int, typer.Option(min=1, max=8, help="Each 10 ports above the one before it; with gossip")
+    int, typer.Option(min=1, max=8, help="How many proxies, each 10 ports above the one before it")
 ]
 Tp = Annotated[
     int | None,
@@ -218,9 +221,14 @@ SimulateTrace = Annotated[
 Seeds = Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")]
 Policies = Annotated[
     list[PolicyName] | None,
-    typer.Option(help="In place of the configuration's; several are shown side by side"),
+    typer.Option(
+        metavar=POLICY,
+        help=f"In place of the configuration's; several are shown side by side: {POLICIES}",
+    ),
 ]
-Compared = Annotated[str, typer.Option(metavar="A,B,...", help="Policies, with commas between")]
+Compared = Annotated[
+    str, typer.Option(metavar="A,B,...", help=f"Policies, with commas between: {POLICIES}")
+]
 ComparedSeeds = Annotated[
     int, typer.Option(min=1, help="Pairs of runs; more make the interval narrower")
 ]
@@ -229,7 +237,7 @@ PageOut = Annotated[
     Path | None, typer.Option(help="Directory for the page: report.html, or compare.html")
 ]
 SimulateProxies = Annotated[
-    int, typer.Option(min=1, help="Each with a policy object and a view of its own")
+    int, typer.Option(min=1, help="How many proxies, each with a policy and a view of its own")
 ]
 Files = Annotated[
     list[Path],

@@ -23,7 +23,10 @@ from kvrs.ids import NodeId
 
 
 def demo(
-    policy: Annotated[PolicyName, typer.Option(help="How victims are recovered")] = PolicyName.AUTO,
+    policy: Annotated[
+        PolicyName,
+        typer.Option(metavar=opt.POLICY, help=f"How victims are recovered: {opt.POLICIES}"),
+    ] = PolicyName.AUTO,
     requests: Annotated[int, typer.Option(min=1, max=2000, help="How many streams to replay")] = 60,
     trace: opt.DemoTrace = None,
     skip_bad_lines: opt.SkipBadLines = False,
