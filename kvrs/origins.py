@@ -1,4 +1,4 @@
-"""Requests that a web page in somebody's browser makes to a port that is not for clients, by DNS
+"""Requests that a web page in a browser makes to a port that is not for clients, by DNS
 rebinding (a foreign name in `Host` that resolves to this machine) or across sites.
 """
 

@@ -123,7 +123,7 @@ KEYS: dict[Opened, DoorKey] = {
 async def test_no_body_is_inflated(
     opened: Opened, is_stranger: bool, status: bytes, tmp_path: Path
 ) -> None:
-    """Least of all one of a stranger, who would choose how long that takes."""
+    """Least of all that of a stranger, which would choose how long that takes."""
     body = gzip.compress(b'{"lease_s": 1.0, "renew": [], "release": []}')
     header = (
         f"POST /kvrs/v1/leases HTTP/1.1\r\nHost: 127.0.0.1\r\n"

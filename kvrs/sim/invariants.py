@@ -104,7 +104,7 @@ class _Writer:
 
 @dataclass(slots=True)
 class _Known:
-    """What is up and who holds what, as the policy was told: late, but no guess."""
+    """What is up and where KV is held, as the policy was told: late, but no guess."""
 
     up: dict[InstanceId, int] = field(default_factory=dict)  # With the epoch.
     kept: dict[tuple[InstanceId, StreamId], int] = field(default_factory=dict)  # Pages.

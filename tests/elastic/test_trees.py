@@ -1,4 +1,4 @@
-"""A sum over units has one association, whoever has which of them."""
+"""A sum over units has one association, whichever rank has which of them."""
 
 import random
 

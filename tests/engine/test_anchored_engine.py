@@ -108,7 +108,7 @@ async def begin_streams(engine: EngineProcess, count: int) -> dict[StreamId, lis
 async def test_a_killed_process_costs_its_streams_no_recompute(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    """The agent is killed and comes back while the process serves, which nobody notices. Then the
+    """The agent is killed and comes back while the process serves, without effect. Then the
     process is killed: its successor finds every full page, with the bits that it would compute,
     and the streams go on as if nothing had happened.
     """

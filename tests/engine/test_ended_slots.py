@@ -60,8 +60,8 @@ async def world(tiny_model: Path) -> AsyncIterator[World]:
 
 
 async def test_a_transfer_whose_slot_has_ended_ends(world: World) -> None:
-    """And its attempt is over, however late another call of it comes. The instance is who it
-    was.
+    """And its attempt is over, however late another call of it comes. The instance keeps
+    its epoch.
     """
     target = world.target
     run = await target.begin(world.fetching())

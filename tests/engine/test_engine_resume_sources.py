@@ -340,7 +340,7 @@ async def test_an_unknown_source_is_refused(tiny_model: Path) -> None:
 
 
 async def test_the_queue_delay_tells_of_the_wait_for_a_place(tiny_model: Path) -> None:
-    """Two that run fill an engine; who comes now waits as long as the wait for a departure
+    """Two that run fill an engine; the next one waits as long as a departure has taken
     already, once for each.
     """
     async with peer_engines([tiny_model], max_running=2) as [engine]:

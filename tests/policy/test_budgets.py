@@ -91,7 +91,7 @@ def test_a_busy_instance_gets_nothing_before_its_retry_after_is_over() -> None:
 
 
 def test_after_a_busy_pause_one_stream_tries_and_the_others_wait_for_its_answer() -> None:
-    """All who waited would only be told once more."""
+    """The others would only get the same answer."""
     harness = PolicyHarness("p0", "d0")
     starts = [only(harness.handle(StreamArrived(StreamId(f"s{n}"), 100)), Start) for n in range(9)]
     for start in starts:

@@ -6,9 +6,7 @@ from tests.scheduling.batch_steps import scheduler, sequence, shape, step, submi
 
 
 def test_a_recovery_is_computed_before_the_prompts_of_new_ones() -> None:
-    """Also before the rest of one that is half computed; only those who are decoding do not notice
-    it.
-    """
+    """Also before the rest of one that is half computed; only decode steps are not delayed."""
     batches, _ = scheduler(max_batch_tokens=8, max_running=3)
     streaming, half, waiting = sequence(3), sequence(30, first=100), sequence(4, first=200)
     submit(batches, streaming, half)

@@ -187,7 +187,7 @@ def test_only_the_secrets_of_the_cluster_are_served(directory: StoreDirectory) -
     ids=["nothing", "a byte", "zeros", "noise"],
 )
 def test_nonsense_gets_no_answer(directory: StoreDirectory, sent: bytes) -> None:
-    """And nobody else notices."""
+    """And other clients are served."""
     with serving(directory):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.connect(str(directory.path / SOCKET))

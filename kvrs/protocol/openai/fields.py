@@ -49,7 +49,9 @@ class BodyField:
     api: ApiKind | None = None  # None: both. At the other one it is refused.
     seam: Seam = Seam.EXACT
     of_output: bool = False  # Prefill, which has no output, does not get it.
-    of_text: bool = False  # About making ids of a prompt: those who have the ids do not get it.
+    of_text: bool = (
+        False  # About making ids of a prompt: an engine that gets the ids does not get it.
+    )
     neutral: tuple[Any, ...] = ()
     instead: str = ""  # Another field, which does the same.
 

@@ -128,7 +128,7 @@ class Watcher(ABC):
     def _lose(self, cause: str, death: DeathCause) -> None: ...
 
     def _refuse(self, fault: str | None) -> None:
-        """Raises UpstreamError when there is a fault in who the process says it is."""
+        """Raises UpstreamError: the identity that the process reports is wrong."""
         if fault is not None:
             raise UnusableError(fault)
 
@@ -174,7 +174,7 @@ class InstanceWatcher(Watcher):
                 del self._driver.end_watch[known.id]
 
     async def _heard(self, info: InstanceInfo, report: LoadReport) -> InstanceInfo:
-        """Pass a report on; who the instance is now."""
+        """Pass a report on; returns the identity of the instance now."""
         known = self._known
         if report.epoch != info.epoch:
             # Restarted in between, or fenced by another proxy.

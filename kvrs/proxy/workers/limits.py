@@ -157,7 +157,7 @@ class Turns:
         self._turns: dict[str, _Turn] = {}
 
     def begin(self, key: str, worker: int, begun: Callable[[], None]) -> None:
-        """Call `begun` when it is the worker's turn, at once if it is nobody's."""
+        """Call `begun` when it is the worker's turn, at once if no request has it."""
         if (turn := self._turns.get(key)) is not None:
             turn.waiting.append((worker, begun))
             return

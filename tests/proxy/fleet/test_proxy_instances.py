@@ -104,8 +104,8 @@ async def test_an_instance_that_lived_on_is_fenced_before_it_is_used_again(
 async def test_an_instance_that_another_proxy_fences_keeps_this_one_s_streams(
     build: ProxyClusterBuilder,
 ) -> None:
-    """Its epoch rises under an open connection, so it is the same process: who was not named goes
-    on.
+    """Its epoch rises under an open connection, so it is the same process: a stream that was
+    not named goes on.
     """
     system = await build()
     system.script.gate, system.script.gate_at = asyncio.Event(), 3
@@ -144,7 +144,7 @@ async def test_nothing_is_written_while_a_stream_waits_for_an_instance(
 async def test_an_engine_without_a_fence_returns_when_it_runs_nothing(
     build: ProxyClusterBuilder,
 ) -> None:
-    """Who cannot drop old attempts is waited for."""
+    """It cannot drop old attempts, so their end is waited for."""
 
     def prepare(instances: dict[str, Scripted]) -> None:
         instances["d0"].capabilities = [Capability.EXACT_RESUME]
@@ -322,7 +322,7 @@ async def test_a_stream_costs_two_calls_and_an_instance_two_watches(
 
 
 async def test_hand_off_parameters_reach_decode_unchanged(build: ProxyClusterBuilder) -> None:
-    """Fields that the proxy does not know are forwarded too, and ids name who writes what."""
+    """Fields that the proxy does not know are forwarded too, and ids name the writer of each."""
     system = await build(pairs=1)
 
     await answer_text(system)

@@ -88,8 +88,8 @@ async def test_a_link_that_only_gossip_knows_counts_with_its_lower_bound() -> No
 async def test_an_instance_of_a_node_that_is_held_dead_is_given_up_when_its_own_word_is_overdue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A machine that lost its power closes no connection; silence alone would take much longer to
-    be believed.
+    """A machine that lost its power closes no connection; silence alone would count only much
+    later.
     """
     limits = silence.WatchLimits.of
 
@@ -116,7 +116,7 @@ async def test_an_instance_that_reports_lives_whatever_is_said_of_its_agent() ->
     """The death of an agent costs its node's streams nothing."""
     async with cluster() as (system, members, n0, n1):
         await members.kill(n1)
-        n0.publish("d1", FailureFact(99, "somebody is wrong", 0.0))
+        n0.publish("d1", FailureFact(99, "a wrong report", 0.0))
         await until(lambda: n0.is_dead(NodeId("n1")))
 
         async def is_dead_here() -> bool:

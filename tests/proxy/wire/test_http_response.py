@@ -106,7 +106,7 @@ def test_a_response_in_chunks_reads_alike_wherever_it_is_cut(
 def test_heads_are_known_by_their_bytes_and_few_are_kept(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parser reads a head once, and nobody can fill the memory with them."""
+    """The parser reads a head once, and no sender can fill the memory with them."""
     parsed, new_parser = list[int](), http_response._new_parser
 
     def counting(of: asyncio.AbstractEventLoop) -> HttpResponseParser:
