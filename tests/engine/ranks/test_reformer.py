@@ -31,7 +31,7 @@ def then(what: Callable[[], object]) -> Callable[[Any], None]:
 
 
 def test_a_rank_that_is_lost_while_the_others_join_is_done_without_too() -> None:
-    """Its formation never serves; both are started again, and the survivors keep their processes."""
+    """Its formation never serves; both are started again, the survivors keep their processes."""
     with scripted() as group:
         first = dict(group.processes.seats)
         group.processes.hooks["form"] = then(lambda: group.lose(2))
