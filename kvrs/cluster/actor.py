@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from kvrs.cluster.nursery import Nursery, SpareKeeper
+from kvrs.cluster.nursery import Keeper, Nursery
 from kvrs.cluster.processes import processes_of
 from kvrs.cluster.starts import next_start, report_fault
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
@@ -101,7 +101,7 @@ class InstanceActor(_Actor):
         """
         nursery = Nursery(self._config_path, self._name, ring, self._log)
         starts = chain([self._start], iter(partial(next_start, self._run_directory, self._name), 0))
-        keeper = SpareKeeper(nursery.make, partial(next, starts), self._ready.set)
+        keeper = Keeper(nursery.make, partial(next, starts), self._ready.set)
         self._end_server = keeper.stop
         keeper.run()
 

@@ -71,7 +71,7 @@ class Nursery:
             )
 
 
-class SpareKeeper:
+class Keeper:
     """Has one process of an instance serve, and another one wait to follow it."""
 
     def __init__(

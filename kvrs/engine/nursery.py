@@ -85,7 +85,7 @@ class Spare:
         self._stop.set()
 
 
-def fork_spares(line: socket.socket, spare: Callable[[socket.socket], NoReturn]) -> None:
+def tend(line: socket.socket, spare: Callable[[socket.socket], NoReturn]) -> None:
     """Fork for each message, until the line is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel buries them.
     gc.freeze()  # Processes share the memory of what is there; a collection would write to it.
@@ -124,7 +124,7 @@ def main() -> None:
             os._exit(1)
 
     with socket.socket(fileno=given.line) as line:
-        fork_spares(line, be_spare)
+        tend(line, be_spare)
 
 
 collect_nothing_yet()

@@ -28,8 +28,8 @@ class Disturbances:
         self.moving = 0  # Streams whose clients are about to resume them.
         self._loaded: dict[str, Config] = {}  # By proxy; absent: its first settings.
 
-    def carry_out(self, death: FaultEvent) -> None:
-        """Carry out a fault that no order to a process can bring about, and a simulator can."""
+    def strike(self, death: FaultEvent) -> None:
+        """What no order to a process can do, and a simulator can."""
         match death.name:
             case fault_scenarios.LOST_REPORTS:
                 self._lose_reports()

@@ -78,7 +78,7 @@ class World:
         for number, asked in enumerate(self._arrivals):
             self.cluster.clock.after(asked.at_s, partial(self._arrive, number, asked))
         for death in self._others:
-            self.cluster.clock.after(death.at_s, partial(self._disturbances.carry_out, death))
+            self.cluster.clock.after(death.at_s, partial(self._disturbances.strike, death))
         self.cluster.clock.after(LOOK_S, self._strike)
         last_s = max((asked.at_s for asked in self._arrivals), default=0.0)
         self.cluster.clock.run(last_s + LONGEST_S, self._is_over)

@@ -18,7 +18,7 @@ import pytest
 
 from kvrs.cluster.fault_injection import check_faults, inject_faults, rows_of
 from kvrs.cluster.launcher import Cluster
-from kvrs.cluster.nursery import SpareKeeper
+from kvrs.cluster.nursery import Keeper
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.faults.language import FaultSchedule, parse_faults
@@ -194,7 +194,7 @@ class Played:
 def kept(played: Played) -> int:
     """How often it was ready, until no more processes can be made."""
     numbers, ready = iter(range(1, 100)), []
-    keeper = SpareKeeper(played.make, lambda: next(numbers), lambda: ready.append(1))
+    keeper = Keeper(played.make, lambda: next(numbers), lambda: ready.append(1))
     with contextlib.suppress(KeyboardInterrupt):
         keeper.run()
     return len(ready)
