@@ -337,7 +337,8 @@ class DecodeCore(StageCore):
     async def _pull(self, job_run: _JobRun, blocks: list[int]) -> int:
         """Fetch the history from its sources, one after the other, each from where the last ended.
 
-        Returns: Of how many leading tokens the KV has arrived.
+        Returns:
+            of how many leading tokens the KV has arrived.
         """
         sequence = job_run.run.sequence
         pull = _wanted(sequence, blocks, self.engine.stage(Stage.DECODING).pages.page_size_tokens)

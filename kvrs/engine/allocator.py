@@ -19,7 +19,8 @@ def keep_freed_memory() -> bool:
     threads use one heap, since those of further arenas are of 64 MB and are given back whole. The
     process keeps at most what its largest step used.
 
-    Returns: Whether this C library has these settings (musl and macOS have not).
+    Returns:
+        whether this C library has these settings (musl and macOS have not).
     """
     if not sys.platform.startswith("linux"):
         return False

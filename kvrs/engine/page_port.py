@@ -103,7 +103,8 @@ class PagePort:
         """Serve a pool's pages from now on. `released` is called when pages that were being sent
         have lost their pins.
 
-        Returns: What fetches into the pool, and what sends its pages to agents once it is run.
+        Returns:
+            what fetches into the pool, and what sends its pages to agents once it is run.
         """
         config = self._place.config
         self._source.source = EnginePages(pages, pool, released)

@@ -122,8 +122,9 @@ class Worker:
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute one batch: its KV goes into the chunks' pages.
 
-        Returns: Logits `[number of chunks that want them, vocab]`, float32, on the CPU, in the
-            order of the chunks.
+        Returns:
+            Logits `[number of chunks that want them, vocab]`, float32, on the CPU, in the order of
+            the chunks.
         """
         assert chunks, "a batch has at least one chunk"
         for chunk in chunks:

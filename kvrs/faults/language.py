@@ -254,8 +254,9 @@ _KEYS = {"when": When.model_fields, "whom": Whom.model_fields}
 def load_faults(path: Path) -> list[Fault]:
     """Read and check a file of faults.
 
-    Raises: ConfigError: the file cannot be read, is not YAML, or holds mistakes: one line for each,
-        all at once.
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds mistakes: one line for each, all
+            at once.
     """
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))

@@ -100,13 +100,17 @@ async def replay(
     """Send all requests to `url`/v1/completions, or its chat, and wait until each has ended,
     complete or not.
 
-    Args: url: base of an OpenAI-compatible server; a final `/v1` may be there or not. requests: in
-        any order; record i is that of request i. on_progress: called at every send and every end.
-        dialect: how the server wants to be asked. start_s: `time.monotonic()` of the run's start,
-        for callers that act on the same clock; default: now. timeout_s: after this long a stream is
-        given up with an error of kind `timeout`. progress: to be kept current, for callers that
-        look at it themselves. bodies: of the requests, from `encode`, for callers whose clock runs
-        already. ended: gets each record as its stream ends, for callers that cancel the rest.
+    Args:
+        url: base of an OpenAI-compatible server; a final `/v1` may be there or not.
+        requests: in any order; record i is that of request i.
+        on_progress: called at every send and every end.
+        dialect: the form of requests that the server expects.
+        start_s: `time.monotonic()` of the run's start, for callers that act on the same clock;
+            default: now.
+        timeout_s: after this long a stream is given up with an error of kind `timeout`.
+        progress: to be kept current, for callers that look at it themselves.
+        bodies: of the requests, from `encode`, for callers with a clock that runs already.
+        ended: gets each record as its stream ends, for callers that cancel the rest.
     """
     dialect = dialect or Dialect()
     # Before the clock runs: it must not delay what is due.

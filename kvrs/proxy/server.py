@@ -107,8 +107,9 @@ class Proxy:
     async def start(self) -> None:
         """Bind the ports, then watch the instances.
 
-        Raises: ConfigError: a port cannot be bound, the configuration names an instance without a
-            port or an unknown profile, or the model's tokenizer cannot be read.
+        Raises:
+            ConfigError: a port cannot be bound, the configuration names an instance without a port
+                or an unknown profile, or the model's tokenizer cannot be read.
         """
         _check_addresses(self._config)
         self._capacity = capacity_of(self._config)

@@ -70,10 +70,13 @@ def impact_window(
 ) -> Impact:
     """The window of a run beside the same requests without a fault.
 
-    Args: faulted: the records of the run with faults. clean: the same requests without, by index.
-        replay_ttft_s: of every interrupted request, by index. fault_s: when the first fault was
-        done. bucket_requests: requests per bucket; default: 200, fewer in runs of less than 2,000
-        requests.
+    Args:
+        faulted: the records of the run with faults.
+        clean: the same requests without, by index.
+        replay_ttft_s: of every interrupted request, by index.
+        fault_s: when the first fault was done.
+        bucket_requests: requests per bucket; default: 200, fewer in runs of less than 2,000
+            requests.
     """
     size = bucket_requests or bucket_size(len(faulted))
     ordered = sorted(faulted, key=lambda record: (record.due_s, record.index))

@@ -117,9 +117,11 @@ def fault_to_first_token_s(
     """TFS: from the fault to the first token that any interrupted stream received after its
     recovery was decided.
 
-    Args: victims: each interrupted stream with the time at which its recovery was decided. A token
-        that was still on its way when the instance died is no success, and the decision comes after
-        the last of those. fault_s: when the fault was done.
+    Args:
+        victims: each interrupted stream with the time at which its recovery was decided. A token
+            that was still on its way when the instance died is no success, and the decision comes
+            after the last of those.
+        fault_s: when the fault was done.
     """
     resumed = (
         next((at_s for at_s in record.token_times_s if at_s > decided_s), None)

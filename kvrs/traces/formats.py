@@ -30,8 +30,9 @@ def load_trace(path: Path, skip_bad_lines: bool = False) -> Trace:
     """Read a trace of any known format; times become seconds since the first request, requests are
     sorted by arrival.
 
-    Raises: TraceError: "file:line: reason" of the first bad line (unless they are skipped); a file
-        of no known format.
+    Raises:
+        TraceError: "file:line: reason" of the first bad line (unless they are skipped); a file of
+            no known format.
     """
     try:
         with path.open("rb") as file:

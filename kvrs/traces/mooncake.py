@@ -78,8 +78,9 @@ def load_mooncake(path: Path, skip_bad_lines: bool = False) -> Trace:
     """Read a Mooncake JSONL file; times become seconds, requests are sorted by arrival. Blank lines
     hold nothing.
 
-    Raises: TraceError: "file:line: reason" of the first bad line (unless they are skipped); an
-        unreadable or empty file.
+    Raises:
+        TraceError: "file:line: reason" of the first bad line (unless they are skipped); an
+            unreadable or empty file.
     """
     try:
         lines = path.read_bytes().split(b"\n")

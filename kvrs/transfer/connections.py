@@ -68,8 +68,9 @@ class ConnectionPool:
         """Put a question to `peer`; the caller receives the rest of the answer in
         `using(connection)`.
 
-        Raises: TransferError: the peer cannot be reached, refuses, is of another epoch, or answers
-            out of turn.
+        Raises:
+            TransferError: the peer cannot be reached, refuses, is of another epoch, or answers out
+                of turn.
         """
         if (idle := self._take_idle(peer, expected_epoch)) is not None:
             try:

@@ -41,7 +41,8 @@ async def admit(
     `adopt` is called with a client that has the secret and addresses this server; it may change
     what `identity` returns.
 
-    Returns: The identity that the client was given, and the client's.
+    Returns:
+        the identity that the client was given, and the client's.
 
     Raises:
         TransferError: the client was refused.

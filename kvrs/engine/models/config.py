@@ -103,8 +103,9 @@ class ModelConfig:
     def from_directory(cls, directory: Path) -> "ModelConfig":
         """Read `config.json` and, where there is one, `generation_config.json`.
 
-        Raises: ConfigError: naming file and field: unreadable, missing, of a wrong type, or a
-            feature that is not supported.
+        Raises:
+            ConfigError: naming file and field: unreadable, missing, of a wrong type, or a feature
+                that is not supported.
         """
         fields = Fields(directory / "config.json")
         family = fields.demand("model_type", _FAMILIES)

@@ -172,8 +172,9 @@ LOGPROBS_RANGE = (0, MAX_TOP_LOGPROBS)
 def parse_completion_request(body: bytes, backend: str = EMBEDDED) -> CompletionRequest:
     """Decode and check the body of `POST /v1/completions`.
 
-    Raises: RequestError: malformed JSON, a wrong type, a value out of range, or a field that the
-        backend does not take.
+    Raises:
+        RequestError: malformed JSON, a wrong type, a value out of range, or a field that the
+            backend does not take.
     """
     request, _, more = read_completion(body, backend)
     if more:

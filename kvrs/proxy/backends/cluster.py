@@ -31,8 +31,9 @@ def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = N
 def open_backends(config: Config, links: EngineLinks) -> dict[InstanceId, Backend]:
     """One per configured instance.
 
-    Raises: ConfigError: the directory of the model of an engine that does not report its geometry
-        is missing.
+    Raises:
+        ConfigError: the directory of the model of an engine that does not report its geometry is
+            missing.
     """
     model = config.cluster.model
     if config.cluster.backend is Engine.VLLM and not (Path(model or "") / "config.json").is_file():
