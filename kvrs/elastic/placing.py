@@ -6,7 +6,7 @@ anew: with `mod (n - 1)` nearly all cells would have to move.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrs.elastic.layouts import Stage
@@ -53,3 +53,8 @@ class SpreadTurns:
         for rank, heads in zip(self.turns[base], spread, strict=True):
             cells[rank] += heads
         return cells
+
+
+def least_loaded(pending_tokens: Mapping[int, int]) -> int:
+    """The base for a new sequence: the one whose sequences have fewest tokens to compute."""
+    return min(pending_tokens, key=lambda base: (pending_tokens[base], base))
