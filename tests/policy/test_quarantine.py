@@ -129,6 +129,37 @@ def test_a_connection_that_breaks_before_the_death_is_known_counts() -> None:
     assert only(harness.lose(second, at_s=0.2), GiveUp).reason is Reason.POISON
 
 
+def test_a_stream_waits_to_learn_of_the_first_death_when_the_second_is_known_before_it() -> None:
+    """It would end a third instance meanwhile. At the first one another stream waited as well; it
+    was alone at the second, which broke last.
+    """
+    harness = PolicyHarness("p0", "d0")
+    for name in ("A", "B"):
+        harness.decoding(name, resumed=False)
+    for name in ("p1", "d1", "p2", "d2"):
+        harness.handle(InstanceUp(instance(name)))
+    d0 = InstanceId("d0")
+    second = only(harness.handle(AttemptFailed(A, 1, d0, "reset", 0, abrupt=True)), Start)
+
+    actions = harness.lose(second.plan.decode, at_s=0.1)
+    assert of(actions, Start) == []
+    actions = harness.lose(d0, at_s=0.2)
+
+    assert (only(actions, GiveUp).stream, only(actions, GiveUp).reason) == (A, Reason.POISON)
+    assert only(actions, Start).stream == B
+
+
+def test_a_stream_goes_on_when_the_first_instance_turns_out_to_live() -> None:
+    """A connection broke there, and nothing else."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    first = harness.decoding("A", resumed=False).plan.decode
+    failed = AttemptFailed(A, 1, first, "reset", 0, abrupt=True)
+    second = only(harness.handle(failed), Start).plan.decode
+    harness.lose(second, at_s=0.1)
+
+    assert only(harness.handle(LoadReported(first, 0.0), at_s=0.5), Start).stream == A
+
+
 def test_a_prompt_that_kills_prefill_instances_is_refused() -> None:
     """The stage does not matter."""
     harness = PolicyHarness("p0", "d0", "p1", "d1", "p2", "d2")

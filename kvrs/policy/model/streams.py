@@ -122,6 +122,7 @@ class RecoveryState:
     # reason: with epoch, node and time.
     deaths: frozenset[tuple[InstanceId, int, NodeId, float]] = frozenset()
     is_only_suspect: bool = False  # Of the last of these deaths.
+    last_broke_s: float = -inf  # When it broke; news of an earlier one may come later.
     apart_until_s: float = -inf  # Until then it runs only where no other stream can be suspected.
     # Instances where an attempt broke that had brought nothing, and when: they may have died of it.
     broken: dict[tuple[InstanceId, int], float] = field(default_factory=dict)
@@ -167,6 +168,9 @@ class RecoveryState:
     def note_broken(self, instance: Instance, now_s: float, first_wait_s: float) -> None:
         self.broken[instance.id, instance.epoch] = now_s
         self.apart_until_s = max(self.apart_until_s, now_s + first_wait_s)
+        self._await_fate(now_s)
+
+    def _await_fate(self, now_s: float) -> None:
         if len(self.deaths) + len(self.broken) >= _DEATHS_OF_POISON:
             self.fate_until_s = now_s + _FATE_KNOWN_AFTER_S
 
@@ -189,9 +193,11 @@ class RecoveryState:
     def note_death(
         self, instance: Instance, suspects: int, now_s: float, first_wait_s: float, wait_s: float
     ) -> None:
-        self.broken.pop((instance.id, instance.epoch), None)
+        broke_s = self.broken.pop((instance.id, instance.epoch), now_s)
         self.deaths |= {(instance.id, instance.epoch, instance.node, now_s)}
-        self.is_only_suspect = suspects == 1
+        if broke_s >= self.last_broke_s:
+            self.last_broke_s, self.is_only_suspect = broke_s, suspects == 1
+        self._await_fate(now_s)
         is_first = len(self.deaths) < _DEATHS_OF_POISON
         self.apart_until_s = now_s + (first_wait_s if is_first else wait_s)
 
