@@ -5,7 +5,7 @@ A row without a figure of ours says what is missing.
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -17,6 +17,7 @@ from kvrs.elastic.layouts import even, staged, uneven
 from kvrs.elastic.plans import HOST
 from kvrs.elastic.units import Units
 from kvrs.profiles import catalog
+from kvrs.report.student import interval
 from kvrs.traces.generator import generate
 from kvrs.traces.presets import PRESETS
 
@@ -24,6 +25,9 @@ EXPERIMENTS = Path(__file__).parent
 RATES = "load_skew/results/rates.json"
 SHARES = "prefill_shares/results/prefill_shares.json"
 IN_PLACE = "in_place/results/in_place.json"
+COMPUTED = "raidserve_recovery/results/computed.json"
+SIMULATED = "lumen_simulated/results/lumen_simulated.json"
+STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In it.
 
 
 class How(StrEnum):
@@ -50,9 +54,8 @@ class Exhibit:
 
     @property
     def is_filled(self) -> bool:
-        return self.ours is not None and (
-            self.result is None or (EXPERIMENTS / self.result).exists()
-        )
+        has_result = self.result is None or (EXPERIMENTS / self.result).exists()
+        return self.ours is not None and has_result and self.ours() != ""
 
 
 @cache
@@ -138,15 +141,68 @@ def _slots() -> str:
     )
 
 
-def _lumen(case: str, scheme: str) -> str:
-    runs = kept("lumen_recovery/results/lumen_recovery.json")["cases"][case][scheme]
-    gaps = [run["max_gap_s"]["p50"] for run in runs]
-    return f"{scheme} {statistics.fmean(gaps):.2f} s"
+def _simulated(case: str) -> dict[str, dict[str, dict[str, float]]]:
+    """By scheme and seed."""
+    found: dict[str, dict[str, dict[str, float]]] = kept(SIMULATED)["cases"].get(case, {})
+    return found
 
 
-def _lumen_case(case: str) -> Callable[[], str]:
-    schemes = ("stop-and-restart", "fixed checkpoints", "+ scheduling")
-    return lambda: "pause p50: " + ", ".join(_lumen(case, scheme) for scheme in schemes)
+def _means(case: str, scheme: str, key: str) -> float:
+    return statistics.fmean(row[key] for row in _simulated(case)[scheme].values())
+
+
+def _change(case: str, key: str, base: str = STOP, scheme: str = SCHEDULED) -> str:
+    """Seed by seed, with the interval over the seeds."""
+    rows = _simulated(case)
+    pairs = [(row[key], rows[base][seed][key]) for seed, row in rows[scheme].items()]
+    found = interval([ours / others - 1 for ours, others in pairs])
+    assert found is not None
+    half = "" if found.half_width is None else f" ± {found.half_width:.0%}"
+    return f"{found.mean:+.0%}{half}"
+
+
+def _at(cases: Sequence[str], of_one: Callable[[str], str]) -> Callable[[], str]:
+    """For each of the cases that is kept."""
+
+    def ours() -> str:
+        return "; ".join(f"{case}: {of_one(case)}" for case in cases if _simulated(case))
+
+    return ours
+
+
+def _impact_of_one(case: str) -> str:
+    ttft, clean, tpot, clean_tpot = (
+        _means(case, STOP, key) for key in ("ttft_s", "clean_ttft_s", "tpot_s", "clean_tpot_s")
+    )
+    return f"TTFT {clean:.2f} to {ttft:.2f} s, TPOT {tpot / clean_tpot:.2f} times"
+
+
+def _causes(case: str) -> str:
+    ttft, share, replay = (
+        _means(case, STOP, key) for key in ("ttft_s", "queue_share", "replay_ttft_s")
+    )
+    return f"uninterrupted TTFT {ttft:.1f} s, {share:.0%} of it queueing; replay {replay:.1f} s"
+
+
+def _first_scheme(case: str) -> str:
+    return (
+        f"window {_change(case, 'window_s')} / {_change(case, 'window_s', FIXED)} of "
+        f"stop-and-restart / fixed checkpoints; TTFT {_change(case, 'ttft_s')}"
+    )
+
+
+def _windows(case: str) -> str:
+    found = " / ".join(f"{_means(case, name, 'window_s'):.0f}" for name in (STOP, FIXED, SCHEDULED))
+    return f"windows {found} s; TTFT {_change(case, 'ttft_s')}"
+
+
+def _scheduling(case: str) -> str:
+    before, after = (_means(case, name, "tpot_s") * 1e3 for name in (STOP, SCHEDULED))
+    return f"TTFT {_change(case, 'ttft_s')}, TPOT {after:.1f} ms of {before:.1f}"
+
+
+def _ttft(case: str) -> str:
+    return f"TTFT {_means(case, STOP, 'ttft_s'):.2f} s, {_change(case, 'ttft_s')}"
 
 
 def _checkpoint_cost() -> str:
@@ -180,6 +236,17 @@ def _raidserve(of: str, quantile: str) -> str:
     return " / ".join(
         f"{statistics.median(run[of][quantile] for run in rows[name]):.0f}" for name in names
     )
+
+
+def _long_prompts() -> str:
+    """Of the victims in all runs."""
+    found: dict[str, list[float]] = {}
+    for name, row in sorted(kept(COMPUTED)["cells"].items()):
+        found.setdefault(name.partition("#")[0], []).extend(row["victims_s"])
+    medians = " / ".join(
+        f"{statistics.median(found[way]):.2f}" for way in ("recompute", "host", "ours")
+    )
+    return f"recompute / host / ours, p50 of {len(found['ours'])} victims: {medians} s"
 
 
 def _preset(name: str) -> Callable[[], str]:
@@ -296,10 +363,37 @@ def _planners() -> str:
     )
 
 
-_NO_LOADING = "engines that load their weights for tens of seconds, in the simulator"
 _DRAFT = "draft models (speculation) are not built"
-_SCALE = "140 requests, one run, 3 to 9 victims, a reload of a second: the order is not significant"
+_VIRTUAL = (
+    "virtual time, the clock of OPT-13B, ShareGPT's lengths cut to 1,024 and 256 tokens, a reload "
+    "of 20 s"
+)
 _PIPELINES = "pipelines over nodes that share a stage are not built"
+
+_LONG_PROMPTS = Exhibit(
+    "Table 3: recovery latency",
+    "recompute 22 s, host 530 ms, full 120 ms, oracle 15 ms",
+    How.REAL,
+    "prompts of 8,192 tokens, computed by a small model on CPUs; whole instances; `ours` is the "
+    "policy, not on-demand weights",
+    _long_prompts,
+    "raidserve_recovery",
+    COMPUTED,
+)
+_SHORT_PROMPTS = Exhibit(
+    "Table 3: recovery latency",
+    "recompute 22 s, host 530 ms, full 120 ms, oracle 15 ms",
+    How.PACED,
+    "whole instances, prompts of at most 480 tokens in place of "
+    "13,516, so that there is little to recompute; four victims; `ours` is the policy, "
+    "not on-demand weights; oracle: no failure",
+    lambda: (
+        f"recompute / host / ours / oracle, p50 of victims: "
+        f"{_raidserve('max_tbt_of_interrupted_ms', 'p50')} ms"
+    ),
+    "raidserve_recovery",
+)
+_TABLE_3 = _LONG_PROMPTS if _LONG_PROMPTS.is_filled else _SHORT_PROMPTS
 
 SEEDS: dict[str, tuple[Exhibit, ...]] = {
     "KVRS (RecompOrMigrate)": (
@@ -366,48 +460,66 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
         Exhibit(
             "Figures 1, 2: impact of failures, 4 to 64 workers",
             "TTFT and TPOT of stop-and-restart; TPOT 1.6 times",
-            How.MISSING,
-            _NO_LOADING,
+            How.SIMULATED,
+            _VIRTUAL,
+            _at(("4x1", "8x1", "16x1"), _impact_of_one),
+            "lumen_simulated",
+            SIMULATED,
         ),
         Exhibit(
             "Table 1: causes",
             "uninterrupted TTFT 3.5 to 4.1 s, 78-80 % of it queueing; replay 24.0 to 29.4 s",
-            How.MISSING,
-            _NO_LOADING,
+            How.SIMULATED,
+            f"{_VIRTUAL}; what is not queueing is the computation of the prompt alone",
+            _at(("4x1", "8x1"), _causes),
+            "lumen_simulated",
+            SIMULATED,
         ),
         Exhibit(
             "Figure 6 (A.1), 4 workers",
             "window -50.0 / -34.9 % of stop-and-restart / fixed checkpoints; TTFT -44.4 %",
-            How.PACED,
-            f"{_SCALE}; {_DRAFT}",
-            _lumen_case("4x1"),
-            "lumen_recovery",
+            How.SIMULATED,
+            f"{_VIRTUAL}; {_DRAFT}, so ours is its + scheduling",
+            _at(("4x1",), _first_scheme),
+            "lumen_simulated",
+            SIMULATED,
         ),
         Exhibit(
             "Table 2 (A.1), 8 workers",
             "recovery 83.3 / 82.8 / 29.9 s; TTFT -29.6 %",
-            How.MISSING,
-            "8 instances with one failure in lumen_recovery",
+            How.SIMULATED,
+            f"{_VIRTUAL}; {_DRAFT}, so ours ends with + scheduling",
+            _at(("8x1",), _windows),
+            "lumen_simulated",
+            SIMULATED,
         ),
         Exhibit(
             "Figure 7 (A.2): scheduling alone",
             "TTFT -19.1 %, TPOT 96.7 ms of 99.3",
-            How.MISSING,
-            f"a run with tens of victims; {_DRAFT}",
+            How.SIMULATED,
+            _VIRTUAL,
+            _at(("4x1", "8x1"), _scheduling),
+            "lumen_simulated",
+            SIMULATED,
         ),
         Exhibit(
             "Figure 8 (A.3): request rates",
             "TTFT 1.5 s at 10/s, 26.7 s at 12/s; -33.3 % at 11/s",
-            How.MISSING,
-            "a sweep of rates",
+            How.SIMULATED,
+            f"{_VIRTUAL}; requests per second of an instance behind the colon, else 6.5; changes "
+            f"of + scheduling, since {_DRAFT}",
+            _at(("4x1:5.5", "4x1", "4x1:7.5"), _ttft),
+            "lumen_simulated",
+            SIMULATED,
         ),
         Exhibit(
             "Figure 9 (A.4): 1, 2, 4 of 8 fail",
             "TTFT -29.6 / -50.8 / -82.7 %",
-            How.PACED,
-            f"2 of 8 only; {_SCALE}",
-            _lumen_case("8x2"),
-            "lumen_recovery",
+            How.SIMULATED,
+            f"{_VIRTUAL}; changes of + scheduling, since {_DRAFT}",
+            _at(("8x1", "8x2", "8x4"), _ttft),
+            "lumen_simulated",
+            SIMULATED,
         ),
         Exhibit(
             "Steady state",
@@ -421,19 +533,22 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Table 3 (B.1)",
             "windows 100.3 / 94.9 / 91.1 / 81.5 / 81.5 s",
             How.MISSING,
-            f"{_NO_LOADING}; {_DRAFT}",
+            f"its last two need draft models; {_DRAFT}. Its first three: table 2",
         ),
         Exhibit(
             "Figures 10, 11 (B.2, B.3): rates, failures",
             "TTFT up to -42.7 %; 5 failures -63.6 / -33.9 %",
             How.MISSING,
-            f"{_NO_LOADING}; {_DRAFT}",
+            f"more instances than in figures 8 and 9 (hours of virtual time); {_DRAFT}",
         ),
         Exhibit(
             "Figure 12 (B.4): 25 % fail, 4 to 64 workers",
             "TTFT -46.8 to -51.2 %",
-            How.MISSING,
-            f"{_NO_LOADING}; {_DRAFT}",
+            How.SIMULATED,
+            f"{_VIRTUAL}; up to 16 instances; changes of + scheduling, since {_DRAFT}",
+            _at(("4x1", "8x2", "16x4"), _ttft),
+            "lumen_simulated",
+            SIMULATED,
         ),
         Exhibit(
             "B.4: 16 of 64 fail, checkpoints lost with their streams",
@@ -446,8 +561,11 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
         Exhibit(
             "Figure 13, Table 4 (B.5): one failure",
             "TTFT -50.6 % at 4 workers, -1.3 % at 64",
-            How.MISSING,
-            f"{_NO_LOADING}; {_DRAFT}",
+            How.SIMULATED,
+            f"{_VIRTUAL}; up to 16 instances; changes of + scheduling, since {_DRAFT}",
+            _at(("4x1", "8x1", "16x1"), _ttft),
+            "lumen_simulated",
+            SIMULATED,
         ),
         Exhibit(
             "Table 5 (B.6): depth of speculation",
@@ -535,19 +653,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             _balance,
             "raidserve_throughput",
         ),
-        Exhibit(
-            "Table 3: recovery latency",
-            "recompute 22 s, host 530 ms, full 120 ms, oracle 15 ms",
-            How.PACED,
-            "whole instances, prompts of at most 480 tokens in place of "
-            "13,516, so that there is little to recompute; four victims; `ours` is the policy, "
-            "not on-demand weights; oracle: no failure",
-            lambda: (
-                f"recompute / host / ours / oracle, p50 of victims: "
-                f"{_raidserve('max_tbt_of_interrupted_ms', 'p50')} ms"
-            ),
-            "raidserve_recovery",
-        ),
+        _TABLE_3,
         Exhibit(
             "Figure 13: longest time between tokens",
             "P99 572 ms with host, 229 with all",

@@ -62,6 +62,10 @@ class Record:
         if share > most:
             self.void(f"more than {most:.0%} of the CPU was in use")
 
+    def is_void(self) -> bool:
+        """As far as is known now."""
+        return "void" in self._circumstances()
+
     def keep(self, out: Path | None, name: str, figures: dict[str, Any], text: str) -> bool:
         """Print the circumstances; write the figures and the text with them to `out`, if given.
 

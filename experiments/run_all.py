@@ -188,10 +188,13 @@ ALL = (
     _plain("hand_off_crossover", 5),
     _plain("recovery_grid", 15),
     _plain("load_skew", 22),
-    Experiment("load_skew", ("rates",), 13, "python -m experiments.load_skew.rates"),
-    _plain("lumen_recovery", 8, options="--requests 140 --cases 4x1 8x2"),
-    _plain("lumen_simulated", 6),
+    Experiment("load_skew", ("rates",), 16, "python -m experiments.load_skew.rates"),
+    _plain("lumen_recovery", 9),
+    _plain("lumen_simulated", 25),
     _plain("raidserve_recovery", 8, TRACE),
+    Experiment(
+        "raidserve_recovery", ("computed",), 9, "python -m experiments.raidserve_recovery.computed"
+    ),
     Experiment("kill_series", ("simulated",), 4, "python -m experiments.kill_series.simulated"),
     *_kinds(
         "kill_series",
@@ -249,7 +252,7 @@ ALL = (
     ),
     _plain("gossip_fuzz", 1),
     _plain("fuzz", 8),
-    _plain("simulated_deaths", 5),
+    _plain("simulated_deaths", 10),
     _plain("placement_spread", 1),
     *_kinds(
         "distserve_kill_series",

@@ -5,7 +5,9 @@ goodput, with 90 % of the requests at one node.
     python -m experiments.load_skew.rates --limit-s 280    # as many as fit
     python -m experiments.load_skew.rates --repeats 10     # five more
 
-A run goes on from the repeats that are kept, if the code has not changed since.
+A premise test comes first: runs of the baseline alone, at rates between two that it halves, find
+where it loses that much. The rates around it are measured. A run goes on from the repeats that are
+kept, if the code has not changed since.
 """
 
 import argparse
@@ -29,9 +31,13 @@ from kvrs.report.student import Interval, interval
 
 SHARE = 0.9
 PUBLISHED = 0.086
-# Of its own requests a node loses a seventh at 3.9 a second and a twentieth at 3.3 (load_skew.txt).
-# The loss that is looked for lies between, at a node with 90 % of what is asked for here.
-RATES = [3.6, 4.0, 4.4]
+# What the baseline serves is PUBLISHED less than all: this share of the requests is lost.
+LOST = PUBLISHED / (1 + PUBLISHED)
+# Between them lies the rate that is looked for: at 5.85 a second of its own a node is beyond its
+# limit, and at a third of what it can do it loses nothing (load_skew.txt).
+LEAST, MOST, HALVINGS = 2.5, 6.0, 4
+PREMISE_S = 40.0
+APART = 0.3  # Between the rates that are measured.
 # `auto` beside `rom`: load_skew.txt.
 MODES = (Handoff.OWN_PAIR, Handoff.ROM)
 NAME = "rates"
@@ -61,13 +67,30 @@ def nearest(rows: Rows) -> str:
 
 
 def kept(path: Path, seconds: float, rates: Sequence[float]) -> Rows:
-    """Repeats that the same code has measured in the same way; none of a void result."""
+    """Repeats that the same code has measured in the same way; none of a void result. Without
+    rates those that are kept, if there are any.
+    """
     nothing: Rows = {f"{rate:g}": {mode.value: [] for mode in MODES} for rate in rates}
     if state(path, "load_skew") != "current":
         return nothing
     found = json.loads(path.read_text())
     rows: Rows = found["rows"]
-    return rows if (found["seconds"], [*rows]) == (seconds, [*nothing]) else nothing
+    if found["seconds"] != seconds or (rates and [*rows] != [*nothing]):
+        return nothing
+    return rows
+
+
+def premise(urls: list[str], seed: int) -> list[float]:
+    """The rates around that at which the baseline loses what it lost in the paper."""
+    least, most = LEAST, MOST
+    for _ in range(HALVINGS):
+        rate = (least + most) / 2
+        records = uvloop.run(load(urls, requests(seed, PREMISE_S, SHARE, rate), seed))
+        gone = lost([figures(records, PREMISE_S)])
+        print(f"premise: {rate:.2f} requests/s, the baseline loses {gone:.1%}", flush=True)
+        least, most = (rate, most) if gone < LOST else (least, rate)
+    middle = round((least + most) / 2, 1)
+    return [round(middle + step * APART, 1) for step in (-1, 0, 1)]
 
 
 def as_text(rows: Rows, repeats: int, seconds: float) -> str:
@@ -95,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="without a premise test")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--limit-s", type=float, default=900.0, help="no repeat goes beyond")
@@ -105,9 +128,12 @@ def main() -> int:
     begun_s = time.monotonic()
     record = Record(arguments.seed)
     rows = kept(arguments.out / f"{NAME}.json", arguments.seconds, arguments.rates)
-    done = first = len(next(iter(rows.values()))[Handoff.OWN_PAIR.value])
     with Processes(settings()) as processes:
         urls = start(processes, MODES)
+        if not rows:
+            around = premise(urls[Handoff.OWN_PAIR], arguments.seed)
+            rows = {f"{rate:g}": {mode.value: [] for mode in MODES} for rate in around}
+        done = first = len(next(iter(rows.values()))[Handoff.OWN_PAIR.value])
         before, took_s = cpu_ticks(), 0.0
         with Progress(disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("repeats", total=arguments.repeats, completed=done)
@@ -132,7 +158,10 @@ def main() -> int:
         "nearest": {"rate": rate, "gain": gain.mean, "half_width": gain.half_width},
     }
     is_void = record.keep(
-        arguments.out, NAME, found | {"cpu_share": round(cpu, 3), "rows": rows}, text
+        None if record.is_void() else arguments.out,
+        NAME,
+        found | {"cpu_share": round(cpu, 3), "rows": rows},
+        text,
     )
     return 2 if is_void else 0
 

@@ -1,11 +1,10 @@
 """LUMEN's experiments A.1 to A.4 in small: stop-and-restart, fixed checkpoints, and load-aware
 checkpoints with scheduling.
 
-    python -m experiments.lumen_recovery.run [--cases 4x1 8x1 8x2 8x4] [--requests 240] [--repeats
-    1]
+    python -m experiments.lumen_recovery.run [--cases 4x1 8x2 8x1 8x4] [--repeats 5] [--limit-s 540]
 
 A case is instances x failures: instances that prefill and decode, one a node, each with its agent;
-the failures come together.
+the failures come together. A run goes on from the repeats that are kept.
 """
 
 import argparse
@@ -14,11 +13,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
 from rich.console import Console
 
+from experiments.cells import Cells
 from experiments.record import Record
 from experiments.rig import stretched
 from experiments.schemes import PACE, Scheme, run_scheme
@@ -26,6 +27,7 @@ from kvrs.cluster.drill import Run
 from kvrs.demo import LINK_BYTES_PER_S, scaled_requests
 from kvrs.faults.language import Fault, parse_faults
 from kvrs.report.report import Report, build_report
+from kvrs.report.student import interval
 from kvrs.traces.generator import GeneratorSettings, generate
 
 matplotlib.use("Agg")
@@ -33,11 +35,16 @@ from matplotlib import pyplot
 
 # Eight engines share two cores: on a slower clock their real work still fits into their steps.
 STRETCH = 2.0
-REQUESTS_PER_S_OF_AN_INSTANCE = 0.85
+REQUESTS_PER_S_OF_AN_INSTANCE = 2.5
+REQUESTS_OF_AN_INSTANCE = 100
+RELOAD_S = 10.0  # Of the weights; LUMEN: tens of seconds.
+STOP, CLEAN = "stop-and-restart", "no failure"
+Row = dict[str, Any]
+ByScheme = dict[str, Row]
 SCHEMES = (
-    Scheme("no failure", {"name": "auto"}, {"mode": "off"}, fails=False),
+    Scheme(CLEAN, {"name": "auto"}, {"mode": "off"}, fails=False),
     Scheme(
-        "stop-and-restart",
+        STOP,
         {"name": "always_recompute", "dispatch": "least_loaded"},
         {"mode": "off"},
     ),
@@ -92,58 +99,101 @@ def figures(run: Run, clean: Run, report: Report) -> dict[str, Any]:
     }
 
 
-def as_text(cases: dict[str, dict[str, list[dict[str, Any]]]], result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['requests']} requests a run, {REQUESTS_PER_S_OF_AN_INSTANCE} a second "
-        f"and instance, pace {PACE} x {STRETCH:g}; "
-        f"{result['repeats']} runs each",
-        "",
-        f"{'case':<6}{'scheme':<19}{'impact':>9}{'TTFT int':>9}{'replay':>8}{'unint':>8}"
-        f"{'TPOT int':>9}{'unint':>8}{'gap p50':>8}"
-        f"{'p99':>8}{'hit':>5}  lost/rep/diff/err",
-    ]
-
-    def shown(value: float | None, scale: float = 1.0) -> str:
-        return (
-            "-"
-            if value is None
-            else f"{value * scale:.2f}"
-            if scale == 1.0
-            else f"{value * scale:.0f}"
+def measured(name: str, arguments: argparse.Namespace, pace: str, console: Console) -> ByScheme:
+    """One run of each scheme, and one without a failure, of the same requests in random order."""
+    case, _, repeat = name.partition("#")
+    instances, failed = map(int, case.split("x"))
+    seed = arguments.seed + int(repeat)
+    count = REQUESTS_OF_AN_INSTANCE * instances
+    trace = generate(GeneratorSettings(requests=count), seed)
+    requests = scaled_requests(trace, seed, REQUESTS_PER_S_OF_AN_INSTANCE * instances)
+    faults = failures(failed, count)
+    runs: dict[str, Run] = {}
+    for scheme in random.Random(name).sample(SCHEMES, len(SCHEMES)):
+        console.print(f"{name} {scheme.name}")
+        config = scheme.config(nodes(instances), seed, pace, LINK_BYTES_PER_S)
+        runs[scheme.name] = run_scheme(scheme, config, requests, faults, seed, console)
+    clean = runs.pop(CLEAN)
+    return {
+        scheme: figures(
+            run,
+            clean,
+            build_report(run.records, clean.records, run.recoveries, run.faults, {}),
         )
+        for scheme, run in runs.items()
+    }
 
+
+def by_case(cells: dict[str, ByScheme]) -> dict[str, dict[str, list[Row]]]:
+    """The runs of each scheme, in the order of the repeats."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for name in sorted(cells):
+        for scheme, row in cells[name].items():
+            found.setdefault(name.partition("#")[0], {}).setdefault(scheme, []).append(row)
+    return found
+
+
+MEASURES: tuple[tuple[str, Callable[[Row], float | None], float], ...] = (
+    ("window s", lambda run: run["recovery_time_s"], 1.0),
+    ("TTFT s", lambda run: run["ttft_s"]["uninterrupted"], 1.0),
+    ("replay TTFT s", lambda run: run["replay_ttft_s"], 1.0),
+    ("pause s", lambda run: run["max_gap_s"]["mean"], 1.0),
+    ("TPOT ms", lambda run: run["tpot_s"]["uninterrupted"], 1e3),
+)
+
+
+def difference(one: list[Row], base: list[Row], value: Callable[[Row], float | None]) -> str:
+    """Repeat by repeat; * where the interval excludes 0."""
+    pairs = [(value(a), value(b)) for a, b in zip(one, base, strict=True)]
+    found = interval([a / b - 1 for a, b in pairs if a is not None and b])
+    if found is None:
+        return "-"
+    if found.half_width is None:
+        return f"{found.mean:+.0%}"
+    star = "*" if abs(found.mean) > found.half_width else ""
+    return f"{found.mean:+.0%} ± {found.half_width:.0%}{star}"
+
+
+def as_text(cases: dict[str, dict[str, list[Row]]]) -> str:
+    lines = [
+        f"{REQUESTS_OF_AN_INSTANCE} requests an instance, {REQUESTS_PER_S_OF_AN_INSTANCE} a second "
+        f"and instance, pace {PACE} x {STRETCH:g}, back after {RELOAD_S:g} s; means of the runs",
+        "in brackets against stop-and-restart, run by run; * where the interval excludes 0",
+        f"{'case':<6}{'scheme':<19}{'runs':>5}{'hit':>5}"
+        + "".join(f"{name:>25}" for name, _, _ in MEASURES)
+        + "  lost/rep/diff/err",
+    ]
     for case, schemes in cases.items():
+        base = schemes[STOP]
         for name, runs in schemes.items():
-            for run in runs:
-                gap = run["max_gap_s"]
-                window = shown(run["recovery_time_s"]) + (
-                    "" if run["closed"] in (True, None) else "+"
-                )
-                lines.append(
-                    f"{case:<6}{name:<19}{window:>9}{shown(run['ttft_s']['interrupted']):>9}{shown(run['replay_ttft_s']):>8}"
-                    f"{shown(run['ttft_s']['uninterrupted']):>8}"
-                    f"{shown(run['tpot_s']['interrupted'], 1e3):>9}"
-                    f"{shown(run['tpot_s']['uninterrupted'], 1e3):>8}{shown(gap['p50']):>8}"
-                    f"{shown(gap['p99']):>8}"
-                    f"{run['interrupted']:>5}  "
-                    f"{run['lost']}/{run['repeated']}/{run['different']}/{run['errors']}"
-                )
+            hit = sum(run["interrupted"] for run in runs)
+            text = f"{case:<6}{name:<19}{len(runs):>5}{hit:>5}"
+            for _, value, scale in MEASURES:
+                known = [found for run in runs if (found := value(run)) is not None]
+                cell = f"{fmean(known) * scale:.2f}" if known else "-"
+                if name != STOP:
+                    cell += f" ({difference(runs, base, value)})"
+                text += f"{cell:>25}"
+            wrong = "/".join(
+                str(sum(run[key] for run in runs))
+                for key in ("lost", "repeated", "different", "errors")
+            )
+            lines.append(f"{text}  {wrong}".rstrip())
+        clean = fmean(run["clean_ttft_s"] for run in base)
+        lines.append(f"{case:<6}{CLEAN:<29}{'':25}{clean:>25.2f}")
     lines += [
         "",
-        "impact: LUMEN's failure-impact window (docs/replay.md), + still open at the end "
-        "of the run; times in s, TPOT in ms",
+        "hit: interrupted streams of all runs; TTFT, TPOT: of the others. The window is LUMEN's "
+        "(docs/replay.md); where it was open when a run ended, it counts up to there",
     ]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
-def draw_plot(cases: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> None:
+def draw_plot(cases: dict[str, dict[str, list[Row]]], path: Path) -> None:
     names = [scheme.name for scheme in SCHEMES if scheme.fails]
-    panels: tuple[tuple[str, Callable[[dict[str, Any]], float | None]], ...] = (
-        ("longest pause of interrupted streams, mean s", lambda run: run["max_gap_s"]["mean"]),
-        ("failure-impact window, s", lambda run: run["recovery_time_s"]),
-    )
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(10, 3.8), layout="constrained")
-    for axis, (title, value) in zip(axes, panels, strict=True):
+    shown = [measure for measure in MEASURES if measure[0] in ("pause s", "window s")]
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(10, 3.8), layout="constrained")
+    for axis, (title, value, _) in zip(axes, shown, strict=True):
         for offset, name in enumerate(names):
             means = []
             for schemes in cases.values():
@@ -156,7 +206,7 @@ def draw_plot(cases: dict[str, dict[str, list[dict[str, Any]]]], path: Path) -> 
                 label=name,
             )
         axis.set_xticks(range(len(cases)), list(cases))
-        axis.set(title=title, xlabel="instances x failures")
+        axis.set(title=f"{title}, mean", xlabel="instances x failures")
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
@@ -165,52 +215,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", default=["4x1", "8x1", "8x2", "8x4"])
-    parser.add_argument("--requests", type=int, default=240)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--cases", nargs="+", default=["4x1", "8x2", "8x1", "8x4"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=540.0, help="no cell goes beyond")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     record, console = Record(arguments.seed), Console()
-    order = random.Random(arguments.seed)
-    cases: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    clean: dict[int, Run] = {}
+    settings = {"pace": f"{PACE} x {STRETCH:g}", "reload_s": RELOAD_S, "seed": arguments.seed}
+    cells = Cells(arguments.out, "lumen_recovery", "lumen_recovery", settings)
+    names = [f"{case}#{repeat}" for case in arguments.cases for repeat in range(arguments.repeats)]
     with tempfile.TemporaryDirectory(prefix="kvrs-lumen-") as directory:
-        pace = str(stretched(PACE, STRETCH, Path(directory)))
-        for case in arguments.cases:
-            instances, failed = map(int, case.split("x"))
-            trace = generate(GeneratorSettings(requests=arguments.requests), arguments.seed)
-            requests = scaled_requests(
-                trace, arguments.seed, REQUESTS_PER_S_OF_AN_INSTANCE * instances
-            )
-            faults = failures(failed, arguments.requests)
-            found = cases[case] = {scheme.name: [] for scheme in SCHEMES}
-            for repeat in range(arguments.repeats):
-                runs: dict[str, Run] = {}
-                for scheme in order.sample(SCHEMES, len(SCHEMES)):
-                    if not scheme.fails and repeat == 0 and instances in clean:
-                        continue
-                    config = scheme.config(nodes(instances), arguments.seed, pace, LINK_BYTES_PER_S)
-                    console.print(f"{case} {scheme.name}")
-                    runs[scheme.name] = run_scheme(
-                        scheme, config, requests, faults, arguments.seed, console
-                    )
-                if "no failure" in runs:
-                    clean[instances] = runs["no failure"]
-                for name, run in runs.items():
-                    report = build_report(
-                        run.records, clean[instances].records, run.recoveries, run.faults, {}
-                    )
-                    found[name].append(figures(run, clean[instances], report))
-    result = {
-        "pace": f"{PACE} x {STRETCH:g}",
-        "requests": arguments.requests,
-        "repeats": arguments.repeats,
-    }
-    text = as_text(cases, result)
+        pace = str(stretched(PACE, STRETCH, Path(directory), RELOAD_S))
+        cells.measure(
+            names, arguments.limit_s, lambda name: measured(name, arguments, pace, console)
+        )
+    cases = by_case(cells.found)
+    text = as_text(cases)
     print(text, end="")
-    record.keep(arguments.out, "lumen_recovery", {**result, "cases": cases}, text)
-    draw_plot(cases, arguments.out / "lumen_recovery.png")
+    is_void = cells.keep(record, {"cases": cases}, text)
+    if not is_void:
+        draw_plot(cases, arguments.out / "lumen_recovery.png")
     wrong = sum(
         run[key]
         for schemes in cases.values()
@@ -218,7 +243,7 @@ def main() -> int:
         for run in found
         for key in ("errors", "lost", "repeated", "different")
     )
-    return 0 if wrong == 0 else 1
+    return 2 if is_void else min(1, wrong)
 
 
 if __name__ == "__main__":

@@ -4,23 +4,24 @@ takes to load their weights, and the others are nearly saturated without them.
     python -m experiments.lumen_simulated.run [--cases 4x1 8x1 8x2 8x4] [--seeds 5]
 
 A case is instances x failures, with requests per second of an instance behind a colon where the
-rate is another.
+rate is another. A run goes on from the cells that are kept, if the code has not changed since.
 """
 
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
+from experiments.cells import Cells
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.faults.language import parse_faults
 from kvrs.ids import StreamId
+from kvrs.profiles.catalog import prefill_table
 from kvrs.report import metrics
 from kvrs.report.impact import impact_window
 from kvrs.report.student import Interval, interval
@@ -38,8 +39,12 @@ PER_S = 6.5  # Requests of an instance.
 RELOAD_S = 20.0
 LINK_BYTES_PER_S = 100e9 / 8
 REQUESTS_OF_AN_INSTANCE = 640
-CASES = ("4x1",)
+CASES = ("4x1", "8x1", "8x2", "8x4", "4x1:5.5", "4x1:7.5")
+NAME = "lumen_simulated"
+PREFILL = prefill_table(PACE)
 Row = dict[str, Any]
+# By case, scheme and seed.
+ByCase = dict[str, dict[str, dict[str, Row]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,11 @@ def simulate(case: Case, scheme: Scheme, seed: int, *, fails: bool) -> Run:
     return Run(records, interrupted, fault_s)
 
 
+def alone_s(record: StreamRecord) -> float:
+    """What its prompt takes to compute, and nothing else."""
+    return PREFILL.seconds_for(record.prompt_tokens)
+
+
 def figures(run: Run, clean: Run) -> Row:
     replayed = {
         record.index: metrics.replay_ttft_s(record, run.fault_s)
@@ -188,34 +198,42 @@ def figures(run: Run, clean: Run) -> Row:
         "clean_ttft_s": fmean(
             metrics.arrival_ttft_s(twins[record.index]) or 0.0 for record in near
         ),
+        "queue_share": 1
+        - fmean(alone_s(record) for record in near)
+        / fmean(metrics.arrival_ttft_s(record) or 0.0 for record in near),
         "tpot_s": fmean(metrics.tpot_s(record) or 0.0 for record in near),
+        "clean_tpot_s": fmean(metrics.tpot_s(twins[record.index]) or 0.0 for record in near),
         "replay_ttft_s": fmean(known.values()),
         "pause_s": fmean(pauses),
     }
 
 
-def measure(cases: Sequence[str], seeds: range, tell: Callable[[str], None]) -> dict[str, Any]:
-    found: dict[str, dict[str, list[Row]]] = {}
-    for name in cases:
-        case = Case.of(name)
-        rows: dict[str, list[Row]] = {scheme.name: [] for scheme in SCHEMES}
-        for seed in seeds:
-            clean = simulate(case, STOP, seed, fails=False)
-            for scheme in SCHEMES:
-                run = simulate(case, scheme, seed, fails=True)
-                rows[scheme.name].append(figures(run, clean))
-            tell(f"{name}, seed {seed}: {rows[STOP.name][-1]}")
-        found[name] = rows
+def cell(name: str, clean: dict[tuple[int, float, int], Run]) -> dict[str, Row]:
+    """By scheme. `clean` has the runs without a failure, which several cells share."""
+    text, _, seed_text = name.partition("#")
+    case, seed = Case.of(text), int(seed_text)
+    same = case.instances, case.per_s, seed
+    if same not in clean:
+        clean[same] = simulate(case, STOP, seed, fails=False)
+    return {
+        scheme.name: figures(simulate(case, scheme, seed, fails=True), clean[same])
+        for scheme in SCHEMES
+    }
+
+
+def by_case(cells: dict[str, dict[str, Row]]) -> ByCase:
+    found: ByCase = {}
+    for name, rows in cells.items():
+        case, _, seed = name.partition("#")
+        for scheme, row in rows.items():
+            found.setdefault(case, {}).setdefault(scheme, {})[seed] = row
     return found
 
 
-def change(rows: dict[str, list[Row]], scheme: str, key: str) -> Interval:
+def change(rows: dict[str, dict[str, Row]], scheme: str, key: str) -> Interval:
     """Against stop-and-restart, seed by seed."""
     found = interval(
-        [
-            ours[key] / base[key] - 1
-            for ours, base in zip(rows[scheme], rows[STOP.name], strict=True)
-        ]
+        [row[key] / rows[STOP.name][seed][key] - 1 for seed, row in rows[scheme].items()]
     )
     assert found is not None
     return found
@@ -224,6 +242,15 @@ def change(rows: dict[str, list[Row]], scheme: str, key: str) -> Interval:
 def shown(found: Interval) -> str:
     half = "" if found.half_width is None else f" ± {found.half_width:.0%}"
     return f"{found.mean:+.0%}{half}"
+
+
+def is_shown(found: Interval) -> bool:
+    """Whether the interval excludes 0."""
+    return found.half_width is not None and abs(found.mean) > found.half_width
+
+
+def mean(rows: dict[str, Row], key: str) -> float:
+    return fmean(row[key] for row in rows.values())
 
 
 SHOWN = (
@@ -235,25 +262,29 @@ SHOWN = (
 )
 
 
-def as_text(found: dict[str, Any], seeds: int) -> str:
+def as_text(found: ByCase) -> str:
     lines = [
         f"{PRESET} lengths, {REQUESTS_OF_AN_INSTANCE} requests an instance, {PER_S}/s unless "
-        f"named, {PACE}, back after {RELOAD_S:g} s; means of {seeds} seeds",
-        "in brackets against stop-and-restart, run by run",
-        f"{'case':9}{'scheme':18}{'hit':>5}" + "".join(f"{name:>24}" for name, _, _ in SHOWN),
+        f"named, {PACE}, back after {RELOAD_S:g} s; means of the seeds",
+        "in brackets against stop-and-restart, seed by seed; * where the interval excludes 0",
+        f"{'case':9}{'scheme':18}{'seeds':>6}{'hit':>5}"
+        + "".join(f"{name:>24}" for name, _, _ in SHOWN),
     ]
     for case, rows in found.items():
-        for scheme, runs in rows.items():
-            hit = fmean(run["interrupted"] for run in runs)
-            text = f"{case:9}{scheme:18}{hit:>5.0f}"
+        for scheme, by_seed in rows.items():
+            hit = mean(by_seed, "interrupted")
+            text = f"{case:9}{scheme:18}{len(by_seed):>6}{hit:>5.0f}"
             for _, key, scale in SHOWN:
-                cell = f"{fmean(run[key] for run in runs) * scale:.2f}"
+                cell = f"{mean(by_seed, key) * scale:.2f}"
                 if scheme != STOP.name:
-                    cell += f" ({shown(change(rows, scheme, key))})"
+                    by = change(rows, scheme, key)
+                    cell += f" ({shown(by)}{'*' if is_shown(by) else ''})"
                 text += f"{cell:>24}"
             lines.append(text.rstrip())
-        clean = fmean(run["clean_ttft_s"] for run in rows[STOP.name])
-        lines.append(f"{case:9}{'no failure':23}{'':24}{clean:>24.2f}")
+        clean, tpot = (mean(rows[STOP.name], f"clean_{key}") for key in ("ttft_s", "tpot_s"))
+        lines.append(f"{case:9}{'no failure':29}{'':24}{clean:>24.2f}{'':48}{tpot * 1e3:>24.2f}")
+        share = mean(rows[STOP.name], "queue_share")
+        lines.append(f"{case:9}{'':29}of the TTFT of stop-and-restart {share:.0%} is queueing")
     lines += [
         "",
         "hit: interrupted streams of a run; TTFT and TPOT: of the others that came while an "
@@ -268,14 +299,19 @@ def main() -> int:
     )
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=1500.0, help="no cell goes beyond")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     seeds = range(options.seeds)
     record = Record(*seeds, timed=False)
-    found = measure(options.cases, seeds, lambda line: print(line, flush=True))
-    text = as_text(found, len(seeds))
+    cells = Cells(options.out, NAME, NAME, {"reload_s": RELOAD_S})
+    clean: dict[tuple[int, float, int], Run] = {}
+    names = [f"{case}#{seed}" for seed in seeds for case in options.cases]
+    cells.measure(names, options.limit_s, lambda name: cell(name, clean))
+    found = by_case(cells.found)
+    text = as_text(found)
     print(text)
-    record.keep(options.out, "lumen_simulated", {"reload_s": RELOAD_S, "cases": found}, text)
+    cells.keep(record, {"cases": found}, text)
     return 0
 
 

@@ -1,26 +1,74 @@
-"""Thousands of random worlds in virtual time, each with random faults; every invariant is checked
-in each of them.
+"""Thousands of random worlds in virtual time, each with random faults; worlds with every kind of
+fault in turn; and worlds of one subject each. Every invariant is checked in each of them.
 """
 
 import argparse
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.record import Record
-from kvrs.sim.cluster import Outcome
+from kvrs.sim.cluster import POISONED, Outcome
 from kvrs.sim.command import deaths_of, rows
-from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
-from kvrs.sim.scenarios import scenario
+from kvrs.sim.scenarios import KINDS, contended, in_turn, poisoned, ranked, scenario, sick
+from kvrs.sim.world import World
 
+# By scenario: outcomes, and what went wrong by seed.
+Others = dict[str, tuple[list[Outcome], dict[int, str]]]
 HIT_AT_LEAST = 8  # Streams that depend on the victims, of every kind of death.
+MOST_DEATHS = 6  # Of three poisoned requests.
+
+
+def all_complete(outcome: Outcome) -> str:
+    """What is wrong, beside the invariants."""
+    return "" if set(outcome.ended) == {"complete"} else f"streams ended {dict(outcome.ended)}"
+
+
+def each_kind_came(outcome: Outcome) -> str:
+    missing = set(KINDS) - {hit.death for hit in outcome.hits}
+    return all_complete(outcome) or (f"never came: {sorted(missing)}" if missing else "")
+
+
+def few_deaths(outcome: Outcome) -> str:
+    deaths = sum(hit.death == POISONED for hit in outcome.hits)
+    if set(outcome.ended) != {"complete", "poison"} or outcome.ended["poison"] != 3:
+        return f"streams ended {dict(outcome.ended)}"
+    return f"{deaths} deaths of three poisoned requests" if deaths > MOST_DEATHS else ""
+
+
+# By name: how a world is drawn, and what must hold of its outcome beside the invariants.
+SCENARIOS: dict[str, tuple[Callable[[int], World], Callable[[Outcome], str]]] = {
+    "in turn": (in_turn, each_kind_came),
+    "ranks": (ranked, all_complete),
+    "contended": (contended, lambda outcome: ""),
+    "poisoned": (poisoned, few_deaths),
+    "sick": (sick, all_complete),
+}
+
+
+def run_others(seeds: range) -> Others:
+    """Each of them with each seed."""
+    found: Others = {}
+    for name, (make, wrong) in SCENARIOS.items():
+        outcomes, broken = found[name] = [], {}
+        for seed in seeds:
+            try:
+                outcomes.append(outcome := make(seed).run())
+            except AssertionError as error:
+                broken[seed] = repr(error)
+            else:
+                if what := wrong(outcome):
+                    broken[seed] = what
+        print(f"{name}: {len(seeds)} worlds, {len(broken)} of them wrong", flush=True)
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5000)
+    parser.add_argument("--others", type=int, default=40, help="worlds of each other scenario")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
@@ -34,34 +82,56 @@ def main() -> int:
             broken[seed] = repr(error)
         if done % 500 == 0:
             print(f"{done} of {len(seeds)} worlds, {len(broken)} violated an invariant", flush=True)
-    text = as_text(outcomes, broken, time.process_time() - begun_s)
+    others = run_others(range(arguments.first, arguments.first + arguments.others))
+    text = as_text(outcomes, broken, others, time.process_time() - begun_s)
     print(text, end="")
-    record.keep(arguments.out, "simulated_deaths", as_figures(outcomes, broken, seeds), text)
-    deaths = deaths_of(outcomes)
-    missed = [name for name in FAULT_SCENARIOS if deaths.get(name, (0, 0))[1] < HIT_AT_LEAST]
-    return 1 if broken or missed else 0
+    record.keep(
+        arguments.out, "simulated_deaths", as_figures(outcomes, broken, others, seeds), text
+    )
+    deaths = deaths_of([*outcomes, *others["in turn"][0]])
+    missed = [name for name in KINDS if deaths.get(name, (0, 0))[1] < HIT_AT_LEAST]
+    wrong = any(broken for _, broken in others.values())
+    return 1 if broken or wrong or missed else 0
 
 
-def as_text(outcomes: Sequence[Outcome], broken: dict[int, str], cpu_s: float) -> str:
+def as_text(
+    outcomes: Sequence[Outcome],
+    broken: dict[int, str],
+    others: Others,
+    cpu_s: float,
+) -> str:
     lines = [
-        f"{len(outcomes) + len(broken)} worlds in {cpu_s:.0f} s of CPU time; "
+        f"{len(outcomes) + len(broken)} random worlds, {cpu_s:.0f} s of CPU time with those below; "
         f"{len(broken)} of them violated an invariant"
     ]
     lines += [f"  seed {seed}: {what}" for seed, what in broken.items()]
+    lines += ["", f"{'scenario':<14}{'worlds':>8}{'streams':>10}{'deaths':>8}{'wrong':>8}"]
+    for name, (found, wrong) in others.items():
+        streams = sum(sum(each.ended.values()) for each in found)
+        deaths = sum(len(each.hits) for each in found)
+        lines.append(f"{name:<14}{len(found):>8}{streams:>10,}{deaths:>8,}{len(wrong):>8}")
+        lines += [f"  seed {seed}: {what}" for seed, what in wrong.items()]
     lines += [
         "",
+        "random worlds:",
         *(f"{name:<40}{value:>14}" for name, value in rows(outcomes)),
         "",
-        f"{'death':<34}{'times':>8}{'streams hit':>14}",
+        "random worlds and those in turn:",
+        f"{'death':<44}{'times':>8}{'streams hit':>14}",
     ]
     lines += [
-        f"{name:<34}{times:>8,}{streams:>14,}"
-        for name, (times, streams) in deaths_of(outcomes).items()
+        f"{name:<44}{times:>8,}{streams:>14,}"
+        for name, (times, streams) in deaths_of([*outcomes, *others["in turn"][0]]).items()
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def as_figures(outcomes: Sequence[Outcome], broken: dict[int, str], seeds: range) -> dict[str, Any]:
+def as_figures(
+    outcomes: Sequence[Outcome],
+    broken: dict[int, str],
+    others: Others,
+    seeds: range,
+) -> dict[str, Any]:
     return {
         "seeds": [seeds.start, seeds.stop],
         "broken": {str(seed): what for seed, what in broken.items()},
@@ -73,7 +143,15 @@ def as_figures(outcomes: Sequence[Outcome], broken: dict[int, str], seeds: range
         "steps": sum(outcome.steps for outcome in outcomes),
         "deaths": {
             name: {"times": times, "streams": streams}
-            for name, (times, streams) in deaths_of(outcomes).items()
+            for name, (times, streams) in deaths_of([*outcomes, *others["in turn"][0]]).items()
+        },
+        "others": {
+            name: {
+                "worlds": len(found),
+                "ended": sum((each.ended for each in found), Counter[str]()),
+                "wrong": {str(seed): what for seed, what in wrong.items()},
+            }
+            for name, (found, wrong) in others.items()
         },
     }
 

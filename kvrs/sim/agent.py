@@ -1,12 +1,12 @@
 """The agent of a simulated node: the book of its checkpoint store, and what lies in the slots."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvrs.agent.slots import SlotTable
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
+from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotAsked, SlotUpdate
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
 from kvrs.sim.process import require
@@ -37,6 +37,7 @@ class SimAgent(SimHolder):
         self.book = CheckpointBook(0)
         self.slots = SlotTable(site.config.policy.slots_max)
         self._connections = 0  # That read or write pages.
+        self.slot_ended: Callable[[SlotAsked], None] = lambda asked: None  # Without its proxy.
 
     def start(self) -> None:
         super().start()
@@ -130,6 +131,7 @@ class SimAgent(SimHolder):
 
     def _look_at_slots(self) -> None:
         for asked in self.slots.expire(self.clock.now_s):
+            self.slot_ended(asked)
             engine = self._site.holders[asked.target]
             engine.call(
                 LATENCY_S,

@@ -22,6 +22,7 @@ from kvrs.sim.engine import SimEngine
 from kvrs.sim.process import Step, require
 from kvrs.sim.slots import SlotMessages
 from kvrs.sim.streams import SimStream
+from kvrs.sim.watches import IN_ORDER_S
 
 _NOT_CONNECTED = "refused"
 # What the answer of a sick instance says of it, as `kvrs/proxy/backends/pd.py` reads it.
@@ -63,7 +64,7 @@ class Connection:
     def __init__(self, attempt: "SimAttempt", engine: SimEngine) -> None:
         self._attempt = attempt
         self._engine = engine
-        self._delay_s = attempt.host.delay_s(engine.id)
+        self._arrival_s = self._sent_s = 0.0  # Of the last message each way.
         self._is_open = True
 
     def prefilled(self, history_tokens: int) -> None:
@@ -83,12 +84,24 @@ class Connection:
             return
         self._is_open = False
         engine, attempt, host = self._engine, self._attempt, self._attempt.host
-        engine.call(self._delay_s, lambda: engine.abort(attempt.live.id, attempt.number))
+        self.send(lambda: engine.abort(attempt.live.id, attempt.number))
         if (late_s := host.late_news_s()) is not None:
             host.after(late_s, lambda: attempt.broke(engine.id, "closed"))
 
+    def send(self, step: Step, refused: Step | None = None) -> None:
+        """To the engine, in order."""
+        now_s, delay_s = self._times_s()
+        self._sent_s = max(self._sent_s + IN_ORDER_S, now_s + delay_s)
+        self._engine.call(self._sent_s - now_s, step, refused)
+
     def _later(self, step: Step) -> None:
-        self._attempt.host.after(self._delay_s, step)
+        now_s, delay_s = self._times_s()
+        self._arrival_s = max(self._arrival_s + IN_ORDER_S, now_s + delay_s)
+        self._attempt.host.after(self._arrival_s - now_s, step)
+
+    def _times_s(self) -> tuple[float, float]:
+        host = self._attempt.host
+        return host.now_s, host.delay_s(self._engine.id)
 
 
 class SimAttempt:
@@ -180,8 +193,7 @@ class SimAttempt:
             slot_token,
             live.arrival.is_poison,
         )
-        delay_s = self.host.delay_s(name)
-        engine.call(delay_s, lambda: engine.submit(call), lambda: connection.broke(_NOT_CONNECTED))
+        connection.send(lambda: engine.submit(call), lambda: connection.broke(_NOT_CONNECTED))
         timeout_s = self._control.progress.first_token_timeout_s(name)
         self._silence = SilenceTimer(self.host.now_s)
         self._watch(connection, name, timeout_s)

@@ -58,6 +58,8 @@ class CheckpointSender:
         offers = [(each, each.known_tags) for each in backlog.offers(agent.id, now_s)]
 
         def ask() -> None:
+            if agent.stalls:
+                return
             answers = [agent.offer(each.claim, each.reserved_bytes, tags) for each, tags in offers]
             engine.later(
                 LATENCY_S,
@@ -100,7 +102,10 @@ class CheckpointSender:
         life = engine.life
 
         def begin() -> None:
-            if engine.alive and engine.life == life:
+            if agent.stalls:
+                stalled = partial(self.stored, agent, parcel, None)
+                engine.later(self._site.config.transfer.stall_timeout_s, stalled)
+            elif engine.alive and engine.life == life:
                 _Store(
                     self,
                     agent,

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -22,7 +22,7 @@ from kvrs.sim.links import SimLinks
 from kvrs.sim.process import Clock
 from kvrs.sim.proxy import SimProxy
 from kvrs.sim.site import SimHolder, Site
-from kvrs.sim.streams import SimStream
+from kvrs.sim.streams import SimJournal, SimStream
 from kvrs.sim.watches import Watch
 
 PACE = "opt-13b-a100-distserve-tp1"  # Where the configuration names none.
@@ -101,6 +101,8 @@ class SimCluster:
             engine.poisoned = partial(self._poisoned, engine)
             engine.given_up = partial(self.kill, engine, with_node=False)
         self.agents = {node.agent_id: SimAgent(node.agent_id, node.id, site) for node in nodes}
+        for agent in self.agents.values():
+            agent.slot_ended = lambda asked: self._grants.released(asked)
         site.holders.update(self.engines)
         site.holders.update(self.agents)
         self._grants = Grants(config.policy.slots_max)
@@ -138,7 +140,7 @@ class SimCluster:
         return self.rng.choice(running) if running else None
 
     def running_proxies(self) -> list[SimProxy]:
-        return [proxy for proxy in self.serving if proxy.is_alive]
+        return [each for each in self.serving if each.is_alive and not each.time.is_frozen]
 
     def streams_on(self, name: InstanceId) -> int:
         return sum(
@@ -216,6 +218,23 @@ def _complete(config: Config, proxies: int) -> Config:
 def holders_of(live: SimStream) -> list[InstanceId]:
     """Instances and agents that may hold pages of the stream."""
     return [*live.prefilled_at, *(agent for agent, copy in live.copies.items() if copy.pages)]
+
+
+def mirrored(live: SimStream, proxy: SimProxy, rng: Random) -> SimJournal:
+    """What the proxy's mirror has of the stream: the last tokens may be missing, and what it says
+    of holders may be old.
+    """
+    journal = live.journal
+    lag = rng.choice([0, 0, 1, 3])
+    kept = proxy.control.policy.kept(live.id)
+    return replace(
+        journal,
+        prompt_ids=journal.prompt_ids and list(journal.prompt_ids),
+        output_ids=journal.output_ids[: max(0, len(journal.output_ids) - lag)],
+        owner_epoch=journal.owner_epoch + 1,
+        attempt=0,
+        kept=tuple(each for each in kept if rng.random() < 0.9),
+    )
 
 
 def open_streams(proxy: SimProxy) -> Iterator[SimStream]:

@@ -3,7 +3,6 @@ GPUs that fail, instances that drain, proxies that die or get other settings, go
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from kvrs.config.file import Config
@@ -13,20 +12,26 @@ from kvrs.control.reload import reload_settings
 from kvrs.control.topology import Topology
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.sim import fault_scenarios
-from kvrs.sim.cluster import CUT, MOVED, SimCluster, holders_of, open_streams
+from kvrs.sim.cluster import CUT, MOVED, SimCluster, holders_of, mirrored, open_streams
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.fault_scenarios import FaultEvent
-from kvrs.sim.process import Clock
+from kvrs.sim.half_deaths import HalfDeaths
+from kvrs.sim.process import Clock, require
 from kvrs.sim.proxy import SimProxy
-from kvrs.sim.streams import SimJournal, SimStream
+from kvrs.sim.streams import SimJournal
 from kvrs.transfer.meter import Measurement
 
 
 class Disturbances:
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
-        self.moving = 0  # Streams whose clients are about to resume them.
+        self._half_deaths = HalfDeaths(cluster)
+        self._moving = 0  # Streams whose clients are about to resume them.
         self._loaded: dict[str, Config] = {}  # By proxy; absent: its first settings.
+
+    @property
+    def is_moving(self) -> bool:
+        return bool(self._moving or self._half_deaths.moving)
 
     def strike(self, death: FaultEvent) -> None:
         """What no order to a process can do, and a simulator can."""
@@ -63,7 +68,7 @@ class Disturbances:
             ):
                 self._lose_ranks(death.name)
             case _:
-                raise AssertionError(death.name)
+                require(self._half_deaths.strike(death.name), death.name)
 
     def _lose_reports(self) -> None:
         proxies = self._cluster.running_proxies()
@@ -228,8 +233,8 @@ class Disturbances:
                 live.outcome = CUT
                 continue
             live.outcome = MOVED
-            journal = self._mirrored(live, proxy)
-            self.moving += 1
+            journal = mirrored(live, proxy, self._cluster.rng)
+            self._moving += 1
             adopt = partial(self._adopt, self._cluster.rng.choice(others), journal)
             self._cluster.clock.after(self._cluster.rng.uniform(0.005, 0.5), adopt)
         place = self._cluster.serving.index(proxy)
@@ -237,24 +242,8 @@ class Disturbances:
             self._cluster.rng.uniform(0.2, 2.0), partial(self._replace_proxy, place)
         )
 
-    def _mirrored(self, live: SimStream, proxy: SimProxy) -> SimJournal:
-        """What the mirror has of the stream: the last tokens may be missing, and what it says of
-        holders may be old.
-        """
-        journal = live.journal
-        lag = self._cluster.rng.choice([0, 0, 1, 3])
-        kept = proxy.control.policy.kept(live.id)
-        return replace(
-            journal,
-            prompt_ids=journal.prompt_ids and list(journal.prompt_ids),
-            output_ids=journal.output_ids[: max(0, len(journal.output_ids) - lag)],
-            owner_epoch=journal.owner_epoch + 1,
-            attempt=0,
-            kept=tuple(each for each in kept if self._cluster.rng.random() < 0.9),
-        )
-
     def _adopt(self, proxy: SimProxy, journal: SimJournal) -> None:
-        self.moving -= 1
+        self._moving -= 1
         if proxy.is_alive:
             proxy.adopt(journal)
             self._cluster.outcome.adopted += 1

@@ -31,6 +31,7 @@ from kvrs.sim.site import Fetch, OpenedPages, PageRequest, SimPagePool, Site
 from kvrs.transfer.meter import LinkMeter
 
 _POISON_ACTS_S = 0.005
+_HANGS_LOOK_S = 0.05
 
 
 class SimEngine(SimPagePool, RankedEngine):
@@ -45,6 +46,7 @@ class SimEngine(SimPagePool, RankedEngine):
         self.slow_factor = 1.0
         self.draining = False
         self.answer: str | None = None  # To every call, in place of its work.
+        self.hangs = False  # It reports and takes calls, and computes nothing.
         self.most_calls: int | None = None  # It has no room for more.
         self.poisoned: Step | None = None  # Ends this process.
         self.given_up: Step | None = None  # The same, when too few ranks are left.
@@ -71,7 +73,7 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def start(self) -> None:
         self._reset()
-        self.draining = False
+        self.draining = self.hangs = False
         self.answer = None
         super().start()
 
@@ -221,7 +223,9 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def look(self) -> None:
         """Begin a batch, if none is under way and there is anything to compute."""
-        if self.batch is not None or (self.ranks is not None and not self.ranks.serves):
+        if self.batch is not None or self.hangs:
+            return
+        if self.ranks is not None and not self.ranks.serves:
             return
         self.pages.expire(self.clock.now_s)
         for pull in self.scheduler.admit():
@@ -252,6 +256,9 @@ class SimEngine(SimPagePool, RankedEngine):
                 require(not gone, f"{self.id} computes {sequence.stream} with cells that are gone")
 
     def _complete(self, batch: Batch) -> None:
+        if self.hangs:
+            self.later(_HANGS_LOOK_S, lambda: self._complete(batch))
+            return
         if batch is not self.batch:
             return  # It was abandoned.
         self.batch = None

@@ -31,6 +31,12 @@ TWO_RANKS = "two ranks at once"
 TOO_MANY_RANKS = "all ranks but one, too few for the model"
 MID_MOVE = "a rank in mid-move of another one"
 LATE = "a re-forming five times as long as said"
+# Half dead: `half_deaths.py`.
+HUNG = "an instance that computes nothing"
+CUT_OFF = "a proxy cut off from an instance"
+PROXY_FROZEN = "a proxy frozen"
+PAGES_STALL = "a page port that stalls"
+ONE_WAY = "a link cut one way"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,11 @@ FAULT_SCENARIOS: dict[str, FaultScenario] = {
     TOO_MANY_RANKS: lambda r, n: [],
     MID_MOVE: lambda r, n: [],
     LATE: lambda r, n: [],
+    HUNG: lambda r, n: [],
+    CUT_OFF: lambda r, n: [],
+    PROXY_FROZEN: lambda r, n: [],
+    PAGES_STALL: lambda r, n: [],
+    ONE_WAY: lambda r, n: [],
 }
 
 
@@ -155,9 +166,8 @@ def random_deaths(
 
 def named_death(rng: Random, name: str, at_s: float, nodes: Sequence[str] = ()) -> FaultEvent:
     """That of a name, from `at_s` on."""
-    rows = [
-        row | {"when": row["when"] | {"at_s": at_s}} for row in FAULT_SCENARIOS[name](rng, nodes)
-    ]
+    drawn = FAULT_SCENARIOS[name](rng, nodes) if name in FAULT_SCENARIOS else []
+    rows = [row | {"when": row["when"] | {"at_s": at_s}} for row in drawn]
     return FaultEvent(name, at_s, tuple(parse_faults(rows)) if rows else ())
 
 

@@ -77,8 +77,8 @@ class SimLinks:
             ]:
                 self.stop(transfer, f"{process.id} is gone")
 
-    def cut(self, one: NodeId, other: NodeId, for_s: float) -> None:
-        for ends in ((one, other), (other, one)):
+    def cut(self, one: NodeId, other: NodeId, for_s: float, *, one_way: bool = False) -> None:
+        for ends in ((one, other), (other, one))[: 1 if one_way else 2]:
             route = self._route(*ends)
             route.cut_until_s = max(route.cut_until_s, self._clock.now_s + for_s)
         self._clock.after(for_s, self.look)

@@ -38,6 +38,50 @@ class Clock:
             step()
 
 
+class OwnTime:
+    """Virtual time as one proxy has it: while it is frozen nothing happens there, and all of it
+    when it wakes, in order.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._is_over = False
+        self._deferred: list[Step] | None = None  # While it is frozen.
+
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_s
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._deferred is not None
+
+    def after(self, delay_s: float, step: Step) -> None:
+        """Do this later, unless the proxy has died by then."""
+        self._clock.after(delay_s, lambda: self._do(step))
+
+    def freeze(self) -> None:
+        if self._deferred is None:
+            self._deferred = []
+
+    def wake(self) -> None:
+        deferred, self._deferred = self._deferred or [], None
+        for step in deferred:
+            self._do(step)
+
+    def end(self) -> None:
+        """The proxy has died."""
+        self._is_over, self._deferred = True, None
+
+    def _do(self, step: Step) -> None:
+        if self._is_over:
+            return
+        if self._deferred is None:
+            step()
+        else:
+            self._deferred.append(step)
+
+
 class SimProcess:
     """What is asked of it while it is frozen it does when it wakes; what its former lives wanted to
     do is not done.

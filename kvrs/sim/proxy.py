@@ -44,7 +44,7 @@ from kvrs.sim.agent import SimAgent
 from kvrs.sim.attempts import SimAttempt
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.invariants import Grants, Invariants
-from kvrs.sim.process import Step, require
+from kvrs.sim.process import OwnTime, Step, require
 from kvrs.sim.site import Site
 from kvrs.sim.slots import SlotMessages
 from kvrs.sim.streams import Arrival, SimJournal, SimStream
@@ -71,6 +71,8 @@ class SimProxy:
         config = site.config
         self.name = name
         self.is_alive = True
+        self.time = OwnTime(site.clock)
+        self.cut_until_s: dict[InstanceId, float] = {}  # No message passes between them until then.
         self.streams: dict[StreamId, SimStream] = {}  # Those that have ended included.
         self.slot_outcomes: Counter[SlotOutcome] = Counter()
         self.control = Control[SimStream](
@@ -110,7 +112,7 @@ class SimProxy:
 
     def after(self, delay_s: float, step: Step) -> None:
         """Do this later, unless this proxy has died by then."""
-        self._site.clock.after(delay_s, lambda: step() if self.is_alive else None)
+        self.time.after(delay_s, step)
 
     def engine(self, name: InstanceId) -> SimEngine:
         engine = self._site.holders[name]
@@ -118,7 +120,8 @@ class SimProxy:
         return engine
 
     def delay_s(self, name: InstanceId) -> float:
-        return self._delays_s[name]
+        cut_s = self.cut_until_s.get(name, 0.0) - self.now_s
+        return self._delays_s[name] + max(0.0, cut_s)
 
     def late_news_s(self) -> float | None:
         return self._rng.uniform(0.0, 1.0) if self._rng.random() < 0.3 else None
@@ -136,10 +139,8 @@ class SimProxy:
         interval_s = self._site.config.proxy.load_interval_s
         limits = WatchLimits.of(self._site.config.proxy)
         for holder in self._site.holders.values():
-            delay_s = partial(
-                self._report_delay_s, self._delays_s[holder.id], self._rng.uniform(0.0, interval_s)
-            )
-            line = ReportLine(self._site.clock, limits, interval_s, delay_s, self._lost)
+            delay_s = partial(self._report_delay_s, holder.id, self._rng.uniform(0.0, interval_s))
+            line = ReportLine(self.time, limits, interval_s, delay_s, self._lost)
             watch = self._watch(holder, line)
             self.watches[holder.id] = watch
             self.after(self._rng.uniform(0.0, 0.2), watch.begin)
@@ -179,8 +180,8 @@ class SimProxy:
         known = self.control.instances.known[holder.id]
         return InstanceWatch(holder, known, self.control, line)
 
-    def _report_delay_s(self, delay_s: float, late_s: float) -> float:
-        return delay_s + (late_s if self._rng.random() < 0.2 else 0.0)
+    def _report_delay_s(self, name: InstanceId, late_s: float) -> float:
+        return self.delay_s(name) + (late_s if self._rng.random() < 0.2 else 0.0)
 
     # Clients.
 
@@ -209,6 +210,7 @@ class SimProxy:
             if live.run is not None:
                 live.run.close()
         self.is_alive = False
+        self.time.end()
         for watch in self.watches.values():
             watch.end()
         self._grants.proxy_died(self.name)
@@ -288,7 +290,7 @@ class SimProxy:
         update: LeaseUpdate,
         unknown: Callable[[InstanceId, list[StreamId], float], None],
     ) -> None:
-        holder, delay_s = self._site.holders[name], self._delays_s[name]
+        holder, delay_s = self._site.holders[name], self.delay_s(name)
         assert isinstance(holder, SimEngine | SimAgent)
         if self.watches[name].epoch is None:
             return

@@ -12,6 +12,7 @@ from kvrs.config.policy import Degraded, Dispatch, Failing, Handoff, PolicyName
 from kvrs.faults.language import parse_faults
 from kvrs.protocol.instance import Role
 from kvrs.sim.fault_scenarios import (
+    FAULT_SCENARIOS,
     LATE,
     MID_MOVE,
     ONE_DEVICE,
@@ -40,6 +41,8 @@ CLUSTERS: tuple[tuple[tuple[str, ...], ...], ...] = (
 _RANKS = (4, 1, 2, 1, 3, 1)  # Of every instance of a world, by its seed.
 MAX_MODEL_LEN = 480
 SPAN_S = 3.0  # Streams arrive in it, and deaths come.
+KINDS = (*FAULT_SCENARIOS, SICK)  # Of `in_turn`.
+FIRST_S, TURN_S = 2.0, 3.0  # When the first of them comes, and how long after it the next one.
 
 
 def scenario(seed: int, *, keep_log: bool = False) -> World:
@@ -182,6 +185,54 @@ def poisoned(seed: int, *, keep_log: bool = False) -> World:
     ]
     arrivals.sort(key=lambda asked: asked.at_s)
     return World(_pairs(6, {}), arrivals, [], seed=seed, proxies=1, keep_log=keep_log)
+
+
+def in_turn(seed: int, *, keep_log: bool = False) -> World:
+    """Every kind of death and fault, one after the other in random order, while three proxies have
+    streams at three pairs, two of which have ranks. Some last until the next ones have come.
+    """
+    rng = Random(seed)
+    names = rng.sample(KINDS, len(KINDS))
+    nodes = ["n0", "n1", "n2"]
+    deaths = [
+        named_death(rng, name, FIRST_S + TURN_S * (turn + rng.uniform(0.0, 0.5)), nodes)
+        for turn, name in enumerate(names)
+    ]
+    deaths.sort(key=lambda death: death.at_s)
+    to_s = FIRST_S + TURN_S * (len(names) + 2)
+    arrivals = [
+        replace(asked, is_keyed=True, is_text=rng.random() < 0.3)
+        for asked in _poisson(rng, per_s=4.0, from_s=0.5, to_s=to_s, max_tokens=60)
+    ]
+    tp = rng.sample([4, 4, 1], 3)
+    name = PolicyName.AUTO if rng.random() < 0.5 else rng.choice(list(PolicyName))
+    document = {
+        "proxy": {"token_gap_s": 3.0},
+        "cluster": {
+            "nodes": [
+                {
+                    "id": node,
+                    "instances": [
+                        {"id": f"p{n}", "role": "prefill"},
+                        {"id": f"d{n}", "role": "decode", "tp": tp[n]},
+                    ],
+                }
+                for n, node in enumerate(nodes)
+            ]
+        },
+        "gossip": {"enabled": True},
+        "policy": {"name": name.value, "slots_max": 4, "handoff": Handoff.AUTO.value},
+        "backup": {"mode": BackupMode.BOTH.value, "capacity_bytes": 4000 * PAGE_BYTES},
+    }
+    return World(
+        parse_config(document),
+        arrivals,
+        deaths,
+        seed=seed,
+        proxies=3,
+        stay_away=0.0,
+        keep_log=keep_log,
+    )
 
 
 def _pairs(count: int, cluster: dict[str, Any], sections: dict[str, Any] | None = None) -> Config:

@@ -55,6 +55,16 @@ class OpenedPages:
 
 
 class SimHolder(SimProcess):
+    stalls_until_s = 0.0  # Its page port takes connections, and answers nothing until then.
+
+    def start(self) -> None:
+        super().start()
+        self.stalls_until_s = 0.0
+
+    @property
+    def stalls(self) -> bool:
+        return self.clock.now_s < self.stalls_until_s
+
     @abstractmethod
     def open(self, asked: PageRequest) -> OpenedPages: ...
 
@@ -111,7 +121,7 @@ class Fetch:
         site.clock.after(site.config.transfer.stall_timeout_s, self._give_up)
 
     def _answer(self) -> None:
-        if self._is_over or self._target.life != self._life:
+        if self._is_over or self._target.life != self._life or self._source.stalls:
             return
         self._opened = opened = self._source.open(self._asked)
         pages = len(opened.contents) + opened.has_tail

@@ -96,14 +96,15 @@ class SlotMessages:
         asking = [self._asking.pop(asked, None) for asked in update.acquire]
 
         def ask() -> None:
-            answer, process = agent.update_slots(update), agent.life
-            self._after(self._message_s(), lambda: answered(answer, process))
-
-        def answered(answer: SlotAnswer, process: int) -> None:
-            self._slots.renewed(update, answer)
-            for asked, callback, slot in zip(update.acquire, asking, answer.acquired, strict=True):
+            answer = agent.update_slots(update)
+            for asked, slot in zip(update.acquire, answer.acquired, strict=True):
                 if slot.token and asked in self._wanted:
-                    self._grants.granted(self._proxy, asked, process)
+                    self._grants.granted(self._proxy, asked, agent.life)
+            self._after(self._message_s(), lambda: answered(answer))
+
+        def answered(answer: SlotAnswer) -> None:
+            self._slots.renewed(update, answer)
+            for callback, slot in zip(asking, answer.acquired, strict=True):
                 if callback is not None:
                     callback(slot)
 

@@ -13,15 +13,17 @@ from kvrs.control.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, SilenceTimer, W
 from kvrs.protocol.instance import AgentReport, LoadReport
 from kvrs.sim.agent import Changes, SimAgent
 from kvrs.sim.engine import SimEngine
-from kvrs.sim.process import Clock, Step, require
+from kvrs.sim.process import OwnTime, Step, require
 from kvrs.sim.streams import SimStream
+
+IN_ORDER_S = 1e-9  # Between messages of one connection that arrive together.
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLine:
     """How reports reach a proxy. Later messages never pass earlier ones."""
 
-    clock: Clock
+    time: OwnTime  # The proxy's.
     limits: WatchLimits
     interval_s: float
     delay_s: Callable[[], float]  # How late a message is.
@@ -36,8 +38,8 @@ class Watch(ABC):
         self.epoch: int | None = None  # None: it is down, as far as is known.
         self.drop = 0  # So many of the next reports are lost.
         self._line = line
-        self._clock = line.clock
-        self._silence = SilenceTimer(line.clock.now_s)
+        self._time = line.time
+        self._silence = SilenceTimer(line.time.now_s)
         self._gossiped_epoch = -1  # The latest of the process whose death gossip has reported.
         self._arrival_s = 0.0
         self._is_over = False
@@ -87,8 +89,9 @@ class Watch(ABC):
 
     def _later(self, step: Step) -> None:
         """What the process has sent arrives in the order in which it was sent."""
-        self._arrival_s = max(self._arrival_s, self._clock.now_s + self._line.delay_s())
-        self._clock.after(self._arrival_s - self._clock.now_s, step)
+        now_s = self._time.now_s
+        self._arrival_s = max(self._arrival_s + IN_ORDER_S, now_s + self._line.delay_s())
+        self._time.after(self._arrival_s - now_s, step)
 
     def _report(self, session: int, make: Callable[[], Step]) -> None:
         """At the process: send a report, and the next one an interval later."""
@@ -107,14 +110,14 @@ class Watch(ABC):
             return False
         self._pause_s = FIRST_PAUSE_S
         self.epoch = epoch
-        self._silence = SilenceTimer(self._clock.now_s)
+        self._silence = SilenceTimer(self._time.now_s)
         self._look(session)
         return True
 
     def _look(self, session: int) -> None:
         if session != self._session:
             return
-        now_s = self._clock.now_s
+        now_s = self._time.now_s
         is_dead = self.epoch is not None and self._gossiped_epoch >= self.epoch
         limit_s = self._line.limits.silence_s(is_gossiped_dead=is_dead)
         next_s = self._silence.look(now_s, limit_s, lambda: False)
@@ -126,10 +129,10 @@ class Watch(ABC):
             )
             self._end(session, "silent")
         else:
-            self._clock.after(next_s - now_s, lambda: self._look(session))
+            self._time.after(next_s - now_s, lambda: self._look(session))
 
     def _heard(self) -> None:
-        self._silence.heard_s = self._clock.now_s
+        self._silence.heard_s = self._time.now_s
 
     def _end(self, session: int, cause: str) -> None:
         if session != self._session:
@@ -143,7 +146,7 @@ class Watch(ABC):
 
     def _retry(self) -> None:
         session = self._session
-        self._clock.after(self._pause_s, lambda: self.begin() if session == self._session else None)
+        self._time.after(self._pause_s, lambda: self.begin() if session == self._session else None)
 
     def _refused(self, session: int) -> None:
         if session != self._session:
@@ -179,7 +182,7 @@ class InstanceWatch(Watch):
 
         def met() -> None:
             if self._met(session, info.epoch):
-                self._control.instance_up(self._known, info, self._clock.now_s)
+                self._control.instance_up(self._known, info, self._time.now_s)
 
         def make() -> Step:
             report = self._engine.load()
@@ -200,10 +203,10 @@ class InstanceWatch(Watch):
             self.begin()
             return
         self._heard()
-        self._control.load_reported(self._known, report, self._clock.now_s)
+        self._control.load_reported(self._known, report, self._time.now_s)
 
     def _lose(self, cause: str) -> None:
-        self._control.instance_lost(self._known, cause, self._clock.now_s)
+        self._control.instance_lost(self._known, cause, self._time.now_s)
 
 
 class AgentWatch(Watch):
@@ -224,7 +227,7 @@ class AgentWatch(Watch):
 
         def met() -> None:
             if self._met(session, info.epoch):
-                self._checkpoints.up(self._known, info, self._clock.now_s)
+                self._checkpoints.up(self._known, info, self._time.now_s)
 
         self._later(met)
         self._report(session, lambda: self._holdings(changes))
@@ -238,7 +241,7 @@ class AgentWatch(Watch):
             self._end(self._session, f"reports epoch {report.epoch}")
             return
         self._heard()
-        self._checkpoints.reported(self._known, report, self._clock.now_s)
+        self._checkpoints.reported(self._known, report, self._time.now_s)
 
     def _lose(self, cause: str) -> None:
-        self._checkpoints.lost(self._known, cause, self._clock.now_s)
+        self._checkpoints.lost(self._known, cause, self._time.now_s)

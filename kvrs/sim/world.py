@@ -25,6 +25,7 @@ from kvrs.sim.disturbances import Disturbances
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.fault_scenarios import FaultEvent
 from kvrs.sim.process import require
+from kvrs.sim.proxy import SimProxy
 from kvrs.sim.streams import Arrival
 
 LOOK_S = 0.01  # How often the faults that are left look whether their time has come.
@@ -64,6 +65,7 @@ class World:
             [fault for death in deaths for fault in death.faults], seed, Random
         )
         self._sent = 0
+        self._unread = 0  # Of them, by a proxy that is frozen.
 
     def run(self) -> Outcome:
         """Until every stream has ended and everything is at rest.
@@ -98,18 +100,28 @@ class World:
         """At the proxies in turn; clients pass over one that is down."""
         self._sent += 1
         serving = self.cluster.serving
-        turns = (serving[(number + n) % len(serving)] for n in range(len(serving)))
-        proxy = next((proxy for proxy in turns if proxy.is_alive), None)
+        turns = [serving[(number + n) % len(serving)] for n in range(len(serving))]
+        # One that is frozen takes connections, and reads them when it wakes.
+        able = [proxy for proxy in turns if proxy.is_alive]
+        proxy = next((each for each in able if not each.time.is_frozen), next(iter(able), None))
         if proxy is None:
             self.cluster.outcome.ended["refused"] += 1
+        elif proxy.time.is_frozen:
+            self._unread += 1
+            proxy.after(0.0, partial(self._read, proxy, number, asked))
         else:
             proxy.arrive(StreamId(f"s{number}"), asked)
+
+    def _read(self, proxy: SimProxy, number: int, asked: Arrival) -> None:
+        self._unread -= 1
+        proxy.arrive(StreamId(f"s{number}"), asked)
 
     def _is_over(self) -> bool:
         assert self.cluster.clock.steps < STEPS_MAX, "the world does not come to rest"
         return (
             self._sent == len(self._arrivals)
-            and not self._disturbances.moving
+            and not self._unread
+            and not self._disturbances.is_moving
             and all(
                 live.outcome for proxy in self.cluster.proxies for live in proxy.streams.values()
             )
@@ -120,7 +132,13 @@ class World:
         self.cluster.outcome.never_due = sorted(
             {self._deaths[id(fault)].name for fault in self._schedule.pending}
         )
+        for proxy in self.cluster.serving:
+            proxy.cut_until_s.clear()
+            proxy.time.wake()
+        for engine in self.cluster.engines.values():
+            engine.hangs = False
         for holder in self.cluster.holders.values():
+            holder.stalls_until_s = 0.0
             if holder.frozen:
                 holder.wake()
             elif not holder.alive:

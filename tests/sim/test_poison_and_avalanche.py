@@ -10,14 +10,14 @@ from kvrs.sim.world import World
 
 STREAMS = 560  # Of an avalanche; the last ones come at 41 s.
 # In the second half of them the second death of a request is known before its first one.
-POISONED = (0, 1, 2, 3, 11, 15, 16, 26, 35)
+LATE_NEWS = (0, 1, 2, 3, 11, 15, 16, 26, 35)
 
 
 def deaths(outcome: Outcome) -> int:
     return sum(hit.death == POISONED for hit in outcome.hits)
 
 
-@pytest.mark.parametrize("seed", POISONED)
+@pytest.mark.parametrize("seed", LATE_NEWS)
 def test_three_poisoned_requests_end_two_instances_each_and_no_other_stream(seed: int) -> None:
     """However late their deaths become known."""
     outcome = poisoned(seed).run()

@@ -1,0 +1,59 @@
+"""Experiments that are measured in parts: a run goes on from the cells that the same code has
+measured before, and adds as many as fit into its time.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.record import Record
+from experiments.staleness import run_of, state
+
+
+class Cells:
+    """The cells of one result by name, kept under `cells` beside the settings that they have in
+    common; `runs` has the circumstances of the runs before the last one.
+    """
+
+    def __init__(self, out: Path, folder: str, name: str, settings: Mapping[str, Any]) -> None:
+        """`folder` is that of the experiment; cells of other code, of other settings and of a void
+        run do not count.
+        """
+        self._out, self._name, self._settings = out, name, dict(settings)
+        self.found: dict[str, Any] = {}
+        self._runs: list[Any] = []
+        path = out / f"{name}.json"
+        if state(path, folder) != "current":
+            return
+        document = json.loads(path.read_text())
+        # As they come back from the file.
+        same = json.loads(json.dumps(self._settings))
+        if {key: document.get(key) for key in same} == same:
+            self.found = document["cells"]
+            self._runs = [*document["runs"], run_of(path)]
+
+    def measure(
+        self, names: Iterable[str], limit_s: float, measure: Callable[[str], Any], tell: Any = print
+    ) -> None:
+        """Those that are missing, in this order; none is begun that would go beyond the limit, if
+        it took as long as the longest one before it.
+        """
+        begun_s, longest_s = time.monotonic(), 0.0
+        for name in names:
+            at_s = time.monotonic()
+            if name in self.found:
+                continue
+            if longest_s and at_s - begun_s + longest_s > limit_s:
+                tell(f"{name} and what follows: in another run")
+                return
+            self.found[name] = measure(name)
+            longest_s = max(longest_s, time.monotonic() - at_s)
+            tell(f"{name}: {longest_s:.0f} s")
+
+    def keep(self, record: Record, figures: Mapping[str, Any], text: str) -> bool:
+        """As `Record.keep`; a void run leaves the kept result as it was. Whether it is void."""
+        document = {**self._settings, **figures, "cells": self.found, "runs": self._runs}
+        is_void = record.is_void()
+        return record.keep(None if is_void else self._out, self._name, document, text)
