@@ -1,0 +1,89 @@
+"""Experiments that are measured in parts."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments import cells as cells_module
+from experiments.cells import Cells
+from experiments.record import Record
+
+
+class Quiet(Record):
+    """Circumstances that a test chooses."""
+
+    def __init__(self, void: str = "") -> None:
+        self.why = void
+
+    def _circumstances(self) -> dict[str, object]:
+        run: dict[str, object] = {"commit": "unknown", "machine": "", "at": ""}
+        return run | ({"void": self.why} if self.why else {})
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of the kept result, as a test wants it."""
+    of = {"state": "current"}
+    monkeypatch.setattr(
+        cells_module, "state", lambda path, folder: of["state"] if path.exists() else "no result"
+    )
+    return of
+
+
+def open_at(out: Path, size: int = 1) -> Cells:
+    return Cells(out, "poison", "result", {"size": size})
+
+
+def measured(out: Path, *names: str, void: str = "", size: int = 1) -> list[str]:
+    """The cells that a run measured."""
+    cells, done = open_at(out, size), list[str]()
+
+    def measure(name: str) -> str:
+        done.append(name)
+        return name.upper()
+
+    cells.measure(names, 100.0, measure, lambda line: None)
+    cells.keep(Quiet(void), {}, "text")
+    return done
+
+
+def test_a_run_goes_on_from_the_cells_that_are_kept(tmp_path: Path, state: dict[str, str]) -> None:
+    """And says which runs there were."""
+    assert measured(tmp_path, "a", "b") == ["a", "b"]
+    assert measured(tmp_path, "a", "b", "c") == ["c"]
+    assert open_at(tmp_path).found == {"a": "A", "b": "B", "c": "C"}
+
+
+def test_cells_of_other_code_or_settings_do_not_count(
+    tmp_path: Path, state: dict[str, str]
+) -> None:
+    """They are measured again."""
+    measured(tmp_path, "a")
+    assert measured(tmp_path, "a", size=2) == ["a"]
+    state["state"] = "stale: 1 commits since"
+    assert measured(tmp_path, "a", size=2) == ["a"]
+
+
+def test_a_void_run_leaves_what_is_kept(tmp_path: Path, state: dict[str, str]) -> None:
+    """Its own cells are lost."""
+    measured(tmp_path, "a")
+    assert measured(tmp_path, "b", void="the machine was busy") == ["b"]
+    assert open_at(tmp_path).found == {"a": "A"}
+
+
+def test_no_cell_is_begun_that_would_go_beyond_the_limit(
+    tmp_path: Path, state: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it takes as long as the longest one before it. One is always measured."""
+    now_s = 0.0
+    monkeypatch.setattr(cells_module.time, "monotonic", lambda: now_s)
+    cells = open_at(tmp_path)
+
+    def measure(name: str) -> str:
+        nonlocal now_s
+        now_s += 4.0
+        return name
+
+    cells.measure("abcd", 10.0, measure, lambda line: None)
+
+    assert [*cells.found] == ["a", "b"]
