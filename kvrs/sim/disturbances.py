@@ -39,10 +39,7 @@ class Disturbances:
             case fault_scenarios.LOST_REPORTS:
                 self._lose_reports()
             case fault_scenarios.ERROR_EVENT:
-                if (engine := self._cluster.any_engine()) and (
-                    stream := engine.fail_one()
-                ) is not None:
-                    self._cluster.note(death.name, str(stream), 1)
+                self._fail_one()
             case fault_scenarios.GPU_DEGRADED | fault_scenarios.GPU_FAILING:
                 fails = death.name == fault_scenarios.GPU_FAILING
                 self._judge_gpu(death.name, GpuState.FAILING if fails else GpuState.DEGRADED)
@@ -69,6 +66,13 @@ class Disturbances:
                 self._lose_ranks(death.name)
             case _:
                 require(self._half_deaths.strike(death.name), death.name)
+
+    def _fail_one(self) -> None:
+        """Of an engine that has streams."""
+        cluster = self._cluster
+        busy = [each for each in cluster.engines.values() if each.is_running and each.runs]
+        if busy and (stream := cluster.rng.choice(busy).fail_one()) is not None:
+            cluster.note(fault_scenarios.ERROR_EVENT, str(stream), 1)
 
     def _lose_reports(self) -> None:
         proxies = self._cluster.running_proxies()
