@@ -1,5 +1,6 @@
 """Experiments that are measured in parts."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_no_cell_is_begun_that_would_go_beyond_the_limit(
 ) -> None:
     """If it takes as long as the longest one before it. One is always measured."""
     now_s = 0.0
-    monkeypatch.setattr(cells_module.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     cells = open_at(tmp_path)
 
     def measure(name: str) -> str:
