@@ -1,7 +1,7 @@
 """The rate at which hand-offs that stay lose what they lost in the seed's paper: about 8 % of the
 goodput, with 90 % of the requests at one node.
 
-    python -m experiments.load_skew.rates                  # five repeats, about 12 minutes
+    python -m experiments.load_skew.rates                  # what fits in 15 min of 5 repeats
     python -m experiments.load_skew.rates --limit-s 280    # as many as fit
     python -m experiments.load_skew.rates --repeats 10     # five more
 
@@ -120,7 +120,7 @@ def main() -> int:
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="without a premise test")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--limit-s", type=float, default=900.0, help="no repeat goes beyond")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
