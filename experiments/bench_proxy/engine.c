@@ -481,23 +481,29 @@ static void read_entries(struct connection *c)
     memmove(c->in.at, c->in.at + at, c->in.size);
 }
 
-static bool read_requests(struct connection *c)
+/* A preface may come in one read with the end of the proof. */
+static bool is_trunk(struct connection *c)
 {
     size_t preface = sizeof PREFACE - 1;
-    bool may_be = c->proof == OPEN && c->instance->has_key && !c->trunk && !c->is_trunk;
-    if (may_be && c->in.size >= preface && !memcmp(c->in.at, PREFACE, preface)) {
+    if (c->proof == OPEN && c->instance->has_key && !c->trunk && !c->is_trunk &&
+        c->in.size >= preface && !memcmp(c->in.at, PREFACE, preface)) {
         c->is_trunk = true;
         c->in.size -= preface;
         memmove(c->in.at, c->in.at + preface, c->in.size);
         put(&c->out, PREFACE, preface);
     }
-    if (c->is_trunk) {
+    return c->is_trunk;
+}
+
+static bool read_requests(struct connection *c)
+{
+    while (c->fd >= 0 && !is_trunk(c) && c->in.size && c->kind == NOTHING)
+        if (!(c->proof == OPEN ? read_one(c) : read_proof(c)))
+            break;
+    if (c->fd >= 0 && c->is_trunk) {
         read_entries(c);
         return c->fd >= 0;
     }
-    while (c->fd >= 0 && c->in.size && c->kind == NOTHING)
-        if (!(c->proof == OPEN ? read_one(c) : read_proof(c)))
-            break;
     if (c->fd >= 0 && !c->in.size && c->kind != NOTHING)
         drop(&c->in); /* Ten thousand idle ones would hold it. */
     return c->fd >= 0;
