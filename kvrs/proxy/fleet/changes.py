@@ -59,6 +59,7 @@ class Fleet:
         self._metrics = metrics
         self._gossip_view = gossip_view
         self._topology = Topology(driver.control)
+        self._any_leaves = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._watches: dict[InstanceId, asyncio.Task[None]] = {}
         self._watchers: dict[InstanceId, Watcher] = {}
@@ -73,13 +74,18 @@ class Fleet:
             for watcher in [*self._watchers.values()]:
                 self._start(watcher)
             while True:
-                await asyncio.sleep(_LOOK_S)
-                if self._topology.leaving:
-                    for name in self._topology.gone(self._driver.clock()):
-                        self._unwatch(name)
-                        del self._links.backends[name]
-                        self._metrics.remove_worker(name)
-                        log.info("instance removed", extra={"instance": name})
+                await self._any_leaves.wait()
+                self._any_leaves.clear()
+                await self._take_leave()
+
+    async def _take_leave(self) -> None:
+        while self._topology.leaving:
+            await asyncio.sleep(_LOOK_S)
+            for name in self._topology.gone(self._driver.clock()):
+                self._unwatch(name)
+                del self._links.backends[name]
+                self._metrics.remove_worker(name)
+                log.info("instance removed", extra={"instance": name})
 
     @property
     def part(self) -> ReloadingPart:
@@ -139,6 +145,7 @@ class Fleet:
         for name in known.keys() - wanted.keys():
             log.info("instance leaves", extra={"instance": name})
             self._topology.remove(name, after.cluster.drain_s, now_s)
+            self._any_leaves.set()
         for node in after.cluster.nodes if after.agents_run else ():
             if agents.pop(node.agent_id, None) is None:
                 self._links.agent_backends[node.agent_id] = self._links.new_agent(node)
