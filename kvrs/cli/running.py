@@ -97,7 +97,7 @@ def up(
             zip(cluster.urls, cluster.admin_urls, strict=True)
         ):
             what = "or at" if proxy else "kvrs is up:"
-            say(f"{what} {url}/v1 (OpenAI API), {admin_url}/kvrs/v1/state")
+            say(f"{what} {url}/v1 (OpenAI API), {admin_url}/kvrs/v1/state, {admin_url}/ui (page)")
         say(f"Ctrl-C ends it; kill -USR1 {os.getpid()} restarts all of it, one process at a time")
         upkeep.run(cluster)
         say("ending")

@@ -197,7 +197,8 @@ def test_ports_are_chosen_on_ipv6_hosts_too() -> None:
     instance = {"id": "b0", "role": "both", "host": "::1"}
     nodes = [{"id": "n0", "instances": [instance], "agent": {"host": "::1"}}]
 
-    resolved = resolve_ports(parse_config({"cluster": {"nodes": nodes}}))
+    proxy = {"port": 0, "admin_port": 0}
+    resolved = resolve_ports(parse_config({"proxy": proxy, "cluster": {"nodes": nodes}}))
 
     ((_, found),) = resolved.cluster.instances()
     assert found.port

@@ -106,7 +106,7 @@ async def test_a_stream_is_protected_by_real_agents(
     ends.
     """
     ports = {str(agent.settings.id): agent.settings.agent.port for agent in agents.values()}
-    system = await build(agent_ports=ports, backup={"mode": "remote"}, transfer={"lease_s": 1.5})
+    system = await build(agent_ports=ports, backup={"mode": "remote"}, transfer={"lease_s": 0.9})
     system.script.gate, system.script.gate_at = asyncio.Event(), 3
     asked = asyncio.create_task(system.complete(**REQUEST))
     await system.until_streams_hold(3)
@@ -120,7 +120,7 @@ async def test_a_stream_is_protected_by_real_agents(
         await engine.offer(peer, claim, 4 * GEOMETRY.page_bytes, TAGS)
         await engine.store(peer, [StoredPages(claim, 0, TAGS, PAGES)])
         await system.until(protected(system, name, 2))
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(1.2)  # A silent stream fails after 2 s.
         renewed = await stream_of(system)
         reserved = await shown(system, name)
         system.script.gate.set()
