@@ -94,7 +94,8 @@ def _digest(config: Config, running: str) -> Finding:
         "configuration in use",
         f"{running}, here {here}",
         "the same configuration",
-        "give the proxy's own file as --config; if it has changed, reload or restart the proxy",
+        "give the proxy's own file as --config (`kvrs up` has one with the ports that it chose in "
+        "its run directory); if it has changed, reload or restart the proxy",
     )
 
 
