@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from math import inf
+from typing import assert_never
 
-from kvrs.config.policy import Failing, PolicySettings
+from kvrs.config.policy import Degraded, Failing, GpuSettings, PolicySettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy import quarantine
 from kvrs.policy.ledger import Ledger
-from kvrs.policy.model.cluster_view import Member, treatment_of
+from kvrs.policy.model.cluster_view import Member, have_roles_of
 from kvrs.policy.model.events import (
     DrainEnded,
     DrainOrdered,
@@ -29,6 +30,7 @@ from kvrs.policy.restarts import Restarts
 from kvrs.policy.starter import Starter
 from kvrs.policy.staying import Staying
 from kvrs.policy.steps import Steps
+from kvrs.protocol.gpus import GpuState
 
 # An instance and the agent of its node that are lost within this time are lost with the node.
 _LOST_WITH_ITS_NODE_S = 2.0
@@ -165,7 +167,8 @@ class InstanceEvents:
             return
         member.draining = True
         self._view.update()
-        if not member.is_drained:
+        # With every report, so that one which re-forms is waited for.
+        if not self._can_move_from(member):
             return
         for stream in self._running(member) if member.retains else []:
             if stream.stage is Stage.DECODE and stream.attempt.resumed:
@@ -187,7 +190,7 @@ class InstanceEvents:
         self._view.update()
         if isinstance(event, DrainEnded):
             self._starter.place_idle(now_s)
-        elif event.moves and member.is_drained:
+        elif event.moves and self._can_move_from(member):
             self._move(member, "moved: its instance is drained", event.produced_tokens, now_s)
 
     def reforming(self, event: InstanceReforming | InstanceReformed, now_s: float) -> None:
@@ -206,6 +209,11 @@ class InstanceEvents:
             for stream in stranded:
                 self._steps.apply(stream.id, left, now_s)
             self._starter.place_all(stranded, now_s)
+
+    def _can_move_from(self, member: Member) -> bool:
+        """Whether it is drained, and others compute now that can have what runs there."""
+        others = [each for each in self._view.members.values() if not each.must_drain]
+        return member.is_drained and have_roles_of(member, others)
 
     def _move(
         self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float
@@ -251,3 +259,16 @@ class InstanceEvents:
 
     def _running(self, member: Member) -> list[Stream]:
         return [self._ledger.streams[stream_id] for stream_id in sorted(member.running)]
+
+
+def treatment_of(settings: GpuSettings, state: GpuState) -> Failing | None:
+    """How to treat an instance with an unhealthy GPU; None: like any other."""
+    match state:
+        case GpuState.HEALTHY:
+            return None
+        case GpuState.DEGRADED:
+            return Failing.DRAIN if settings.degraded is Degraded.DRAIN else None
+        case GpuState.FAILING:
+            return settings.failing
+        case _:
+            assert_never(state)

@@ -9,6 +9,7 @@ from kvrs.policy.model.events import (
     DrainEnded,
     DrainOrdered,
     DrainReported,
+    Event,
     InstanceUp,
     PrefillDone,
     StreamArrived,
@@ -17,6 +18,7 @@ from kvrs.policy.model.events import (
 from kvrs.protocol.gpus import GpuState
 from tests.policy.policy_harness import PolicyHarness, instance, of, only
 from tests.policy.test_gpu_treatment import decoders_of, judged
+from tests.policy.test_staying import reformed, reforming
 
 S = StreamId("s")
 
@@ -65,6 +67,26 @@ def test_an_irreplaceable_instance_serves_until_another_comes_up() -> None:
     assert (of(alone, Start), of(alone, Halt), new) == ([], [], {"d0"})
     assert [halt.stream for halt in of(actions, Halt)] == [S]
     assert next(start for start in of(actions, Start) if start.stream == S).plan.decode == "d1"
+
+
+@pytest.mark.parametrize("first", ["draining", "reforming"])
+def test_an_instance_that_is_about_to_end_gets_nothing_while_another_re_forms(first: str) -> None:
+    """What comes in that moment waits for the other one, and is not moved right away. What runs
+    there goes on, until the other one computes.
+    """
+    harness = PolicyHarness("p0", "d0")
+    harness.decoding("s")
+    news: dict[str, list[Event]] = {
+        "draining": [draining("d0", s=7), InstanceUp(instance("d1")), reforming("d1", 0.2)],
+        "reforming": [InstanceUp(instance("d1")), reforming("d1", 0.2), draining("d0", s=7)],
+    }
+    for event in news[first]:
+        assert of(harness.handle(event), Halt) == []
+
+    assert decoders_of(harness, 2) == {"d1"}
+    assert of(harness.handle(draining("d0", s=8)), Halt) == []
+    harness.handle(reformed("d1"))
+    assert [halt.stream for halt in of(harness.handle(draining("d0", s=9)), Halt)] == [S]
 
 
 def test_its_successor_is_used_like_any_other() -> None:

@@ -7,18 +7,17 @@ agent, are the larger of the two, because each misses part of what the other cou
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import attrgetter
-from typing import Any, assert_never
+from typing import Any
 
-from kvrs.config.policy import Degraded, Failing, GpuSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.model.health import UNANSWERED_S, AnswerHealth
 from kvrs.policy.model.reforming import PredictedReforming
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.gpus import GpuState
 from kvrs.protocol.instance import MEMORY, Capability, Role
 
 
@@ -108,11 +107,14 @@ class Member:
         self.rank = self.streams, self.instance.id
 
     @property
+    def is_to_end(self) -> bool:
+        """Whether it is to be left for good, as far as is known."""
+        return self.gpu_degraded or self.draining or self.drain_ordered
+
+    @property
     def must_drain(self) -> bool:
         """Whether nothing new is to go there while another one has its role."""
-        return (
-            self.gpu_degraded or self.draining or self.drain_ordered or self.reforming is not None
-        )
+        return self.is_to_end or self.reforming is not None
 
     @property
     def queue_s(self) -> float:
@@ -291,7 +293,8 @@ class ClusterView:
 
     def update(self) -> None:
         """After a change of the members. An instance is drained only if another healthy one has its
-        role; if all are degraded, none is drained.
+        role; if all are degraded, none is drained. One that is to end counts also one that re-forms
+        as healthy: that will serve.
         """
         members = self.members.values()
         kinds = {member.tokens for member in members if member.decodes and member.tokens}
@@ -311,14 +314,10 @@ class ClusterView:
         if not candidates:
             return
         healthy = [each for each in members if not each.must_drain]
-        prefill = any(member.prefills for member in healthy)
-        decode = any(member.decodes for member in healthy)
+        lasting = [each for each in members if not each.is_to_end]
         for member in candidates:
-            is_drained = (
-                member.must_drain
-                and (prefill or not member.prefills)
-                and (decode or not member.decodes)
-            )
+            others = lasting if member.is_to_end else healthy
+            is_drained = member.must_drain and have_roles_of(member, others)
             if is_drained != member.is_drained and member.decodes:
                 self._set_ranked(member, not is_drained)
             member.is_drained = is_drained
@@ -487,14 +486,8 @@ class ClusterView:
 _rank = attrgetter("rank")
 
 
-def treatment_of(settings: GpuSettings, state: GpuState) -> Failing | None:
-    """How to treat an instance with an unhealthy GPU; None: like any other."""
-    match state:
-        case GpuState.HEALTHY:
-            return None
-        case GpuState.DEGRADED:
-            return Failing.DRAIN if settings.degraded is Degraded.DRAIN else None
-        case GpuState.FAILING:
-            return settings.failing
-        case _:
-            assert_never(state)
+def have_roles_of(member: Member, others: Sequence[Member]) -> bool:
+    """Whether these instances can do together what one does."""
+    return (not member.prefills or any(each.prefills for each in others)) and (
+        not member.decodes or any(each.decodes for each in others)
+    )
