@@ -17,16 +17,19 @@ import aiohttp
 
 from experiments.record import Record
 from kvrs.config.file import parse_config
+from kvrs.elastic.reforming import Way
 from kvrs.engine.instance import EngineInstance
-from kvrs.engine.ranks.reformer import Reformed
+from kvrs.engine.ranks.reformed import Reformed
 from kvrs.engine.routes import make_app
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
+from kvrs.protocol.instance import RankRequest
 from kvrs.report.metrics import percentile
 from tests.ports import instance_client
 
 SECRET = b"a secret of the experiment, long enough"
 LEAST_RANKS = 2
+PHASES = ("plan", "move", "join", "probe")  # Of a re-forming.
 
 
 @dataclass(slots=True)
@@ -59,13 +62,14 @@ async def main() -> None:
         write_tiny_model(model, seed=options.seed)
         alone = await serve(model, 1, options)
         through = await serve(model, options.ranks, options)
-    figures = figures_of(alone, through)
+    figures = figures_of(alone, through, options.ranks)
     text = as_text(figures)
     print(text)
     void = record.keep(options.out, "in_place", figures, text)
     tokens = figures["tokens"]
     bad = figures["unfinished"] or any(tokens[key] for key in ("lost", "repeated", "different"))
-    raise SystemExit(1 if bad or void or not figures["bytes"]["as_planned"] else 0)
+    bad = bad or figures["leaves"]["host_bytes"] or not figures["bytes"]["as_planned"]
+    raise SystemExit(1 if bad or void else 0)
 
 
 async def serve(model: Path, ranks: int, options: argparse.Namespace) -> Passed:
@@ -117,7 +121,11 @@ async def lose(instance: EngineInstance, choose: random.Random, faults: Counter[
         return
     rank = choose.choice(sorted(group.pids))
     moving = group.reforming is not None
-    if choose.random() < 0.3:
+    what = choose.random()
+    if what < 0.2 and not moving:
+        await leave(instance, rank, faults)
+        return
+    if what < 0.44:
         instance.lose_device(rank)
         faults["lose_device"] += 1
     else:
@@ -126,6 +134,20 @@ async def lose(instance: EngineInstance, choose: random.Random, faults: Counter[
     faults["in mid-move"] += moving
     while rank in group.pids:
         await asyncio.sleep(0.002)
+
+
+async def leave(instance: EngineInstance, rank: int, faults: Counter[str]) -> None:
+    """On purpose, and back once it has gone."""
+    group = instance.ranks
+    assert group is not None
+    ordered = RankRequest(rank, True, instance.epoch)
+    if await instance.order_rank(ordered) is not None:
+        return  # Another one was lost at this moment.
+    faults["leave"] += 1
+    while rank in group.layout.ranks:
+        await asyncio.sleep(0.002)
+    refused = await instance.order_rank(RankRequest(rank, False, instance.epoch))
+    assert refused is None, refused
 
 
 async def stream(client: aiohttp.ClientSession, number: int, at_s: float) -> Answer:
@@ -159,7 +181,7 @@ async def stream(client: aiohttp.ClientSession, number: int, at_s: float) -> Ans
     return found
 
 
-def figures_of(alone: Passed, through: Passed) -> dict[str, Any]:
+def figures_of(alone: Passed, through: Passed, ranks: int) -> dict[str, Any]:
     pairs = list(zip(through.answers, alone.answers, strict=True))
     paused = [done for done in through.done if done.paused]
     pauses_s = [done.served_s - done.began_s for done in paused]
@@ -180,6 +202,8 @@ def figures_of(alone: Passed, through: Passed) -> dict[str, Any]:
             ),
         },
         "faults": dict(through.faults),
+        "leaves": leaves_of(through.done, ranks),
+        "phases_s": {part: spread([done.phases_s[part] for done in paused]) for part in PHASES},
         "re-formings": Counter(done.way.value for done in through.done),
         "pause_s": spread(pauses_s),
         "predicted_over_real": spread(
@@ -190,13 +214,30 @@ def figures_of(alone: Passed, through: Passed) -> dict[str, Any]:
         "bytes": {
             "planned_host": sum(done.host_bytes for done in through.done),
             "planned_peer": sum(done.peer_bytes for done in through.done),
-            **{key: moved[key] for key in ("host", "peer", "read")},
+            **{key: moved[key] for key in ("host", "peer", "kept", "read")},
             "as_planned": all(
                 done.moved.get("read", 0) == done.moved.get("host", 0) == done.host_bytes
-                and done.moved.get("peer", 0) == done.peer_bytes
+                and done.moved.get("peer", 0) + done.moved.get("kept", 0) == done.peer_bytes
                 for done in through.done
             ),
         },
+    }
+
+
+def leaves_of(done: list[Reformed], ranks: int) -> dict[str, Any]:
+    """Of ranks that left on purpose: fewer compute then, and nothing was lost."""
+    degrees = [ranks, *(each.degree for each in done)]
+    left = [
+        each
+        for before, each in zip(degrees, done, strict=False)
+        if each.way is Way.RESIZE and each.degree < before
+    ]
+    return {
+        "count": len(left),
+        "host_bytes": sum(each.moved.get("host", 0) + each.moved.get("read", 0) for each in left),
+        "peer_bytes": sum(each.moved.get("peer", 0) for each in left),
+        # From the moment at which nothing is computed: what is moved before stops nothing.
+        "pause_s": spread([each.phases_s["join"] + each.phases_s["probe"] for each in left]),
     }
 
 
@@ -209,6 +250,10 @@ def spread(values: list[float]) -> dict[str, float]:
 def as_text(figures: dict[str, Any]) -> str:
     tokens, moved, pause = figures["tokens"], figures["bytes"], figures["pause_s"]
     gap, alone = figures["longest_gap_s"], figures["longest_gap_alone_s"]
+    left = figures["leaves"]
+    phases = ", ".join(
+        f"{part} {each.get('p50', 0) * 1e3:.0f} ms" for part, each in figures["phases_s"].items()
+    )
     ways = ", ".join(f"{count} {way}" for way, count in sorted(figures["re-formings"].items()))
     faults = ", ".join(f"{count} {what}" for what, count in sorted(figures["faults"].items()))
     return (
@@ -220,10 +265,14 @@ def as_text(figures: dict[str, Any]) -> str:
         f"re-formings: {ways}\n"
         f"pause of a re-forming after a loss: p50 {pause.get('p50', 0):.3f} s, p99 "
         f"{pause.get('p99', 0):.3f} s\n"
+        f"of it p50: {phases}\n"
+        f"left on purpose {left['count']} times: {left['host_bytes']:,} bytes from the host, "
+        f"{left['peer_bytes']:,} between ranks; pause p50 {left['pause_s'].get('p50', 0):.3f} s\n"
         f"longest gap of a stream: p50 {gap['p50']:.3f} s, p99 {gap['p99']:.3f} s; one process "
         f"without faults: p50 {alone['p50']:.3f} s, p99 {alone['p99']:.3f} s\n"
         f"weights from the host {moved['host']:,} bytes (planned {moved['planned_host']:,}), read "
-        f"{moved['read']:,}; between ranks {moved['peer']:,} (planned {moved['planned_peer']:,})\n"
+        f"{moved['read']:,}; between ranks {moved['peer']:,}, and {moved['kept']:,} where a lost "
+        f"process had them (planned {moved['planned_peer']:,})\n"
     )
 
 

@@ -180,6 +180,8 @@ class Costs:
     replace_s: float = inf  # A rank with empty memory on a device; inf: there is none.
     # Until a lost rank that is started beside the others has joined; inf: it does not come back.
     back_s: float = inf
+    # Whether other ranks can have the memory of a process that is gone.
+    kept_is_readable: bool = False
     lookahead_tokens: int = 0  # For which the steps of a layout count.
     step_s: Callable[[Layout], float] = lambda _: 0.0  # Of a layout.
 
@@ -373,7 +375,6 @@ class Reforming:
         for gone in without:
             after = self._possible(on_demand.survivors(self.layout, sorted(gone)))
             if isinstance(after, Layout):
-                # Memory that outlived its process has no reader: the host has the same bytes.
                 yield self._choice(Way.RESHARD, after, frozenset())
 
     def _choice(self, way: Way, after: Layout, fresh: frozenset[int]) -> PossibleWay:
@@ -382,8 +383,9 @@ class Reforming:
             start_s = self.costs.replace_s
         elif way is not Way.RESIZE and (fresh | self._starting).intersection(after.ranks):
             start_s = self.costs.restart_s
-        # On a way without them the ranks that are gone cannot be read, whatever their memory has.
-        gone = self._dead if way is Way.RESTART else self._dead | self._absent
+        # Without them as processes ranks that are gone may not be read, whatever their memory has.
+        is_read = way is Way.RESTART or self.costs.kept_is_readable
+        gone = self._dead if is_read else self._dead | self._absent
         moves = plan(self.layout, after, self.units, gone, arrived=self._arrived)
         ready_s = start_s + schedule(moves, self.costs.rates).makespan_s + self.costs.join_s
         behind_s = self._behind_s(after)

@@ -272,8 +272,8 @@ class EngineInstance(ServedInstance):
         if rank not in self.ranks.pids:
             allowed = ", ".join(map(str, self.ranks.pids))
             raise RequestError(f"rank: got {rank}; allowed: {allowed}", param="rank")
-        self.ranks.lose_device(rank)
-        self.core.lose_cells()
+        if self.ranks.lose_device(rank):
+            self.core.lose_cells()
 
     async def order_rank(self, order: RankRequest) -> str | None:
         if self.ranks is None:

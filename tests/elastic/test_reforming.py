@@ -86,6 +86,23 @@ def test_what_has_arrived_is_not_read_again_after_a_further_loss() -> None:
     assert own.layout.ranks == (0, 2)
 
 
+def test_memory_that_other_ranks_can_have_is_not_read_from_the_host() -> None:
+    """Of a process that is gone, as long as its device is not lost too."""
+    costs = replace(COSTS, rates=LinkRates(100.0, 1e6), kept_is_readable=True)
+    own = machine(costs=costs, spread=False)
+
+    kept = own.handle(replace(LOST, memory_kept=True))[1]
+    lost = own.handle(LOST)[1]
+
+    assert isinstance(kept, CarryOut)
+    assert isinstance(lost, CarryOut)
+    assert (kept.way, kept.plan.host_bytes) == (Way.RESHARD, 0)
+    assert {move.source for move in kept.plan.moves} == {1}
+    assert lost.plan.host_bytes == kept.plan.peer_bytes
+    carry_through(own, [lost])
+    assert own.layout.ranks == (0, 2, 3)
+
+
 def test_a_process_whose_memory_is_kept_is_started_again() -> None:
     """AnchorTP's crash: nothing moves at all."""
     own = machine(costs=replace(COSTS, rates=LinkRates(1.0, 1.0)))
@@ -109,7 +126,7 @@ def test_the_way_with_the_least_waiting_of_all_streams_is_taken() -> None:
     }
 
     for way, streams in cases.items():
-        own = machine(costs=costs)
+        own = machine(costs=costs, spread=False)
         began = own.handle(replace(lost, streams=streams))[1]
         assert isinstance(began, CarryOut)
         assert began.way is way

@@ -162,4 +162,6 @@ def test_a_file_that_has_become_shorter_is_named(stored: Path, tmp_path: Path) -
 
     with pytest.raises(ConfigError, match="ends before byte"):
         reader.rows("matrix", (ROWS, WIDTH), range(ROWS - 1, ROWS), into)
+    with pytest.raises(ConfigError, match="ends before byte"):
+        reader.columns("matrix", (ROWS, WIDTH), range(1), torch.empty(ROWS, 1))
     reader.close()

@@ -10,6 +10,7 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.trees import Node, combine, cover
 from kvrs.engine.layers import proofs
 from kvrs.engine.layers.proofs import (
+    Proofs,
     check_unit_products,
     is_exact,
     proven_heights,
@@ -140,6 +141,29 @@ def test_a_form_of_a_whole_block_is_compared_byte_by_byte() -> None:
 
     assert is_exact(block, Form(TALL, together=False), 8, CPU)
     assert not is_exact(block, Form(TALL, together=True), 8, CPU)
+
+
+def test_what_was_proven_is_not_proven_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof is one of shapes; of another shape nothing is known."""
+    known, block, calls = Proofs(), mlp(), 0
+    weights = [*block.up.weights, *block.down.weights]
+    known.check_units(weights)
+    heights = known.heights(weights)
+    assert known.holds("a block", lambda: False) is known.holds("a block", lambda: True) is False
+    mm = torch.mm
+
+    def counted(*given: Tensor, **more: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return mm(*given, **more)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    known.check_units([weight.clone(memory_format=torch.preserve_format) for weight in weights])
+    assert known.heights(weights) == heights == TALL
+    assert calls == 0
+
+    known.check_units([noise(WIDTH + 16, HIDDEN).t()])
+    assert calls > 0
 
 
 @pytest.mark.parametrize("what", ["address", "width"])

@@ -3,7 +3,7 @@ which faster forms of them give the same bytes.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -80,8 +80,44 @@ def is_exact(
     )
 
 
+class Proofs:
+    """What was proven so far. A proof is one of shapes, so it holds for other weights of the same
+    shapes in the same process.
+    """
+
+    def __init__(self) -> None:
+        self._units: set[Hashable] = set()
+        self._heights: dict[Hashable, tuple[int, ...]] = {}
+        self._blocks: dict[Hashable, bool] = {}
+
+    def check_units(self, weights: Iterable[Tensor]) -> None:
+        """As `check_unit_products`."""
+        new = [weight for weight in _distinct(weights) if shape_of(weight) not in self._units]
+        check_unit_products(new)
+        self._units.update(map(shape_of, new))
+
+    def heights(self, weights: Iterable[Tensor]) -> tuple[int, ...]:
+        """As `proven_heights`."""
+        common = set(TALL)
+        for weight in _distinct(weights):
+            if (shape := shape_of(weight)) not in self._heights:
+                self._heights[shape] = proven_heights([weight])
+            common &= set(self._heights[shape])
+        return tuple(sorted(common, reverse=True))
+
+    def holds(self, what: Hashable, prove: Callable[[], bool]) -> bool:
+        """What is proven of a whole block; `what` names it, with all shapes in it."""
+        if what not in self._blocks:
+            self._blocks[what] = prove()
+        return self._blocks[what]
+
+
+def shape_of(weight: Tensor) -> Hashable:
+    return tuple(weight.shape), weight.stride()
+
+
 def _distinct(weights: Iterable[Tensor]) -> list[Tensor]:
-    return list({(weight.shape, weight.stride()): weight for weight in weights}.values())
+    return list({shape_of(weight): weight for weight in weights}.values())
 
 
 def _spread(rows: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ they were saved, have the same hash. A unit's hash does not depend on the others
 gets one unit can check it.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from blake3 import blake3
 from torch import Tensor
 
 from kvrs.elastic import grain
@@ -22,7 +23,9 @@ from kvrs.engine.layers.units import ColumnUnits, RowUnits
 from kvrs.engine.models.decoder import Decoder, Norm, Projection, RmsNorm
 
 _DIGEST_BYTES = 32
-_TREE = 2  # Version of what hashes are made of.
+_TREE = 3  # Version of what hashes are made of.
+# Several times as fast as others: a unit is hashed whenever it is read or copied.
+_UNIT, _NODE = "kvrs weights unit", "kvrs weights node"
 NOTE_NAME = ".kvrs-weights.json"
 
 
@@ -130,19 +133,17 @@ def _matrix(projection: Projection | None) -> Tensor | None:
 
 
 def _leaf(*tensors: Tensor | None) -> bytes:
-    total = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"kvrs-unit")
+    total = blake3(derive_key_context=_UNIT)
     for tensor in tensors:
         # Shapes stand before the numbers, so that no two lists of tensors are the same bytes.
         total.update(f"{None if tensor is None else list(tensor.shape)};".encode())
         if tensor is not None:
-            total.update(tensor.contiguous().cpu().numpy().data)
+            total.update(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
     return total.digest()
 
 
 def _node(children: Sequence[bytes]) -> bytes:
-    total = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"kvrs-units")
-    total.update(b"".join(children))
-    return total.digest()
+    return blake3(b"".join(children), derive_key_context=_NODE).digest()
 
 
 class Note:

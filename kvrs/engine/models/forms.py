@@ -1,12 +1,13 @@
 """In which form this machine computes the blocks of a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvrs.engine.layers.proofs import check_unit_products, is_exact, proven_heights
+from kvrs.engine.layers.proofs import Proofs, is_exact, shape_of
 from kvrs.engine.layers.units import CANONICAL, ColumnUnits, Form
 from kvrs.engine.models.decoder import Forms, Layer
 
@@ -15,36 +16,43 @@ from kvrs.engine.models.decoder import Forms, Layer
 TOGETHER_BYTES = 2 << 20
 
 
-def choose_forms(layers: Sequence[Layer], head: ColumnUnits | None) -> Forms:
+def choose_forms(
+    layers: Sequence[Layer], head: ColumnUnits | None, proofs: Proofs | None = None
+) -> Forms:
     """Prove on this machine that products of the model's units are exact, and take the fastest form
     of each kind of block that has the canonical bytes in all layers. Layers with equally many units
-    have the same shapes.
+    have the same shapes. What is in `proofs` is not proven again.
 
     Raises:
         KvrsError: this machine's matrix library cannot compute exactly.
     """
+    proofs = proofs or Proofs()
     qkv, output, mlp = [], [], []
     for layer in layers:
         attention, inner = layer.attention, layer.mlp
         width = attention.qkv.matrix.shape[0]
-        qkv.append(_Block(width, attention.qkv.weights, attention.qkv.side_by_side))
+        qkv.append(_Block("qkv", width, attention.qkv.weights, attention.qkv.side_by_side))
         heads = sum(unit.shape[0] for unit in attention.output.weights)
-        output.append(_Block(heads, attention.output.weights, _joined(attention.output.sums)))
+        sums = _joined(attention.output.sums)
+        output.append(_Block("output", heads, attention.output.weights, sums))
         even, up, down = inner.down.stacked is not None, inner.up.weights, inner.down.weights
-        mlp.append(_Block(width, up, _joined(inner.sums), down, even))
-    vocabulary = [] if head is None else [_Block(head.matrix.shape[0], head.weights, head.joined)]
+        mlp.append(_Block("mlp", width, up, _joined(inner.sums), down, even))
+    vocabulary = []
+    if head is not None:
+        vocabulary.append(_Block("head", head.matrix.shape[0], head.weights, head.joined))
     blocks = [
-        {tuple(unit.shape for unit in block.all): block for block in of if block.weights}.values()
+        {block.shapes: block for block in of if block.weights}.values()
         for of in (qkv, output, mlp, vocabulary)
     ]
-    check_unit_products(unit for of in blocks for block in of for unit in block.all)
-    return Forms(*(_form(list(of)) for of in blocks))
+    proofs.check_units(unit for of in blocks for block in of for unit in block.all)
+    return Forms(*(_form(list(of), proofs) for of in blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
     """Units that are computed one behind the other, or together."""
 
+    kind: str
     width: int  # Of its input.
     weights: Sequence[Tensor]
     compute: Callable[[Tensor, Form], Tensor]
@@ -55,23 +63,31 @@ class _Block:
     def all(self) -> list[Tensor]:
         return [*self.weights, *self.more]
 
+    @property
+    def shapes(self) -> Hashable:
+        """Blocks that have the same make the same products."""
+        return self.kind, self.width, tuple(map(shape_of, self.all)), self.is_even
+
+    def is_exact(self, form: Form, device: torch.device) -> bool:
+        return self.is_even and is_exact(self.compute, form, self.width, device)
+
 
 def _joined(sums: Callable[[Tensor, Form], list[Tensor]]) -> Callable[[Tensor, Form], Tensor]:
     """All sums of a block in one tensor, to be compared."""
     return lambda rows, form: torch.cat(sums(rows, form), 1)
 
 
-def _form(blocks: Sequence[_Block]) -> Form:
+def _form(blocks: Sequence[_Block], proofs: Proofs) -> Form:
     """The form of all blocks of a kind."""
     if not blocks:
         return CANONICAL
     device = blocks[0].weights[0].device
-    heights = proven_heights(unit for block in blocks for unit in block.all)
+    heights = proofs.heights(unit for block in blocks for unit in block.all)
     size_bytes = max(sum(unit.nbytes for unit in block.weights) for block in blocks)
     if size_bytes <= TOGETHER_BYTES or device.type == "cuda":
         together = Form(heights, together=True)
         if all(
-            block.is_even and is_exact(block.compute, together, block.width, device)
+            proofs.holds((block.shapes, together), partial(block.is_exact, together, device))
             for block in blocks
         ):
             return together

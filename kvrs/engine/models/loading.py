@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrs.elastic.shares import Share
+from kvrs.engine.layers.proofs import Proofs
 from kvrs.engine.layers.rotary import RotaryTable, inverse_frequencies
 from kvrs.engine.layers.tiles import check_tile_products
 from kvrs.engine.layers.units import ColumnUnits, Mlp, RowUnits, gated_silu
@@ -119,8 +120,9 @@ def with_rotary(decoder: Decoder, config: ModelConfig, positions: int) -> Decode
     return replace(decoder, rotary=loader.rotary(positions))
 
 
-def proven(decoder: Decoder) -> Decoder:
-    """The decoder in the forms that this machine computes exactly.
+def proven(decoder: Decoder, proofs: Proofs | None = None) -> Decoder:
+    """The decoder in the forms that this machine computes exactly; `proofs` of earlier ones count,
+    and get what is new.
 
     Raises:
         KvrsError: there are none.
@@ -129,7 +131,7 @@ def proven(decoder: Decoder) -> Decoder:
     for projection in (into, decoder.projection):
         if projection is not None:
             check_tile_products(projection.weight)
-    return replace(decoder, forms=choose_forms(decoder.layers, decoder.head))
+    return replace(decoder, forms=choose_forms(decoder.layers, decoder.head, proofs))
 
 
 class _Source(Protocol):

@@ -28,7 +28,8 @@ from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.futex import check_futexes
 from kvrs.engine.ranks.processes import RankProcesses
-from kvrs.engine.ranks.reformer import Reformer, ReformingNow
+from kvrs.engine.ranks.reformed import ReformingNow
+from kvrs.engine.ranks.reformer import Reformer
 from kvrs.engine.ranks.seats import END_S, Answered, Ended, Shared
 from kvrs.engine.ranks.wire import Fetched, Joined, Loaded, Refused
 from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
@@ -197,19 +198,23 @@ class RankGroup:
         """No book has pages any more whose cells were lost."""
         self.pool.mended()
 
-    def lose_device(self, rank: int) -> None:
-        """Kill a rank and drop the memory of its cells and its units."""
+    def lose_device(self, rank: int) -> bool:
+        """Kill a rank and drop the memory of its cells and its units. Returns whether it had cells:
+        a model may have fewer KV heads than ranks.
+        """
         self.lost_devices.add(rank)
         self.processes.seats[rank].kill()
         layout, heads = self.layout, self.geometry.kv_heads
-        if rank in layout.ranks:
-            self.pool.lose(
-                [
-                    layer * heads + head
-                    for layer in layout.stage_of(rank).layers
-                    for head in layout.heads(rank, layer)
-                ]
-            )
+        if rank not in layout.ranks:
+            return False
+        cells = [
+            layer * heads + head
+            for layer in layout.stage_of(rank).layers
+            for head in layout.heads(rank, layer)
+        ]
+        if cells:
+            self.pool.lose(cells)
+        return bool(cells)
 
     def close(self) -> None:
         """End all ranks, however far they are."""
@@ -299,6 +304,7 @@ class RankGroup:
         return Costs(
             # A copy within memory is several times as fast as a read and a hash.
             rates=LinkRates(rate, 2 * rate),
+            kept_is_readable=True,
             join_s=time.monotonic() - fetched_s,
             restart_s=loaded_s - began_s,
             replace_s=loaded_s - began_s,

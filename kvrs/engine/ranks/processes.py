@@ -4,6 +4,7 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
@@ -47,6 +48,16 @@ _MOST_SOURCES = 200  # Memories that one order names; units of others are read f
 Told = Answered | Ended | RankOrdered
 
 
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A unit that a rank was told to get."""
+
+    at: UnitAt
+    size_bytes: int
+    source: int  # A rank, or HOST.
+    is_there: bool  # Where the source had it, which is gone.
+
+
 class RankProcesses:
     """All that is there of an instance's ranks. Used by one thread at a time."""
 
@@ -57,13 +68,16 @@ class RankProcesses:
         self.told: SimpleQueue[Told | None] = SimpleQueue()
         self.hashes: dict[str, bytes] = {}
         self.arithmetic: bytes | None = None
-        # Of weights, by the epoch of the order: `host` and `peer` as they are in memory, and what
-        # was read of files for it; `damaged` counts units.
+        # Of weights, by the epoch of the order: `host`, `peer` and `kept` (left where a lost rank
+        # had it) as they are in memory, and what was `read` of files; `damaged` counts units.
         self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._directory, self._settings = directory, settings
         self._config, self._cells = config, cells
         self._blocks = UnitBlocks(config, Weights(directory))
-        self._coming: dict[tuple[int, int, Unit], tuple[UnitAt, Move]] = {}
+        self._coming: dict[tuple[int, int, Unit], _Coming] = {}
+        # Units that a rank computes with where a lost one had them, which has them until the next
+        # layout serves: of a rank and a unit, that other rank.
+        self._lent: dict[tuple[int, Unit], int] = {}
 
     def start(self, rank: int, layout: Layout, stage: int) -> RankSeat:
         """A new process for a rank of that stage, in no seat yet."""
@@ -104,11 +118,13 @@ class RankProcesses:
         coming = self._coming.pop((seat.pid, answer.epoch, answer.unit), None)
         if coming is None:
             return False
-        at, move = coming
-        seat.units[answer.unit] = at
-        is_read = move.source == HOST or answer.was_damaged
+        seat.units[answer.unit] = coming.at
+        if coming.is_there:
+            self._lent[seat.rank, answer.unit] = coming.source
+        is_read = coming.source == HOST or answer.was_damaged
+        how = "host" if is_read else "kept" if coming.is_there else "peer"
         moved = self.moved[answer.epoch]
-        moved["host" if is_read else "peer"] += move.bytes
+        moved[how] += coming.size_bytes
         moved["read"] += answer.read_bytes
         if answer.was_damaged:
             moved["damaged"] += 1
@@ -137,11 +153,34 @@ class RankProcesses:
 
     def _room(self, epoch: int, target: int, moves: list[Move]) -> tuple[FetchUnits, list[int]]:
         seat = self.seats[target]
-        places, size = self._blocks.places([move.unit for move in moves])
-        memory = Shared.make(f"kvrs-units-{target}", size)
-        descriptors, sources, wire = [memory.descriptor], {HOST: 0}, []
-        stops = [*list(places.values())[1:], size]
-        for move, stop in zip(moves, stops, strict=True):
+        # What a process has left is used where it is; the descriptors for that come first.
+        left = {rank for rank, seat in self.seats.items() if seat.has_died}
+        there = [move for move in moves if move.source in left]
+        others = [move for move in moves if move.source not in left]
+        places, size = self._blocks.places([move.unit for move in others])
+        descriptors: list[int] = []
+        if others:
+            memory = Shared.make(f"kvrs-units-{target}", size)
+            descriptors = [memory.descriptor]
+        else:  # No new memory is needed, and the first descriptor not used.
+            descriptors = [self.seats[there[0].source].units[there[0].unit].memory.descriptor]
+        sources: dict[int, int] = {}
+        wire = []
+        stops = [*places.values(), size][1:]
+        shared: dict[int, Shared] = {}
+        for move in there:
+            theirs = self.seats[move.source].units[move.unit]
+            key = theirs.memory.descriptor
+            if key not in sources:
+                assert len(sources) < _MOST_SOURCES, "a rank's units lie in few memories"
+                sources[key] = len(descriptors)
+                descriptors.append(key)
+                shared[key] = theirs.memory.shared()
+            at, number = UnitAt(shared[key], theirs.offset, theirs.stop), sources[key]
+            wire.append(UnitMove(move.unit, number, at.offset, number, at.offset))
+            coming = _Coming(at, move.bytes, move.source, is_there=True)
+            self._coming[seat.pid, epoch, move.unit] = coming
+        for move, stop in zip(others, stops, strict=True):
             source, source_offset = 0, 0
             if move.source != HOST:
                 theirs = self.seats[move.source].units[move.unit]
@@ -151,8 +190,9 @@ class RankProcesses:
                     descriptors.append(key)
                 source, source_offset = sources.get(key, 0), theirs.offset
             at = UnitAt(memory, places[move.unit], stop)
-            self._coming[seat.pid, epoch, move.unit] = at, move
-            wire.append(UnitMove(move.unit, at.offset, source, source_offset))
+            wire.append(UnitMove(move.unit, 0, at.offset, source, source_offset))
+            coming = _Coming(at, move.bytes, move.source if source else HOST, is_there=False)
+            self._coming[seat.pid, epoch, move.unit] = coming
         names = [unit_name(move.unit) for move in moves]
         known = {name: self.hashes[name] for name in names if name in self.hashes}
         return FetchUnits(epoch, wire, known), descriptors
@@ -162,9 +202,41 @@ class RankProcesses:
         further loss has broken off.
         """
         gone = [key for key in self._coming if of_epoch in (None, key[1])]
-        units = [self._coming.pop(key)[0] for key in gone]
-        seats = self.seats.values()
-        give_back(units, [at for seat in seats for at in seat.units.values()])
+        coming = [self._coming.pop(key) for key in gone]
+        held = [at for seat in self.seats.values() for at in seat.units.values()]
+        give_back([each.at for each in coming if not each.is_there], held)
+        _close_unused([each.at for each in coming if each.is_there], held)
+
+    def settle(self, layout: Layout) -> None:
+        """The ranks of the layout have its units; all other memory of theirs is given back."""
+        self.drop_coming()
+        held = {rank: layout.held(rank) for rank in layout.ranks}
+        for (rank, unit), owner in list(self._lent.items()):
+            if unit in held.get(rank, ()):
+                del self._lent[rank, unit]
+                self.seats[owner].units.pop(unit, None)
+        for rank in self.seats:
+            self._return(rank)
+        for rank, own in held.items():
+            seat = self.seats[rank]
+            seat.release([unit for unit in seat.units if unit not in own])
+
+    def lose_memory(self, rank: int) -> None:
+        """Of a rank that is lost with its device; what it had from others stays theirs."""
+        self._return(rank)
+        seat = self.seats[rank]
+        seat.release(list(seat.units))
+
+    def _return(self, rank: int) -> None:
+        """What a rank has where another one had it is that one's again."""
+        lent = [unit for of, unit in self._lent if of == rank]
+        units = self.seats[rank].units
+        returned = []
+        for unit in lent:
+            del self._lent[rank, unit]
+            if (at := units.pop(unit, None)) is not None:
+                returned.append(at)
+        _close_unused(returned, units.values())
 
     def attach(self, rank: int, units: dict[Unit, UnitAt]) -> None:
         """Give a new process the memory that an earlier one of its rank has left."""
@@ -209,3 +281,10 @@ def _order(seat: RankSeat, order: Order, descriptors: list[int]) -> None:
     except RanksLostError as lost:
         log.warning("a rank takes no orders", extra={"cause": str(lost)})
         seat.kill()
+
+
+def _close_unused(units: Iterable[UnitAt], kept: Iterable[UnitAt]) -> None:
+    """Close memory that others own; the units in it are left as they are."""
+    used = {id(at.memory) for at in kept}
+    for memory in {id(at.memory): at.memory for at in units if id(at.memory) not in used}.values():
+        memory.close()

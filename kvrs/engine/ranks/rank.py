@@ -25,6 +25,7 @@ from kvrs.elastic.layouts import Layout
 from kvrs.elastic.shares import Share
 from kvrs.elastic.units import Unit
 from kvrs.engine.allocator import keep_freed_memory
+from kvrs.engine.layers.proofs import Proofs
 from kvrs.engine.layers.step import build_step
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.decoder import Decoder
@@ -234,6 +235,7 @@ class _Loaded:
         self._weights = Weights(directory)
         self._unit_blocks = UnitBlocks(self._config, self._weights)
         self._blocks: dict[Unit, UnitBlock] = {}
+        self._proofs = Proofs()  # Of all formations: most shapes are those of the one before.
         self.fetching = 0  # The epoch of the newest order.
         with torch.inference_mode():
             self._common = read_decoder(self._config, self._weights, positions, device, nothing)
@@ -258,12 +260,13 @@ class _Loaded:
         self, order: FetchUnits, move: UnitMove, memories: Sequence[Tensor], reader: RangeReader
     ) -> Fetched:
         unit = move.unit
-        block = self._unit_blocks.block(unit, memories[0], move.offset)
+        block = self._unit_blocks.block(unit, memories[move.memory], move.offset)
         known, before, was_damaged = order.hashes.get(unit_name(unit)), reader.read_bytes, False
         found = None
         if move.source:
-            theirs = memories[move.source]
-            block.copy_(self._unit_blocks.block(unit, theirs, move.source_offset))
+            if move.source != move.memory:
+                theirs = memories[move.source]
+                block.copy_(self._unit_blocks.block(unit, theirs, move.source_offset))
             found = block.hash()
             was_damaged = found != known
         if found is None or was_damaged:
@@ -287,7 +290,7 @@ class _Loaded:
         self._blocks = {unit: block for unit, block in self._blocks.items() if unit in held}
         with torch.inference_mode():
             whole = assemble(self._common, share, self._config, self._blocks.__getitem__)
-            decoder = proven(whole)
+            decoder = proven(whole, self._proofs)
         areas = Areas.of(
             layout,
             hidden=self._config.hidden,

@@ -7,7 +7,6 @@ thread that computes waits meanwhile, or goes on where nothing is lost.
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import Empty
@@ -42,6 +41,7 @@ from kvrs.elastic.speed import shares
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.processes import RankProcesses, Told
+from kvrs.engine.ranks.reformed import Reformed, ReformingBegun, ReformingNow
 from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat
 from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
 from kvrs.errors import KvrsError, RanksLostError
@@ -77,41 +77,6 @@ class ReformedGroup(Protocol):
     def changed(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ReformingNow:
-    """What is under way."""
-
-    number: int
-    way: Way
-    ready_at_s: float  # Predicted.
-    after: Layout
-    lost: tuple[int, ...]
-    move_bytes: int
-    lost_cells: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Reformed:
-    """What was done, beside what was predicted."""
-
-    number: int
-    way: Way
-    began_s: float
-    served_s: float
-    predicted_s: float
-    paused: bool  # Whether nothing was computed meanwhile.
-    degree: int
-    host_bytes: int  # Of the plan, as `peer_bytes`.
-    peer_bytes: int
-    moved: Mapping[str, int]  # As `RankProcesses.moved`, of this plan.
-
-
-@dataclass(slots=True)
-class _Begun:
-    began_s: float
-    action: CarryOut
-
-
 @dataclass(slots=True)
 class _Missing:
     """A rank of the full layout that does not compute."""
@@ -145,7 +110,7 @@ class Reformer:
         )
         self.now: ReformingNow | None = None
         self.done: list[Reformed] = []
-        self._begun: _Begun | None = None
+        self._begun: ReformingBegun | None = None
         self._formation: RankFormation | None = None
         self._missing: dict[int, _Missing] = {}
         self._left: set[int] = set()  # On purpose; those of the layout are about to.
@@ -165,8 +130,9 @@ class Reformer:
         self._thread.join()
 
     def order(self, rank: int, *, leaves: bool) -> "Future[str | None]":
-        """Let a rank leave on purpose, which serves until the others have what it had; or have one
-        back that has left. The result says why not; None: it is carried out.
+        """Let a rank leave on purpose, which serves until the others have what it had, or which is
+        lost and would be started again; or have one back that has left. The result says why not;
+        None: it is carried out.
         """
         refused: Future[str | None] = Future()
         self._processes.told.put(RankOrdered(rank, leaves, refused))
@@ -221,13 +187,22 @@ class Reformer:
             case RankOrdered():
                 if told.refused.set_running_or_notify_cancel():
                     carry_out = self._leave if told.leaves else self._have_back
-                    told.refused.set_result(carry_out(told.rank))
+                    # Each of several proxies may order the same.
+                    is_done = told.leaves and told.rank in self._left
+                    told.refused.set_result(None if is_done else carry_out(told.rank))
             case None:
                 pass  # A rank is due.
 
     def _leave(self, rank: int) -> str | None:
         if not self._settings.enabled:
             return "elastic.enabled: got false; allowed: true"
+        layout = self._group.layout if self.now is None else self.now.after
+        if rank in self._group.full.ranks and rank not in layout.ranks:
+            self._left.add(rank)
+            missing = self._missing.pop(rank, None)
+            if missing is not None and missing.spare is not None:
+                missing.spare.close()
+            return None
         self._measure_room()
         if (reason := self._machine.why_it_stays(rank)) is None:
             self._left.add(rank)
@@ -275,7 +250,7 @@ class Reformer:
             missing.put_off(time.monotonic())
             seat.close()
             return
-        if seat.rank in self._group.lost and seat.process.returncode is not None:
+        if seat.rank in self._group.lost:
             return  # Told before, by another witness.
         seat.kill()
         now_s = time.monotonic()
@@ -288,7 +263,7 @@ class Reformer:
             return
         is_kept = seat.rank not in self._group.lost_devices
         if not is_kept:
-            seat.release(list(seat.units))
+            self._processes.lose_memory(seat.rank)
         self._measure_room()
         streams = (StreamAtRisk(0.0),) * self._group.streams
         self._handle(RanksLost(frozenset({seat.rank}), is_kept, streams))
@@ -311,8 +286,10 @@ class Reformer:
                 case CarryOut():
                     self._begin(action)
                 case FormRanks():
+                    _note(self._begun, "move")
                     self._formation = self._group.form(action.epoch, action.layout)
                 case ProbeStep():
+                    _note(self._begun, "join")
                     self._probe(action)
                 case Serve():
                     self._serve(action)
@@ -326,7 +303,8 @@ class Reformer:
         if self._begun is None:
             self._starts = {}
         began_s = now_s if action.way is Way.RESIZE else self._first_lost_s
-        self._begun = _Begun(began_s, action)
+        self._begun = ReformingBegun(began_s, action)
+        _note(self._begun, "plan")
         self.now = ReformingNow(
             number=action.epoch,
             way=action.way,
@@ -334,7 +312,10 @@ class Reformer:
             after=action.plan.after,
             lost=tuple(sorted(self._group.lost)),
             move_bytes=action.plan.moved_bytes,
-            lost_cells=bool(self._group.lost_devices & self._group.lost.keys()),
+            lost_cells=any(
+                has_cells(self._group.layout, rank)
+                for rank in self._group.lost_devices & self._group.lost.keys()
+            ),
         )
         log.warning(
             "the ranks re-form",
@@ -389,18 +370,17 @@ class Reformer:
             found = self._group.probe(self._formation)
         except RanksLostError:
             return
+        _note(self._begun, "probe")
         self._handle(ProbeEnded(action.epoch, same_bytes(found, self._group.probed)))
 
     def _serve(self, action: Serve) -> None:
         assert self._formation is not None, "the ranks have joined"
         assert self._begun is not None, "a re-forming has begun"
         seats = self._processes.seats
-        self._processes.drop_coming()
+        self._processes.settle(action.layout)
         for rank in action.layout.ranks:
-            held = action.layout.held(rank)
-            seats[rank].release([unit for unit in seats[rank].units if unit not in held])
             self._missing.pop(rank, None)
-        self._note(action)
+        self._note_cost(action)
         self._begun, self.now = None, None
         self._group.serve(self._formation)
         # The end of a process takes its time, in which the others compute again.
@@ -415,7 +395,7 @@ class Reformer:
         self._group.changed()
         self._offer()
 
-    def _note(self, action: Serve) -> None:
+    def _note_cost(self, action: Serve) -> None:
         """What it has cost, which the next one is predicted by."""
         assert self._begun is not None, "a re-forming has begun"
         begun, now_s = self._begun, time.monotonic()
@@ -434,6 +414,7 @@ class Reformer:
             host_bytes=plan.host_bytes,
             peer_bytes=plan.peer_bytes,
             moved=moved,
+            phases_s=begun.phases_s,
         )
         self.done = [*self.done[-99:], done]
         if way is Way.RESHARD and not plan.moves:
@@ -478,6 +459,18 @@ class Reformer:
             if missing.spare is not None and missing.spare.is_loaded:
                 self._measure_room()
                 self._handle(RankOffered(rank, missing.stage))
+
+
+def _note(begun: ReformingBegun | None, part: str) -> None:
+    assert begun is not None, "a re-forming has begun"
+    begun.note(part)
+
+
+def has_cells(layout: Layout, rank: int) -> bool:
+    """A model may have fewer KV heads than ranks."""
+    return rank in layout.ranks and any(
+        layout.heads(rank, layer) for layer in layout.stage_of(rank).layers
+    )
 
 
 def _stage_of(layout: Layout, rank: int) -> int:

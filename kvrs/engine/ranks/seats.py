@@ -50,6 +50,10 @@ class Shared:
                 f"no room for {size_bytes} bytes of shared memory ({name}): {error.strerror}"
             ) from None
 
+    def shared(self) -> "Shared":
+        """The same memory for one more owner."""
+        return Shared(os.dup(self.descriptor), self.memory)
+
     def drop(self, first: int = 0, stop: int | None = None) -> None:
         """Give back the whole pages of a range, also where other processes have it mapped."""
         first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -115,6 +119,7 @@ class RankSeat:
         self.rank, self._tell = rank, tell
         self.units: dict[Unit, UnitAt] = {}
         self.is_loaded = False
+        self.has_died = False  # It computes nothing any more; its memory is perhaps still freed.
         self.began_s = time.monotonic()
         self._sending = threading.Lock()
         self.lives = Shared.make("kvrs-life", Life.BYTES)
@@ -159,7 +164,9 @@ class RankSeat:
     def kill(self) -> None:
         """End it; it computes nothing any more when this returns."""
         self.process.kill()
-        self.process.wait()
+        if not self.has_died:
+            self.process.wait()
+            self.has_died = True
 
     def close(self, patience_s: float = 0.0) -> None:
         """End it, and give its memory back."""
@@ -168,7 +175,8 @@ class RankSeat:
         try:
             self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            self.kill()
+            self.process.kill()
+            self.process.wait()
         for thread in self._threads:
             thread.join(END_S)
         self._pair.close()
@@ -196,4 +204,5 @@ class RankSeat:
 
     def _await_end(self) -> None:
         self._life.await_end()
+        self.has_died = True
         self._tell(Ended(self))

@@ -43,15 +43,17 @@ class UnitMove(msgspec.Struct, frozen=True, array_like=True):
     """Where a unit comes from, and where it goes to."""
 
     unit: Unit
+    # Among the descriptors that come with the order; 0: new memory.
+    memory: int
     offset: int
-    # Among the descriptors that come with the order, of another rank's memory; 0: from the files.
+    # As `memory`; 0: from the files. In the same memory it lies where it is to be.
     source: int
     source_offset: int
 
 
 class FetchUnits(msgspec.Struct, frozen=True, tag="fetch"):
     """Get units, one after another, and answer each. With it come the memory for them, and those
-    of other ranks.
+    of other ranks; some of what ranks had that are gone stays where it is.
     """
 
     epoch: int

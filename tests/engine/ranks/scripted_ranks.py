@@ -20,7 +20,8 @@ from kvrs.elastic.plans import HOST, Move
 from kvrs.elastic.reforming import Costs, Reforming, Room
 from kvrs.elastic.units import Unit, Units
 from kvrs.engine.ranks.processes import Told
-from kvrs.engine.ranks.reformer import Reformed, Reformer
+from kvrs.engine.ranks.reformed import Reformed
+from kvrs.engine.ranks.reformer import Reformer
 from kvrs.engine.ranks.seats import Answered, Ended
 from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded
 from kvrs.errors import KvrsError, RanksLostError
@@ -120,8 +121,14 @@ class ScriptedProcesses:
         self.moved[answer.epoch]["host" if move.source == HOST else "peer"] += move.bytes
         return True
 
-    def drop_coming(self) -> None:
+    def settle(self, layout: Layout) -> None:
         self._coming.clear()
+        for rank in layout.ranks:
+            held, seat = layout.held(rank), self.seats[rank]
+            seat.release([unit for unit in seat.units if unit not in held])
+
+    def lose_memory(self, rank: int) -> None:
+        self.seats[rank].units.clear()
 
     def attach(self, rank: int, units: dict[Unit, object]) -> None:
         self.seats[rank].units = units
@@ -141,7 +148,12 @@ class ScriptedGroup:
         self._news = threading.Condition()
         settings = ElasticSettings(**elastic)
         costs = Costs(
-            rates=LinkRates(1e3, 1e4), join_s=0.01, restart_s=9.0, replace_s=9.0, back_s=9.0
+            rates=LinkRates(1e3, 1e4),
+            join_s=0.01,
+            restart_s=9.0,
+            replace_s=9.0,
+            back_s=9.0,
+            kept_is_readable=True,
         )
         room = Room(capacity_bytes=0, cell_bytes=0, pages=0)
         self.machine = Reforming(

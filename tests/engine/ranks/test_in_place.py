@@ -21,7 +21,7 @@ from kvrs.elastic.reforming import Way
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.ranks.reformer import Reformed
+from kvrs.engine.ranks.reformed import Reformed
 from kvrs.engine.routes import make_app
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
@@ -92,9 +92,9 @@ def damage(group: RankGroup, move: Move) -> None:
 def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
     tiny_model: Path, expected: list[torch.Tensor]
 ) -> None:
-    """Of four uneven ranks one is lost, and in the move another one; then a device, whose memory is
-    damaged where a new rank copies it. What is read is what the plans say, and survivors stay the
-    processes that they are.
+    """Of four uneven ranks one is lost, and in the move another one: what they had is used where it
+    is. Then a device, whose memory is damaged where a new rank copies it. What is read is what the
+    plans say, and survivors stay the processes that they are.
     """
     group = group_of(tiny_model, tp=4)
     first = group.pids
@@ -106,7 +106,7 @@ def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
         assert {0: first[0], 1: first[1]}.items() <= group.pids.items()
         reshard = group.reformer.done[0]
         assert (reshard.way, reshard.degree) == (Way.RESHARD, 2)
-        assert reshard.moved["read"] == reshard.host_bytes
+        assert reshard.moved == {"kept": reshard.peer_bytes, "read": 0}
         when_moving(group, before=lambda moves: damage(group, moves[0]))
         while len(group.layout.ranks) < 4:
             compute(group, expected)
@@ -161,8 +161,8 @@ def test_a_stage_without_ranks_is_started_again(
 def test_weights_that_have_changed_are_not_computed_with(
     tiny_model: Path, tmp_path: Path, expected: list[torch.Tensor]
 ) -> None:
-    """A survivor that reads other weights than the lost rank had ends; all ranks are then started
-    with the memory that is there.
+    """A survivor that reads other weights than the lost rank had ends, as does each process that is
+    started for them. While the lost rank's memory is there, nothing is read.
     """
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
@@ -180,9 +180,43 @@ def test_weights_that_have_changed_are_not_computed_with(
 
         kill(group, 1)
         compute(group, expected)
+        assert group.reformer.done[0].way is Way.RESHARD
+        while len(group.layout.ranks) < 2:
+            compute(group, expected)
+        group.lose_device(1)
+        group.mended()
+        with pytest.raises(RanksLostError):
+            compute(group, expected)
+    finally:
+        group.close()
 
-        assert group.reformer.done[0].way is Way.RESTART
-        assert len(group.layout.ranks) == 2
+
+def test_what_a_lost_process_has_left_is_a_units_own_memory_afterwards(
+    tiny_model: Path, expected: list[torch.Tensor]
+) -> None:
+    """One that was damaged is read into it. It outlives the lost rank's seat, and the process that
+    got it; a device that is lost takes it along.
+    """
+    group = group_of(tiny_model, tp=4)
+    try:
+        compute(group, expected)
+        when_moving(group, before=lambda moves: damage(group, moves[0]))
+        kill(group, 3)
+        compute(group, expected)
+        first = group.reformer.done[0]
+        assert first.moved["damaged"] == 1
+        assert first.moved["host"] == first.moved["read"] > first.host_bytes == 0
+        assert first.moved["kept"] == first.peer_bytes - first.moved["host"]
+
+        while group.reforming is not None or len(group.layout.ranks) < 4:
+            compute(group, expected)
+        kill(group, 2)
+        compute(group, expected)
+        group.lose_device(0)
+        group.mended()
+        compute(group, expected)
+        losses = [each for each in group.reformer.done if each.way is Way.RESHARD]
+        assert losses[-1].moved["read"] == losses[-1].host_bytes > 0
     finally:
         group.close()
 
@@ -212,13 +246,28 @@ async def test_streams_go_on_in_their_attempts(tiny_model: Path) -> None:
     assert min(each["degree"] for each in reports) == 1
 
 
+async def test_a_device_without_cells_takes_nothing_from_streams(tiny_model: Path) -> None:
+    """There are more ranks than KV heads: streams go on from where they were."""
+    alone = await answers_of(tiny_model, {}, [])
+    reports: list[dict[str, Any]] = []
+    lost: list[int] = []
+
+    through = await answers_of(tiny_model, {"tp": 4}, ["lose_bare_device"], reports, lost=lost)
+
+    assert through == alone
+    assert any(each["reforming"] is not None for each in reports)
+    assert lost == [0]
+
+
 async def answers_of(
     model: Path,
     ranks: dict[str, int],
     faults: list[str],
     reports: list[dict[str, Any]] | None = None,
     done: list[Reformed] | None = None,
+    lost: list[int] | None = None,
 ) -> list[list[int]]:
+    """`lost`: of how many streams cells were lost."""
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", **ranks}]}]
     config = parse_config(
         {"cluster": {"model": str(model), "engine": {"pages": 512}, "nodes": nodes}}
@@ -237,6 +286,8 @@ async def answers_of(
                 rank = max(instance.ranks.pids)
                 if fault == "leave":
                     await leave(client, instance.epoch, rank)
+                elif fault == "lose_bare_device":
+                    instance.lose_device(min(instance.ranks.pids))
                 elif fault == "kill":
                     os.kill(instance.ranks.pids[rank], signal.SIGKILL)
                 else:
@@ -244,6 +295,8 @@ async def answers_of(
                 await asyncio.sleep(0.2)
             if done is not None and instance.ranks is not None:
                 done += instance.ranks.reformer.done
+            if lost is not None:
+                lost.append(len(instance.core.missing_pages))
             return list(await asyncio.gather(*tasks))
         finally:
             watching.cancel()

@@ -232,6 +232,31 @@ def test_a_rank_that_dies_as_it_leaves_is_not_started_again() -> None:
         assert group.processes.starts == {}
 
 
+def test_a_lost_rank_that_is_told_to_leave_is_not_started_again() -> None:
+    """Neither one whose process is about to join, nor one that is lost at this moment: its device
+    may be broken, and each of its ends is a pause of the others.
+    """
+    with scripted() as group:
+        group.processes.hooks["load"] = lambda seat: False
+        group.lose(3)
+        group.until_serving(0, 1, 2)
+        group.until(lambda: 3 in group.processes.starts)
+        spare = group.reformer._missing[3].spare
+        assert group.order(3, leaves=True) is None
+        assert spare.is_closed  # type: ignore[union-attr]
+        group.processes.hooks["form"] = lambda layout: False
+        group.lose(2)
+        group.until(lambda: group.machine.phase is ReformingPhase.JOINING)
+        assert group.order(2, leaves=True) is None
+        group.processes.tell(group.processes.held_back)
+        group.until_serving(0, 1)
+
+        assert group.reformer._missing == {}
+        assert group.processes.starts == {3: 1}
+        assert [group.order(rank, leaves=False) for rank in (2, 3)] == [None, None]
+        group.until_serving(*ALL)
+
+
 @pytest.mark.parametrize(
     ("elastic", "rank", "said"),
     [

@@ -1,0 +1,60 @@
+"""Of a re-forming what is under way, and what has come of it."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvrs.elastic.layouts import Layout
+from kvrs.elastic.reforming import CarryOut, Way
+
+
+@dataclass(frozen=True, slots=True)
+class ReformingNow:
+    """What is under way."""
+
+    number: int
+    way: Way
+    ready_at_s: float  # Predicted.
+    after: Layout
+    lost: tuple[int, ...]
+    move_bytes: int
+    lost_cells: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reformed:
+    """What was done, beside what was predicted."""
+
+    number: int
+    way: Way
+    began_s: float
+    served_s: float
+    predicted_s: float
+    paused: bool  # Whether nothing was computed meanwhile.
+    degree: int
+    host_bytes: int  # Of the plan, as `peer_bytes`.
+    peer_bytes: int
+    moved: Mapping[str, int]  # As `RankProcesses.moved`, of this plan.
+    phases_s: Mapping[str, float]  # Seconds of its parts, one after the other.
+
+
+@dataclass(slots=True)
+class ReformingBegun:
+    """A re-forming as it goes on."""
+
+    began_s: float
+    action: CarryOut
+    # When the parts of it ended, by name: `plan`, `move`, `join`, `probe`.
+    ends_s: dict[str, float] = field(default_factory=dict)
+
+    def note(self, part: str) -> None:
+        self.ends_s[part] = time.monotonic()
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        moments_s = [self.began_s, *self.ends_s.values()]
+        return {
+            part: end_s - start_s
+            for part, (start_s, end_s) in zip(self.ends_s, pairwise(moments_s), strict=True)
+        }
