@@ -53,7 +53,8 @@ class GpuSettings(Settings):
     """
     failing: Failing = Field(default=Failing.MOVE, strict=False)
     """An instance with a GPU that is likely to fail: drain, or move (its streams are recovered
-    elsewhere while it still runs).
+    elsewhere while it still runs). Where the GPU is that of one rank, this rank leaves instead, if
+    the instance can do without it.
     """
 
 

@@ -73,6 +73,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     node: NodeId
     units: Natural  # That it computes, of all layers and kinds.
     heads: list[int]  # KV heads of which it has cells, in any layer of its stage.
+    gpus: list[str] = []  # The boards it computes on, by NVML's uuid; none on processors.
 
 
 class LayoutInfo(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from kvrs.proving import instance_keys
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.cluster import open_backend
+from kvrs.proxy.fleet.failing_gpus import FailingGpus
 from kvrs.proxy.reload import Apply, ReloadingPart
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
@@ -73,6 +74,8 @@ class Fleet:
         async with asyncio.TaskGroup() as self._group:
             for watcher in [*self._watchers.values()]:
                 self._start(watcher)
+            gpus = FailingGpus(self._driver.control, self._links.backends)
+            self._group.create_task(gpus.run())
             while True:
                 await self._any_leaves.wait()
                 self._any_leaves.clear()

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from kvrs.control import silence
-from kvrs.ids import NodeId, StreamId
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.protocol.instance import RankInfo, RankRequest, ReformingReport
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
@@ -123,6 +124,39 @@ async def test_an_operator_has_a_rank_leave_and_come_back(build: ProxyClusterBui
     assert refused[0] == 409
     assert "d0 refuses: rank: got 7; allowed: [0, 1]" in refused[1]["error"]["message"]
     assert others == [404, 503, 400]
+
+
+async def test_a_rank_leaves_a_gpu_that_fails(build: ProxyClusterBuilder) -> None:
+    """And comes back; the proxy orders each once, however often gossip is looked at."""
+    system = await build()
+    d0, driver = system.instances["d0"], system.proxy._driver
+    assert driver is not None
+    d0.full_degree = d0.degree = 2
+    d0.ranks = [RankInfo(at, 0, 100 + at, NodeId("n0"), 4, [at], [f"gpu{at}"]) for at in range(2)]
+    await system.until(lambda: shows_ranks(system, 100, 101))
+
+    def seen(state: GpuState) -> None:
+        gpu = GpuHealth("gpu1", 1, state, "xid 79", 0.0)
+        driver.control.gpus_seen(NodeId("n0"), [gpu], driver.clock())
+
+    async def ordered(count: int) -> bool:
+        return len(d0.rank_orders) == count
+
+    seen(GpuState.FAILING)
+    seen(GpuState.FAILING)
+    await system.until(lambda: ordered(1))
+    await system.until(lambda: gone_from(system, "gpu1"))
+    seen(GpuState.HEALTHY)
+    await system.until(lambda: ordered(2))
+
+    assert [(each.rank, each.leaves) for each in d0.rank_orders] == [(1, True), (1, False)]
+
+
+async def gone_from(system: ProxyCluster, gpu: str) -> bool:
+    """Whether the instance has answered that its rank leaves it."""
+    assert system.proxy._driver is not None
+    asked = system.proxy._driver.control.gpus._asked
+    return asked[InstanceId("d0"), gpu].has_agreed is True
 
 
 async def shows_ranks(system: ProxyCluster, *pids: int) -> bool:
