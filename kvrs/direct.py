@@ -9,9 +9,8 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Coroutine, Mapping
-from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from aiohttp import HttpVersion, HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
@@ -20,6 +19,7 @@ from aiohttp.tcp_helpers import tcp_keepalive
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvrs.connections import Connections
+from kvrs.eager_tasks import EagerTask
 from kvrs.http_connection import HttpConnection, address_of, refuse
 from kvrs.large_work import LARGE_BYTES
 
@@ -34,6 +34,7 @@ _MOST_BEHIND_BYTES = 64 << 10  # Of requests behind the one that is served.
 _REQUEST_LINE = re.compile(r"POST (/[!-~]*) HTTP/1\.1(?=\r\n)")
 _FIELD = re.compile(r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([ -~]*)")
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
+_LENGTH_FIELD = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,9})\r\n")
 _UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
 _UNIQUE = ("Content-Length", "Host")
 _NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
@@ -50,8 +51,7 @@ class SentResponse(Protocol):
 Serve = Callable[["DirectRequest"], Coroutine[Any, Any, web.Response | SentResponse]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
+class _Head(NamedTuple):
     path: str
     headers: CIMultiDictProxy[str]
     keep_alive: bool
@@ -59,13 +59,42 @@ class _Head:
     body_bytes: int
 
 
+# Those of requests so far, by all of their bytes but the length: a client repeats itself.
+_KNOWN_HEADS: dict[bytes, _Head] = {}
+_MOST_KNOWN = 256
+_MOST_KNOWN_BYTES = 1 << 10
+
+
 def parse_head(data: bytes) -> _Head | None:
     """The head of a usual request at the beginning of `data`; None: it is another, or not whole."""
     end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
     if end < 0 or not data.startswith(b"POST "):
         return None
+    length = _LENGTH_FIELD.search(data, 0, end + 2)
+    if length is None or end > _MOST_KNOWN_BYTES:
+        return _parse_head(data[:end])
+    # No head that was taken has a line without CR: so the key says where the length stood.
+    key = b"%b\n%b" % (data[: length.start(1)], data[length.end(1) : end])
+    known = _KNOWN_HEADS.get(key)
+    if known is None:
+        known = _parse_head(data[:end])
+        if known is not None:
+            if len(_KNOWN_HEADS) >= _MOST_KNOWN:
+                _KNOWN_HEADS.clear()
+            _KNOWN_HEADS[key] = known
+        return known
+    body_bytes = int(length[1])
+    if known.body_bytes == body_bytes and known.size_bytes == end + 4:
+        return known
+    headers = CIMultiDict(known.headers)
+    headers["Content-Length"] = length[1].decode()
+    return _Head(known.path, CIMultiDictProxy(headers), known.keep_alive, end + 4, body_bytes)
+
+
+def _parse_head(head: bytes) -> _Head | None:
+    """As `parse_head`, of a head without its last, empty line."""
     try:
-        text = data[:end].decode("ascii")
+        text = head.decode("ascii")
     except UnicodeDecodeError:
         return None
     if (line := _REQUEST_LINE.match(text)) is None:
@@ -84,7 +113,8 @@ def parse_head(data: bytes) -> _Head | None:
     if connection not in ("keep-alive", "close") or _LENGTH.fullmatch(length) is None:
         return None
     keep_alive = connection == "keep-alive"
-    return _Head(line[1], CIMultiDictProxy(headers), keep_alive, end + 4, int(length))
+    size_bytes = len(head) + 4
+    return _Head(line[1], CIMultiDictProxy(headers), keep_alive, size_bytes, int(length))
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +244,7 @@ class DirectConnection(asyncio.Protocol):
         self._idle_until_s = 0.0
         self._abort: Callable[[], object] | None = None
         self._request: DirectRequest | None = None  # The one that is served.
-        self._work: asyncio.Task[None] | None = None
+        self._work: EagerTask | None = None
         # Of a request that has come in part.
         self._gathered = b""
         self._needs_bytes = 0
@@ -344,25 +374,26 @@ class DirectConnection(asyncio.Protocol):
         self._request = request = DirectRequest(
             head.path, head.headers, head.keep_alive, len(body), self.address, self, body
         )
-        begun = self._server.paths[head.path](request)
-        context = copy_context()
-        try:
-            awaited = context.run(begun.send, None)
-        except StopIteration as stop:
-            self.respond(stop.value)
-        except Exception as error:
-            self.fail(error)
-        else:
-            loop = asyncio.get_running_loop()
-            self._work = loop.create_task(_Begun(self, begun, awaited), context=context)
+        self._work = work = EagerTask(self._server.paths[head.path](request), self._served)
+        work.go_on()
 
-    def fail(self, error: BaseException) -> None:
-        """A bug: what is written already cannot be taken back."""
-        log.error("request ended by a bug", exc_info=error)
+    def _served(
+        self,
+        _: EagerTask,
+        response: web.Response | SentResponse | None,
+        error: BaseException | None,
+    ) -> None:
+        self._work = None
+        if response is not None:
+            self._respond(response)
+            return
+        if not isinstance(error, asyncio.CancelledError):
+            # A bug: what is written already cannot be taken back.
+            log.error("request ended by a bug", exc_info=error)
         self.abort()
 
-    def respond(self, response: web.Response | SentResponse) -> None:
-        request, self._request, self._work = self._request, None, None
+    def _respond(self, response: web.Response | SentResponse) -> None:
+        request, self._request = self._request, None
         transport = self.transport
         if transport is None:
             return
@@ -397,66 +428,6 @@ class DirectConnection(asyncio.Protocol):
             assert self.transport is not None
             self._is_paused = True
             self.transport.pause_reading()
-
-
-class _Begun(Coroutine[Any, Any, Any]):
-    """What serves a request, and has run up to its first wait, for a task that runs the rest."""
-
-    __slots__ = ("_awaited", "_connection", "_coroutine", "_is_waiting")
-
-    def __init__(
-        self, connection: DirectConnection, coroutine: Coroutine[Any, Any, Any], awaited: Any
-    ) -> None:
-        self._connection = connection
-        self._coroutine = coroutine
-        self._awaited = awaited
-        self._is_waiting = True
-
-    def send(self, value: Any) -> Any:
-        if self._is_waiting:
-            awaited, self._awaited, self._is_waiting = self._awaited, None, False
-            return awaited
-        try:
-            return self._coroutine.send(value)
-        except StopIteration as stop:
-            response = stop.value
-        except asyncio.CancelledError:
-            self._connection.abort()
-            raise
-        except Exception as error:
-            self._connection.fail(error)
-            raise StopIteration from None
-        self._connection.respond(response)
-        raise StopIteration
-
-    def throw(self, *error: Any) -> Any:
-        self._is_waiting = False
-        try:
-            return self._coroutine.throw(*error)
-        except StopIteration as stop:
-            response = stop.value
-        except asyncio.CancelledError:
-            self._connection.abort()
-            raise
-        except Exception as bug:
-            self._connection.fail(bug)
-            raise StopIteration from None
-        finally:
-            del error  # Its traceback has this frame: a circle.
-        self._connection.respond(response)
-        raise StopIteration
-
-    def close(self) -> None:
-        self._coroutine.close()
-
-    def __await__(self) -> Any:
-        return self
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        return self.send(None)
 
 
 def _written(response: web.Response, *, keeps_open: bool) -> bytes:

@@ -94,6 +94,33 @@ def test_a_line_of_another_kind_of_request_is_for_the_full_parser(line: str) -> 
     assert parse_head(usual.replace(b"\r\n\r\n", f"\r\n{line}\r\n\r\n".encode())) is None
 
 
+@pytest.mark.parametrize("name", ["Content-Length", "content-length"])
+def test_a_head_that_differs_from_one_before_in_its_length_only_has_its_own_length(
+    name: str,
+) -> None:
+    """A client's heads are read once; the length of each body is its own."""
+
+    def head_of(length: str, path: str = "/a") -> bytes:
+        return f"POST {path} HTTP/1.1\r\nHost: x\r\n{name}: {length}\r\nA: b\r\n\r\n".encode()
+
+    lengths = ("2", "345", "2", "02", "7")
+    found = [parse_head(head_of(length) + b"{}") for length in lengths]
+
+    assert [each and each.body_bytes for each in found] == [2, 345, 2, 2, 7]
+    assert [each and each.headers["Content-Length"] for each in found] == [*lengths]
+    assert [each and each.size_bytes for each in found] == [len(head_of(each)) for each in lengths]
+    assert (other := parse_head(head_of("2", "/b"))) is not None
+    assert other.path == "/b"
+
+
+def test_heads_that_are_kept_are_bounded() -> None:
+    """A client may make up as many as it likes."""
+    for n in range(2000):
+        parse_head(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nA: %d\r\n\r\n" % n)
+
+    assert len(direct._KNOWN_HEADS) <= direct._MOST_KNOWN
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_parser(data: bytes) -> None:
     """What is no usual request is for the full server."""

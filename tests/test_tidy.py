@@ -18,6 +18,7 @@ RANK = {
     "memory": 0,
     "large_work": 0,
     "garbage": 0,
+    "eager_tasks": 0,
     "origins": 0,
     "connections": 1,
     "trunk": 1,

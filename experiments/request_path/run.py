@@ -1,5 +1,5 @@
-"""What a request costs in the proxy besides HTTP: its events, its body, its two calls, and the
-recovery of the victims of a death.
+"""What a request costs in the proxy: its events, its body, its two calls, all of it without
+sockets, and the recovery of the victims of a death.
 
     python -m experiments.request_path.run [--rounds 200] [--out DIR]
 """
@@ -26,6 +26,7 @@ from typing import Any, cast
 import msgspec
 
 from experiments.record import Record
+from experiments.request_path import whole
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.model.events import (
@@ -54,8 +55,8 @@ VICTIMS = 200
 SURVIVORS = 8  # So that each victim has a slot at once.
 PRODUCED_TOKENS = 100
 LOST = InstanceId("d0")
-PAUSE_S = 0.001
-MEANWHILE_BYTES = 4 << 20
+PAUSE_S = whole.PAUSE_S
+MEANWHILE_BYTES = whole.MEANWHILE_BYTES
 # Of a cluster with two nodes.
 LIMIT_EVENT_US = 20.0
 LIMIT_RECOVERY_MS = 20.0
@@ -314,6 +315,12 @@ def main() -> int:
         for is_idle in (False, True)
     }
     requests = measure_bodies(options.rounds)
+    config = make_config(NODES[0])
+    infos = [make_info(each.id, node.id, each.role) for node, each in config.cluster.instances()]
+    wholes = {
+        is_idle: whole.measured(config, infos, options.rounds, is_idle=is_idle)
+        for is_idle in (False, True)
+    }
     recovery = measured_recoveries(options.deaths)
     lines = [
         *(
@@ -321,6 +328,10 @@ def main() -> int:
             for (nodes, is_idle), took in events.items()
         ),
         *(f"prompt of {name}, us: {as_text(took)}" for name, took in requests.items()),
+        *(
+            f"a request of {whole.TOKENS} tokens{', idle' * is_idle}: {as_text(took)}"
+            for is_idle, took in wholes.items()
+        ),
         f"{VICTIMS} victims, {SURVIVORS} targets: {as_text(recovery)}",
     ]
     print(*lines, sep="\n")
@@ -330,6 +341,7 @@ def main() -> int:
             for (nodes, is_idle), took in events.items()
         ),
         *({"body": name, "step_us": took} for name, took in requests.items()),
+        *({"whole": whole.TOKENS, "is_idle": idle, **took} for idle, took in wholes.items()),
         {"victims": VICTIMS, "survivors": SURVIVORS, "deaths": options.deaths, **recovery},
     ]
     record.keep(options.out, "request_path", {"rows": rows}, "\n".join(lines))

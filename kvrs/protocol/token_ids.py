@@ -48,7 +48,7 @@ def decode(text: bytes) -> "array[int]":
 
 def encode(value: Any) -> bytes:
     """JSON of a value in which packed ids are lists of integers."""
-    return msgspec.json.encode(value, enc_hook=_encodable)
+    return _ENCODER.encode(value)
 
 
 def _encodable(value: Any) -> Any:
@@ -61,3 +61,6 @@ def _encodable(value: Any) -> Any:
         return value.tolist()
     steps = (value[at : at + _STEP].tolist() for at in range(0, len(value), _STEP))
     return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(step)[1:-1] for step in steps) + b"]")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_encodable)

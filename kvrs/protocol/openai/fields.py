@@ -245,7 +245,7 @@ def check_fields(
     Raises:
         RequestError: a field is not known there, or refused.
     """
-    known, kept = rows(api), dict[str, msgspec.Raw]()
+    kept: dict[str, msgspec.Raw] = {}
     as_they_are = _kept_as_they_are(api, backend)
     for name, value in given.items():
         # The same as an absent field, but not every engine accepts it.
@@ -254,7 +254,7 @@ def check_fields(
         if name in as_they_are:
             kept[name] = value
             continue
-        if (row := known.get(name)) is None:
+        if (row := rows(api).get(name)) is None:
             raise RequestError(
                 f"{name[:80]!r} is not known; allowed: {', '.join(takes(api, backend))}",
                 param=name[:80],

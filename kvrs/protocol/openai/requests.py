@@ -344,9 +344,9 @@ def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = 
 def _check(request: CompletionRequest | ChatRequest, given: Fields) -> None:
     if request.stream_options is not None and request.stream_options.continuous_usage_stats:
         raise not_supported("stream_options.continuous_usage_stats", b"true", (False,))
-    for name, (lowest, highest) in RANGES.items():
-        if name in given:  # Defaults are in range.
-            _check_range(name, getattr(request, name), lowest, highest)
+    for name in given:  # Defaults are in range.
+        if (allowed := RANGES.get(name)) is not None:
+            _check_range(name, getattr(request, name), *allowed)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise RequestError(
             f"min_tokens must be at most max_tokens ({request.max_tokens}), got "

@@ -16,7 +16,7 @@ from kvrs.control.live import Complete
 from kvrs.direct import DirectRequest, DirectServer
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
-from kvrs.large_work import LargeWork
+from kvrs.large_work import LARGE_BYTES, LargeWork
 from kvrs.policy.model.events import Deadlines
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.fields import VLLM
@@ -198,8 +198,10 @@ class ClientApi:
         return await read_body(request, self._settings, held, use)
 
     async def parse(self, read: Callable[..., Parsed], body: bytes) -> Parsed:
-        read_it = partial(read, body, max_elements=self._most_elements(len(body)))
-        return await self._large.run(len(body), read_it)
+        most = self._most_elements(len(body))
+        if len(body) <= LARGE_BYTES:
+            return read(body, max_elements=most)
+        return await self._large.run(len(body), partial(read, body, max_elements=most))
 
     async def admit(
         self,
@@ -218,20 +220,17 @@ class ClientApi:
         inexact = await self._inexact(parsed)
         deadlines = deadlines_of(request.headers)
         is_generate = request.path == generate.PATH
-        echoes = [
-            await self._echo(one, is_generate=is_generate)
-            for one in parsed.prompts
-            for _ in range(one.request.n)
-        ]
+        echoes: list[str | None] = [None] * parsed.streams
+        if parsed.echo or (is_generate and not parsed.request.stream):
+            echoes = [await self._echo(one) for one in parsed.prompts for _ in range(one.request.n)]
         self._check_room(parsed.streams)
         await self._take_streams(use, parsed, resume)
         found = None
         if resume is not None:
-            await asyncio.sleep(0)  # In a task from here on, which timeouts need (kvrs/direct.py).
             if (turn := self._mirror.turn) is not None:
                 use.begin_turn(await turn(resume.keys[0]))
             found = await self._mirror.find(resume)
-        self._check_room(parsed.streams)  # Again: that took a while.
+            self._check_room(parsed.streams)  # Again: that took a while.
         if found is not None:
             journals = [reopened(found, parsed, self._clock())]
         else:
@@ -315,9 +314,7 @@ class ClientApi:
             )
         return features
 
-    async def _echo(self, parsed: ParsedRequest, *, is_generate: bool) -> str | None:
-        if not parsed.echo and (parsed.request.stream or not is_generate):
-            return None
+    async def _echo(self, parsed: ParsedRequest) -> str:
         assert isinstance(parsed.request, CompletionRequest)
         if isinstance(parsed.request.prompt, str):
             return parsed.request.prompt

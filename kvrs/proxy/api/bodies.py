@@ -18,13 +18,14 @@ async def read_body(request: ClientRequest, settings: ProxySettings, held: Held,
     Raises:
         RequestError: it is compressed, too long or too slow, or there is no room for it.
     """
+    if isinstance(request, DirectRequest):  # It is not compressed, and here.
+        await _take(request.content_length, settings, held, use)
+        return request.take_body()
     if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise RequestError(
             f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'", status=415
         )
     await _take(request.content_length or 0, settings, held, use)
-    if isinstance(request, DirectRequest):
-        return request.take_body()
     content = request.content
     if content.is_eof():  # All of it came with the head, or right behind it.
         whole = content.read_nowait()

@@ -197,7 +197,8 @@ class Passed:
 
     async def _ask_one(self, name: InstanceId, path: str, fields: Fields) -> bytes:
         context, progress = CURRENT.get(), self._control.progress
-        call = Call(path, dict(fields), "" if context is None else context.headers(context.id))
+        headers = "" if context is None else context.headers(context.id)
+        call = Call(path, dict(fields), headers, sum(map(len, fields.values())))
         limit_s = progress.first_token_timeout_s(name)
         with silence_limit(
             lambda: limit_s, lambda: progress.is_making_progress(name, self._driver.clock())

@@ -166,7 +166,8 @@ class Use:
     async def grow(self, size_bytes: int) -> None:
         """Take what the body lacks to its size; raises RequestError, as the others do."""
         if (lacking_bytes := size_bytes - self._size_bytes) > 0:
-            await self._take_shared(size_bytes=lacking_bytes)
+            if self._shared is not None:
+                await self._take_shared(self._shared, size_bytes=lacking_bytes)
             self._check(self.tenant.meter.take_bytes(lacking_bytes))
             self._size_bytes = size_bytes
 
@@ -174,19 +175,24 @@ class Use:
         """`expected`: as many tokens as they may need; `key`: of the record of the only stream,
         which `runs` at this worker already.
         """
-        await self._take_shared(streams=streams, tokens=expected, key=key)
+        if self._shared is not None:
+            await self._take_shared(self._shared, streams=streams, tokens=expected, key=key)
         own = 0 if runs else streams
         self._check(self.tenant.meter.take_streams(own, expected, self._clock()))
         self._streams, self._expected = own, expected
 
     async def _take_shared(
-        self, size_bytes: int = 0, streams: int = 0, tokens: int = 0, key: str = ""
+        self,
+        shared: SharedMeters,
+        size_bytes: int = 0,
+        streams: int = 0,
+        tokens: int = 0,
+        key: str = "",
     ) -> None:
         tenant, given = self.tenant, self._given
-        if self._shared is None or given is None:
-            return
+        assert given is not None
         asked = Take(tenant.name, tenant.limits, 0, size_bytes, streams, tokens, key)
-        self._check(await tenant.take(self._shared, asked))
+        self._check(await tenant.take(shared, asked))
         given.size_bytes += size_bytes
         given.streams += streams
         given.tokens += tokens
@@ -244,6 +250,9 @@ class Tenants:
 
     async def admit(self, request: ClientRequest) -> None:
         """Raises RequestError: it is no tenant's, or one too many."""
+        if self._settings is None:
+            request[TENANT] = self._anonymous
+            return
         request[TENANT] = tenant = await self._tenant_of(request)
         now_s = self._clock()
         tenant.check(await tenant.take_request(now_s), now_s)
@@ -258,8 +267,6 @@ class Tenants:
 
     async def _tenant_of(self, request: ClientRequest) -> Tenant:
         """Raises RequestError: the key is missing or unknown, or its tenant is not enabled."""
-        if self._settings is None:
-            return self._anonymous
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = key.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:

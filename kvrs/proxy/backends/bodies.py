@@ -1,6 +1,5 @@
 """The bodies of a stream's two calls: the client's fields, overridden by the proxy's."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,24 +28,12 @@ _BYTES_PER_ID = 6  # In JSON.
 _HANDED_OFF = msgspec.Raw(msgspec.json.encode(KvTransferParams(do_remote_decode=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
     path: str
     fields: dict[str, Any]
     headers: str = ""  # Lines, each with its end.
-
-    @property
-    def size_bytes(self) -> int:
-        """About how long the body is."""
-        size_bytes = 0
-        for value in self.fields.values():
-            if isinstance(value, msgspec.Raw):
-                size_bytes += len(value)
-            elif isinstance(value, array):
-                size_bytes += _BYTES_PER_ID * len(value)
-            elif isinstance(value, KvrsParams) and value.token_ids is not None:
-                size_bytes += _BYTES_PER_ID * len(value.token_ids)
-        return size_bytes
+    size_bytes: int = 0  # About how long the body is, where it may be long.
 
     def spend(self) -> bytes:
         """The body, after which the call holds nothing: its answer may take minutes."""
@@ -152,7 +139,10 @@ def _call(
         fields["prompt"] = history
     request = journal.request
     headers = "" if request is None else request.call_headers(journal.stream, attempt, traceparent)
-    return Call(endpoint.path, fields, headers)
+    size_bytes = journal.parsed.fields_bytes
+    if history is not None:
+        size_bytes += _BYTES_PER_ID * len(history)
+    return Call(endpoint.path, fields, headers, size_bytes)
 
 
 def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
+from kvrs.large_work import LARGE_BYTES
 from kvrs.protocol.instance import (
     Capability,
     FenceRequest,
@@ -51,6 +52,9 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
+_PREFILL_ANSWER = msgspec.json.Decoder(_PrefillAnswer)
+
+
 class OpenAiPeer(Peer):
     """The two calls of a stream, as OpenAI requests with `kv_transfer_params`."""
 
@@ -62,6 +66,8 @@ class OpenAiPeer(Peer):
     async def prefill(self, call: Call) -> Prefilled:
         reader = WholeReader(_MAX_PREFILL_BYTES)
         await self._complete(call, reader)
+        if reader.size_bytes <= LARGE_BYTES:
+            return _prefilled(reader.body)
         return await self._large.run(reader.size_bytes, lambda: _prefilled(reader.body))
 
     def decode(self, call: Call, reader: Reader) -> Coroutine[Any, Any, None]:
@@ -73,7 +79,11 @@ class OpenAiPeer(Peer):
         return reader.body
 
     async def _complete(self, call: Call, reader: Reader) -> None:
-        pool, body = self._pool, await self._large.run(call.size_bytes, call.spend)
+        pool, size_bytes = self._pool, call.size_bytes
+        if size_bytes <= LARGE_BYTES:
+            body = call.spend()
+        else:
+            body = await self._large.run(size_bytes, call.spend)
         upstream = await pool.take(len(body))
         try:
             await upstream.send(pool.head(call.path, len(body), call.headers), body, reader)
@@ -90,11 +100,14 @@ class OpenAiPeer(Peer):
 def _prefilled(body: bytes) -> Prefilled:
     """Raises UnusableError: it is no answer of a prefill."""
     try:
-        answer = msgspec.json.decode(body, type=_PrefillAnswer)
+        answer = _PREFILL_ANSWER.decode(body)
         # Each choice of a completion has them, but in a chat the response.
-        given = (answer.prompt_token_ids, *(choice.prompt_token_ids for choice in answer.choices))
-        found = next((raw for raw in map(bytes, given) if raw not in _ABSENT), b"[]")
-        prompt_ids = decode(found)
+        found = bytes(answer.prompt_token_ids)
+        for choice in answer.choices:
+            if found not in _ABSENT:
+                break
+            found = bytes(choice.prompt_token_ids)
+        prompt_ids = decode(b"[]" if found in _ABSENT else found)
     except UNREADABLE as error:
         raise UnusableError(f"prefill answered what is no completion: {error}") from None
     if not prompt_ids:

@@ -45,6 +45,8 @@ _LONGEST_DESCRIPTOR_WAIT_S = 30.0
 class ConnectionLostError(UpstreamError):
     """The connection was lost or refused; the process may be dead."""
 
+    has_waited = False  # For the news that the whole process is gone.
+
 
 class NotConnectedError(ConnectionLostError):
     """The process took no connection: it is dead or has no room, and has seen no request."""

@@ -117,7 +117,9 @@ class Attempt:
             is_silent = isinstance(error, SilentError)
             # The loss of an instance that is given up ends this task, however busy the loop is.
             is_given_up = is_silent and driver.suspect_instance(self._instance)
-            await asyncio.sleep(EVENT_LOOP_STALL_S if is_given_up else LOST_TOGETHER_S)
+            has_waited = isinstance(error, ConnectionLostError) and error.has_waited
+            if not has_waited:
+                await asyncio.sleep(EVENT_LOOP_STALL_S if is_given_up else LOST_TOGETHER_S)
             if isinstance(error, BusyError):
                 driver.busy_status = error.status
             is_busy = isinstance(error, BusyError | NotConnectedError)
@@ -141,7 +143,7 @@ class Attempt:
         kept.
         """
         plan, live = self._plan, self._live
-        continuation = await self._continuation()
+        continuation = await self._continuation() if live.journal.output_ids else None
         if continuation is not None and (live.journal.remaining_tokens == 0 or continuation.ended):
             self._give_end(continuation)
             return None
@@ -270,9 +272,9 @@ class Attempt:
                 live.expect_token = None
 
     def _decode_call(self, transfer: msgspec.Raw | None, slot: int) -> Call:
-        plan, instances = self._plan, self._instances
-        return decode_call(
-            self._live.journal,
+        plan, instances, journal = self._plan, self._instances, self._live.journal
+        call = decode_call(
+            journal,
             self._attempt,
             plan.runs,
             instances.places(plan.decode, plan),
@@ -281,6 +283,8 @@ class Attempt:
             slot_token=slot,
             traceparent=self._span.traceparent,
         )
+        journal.parsed.pack()
+        return call
 
     # The silence of the decode call.
 

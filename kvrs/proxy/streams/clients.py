@@ -11,11 +11,6 @@ from kvrs.protocol.mirror import StreamEvent
 from kvrs.protocol.openai.chunks import DONE, sse
 from kvrs.proxy.wire.downstream import ClientRequest, StreamedResponse
 
-_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
 _COMMENT = b": keep-alive\n\n"
 
 
@@ -148,9 +143,7 @@ class SseClient:
 
     def _open(self) -> StreamedResponse:
         try:
-            self.response = StreamedResponse(
-                self._request, _HEADERS | dict(self._headers), self._room_changed
-            )
+            self.response = StreamedResponse(self._request, self._headers, self._room_changed)
         except ConnectionError as error:
             raise ClientGoneError(str(error)) from None
         return self.response

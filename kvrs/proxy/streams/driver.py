@@ -21,13 +21,13 @@ from kvrs.control.effects import (
 from kvrs.control.fleet import KnownAgent, KnownInstance
 from kvrs.control.live import CannotContinue, Complete, LiveStream
 from kvrs.control.live import Outcome as ControlOutcome
+from kvrs.eager_tasks import EagerFuture, EagerTask
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import (
     Action,
     Ejected,
     GiveUp,
-    Plan,
     Readmitted,
     Reason,
     Recovered,
@@ -56,7 +56,6 @@ from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed, OpenStream, Outcome
 from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
-from kvrs.proxy.streams.tasks import error_of
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.streams.tracing import RequestTrace
 from kvrs.proxy.wire.request_context import CURRENT
@@ -116,8 +115,11 @@ class Driver:
         self.clock = clock
         self._metrics = metrics
         self._event_log = event_log
-        self._tasks: dict[asyncio.Task[None], OpenStream] = {}
+        self._tasks: dict[EagerTask, OpenStream] = {}
         self._ended = self._task_ended  # One for all tasks.
+        self._to_begin: list[EagerTask] = []
+        self._is_opening = False  # They begin right after it.
+        self._quiet: asyncio.Future[None] | None = None
         self._wakes: set[asyncio.TimerHandle] = set()
 
     @property
@@ -128,14 +130,18 @@ class Driver:
 
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """See one stream through; a caller that is cancelled takes the stream with it."""
-        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        outcome: EagerFuture[Outcome] = EagerFuture(asyncio.get_running_loop())
         journal.request = request = CURRENT.get()
         if request is not None and isinstance(request.trace, RequestTrace):
             request.trace.opened(journal)
         live = OpenStream(journal=journal, client=client, outcome=outcome, clock=self.clock)
         self._metrics.streams.active.inc()
         try:
-            self.control.open(live, self.clock())
+            self._is_opening = True
+            try:
+                self.control.open(live, self.clock())
+            finally:
+                self._begin()
             return await outcome
         finally:
             self.control.close(live, self.clock())
@@ -181,28 +187,37 @@ class Driver:
             case BeginAttempt():
                 # A client that has just left ends its stream when its own task runs.
                 if not live.outcome.done():
-                    self._start(live, self._attempt(live, effect.plan).run())
+                    attempt = Attempt(live, live.journal.attempt, effect.plan, self)
+                    self._start(live, attempt.run())
             case EndAttempt():
                 live.end_task()
             case ExpectToken():
                 if live.expect_token is not None:
                     live.expect_token()
             case GiveEnd():
-                self._start(live, self._attempt(live, effect.plan).end_alone())
+                attempt = Attempt(live, live.journal.attempt, effect.plan, self)
+                self._start(live, attempt.end_alone())
             case _:
                 assert_never(effect)
 
-    def _attempt(self, live: OpenStream, plan: Plan) -> Attempt:
-        return Attempt(live, live.journal.attempt, plan, self)
-
     def _start(self, live: OpenStream, work: Coroutine[Any, Any, None]) -> None:
-        live.task = task = asyncio.get_running_loop().create_task(work)
+        live.task = task = EagerTask(work, self._ended)
         self._tasks[task] = live
-        task.add_done_callback(self._ended)
+        # What is decided together is carried out before any of it begins.
+        if not self._to_begin and not self._is_opening:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._to_begin.append(task)
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
+    def _begin(self) -> None:
+        tasks, self._to_begin, self._is_opening = self._to_begin, [], False
+        for task in tasks:
+            task.go_on()
+
+    def _task_ended(self, task: EagerTask, _: None, error: BaseException | None) -> None:
         live = self._tasks.pop(task)
-        if (error := error_of(task)) is not None:
+        if not self._tasks and self._quiet is not None:
+            self._quiet.set_result(None)
+        if error is not None and not isinstance(error, asyncio.CancelledError):
             # A bug of ours. The client's handler raises it, so that neither of them goes on as if
             # nothing had happened.
             log.error("attempt ended by a bug", exc_info=error)
@@ -365,9 +380,12 @@ class Driver:
         body = error_body("the proxy is shutting down", kind="server_error", code="shutting_down")
         for live in list(self.streams.values()):
             self.fail(live, Failed(503, body, retry_after_s=1.0))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            self._quiet = asyncio.get_running_loop().create_future()
+            for task in self._tasks:
+                task.cancel()
+            await self._quiet
+            self._quiet = None
         await self.slots.close()
 
 

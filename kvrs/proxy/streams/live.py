@@ -1,12 +1,12 @@
 """An open stream of the proxy: its client, the task of its attempt, and its outcome."""
 
-import asyncio
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrs.control.live import Complete, LiveStream, StreamStage
 from kvrs.control.self_tests import TestedProcess
+from kvrs.eager_tasks import EagerFuture, EagerTask
 from kvrs.ids import InstanceId
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.journal import Journal
@@ -32,12 +32,12 @@ _NOTHING = [0.0] * len(_PLACES)
 class OpenStream(LiveStream):
     journal: Journal
     client: Client
-    outcome: asyncio.Future[Outcome]
+    outcome: EagerFuture[Outcome]
     clock: Callable[[], float]
     entered_s: float = 0.0  # When the current stage began.
     # In each stage before, in all attempts together, in the order of the stages.
     spent_s: "array[float]" = field(default_factory=lambda: array("d", _NOTHING))
-    task: asyncio.Task[None] | None = None
+    task: EagerTask | None = None
     decoded_by: TestedProcess | None = None  # The one that gave the last output.
     # Has the current attempt report its next token as if it were its first.
     expect_token: Callable[[], None] | None = None
@@ -47,6 +47,8 @@ class OpenStream(LiveStream):
         self.entered_s = self.clock()
 
     def enter(self, stage: StreamStage, instance: InstanceId | None) -> None:
+        if stage is self.stage and instance == self.instance:
+            return
         now_s = self.clock()
         self.spent_s[_PLACES[self.stage]] += now_s - self.entered_s
         self.entered_s = now_s
@@ -54,7 +56,7 @@ class OpenStream(LiveStream):
 
     def stage_seconds(self, now_s: float) -> dict[StreamStage, float]:
         """The time spent in each stage, in all attempts together."""
-        spent = dict(zip(StreamStage, self.spent_s, strict=True))
+        spent = dict(zip(_PLACES, self.spent_s, strict=True))
         spent[self.stage] += now_s - self.entered_s
         return spent
 

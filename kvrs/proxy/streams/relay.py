@@ -353,6 +353,7 @@ class Relay:
             head = head_of(data)
             if journal.prompt_ids is None:
                 journal.tokenised(prompt_ids_of(data))
+                journal.parsed.pack()
             # Prompt ids belong to the first event of the stream; those of a later attempt are the
             # history.
             if journal.head is not None or not journal.wants_ids:

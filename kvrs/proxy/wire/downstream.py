@@ -21,11 +21,21 @@ UNSENT_BYTES = 64 << 10
 
 _LAST_CHUNK = b"0\r\n\r\n"
 
+# The head of a stream of events, but for what each has of its own.
+_EVENT_STREAM = (
+    " 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+    f"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\nServer: {SERVER_SOFTWARE}\r\n"
+)
+_CHUNKED = "Transfer-Encoding: chunked\r\n"
+_LAST_OF_CONNECTION = "Connection: close\r\n"
+
 ClientRequest = DirectRequest | web.Request
 
 
 class StreamedResponse:
-    """Status 200. `room_changed` is called with whether the client has room for more."""
+    """A stream of events. `headers` are those beside the usual ones; `room_changed` is called with
+    whether the client has room for more.
+    """
 
     __slots__ = ("_connection", "_head", "_is_chunked", "_transport", "keeps_open")
 
@@ -52,16 +62,14 @@ class StreamedResponse:
         transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
         if self._connection is not None:
             self._connection.room_changed = room_changed
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         if (request_id := request_id_of(request)) is not None:
-            headers = {**headers, REQUEST_ID: request_id}
-        lines = [f"HTTP/{request.version.major}.{request.version.minor} 200 OK"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        lines += [f"Date: {rfc822_formatted_time()}", f"Server: {SERVER_SOFTWARE}"]
+            lines += f"{REQUEST_ID}: {request_id}\r\n"
         if self._is_chunked:
-            lines.append("Transfer-Encoding: chunked")
-            if not self.keeps_open:
-                lines.append("Connection: close")
-        self._head = ("\r\n".join(lines) + "\r\n\r\n").encode()
+            lines += _CHUNKED if self.keeps_open else _CHUNKED + _LAST_OF_CONNECTION
+        version = f"HTTP/{request.version.major}.{request.version.minor}"
+        date = rfc822_formatted_time()
+        self._head = f"{version}{_EVENT_STREAM}{lines}Date: {date}\r\n\r\n".encode()
         # No error is sent after this.
         if isinstance(request, DirectRequest):
             request.is_begun = True

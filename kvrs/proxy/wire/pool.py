@@ -13,7 +13,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from kvrs.config.settings import is_numeric
+from kvrs.control.silence import LOST_TOGETHER_S
 from kvrs.descriptors import is_exhausted
+from kvrs.eager_tasks import EagerFuture
 from kvrs.errors import UpstreamError
 from kvrs.large_work import LargeWork
 from kvrs.protocol.proof import ProofError
@@ -31,7 +33,7 @@ from kvrs.proxy.backends.peer import (
     new_unproven_session,
     reason_of,
 )
-from kvrs.proxy.wire.upstream import Upstream
+from kvrs.proxy.wire.upstream import Need, Upstream
 from kvrs.tls import Certificates
 from kvrs.trunk import PREFACE, Trunk
 
@@ -112,6 +114,7 @@ class Pool:
         self._trunk: Trunk | None = None
         self._opening: asyncio.Task[None] | None = None
         self._sweep: asyncio.TimerHandle | None = None
+        self._lost_calls: list[tuple[EagerFuture[Need], UpstreamError]] = []
 
     def head(self, path: str, size_bytes: int, headers: str = "") -> bytes:
         """The head of a request; each line of `headers` has its end."""
@@ -174,9 +177,24 @@ class Pool:
         if next_s < inf:
             self._sweep = loop.call_at(next_s, self._close_old)
 
-    def _lost(self, upstream: Upstream) -> None:
+    def _lost(
+        self, upstream: Upstream, call: EagerFuture[Need] | None, error: UpstreamError | None
+    ) -> None:
         self._kept.pop(upstream, None)
         self._kept_there.pop(upstream, None)
+        if call is not None and error is not None:
+            if not self._lost_calls:
+                asyncio.get_running_loop().call_later(LOST_TOGETHER_S, self._fail_lost)
+            self._lost_calls.append((call, error))
+
+    def _fail_lost(self) -> None:
+        """Calls of an instance that is gone as a whole are over by now, all together."""
+        lost, self._lost_calls = self._lost_calls, []
+        for call, error in lost:
+            if not call.done():
+                if isinstance(error, ConnectionLostError):
+                    error.has_waited = True
+                call.set_exception(error)
 
     # The trunk.
 
@@ -206,6 +224,10 @@ class Pool:
         finally:
             if self._opening is asyncio.current_task():
                 self._opening = None
+        self.open_trunk_over(transport)
+
+    def open_trunk_over(self, transport: asyncio.Transport) -> None:
+        """The other end takes a trunk: it carries the calls from now on."""
         trunk = Trunk(None, lambda: self._trunk_lost(trunk))
         transport.set_protocol(trunk)
         trunk.connection_made(transport)

@@ -133,6 +133,8 @@ class ParsedRequest:
     more: "tuple[ParsedRequest, ...]" = ()  # Those of the prompts behind the first one.
     held: Held | None = None  # Follows what is kept.
     counted_bytes: int = 0  # Its share of that.
+    fields_bytes: int = 0  # Of the values in `fields`, or more.
+    is_packed: bool = False  # What is kept is no more than is needed.
 
     @property
     def prompts(self) -> "tuple[ParsedRequest, ...]":
@@ -149,14 +151,20 @@ class ParsedRequest:
 
     def tokenised(self, ids: "array[int]") -> "array[int]":
         """The ids of the prompt, once for all choices. Of a completion they take the place of the
-        text.
+        text, which is kept until `pack`.
         """
         if self.prompt_ids is None:
             self.prompt_ids = ids
-            if isinstance(self.request, CompletionRequest) and self.request.n == 1:
-                self._drop_prompt()
-            self.count()
         return self.prompt_ids if self.prompt_ids == ids else ids
+
+    def pack(self) -> None:
+        """Keep no text of a prompt that is tokenised: the next call is made already."""
+        if self.is_packed or self.prompt_ids is None:
+            return
+        self.is_packed = True
+        if isinstance(self.request, CompletionRequest) and self.request.n == 1:
+            self._drop_prompt()
+        self.count()
 
     def strip(self) -> None:
         """Drop what was decoded to be checked, and is in `fields` as well."""
@@ -168,15 +176,17 @@ class ParsedRequest:
         if isinstance(request, CompletionRequest):
             request.prompt = ""
             if self.prompt_ids is not None:
+                self.is_packed = True
                 self._drop_prompt()
+        if not self.is_packed:
+            self.fields_bytes = sum(map(len, self.fields.values()))
         self.count()
 
     def count(self) -> None:
         """Have the budget follow what is kept."""
         if self.held is not None:
             ids, before_bytes = self.prompt_ids or (), self.counted_bytes
-            fields_bytes = sum(map(len, self.fields.values()))
-            self.counted_bytes = fields_bytes + _BYTES_PER_ID * len(ids)
+            self.counted_bytes = self.fields_bytes + _BYTES_PER_ID * len(ids)
             self.held.resize(self.held.size_bytes - before_bytes + self.counted_bytes)
 
     def hold(self, held: Held) -> None:
@@ -188,9 +198,9 @@ class ParsedRequest:
 
     def _drop_prompt(self) -> None:
         # The others are copied: one that lies in the body keeps all of it.
-        self.fields = PackedFields(
-            {name: value for name, value in self.fields.items() if name != "prompt"}
-        )
+        others = {name: value for name, value in self.fields.items() if name != "prompt"}
+        self.fields = PackedFields(others)
+        self.fields_bytes = sum(map(len, others.values()))
 
     @property
     def echo(self) -> bool:
@@ -235,7 +245,7 @@ def _parsed(
     fields: dict[str, msgspec.Raw],
     size_bytes: int,
 ) -> ParsedRequest:
-    parsed = ParsedRequest(endpoint, request, fields, size_bytes)
+    parsed = ParsedRequest(endpoint, request, fields, size_bytes, fields_bytes=size_bytes)
     if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
         try:
             given = packed(request.prompt)

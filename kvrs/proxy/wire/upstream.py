@@ -5,9 +5,11 @@ in the very callback that brings them.
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import Protocol, assert_never, cast
 
+from kvrs.eager_tasks import EagerFuture
 from kvrs.errors import UpstreamError
 from kvrs.proxy.backends.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
 from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
@@ -92,7 +94,9 @@ class EventReader:
 
 
 class Upstream(asyncio.Protocol):
-    """Serves one call at a time. `lost` is called once the connection has ended."""
+    """Serves one call at a time. `lost` is called once the connection has ended; if it had a call,
+    with that and its error, which it is to raise.
+    """
 
     __slots__ = (
         *("_ended", "_is_paused", "_is_sent", "_loop", "_lost", "_reader", "_refusal"),
@@ -102,7 +106,7 @@ class Upstream(asyncio.Protocol):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        lost: Callable[["Upstream"], None],
+        lost: "Lost",
         *,
         in_trunk: bool = False,
     ) -> None:
@@ -116,7 +120,7 @@ class Upstream(asyncio.Protocol):
         self._take: Callable[[bytes], Need] | None = None  # None: the head has not come yet.
         self._shortcut: Shortcut | None = None
         self._refusal: WholeReader | None = None
-        self._ended: asyncio.Future[Need] | None = None
+        self._ended: EagerFuture[Need] | None = None
         self._room: asyncio.Future[None] | None = None  # For more of a large body.
         self._is_sent = True
         self._is_paused = False
@@ -130,7 +134,8 @@ class Upstream(asyncio.Protocol):
         assert self._transport is not None
         self._response, self._reader = HttpResponse(self._loop), reader
         self._take = self._refusal = None
-        self._ended = ended = self._loop.create_future()
+        ended: EagerFuture[Need] = EagerFuture(self._loop)
+        self._ended = ended
         reader.begin(self)
         if len(body) <= LARGE_BODY_BYTES:
             self._transport.write(head + body)
@@ -138,7 +143,7 @@ class Upstream(asyncio.Protocol):
         self._is_sent = False
         self._transport.write(head)
         rest = memoryview(body)
-        while rest and not ended.done():
+        while rest and self.is_open and not ended.done():
             self._transport.write(bytes(rest[:LARGE_BODY_BYTES]))
             rest = rest[LARGE_BODY_BYTES:]
             if self._room is None:
@@ -161,9 +166,11 @@ class Upstream(asyncio.Protocol):
         response = self._response
         if response is None or response.is_complete:
             return
-        self._ended = self._loop.create_future()
+        self._ended = EagerFuture(self._loop)
         self.resume()
-        await asyncio.wait({self._ended}, timeout=timeout_s)
+        with suppress(TimeoutError, UpstreamError):
+            async with asyncio.timeout(timeout_s):
+                await self._ended
 
     @property
     def status(self) -> int:
@@ -229,7 +236,7 @@ class Upstream(asyncio.Protocol):
         except Exception as error:
             self._fail(error)
             return
-        response, self._shortcut = self._response, None
+        response, self._shortcut, need = self._response, None, Need.MORE
         if response is None:  # Nothing was asked for.
             self.close()
             return
@@ -240,14 +247,18 @@ class Upstream(asyncio.Protocol):
                 take = self._take = self._begin_body(response.status)
             if body:
                 assert take is not None
-                if (need := take(body)) is not Need.MORE:
-                    self._take = _drop
-                    self._end(need)
+                need = take(body)
         except Exception as error:
             # Of the reader, which may be a bug of ours: the task that awaits the call raises it.
             self._fail(error)
             return
-        if response.is_complete:
+        # The end of a call comes last: within it another one may begin here.
+        if need is not Need.MORE:
+            self._take = _drop
+            if response.fault is not None:
+                self.close()
+            self._end(need)
+        elif response.is_complete:
             self._end(Need.MORE)
         elif response.fault is not None:
             self._fail(_error_of(response.fault))
@@ -263,18 +274,24 @@ class Upstream(asyncio.Protocol):
         return self._refusal.feed
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost(self)
-        if (response := self._response) is None:
-            return
-        response.feed_eof()
-        if response.is_complete:
-            self._end(Need.MORE)
+        self._shortcut, response = None, self._response
+        if response is not None:
+            response.feed_eof()
+        self.resume_writing()
+        call = self._ended
+        if response is None or call is None or call.done():
+            self._lost(self, None, None)
+        elif response.is_complete:
+            self._lost(self, None, None)
+            call.set_result(Need.MORE)
         elif response.status is not None:
-            self._fail(_error_of(BrokenBody()))
+            self._lost(self, call, _error_of(BrokenBody()))
         elif isinstance(exc, OSError) and exc.errno is not None and exc.errno > 0:
-            self._fail(ConnectionLostError(f"connection lost: {os.strerror(exc.errno)}"))
+            error = ConnectionLostError(f"connection lost: {os.strerror(exc.errno)}")
+            self._lost(self, call, error)
         else:
-            self._fail(ConnectionLostError("connection lost: closed without an answer"))
+            error = ConnectionLostError("connection lost: closed without an answer")
+            self._lost(self, call, error)
 
     def pause_writing(self) -> None:
         self._room = self._loop.create_future()
@@ -295,7 +312,10 @@ class Upstream(asyncio.Protocol):
         self.resume_writing()
         if self._ended is not None and not self._ended.done():
             self._ended.set_exception(error)
-            self._ended.exception()  # Its task may have been cancelled, and may not look.
+
+
+# Takes the connection, its call and the error of that.
+Lost = Callable[[Upstream, EagerFuture[Need] | None, UpstreamError | None], None]
 
 
 def _drop(_: bytes) -> Need:

@@ -39,6 +39,7 @@ def test_what_is_kept_of_a_tokenised_request_is_small_and_has_all_other_fields()
 
     parsed.strip()
     parsed.tokenised(packed(range(10)))
+    parsed.pack()
 
     fields = {name: msgspec.json.decode(value) for name, value in parsed.fields.items()}
     assert fields == given

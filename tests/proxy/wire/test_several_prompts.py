@@ -37,6 +37,7 @@ def test_the_budget_follows_all_prompts_of_a_request() -> None:
         kept = [sum(map(len, one.fields.values())) for one in parsed.prompts]
         assert budget.held_bytes == sum(kept) + 3 * 4
         parsed.prompts[0].tokenised(packed([7] * 10))
+        parsed.prompts[0].pack()
         assert budget.held_bytes == sum(kept) + 3 * 4 + 10 * 4 - 102
 
     assert budget.held_bytes == 0

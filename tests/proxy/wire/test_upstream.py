@@ -197,6 +197,23 @@ async def test_a_response_that_breaks_has_a_named_cause(
     assert reader.data == arrived
 
 
+async def test_calls_that_are_lost_have_waited_for_the_loss_of_their_instance() -> None:
+    """Most of them are ended by that, all together, before any fails by itself."""
+    instance = Instance([HEAD + CHUNK] * 3, holds=True)
+    async with serving(instance) as backend:
+        readers = [Gathering() for _ in range(3)]
+        calls = [asyncio.create_task(backend.decode(call(), reader)) for reader in readers]
+        for reader in readers:
+            await reader.begun.wait()
+        for writer in instance.connections:
+            writer.transport.abort()
+        calls[0].cancel()
+        left, *lost = await asyncio.gather(*calls, return_exceptions=True)
+
+    assert isinstance(left, asyncio.CancelledError)
+    assert all(isinstance(each, ConnectionLostError) and each.has_waited for each in lost)
+
+
 async def test_an_instance_that_takes_no_connection_has_seen_no_request() -> None:
     """So the request is safe to send elsewhere."""
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
@@ -403,7 +420,7 @@ async def test_a_long_prompt_is_written_and_read_beside_the_event_loop(
     instance = Instance([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer])
 
     async with serving(instance) as backend:
-        found = await backend.prefill(Call(CALL, {"prompt": prompt}))
+        found = await backend.prefill(Call(CALL, {"prompt": prompt}, size_bytes=6 * tokens))
 
     assert found.prompt_ids == prompt
     assert is_beside == [beside, beside]

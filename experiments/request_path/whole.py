@@ -1,0 +1,261 @@
+"""A whole request through the proxy's own server, its client and its engines in memory: what lies
+between what comes in and what goes out, without any socket.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from struct import Struct
+from typing import Any
+
+import msgspec
+import uvloop
+
+from kvrs.config.file import Config
+from kvrs.connections import ConnectionLimits, Connections
+from kvrs.direct import DirectConnection, DirectServer
+from kvrs.garbage import keep_what_is_there
+from kvrs.http_connection import HttpConnection
+from kvrs.protocol.instance import InstanceInfo
+from kvrs.protocol.openai.chunks import sse, usage_of
+from kvrs.proxy.api.app import ClientApi
+from kvrs.proxy.api.observing import RequestObserver
+from kvrs.proxy.api.tenants import Tenants
+from kvrs.proxy.backends.cluster import open_backends
+from kvrs.proxy.fleet.orders import StandingOrders
+from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
+
+TOKENS = 4
+PROMPT_TOKENS = 128
+WARM_UP = 50
+PAUSE_S = 0.001
+MEANWHILE_BYTES = 4 << 20
+PARTS = ("prefill_call_us", "decode_call_us", "first_byte_us", "cpu_us")
+
+_SECRET = b"request-path-0123456789"
+_ENTRY = Struct(">II")
+_STREAM = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+class _Written(asyncio.Transport):
+    """Notes what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocol: Any = None
+        self.begin()
+
+    def begin(self) -> None:
+        self.data: list[bytes] = []
+        self.first_ns = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.first_ns = self.first_ns or time.perf_counter_ns()
+        self.data.append(bytes(data))
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 1) if name == "peername" else default
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+class _Engine(_Written):
+    """The other end of a trunk."""
+
+    number = 0  # Of the connection that has brought the last call.
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        super().write(data)
+        self.number, _ = _ENTRY.unpack_from(data)
+
+    def answer(self, *pieces: bytes) -> None:
+        entries = [_ENTRY.pack(self.number, len(piece)) + piece for piece in pieces]
+        self.protocol.data_received(b"".join(entries))
+
+
+class _Links(EngineLinks):
+    """The pools in the order of the instances."""
+
+    def __init__(self) -> None:
+        super().__init__(Access({}))
+        self.made: list[Pool] = []
+
+    def pool(self, url: str) -> Pool:
+        self.made.append(made := super().pool(url))
+        return made
+
+
+class Proxy:
+    """As the proxy's process composes it, but for its ports, its watches and its peers."""
+
+    def __init__(self, config: Config, infos: Sequence[InstanceInfo]) -> None:
+        clock, metrics = time.monotonic, Metrics({})
+        self.links = links = _Links()
+        backends = open_backends(config, links)
+        self.driver = driver = Driver(config, backends, {}, metrics, clock, time.time)
+        control = driver.control
+        mirror = Mirror(
+            config.proxy,
+            driver.run_id,
+            {},
+            clock,
+            texts=driver.tokenizer,
+            kept=control.policy.kept,
+            stop=driver.end_early,
+            count=lambda outcome: None,
+            orders=StandingOrders(control.orders, clock),
+        )
+        api = ClientApi(
+            config.proxy,
+            config.cluster.backend,
+            driver,
+            mirror,
+            metrics,
+            clock,
+            Tenants(config, [_SECRET], clock),
+            links.large,
+        )
+        observer = RequestObserver(metrics.registry, clock, logs_access=False)
+        self.server: DirectServer = observer.watch(api.application(), api.direct())[1]
+        self.engines: list[_Engine] = []
+        for info, pool in zip(infos, links.made, strict=True):
+            control.instance_up(control.instances.known[info.id], info, clock())
+            self.engines.append(engine := _Engine())
+            pool.open_trunk_over(engine)
+
+    def connect(self, client: _Written) -> DirectConnection:
+        among = Connections(ConnectionLimits(10, 10))
+        made = self.server.connect(partial(_never), among, 20.0)
+        made.connection_made(client)
+        return made
+
+    async def called(self) -> _Engine:
+        """The engine that gets the next call."""
+        while True:
+            for engine in self.engines:
+                if engine.data:
+                    return engine
+            await asyncio.sleep(0)
+
+
+def _never() -> HttpConnection:
+    raise AssertionError("the request is not a usual one")
+
+
+def request() -> bytes:
+    fields = {"model": "model", "prompt": "word " * PROMPT_TOKENS, "max_tokens": TOKENS}
+    body = msgspec.json.encode({**fields, "stream": True, "temperature": 0})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def prefilled() -> bytes:
+    body = msgspec.json.encode(
+        {
+            "choices": [{"text": "a", "prompt_token_ids": list(range(1000, 1000 + PROMPT_TOKENS))}],
+            "usage": usage_of(PROMPT_TOKENS, 1, None),
+            "kv_transfer_params": {"do_remote_prefill": True, "remote": "p0", "tags": "ab" * 128},
+        }
+    )
+    head = (
+        f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def decoded() -> Iterator[tuple[bytes, ...]]:
+    """What each step of the engine sends for the stream."""
+    for token in range(TOKENS):
+        is_last = token == TOKENS - 1
+        choice = {
+            "index": 0,
+            "text": f"{token} ",
+            "logprobs": None,
+            "finish_reason": "length" if is_last else None,
+            "token_ids": [token],
+        }
+        head = {"id": "cmpl-1", "created": 1, "model": "model", "choices": [choice]}
+        event = sse(msgspec.json.encode({**head, "object": "text_completion"}))
+        if is_last:
+            event += b"data: [DONE]\n\n"
+        chunk = b"%x\r\n%b\r\n" % (len(event), event)
+        yield (_STREAM, chunk) if token == 0 else (chunk + _LAST_CHUNK * is_last,)
+
+
+async def measure(
+    config: Config, infos: Sequence[InstanceInfo], rounds: int, *, is_idle: bool
+) -> dict[str, float]:
+    """Median microseconds of a request's parts: from its last byte to the prefill call, from the
+    answer to that to the decode call, from the first token to the first byte out, and of CPU for
+    all of it with `TOKENS` tokens. `is_idle`: as `measure_events` has it.
+    """
+    proxy, client = Proxy(config, infos), _Written()
+    connection = proxy.connect(client)
+    asked, answer, (first, *steps) = request(), prefilled(), decoded()
+    samples: list[tuple[int, ...]] = []
+
+    def begin() -> tuple[int, int]:
+        for each in (client, *proxy.engines):
+            each.begin()
+        if is_idle:
+            time.sleep(PAUSE_S)
+            bytes(MEANWHILE_BYTES)
+        return time.perf_counter_ns(), time.thread_time_ns()
+
+    def took(begun: tuple[int, int], written: _Written) -> tuple[int, int]:
+        begun_ns, begun_cpu_ns = begun
+        return written.first_ns - begun_ns, time.thread_time_ns() - begun_cpu_ns
+
+    for n in range(WARM_UP + rounds):
+        if n == WARM_UP:
+            keep_what_is_there()
+        begun = begin()
+        connection.data_received(asked)
+        prefill = await proxy.called()
+        to_prefill_ns, asking_ns = took(begun, prefill)
+        begun = begin()
+        prefill.answer(answer)
+        decode = await proxy.called()
+        to_decode_ns, prefilling_ns = took(begun, decode)
+        begun = begin()
+        decode.answer(*first)
+        to_client_ns, first_ns = took(begun, client)
+        begun = begin()
+        for step in steps:
+            decode.answer(*step)
+        while not client.data[-1].endswith(_LAST_CHUNK):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        _, rest_ns = took(begun, client)
+        cpu_ns = asking_ns + prefilling_ns + first_ns + rest_ns
+        samples.append((to_prefill_ns, to_decode_ns, to_client_ns, cpu_ns))
+    await proxy.links.close()
+    medians = (statistics.median(each) / 1e3 for each in zip(*samples[WARM_UP:], strict=True))
+    return {name: round(us, 1) for name, us in zip(PARTS, medians, strict=True)}
+
+
+def measured(
+    config: Config, infos: Sequence[InstanceInfo], rounds: int, *, is_idle: bool
+) -> dict[str, float]:
+    return uvloop.run(measure(config, infos, rounds, is_idle=is_idle))
