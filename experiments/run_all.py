@@ -172,7 +172,13 @@ ALL = (
         "python -m experiments.healthy_path.run --paced --pairs 10 --tokens 200",
     ),
     _plain("bench_proxy", 15),
-    *_kinds("telemetry_cost", 7, telemetry_cost="", page="--part page"),
+    *_kinds(
+        "telemetry_cost",
+        14,
+        telemetry_cost="--each",
+        telemetry_cost_300="--each --tokens 300",
+        page="--part page",
+    ),
     _plain("tls", 1, OPENSSL),
     Experiment(
         "paired_trees",

@@ -5,7 +5,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,37 +14,61 @@ from typing import Any, TextIO
 LEVEL_ENV_NAME = "KVRS_LOG_LEVEL"  # Also for the processes that a process starts.
 LEVELS = ("debug", "info", "warning", "error")
 
+_ROWS = "rows"
+_encode = json.JSONEncoder(default=str).encode
+
 # What every record has; the rest came with `extra=` and is shown.
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-class _KeyValueFormatter(logging.Formatter):
-    def __init__(self, facts: Mapping[str, str]) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
-        self._facts = facts
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        facts = {**_facts_of(record), **self._facts}
-        return " ".join([line, *(f"{name}={_shown(value)}" for name, value in facts.items())])
+Row = tuple[float, Mapping[str, Any]]  # Time, s since 1970, and the facts of one line.
 
 
-class _JsonFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
+    """Of a record with `rows`, a line for each of these."""
+
     def __init__(self, facts: Mapping[str, str]) -> None:
         super().__init__()
         self._facts = facts
 
     def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created, UTC)
+        if (rows := getattr(record, _ROWS, None)) is not None:
+            return "\n".join(self.line(record, at, facts) for at, facts in rows)
+        return self.line(record, record.created, _facts_of(record))
+
+    def line(self, record: logging.LogRecord, at: float, facts: Mapping[str, Any]) -> str:
+        raise NotImplementedError
+
+
+class _KeyValueFormatter(_Formatter):
+    def line(self, record: logging.LogRecord, at: float, facts: Mapping[str, Any]) -> str:
+        seconds, ms = divmod(int(at * 1000), 1000)
+        time_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+        words = f"{time_text},{ms:03d} {record.levelname} {record.name} {record.getMessage()}"
+        all_facts = {**facts, **self._facts}
+        line = " ".join([words, *(f"{name}={_shown(value)}" for name, value in all_facts.items())])
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _JsonFormatter(_Formatter):
+    def line(self, record: logging.LogRecord, at: float, facts: Mapping[str, Any]) -> str:
+        time_text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
         line = {
-            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            **facts,
+            **self._facts,
+            "time": time_text.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(_facts_of(record) | {**self._facts, **line}, default=str)
+        return _encode(line)
+
+
+def log_rows(log: logging.Logger, message: str, rows: Sequence[Row]) -> None:
+    """Log several lines of one message by a single write, each with a time and facts of its own."""
+    log.info(message, extra={_ROWS: rows})
 
 
 def _facts_of(record: logging.LogRecord) -> dict[str, Any]:

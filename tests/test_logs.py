@@ -12,7 +12,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.config.logs import LogLevel
 from kvrs.errors import ConfigError
-from kvrs.logs import LEVEL_ENV_NAME, LEVELS, log_to
+from kvrs.logs import LEVEL_ENV_NAME, LEVELS, log_rows, log_to
 
 log = logging.getLogger("kvrs.tests")
 
@@ -74,6 +74,28 @@ def test_a_line_of_the_console_has_facts_behind_words(begin: Callable[..., io.St
     log.info("lost", extra={"cause": "a b\nc", "instance": "d0"})
 
     assert stream.getvalue().endswith("INFO kvrs.tests lost cause='a b\\nc' instance=d0\n")
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_rows_are_lines_with_times_of_their_own(
+    begin: Callable[..., io.StringIO], as_json: bool
+) -> None:
+    """As if each had been logged when it happened, by one write."""
+    times = [1_700_000_000.25, 1_700_000_060.5]
+
+    stream = begin(as_json=as_json, worker="w")
+    log_rows(log, "request", [(at, {"status": 200 + at % 1, "text": "a\nb"}) for at in times])
+    together = stream.getvalue()
+    stream = begin(as_json=as_json, worker="w")
+    for at in times:
+        record = log.makeRecord(
+            log.name, logging.INFO, "", 0, "request", (), None, extra={"status": 200 + at % 1}
+        )
+        record.created, record.text = at, "a\nb"
+        log.handle(record)
+
+    assert together == stream.getvalue()
+    assert len(together.splitlines()) == 2
 
 
 @pytest.mark.parametrize(("env", "shown"), [(None, False), ("debug", True), ("error", False)])

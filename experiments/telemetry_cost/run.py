@@ -1,6 +1,7 @@
 """The CPU that metrics, logs and traces cost a proxy, and that the page on its admin port costs.
 
     python -m experiments.telemetry_cost.run                  # about seven minutes
+    python -m experiments.telemetry_cost.run --tokens 300     # of longer answers
     python -m experiments.telemetry_cost.run --part page      # about six
     python -m experiments.telemetry_cost.run --quick          # one short round, for a look
 
@@ -31,6 +32,7 @@ from kvrs.report.student import Interval, interval
 
 OUT = Path(__file__).parent / "results"
 ROUNDS = 6
+TOKENS = S200.options["tokens"]
 WINDOW_MS = 10_000
 QUICK_WINDOW_MS = 2_000
 BAR_TELEMETRY = 0.03
@@ -122,9 +124,13 @@ def observed(setting: Setting, subject: Subject) -> Iterator[Observed]:
         yield Observed(subject, own, running, collector)
 
 
-def telemetry(setting: Setting, rounds: int, subjects: Sequence[Subject]) -> dict[str, Any]:
-    """CPU by round and subject: all of them run, one has the load; the order turns around."""
-    options = of_window(setting)
+def telemetry(
+    setting: Setting, rounds: int, subjects: Sequence[Subject], tokens: int
+) -> dict[str, Any]:
+    """CPU by round and subject: all of them run, one has the load; the order turns around.
+    `tokens`: of each answer.
+    """
+    options = of_window(setting) | {"tokens": tokens}
     draw = random.Random(setting.seed)
     rows: list[dict[str, float]] = []
     seen: dict[str, dict[str, int]] = {}
@@ -144,7 +150,7 @@ def telemetry(setting: Setting, rounds: int, subjects: Sequence[Subject]) -> dic
             }
         rows.append({name: fmean(values) for name, values in taken.items()})
         print(f"round {number + 1}: {rows[-1]}", flush=True)
-    return {"cpu_s_per_million": rows, "seen": seen}
+    return {"cpu_s_per_million": rows, "seen": seen, "tokens": tokens}
 
 
 def check(subject: Subject, told: Mapping[str, int]) -> None:
@@ -216,10 +222,10 @@ def shown(found: Interval) -> str:
 
 def telemetry_text(found: dict[str, Any]) -> tuple[bool, str]:
     rows = found["cpu_s_per_million"]
-    tokens = S200.options["tokens"]
+    tokens = found["tokens"]
     lines = [
-        f"{S200.title}; {len(rows)} rounds, each subject twice in each; CPU seconds per million "
-        "tokens",
+        f"200 streams x 20 tokens/s, {tokens} tokens each; {len(rows)} rounds, each subject twice "
+        "in each; CPU seconds per million tokens",
         f"{'':10}{'CPU s/M':>10}{'added':>16}{'a request, us':>15}{'requests':>10}{'scrapes':>9}"
         f"{'lines':>9}{'spans':>9}",
     ]
@@ -264,6 +270,7 @@ def main() -> int:
     )
     parser.add_argument("--part", choices=("telemetry", "page"), default="telemetry")
     parser.add_argument("--each", action="store_true", help="also metrics, logs, traces alone")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--quick", action="store_true", help="one round of short windows")
     parser.add_argument("--seed", type=int, default=0)
@@ -288,12 +295,14 @@ def main() -> int:
                 passed, text = page_text(found)
             else:
                 subjects = (NONE, *(EACH if arguments.each else ()), ALL)
-                found = telemetry(setting, rounds, subjects)
+                found = telemetry(setting, rounds, subjects, arguments.tokens)
                 passed, text = telemetry_text(found)
         except BenchError as error:
             sys.exit(str(error))
     print(text)
     name = "page" if arguments.part == "page" else "telemetry_cost"
+    if name != "page" and arguments.tokens != TOKENS:
+        name += f"_{arguments.tokens}"
     is_void = record.keep(arguments.out, name, found | {"passed": passed}, text)
     return 2 if is_void else 0 if passed else 1
 

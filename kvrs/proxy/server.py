@@ -48,7 +48,9 @@ from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.streams.tracing import Tracing, open_tracing
+from kvrs.proxy.tracing.sender import SpanSender
+from kvrs.proxy.tracing.settings import trace_settings
+from kvrs.proxy.tracing.spans import Tracer
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.self_test import SelfTester
 from kvrs.proxy.watch.supervision import TaskKind, keep_running, observe_lag
@@ -91,7 +93,7 @@ class Proxy:
         self.tenants: Tenants | None = None
         self._api: ClientApi | None = None
         self._observer: RequestObserver | None = None
-        self._tracing: Tracing | None = None
+        self._spans: SpanSender | None = None
         self._sessions: list[aiohttp.ClientSession | EngineLinks] = []
         self._driver: Driver | None = None
         self._to_agents: aiohttp.ClientSession | None = None
@@ -123,9 +125,8 @@ class Proxy:
         config, clock = self._config, time.monotonic
         tls = self._load_tls()
         metrics = _metrics_of(config)
-        self._tracing = open_tracing(os.environ, config.proxy.id, config.cluster.backend)
         self._observer = RequestObserver(
-            metrics.registry, clock, logs_access=config.logs.access, tracing=self._tracing
+            metrics.registry, clock, logs_access=config.logs.access, tracer=self._open_tracing()
         )
         self._sessions.append(links := new_engine_links(config, self._ring[0], tls.inner))
         backends, agent_backends = open_backends(config, links), self._agent_backends()
@@ -180,6 +181,7 @@ class Proxy:
             observe_lag(metrics.loop_lag.observe),
             mirror.run(),
         ]
+            *(keep(TaskKind.TRACES, each.run) for each in (self._spans,) if each is not None),
         if config.gossip.enabled:
             work.append(gossip_view.run())
         if event_log is not None:
@@ -220,6 +222,14 @@ class Proxy:
         self._tls = tls = TlsOfPorts.load(self._config)
         self.reloads.add(ReloadingPart("certificates", tls.prepare))
         return tls
+    def _open_tracing(self) -> Tracer | None:
+        """Raises ConfigError: what the environment asks for cannot be done."""
+        settings = trace_settings(os.environ, self._config.proxy.id)
+        if settings is None:
+            return None
+        self._spans = SpanSender(settings)
+        return Tracer(settings.sampler, self._spans.add, self._config.cluster.backend)
+
 
     async def _join(self, gossip_view: GossipView) -> Membership:
         config = self._config
@@ -360,9 +370,11 @@ class Proxy:
             await self._event_log.close()
         for session in self._sessions:
             await session.close()
-        if self._tracing is not None:
-            await self._tracing.close()
-        self._membership = self._tracing = None
+        if self._observer is not None:
+            self._observer.close()
+        if self._spans is not None:
+            await self._spans.close()
+        self._membership = self._spans = None
         self._ports, self._background, self._sessions = [], [], []
 
     def _describe(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
@@ -20,6 +19,7 @@ from kvrs.http import HEALTHZ, answer, error, require_token
 from kvrs.ids import InstanceId
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview
+from kvrs.proxy.api.exposition import Exposition
 from kvrs.proxy.api.state import describe, measure
 from kvrs.proxy.fleet.orders import (
     DrainOrder,
@@ -126,6 +126,7 @@ class Admin:
         app.router.add_post("/kvrs/v1/instances", self._add_instance)
         app.router.add_delete("/kvrs/v1/instances/{id}", self._remove_instance)
         app.router.add_post("/kvrs/v1/drain/{id}", self._drain)
+        self._exposition = Exposition()
         app.router.add_delete("/kvrs/v1/drain/{id}", self._end_drain)
         app.router.add_post(_RANK, partial(self._order_rank, leaves=True))
         app.router.add_delete(_RANK, partial(self._order_rank, leaves=False))
@@ -224,8 +225,8 @@ class Admin:
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         """In the text format, or in OpenMetrics where that is asked for."""
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        body = encode(await self._source.metrics())
+        registry = await self._source.metrics()
+        body, content_type = self._exposition.render(registry, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _healthz(self, _: web.Request) -> web.Response:

@@ -1,16 +1,20 @@
 """What is noted of every request at the clients' port: its id, its answer, and its access line."""
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
 from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
+from kvrs.logs import Row, log_rows
 from kvrs.proxy.api.tenants import TENANT
-from kvrs.proxy.streams.tracing import RequestTrace, Tracing
+from kvrs.proxy.tracing.spans import RequestTrace, Tracer
 from kvrs.proxy.wire.request_context import (
     CURRENT,
     REQUEST_ID,
@@ -24,7 +28,31 @@ log = logging.getLogger("kvrs.access")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CLIENT_GONE = 499
+_TOGETHER_S = 0.2  # Lines of this time are one write.
+_MOST_TOGETHER = 256
 _CODES = {*map(int, HTTPStatus), CLIENT_GONE}
+
+
+class AccessLog:
+    """Lines of requests, written together: one write takes as long as the request's own counting.
+    Those of the last moment are lost with a process that is killed.
+    """
+
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
+        self._wall_clock = wall_clock
+        self._rows: list[Row] = []
+
+    def add(self, facts: Mapping[str, Any]) -> None:
+        if not self._rows:
+            asyncio.get_running_loop().call_later(_TOGETHER_S, self.write)
+        self._rows.append((self._wall_clock(), facts))
+        if len(self._rows) == _MOST_TOGETHER:
+            self.write()
+
+    def write(self) -> None:
+        rows, self._rows = self._rows, []
+        if rows:
+            log_rows(log, "request", rows)
 
 
 class RequestObserver:
@@ -34,7 +62,7 @@ class RequestObserver:
         clock: Callable[[], float],
         *,
         logs_access: bool,
-        tracing: Tracing | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._responses = Counter(
             "kvrs_http_responses",
@@ -44,8 +72,8 @@ class RequestObserver:
         )
         self._series: dict[tuple[str, int], Counter] = {}
         self._clock = clock
-        self._logs_access = logs_access
-        self._tracing = tracing
+        self._access = AccessLog(time.time) if logs_access else None
+        self._tracer = tracer
 
     def watch(
         self, app: web.Application, direct: DirectServer
@@ -87,10 +115,15 @@ class RequestObserver:
         finally:
             self._end(request, context, request.path, status, began_s)
 
+    def close(self) -> None:
+        """Write the lines that wait."""
+        if self._access is not None:
+            self._access.write()
+
     def _begin(self, request: web.Request | DirectRequest) -> RequestContext:
         context = context_of(request.headers)
-        if self._tracing is not None:
-            self._tracing.begin(context, request.method)
+        if self._tracer is not None:
+            self._tracer.begin(context, request.method)
         CURRENT.set(context)
         request[REQUEST_ID_KEY] = context.id  # For responses that write their head themselves.
         return context
@@ -109,9 +142,9 @@ class RequestObserver:
         series.inc()
         if isinstance(context.trace, RequestTrace):
             context.trace.end(path, status)
-        if not self._logs_access:
+        if self._access is None:
             return
-        facts = {
+        facts: dict[str, Any] = {
             "request_id": context.id,
             "method": request.method,
             "path": path,
@@ -121,7 +154,7 @@ class RequestObserver:
         state = request.state if isinstance(request, DirectRequest) else request
         if (tenant := state.get(TENANT)) is not None and tenant.name:
             facts["tenant"] = tenant.name
-        log.info("request", extra=facts)
+        self._access.add(facts)
 
 
 def _path_of(request: web.Request) -> str:

@@ -26,7 +26,7 @@ from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.live import Failed, OpenStream
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
-from kvrs.proxy.streams.tracing import NO_SPAN, CallSpan, traced_call
+from kvrs.proxy.tracing.spans import NO_SPAN, CallSpan, traced_call
 
 
 class AttemptDriver(Protocol):

@@ -57,7 +57,7 @@ from kvrs.proxy.streams.live import Failed, OpenStream, Outcome
 from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
-from kvrs.proxy.streams.tracing import RequestTrace
+from kvrs.proxy.tracing.spans import RequestTrace
 from kvrs.proxy.wire.request_context import CURRENT
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from prometheus_client import (
     Counter,
     Gauge,
     GCCollector,
-    Histogram,
     Info,
     PlatformCollector,
     ProcessCollector,
@@ -35,7 +34,7 @@ from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.backends.peer import descriptor_waits
 from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
-from kvrs.proxy.streams.stream_metrics import SECONDS, StreamMetrics
+from kvrs.proxy.streams.stream_metrics import SECONDS, DurationSeries, StreamMetrics, durations_of
 from kvrs.proxy.watch.supervision import TaskKind
 
 # Without a series `_created` for each counter and histogram.
@@ -72,7 +71,7 @@ class Metrics:
         self.registry = process_registry()
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, buckets=SECONDS, registry=self.registry)
+        durations = partial(durations_of, self.registry, buckets=SECONDS)
         self.requests = _requests(self.registry)  # By outcome.
         self.resumes = counter(
             "kvrs_resumes", "Requests that resume a stream, by outcome.", ["outcome"]
@@ -86,7 +85,7 @@ class Metrics:
         )
         self.tokens = Total(counter("kvrs_tokens_relayed", "Output tokens written to clients."))
         self.model = gauge("kvrs_model_info", "1 for the model that is served.", ["model_name"])
-        self.loop_lag = histogram(
+        self.loop_lag = durations(
             "kvrs_event_loop_lag_seconds", "How much later than asked for the event loop runs."
         )
         self.up = gauge("kvrs_worker_up", "1 while the worker is in use, else 0.", ["worker"])
@@ -99,7 +98,7 @@ class Metrics:
         self.deaths = counter(
             "kvrs_worker_deaths", "Times that a worker in use was lost.", ["worker", "cause"]
         )
-        self.notice = histogram(
+        self.notice = durations(
             "kvrs_worker_death_notice_seconds",
             "Time from the last report or heartbeat of a worker to the notice of its death.",
         )
@@ -182,22 +181,24 @@ def process_registry() -> CollectorRegistry:
 
 class RecoveryMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        histogram = partial(Histogram, labelnames=["option"], buckets=SECONDS, registry=registry)
+        series = partial(
+            DurationSeries, buckets=SECONDS, registry=registry, label="option", values=[*Option]
+        )
         self._settled = Counter(
             "kvrs_recoveries",
             "Recoveries by option and outcome.",
             ["option", "outcome"],
             registry=registry,
         )
-        self._predicted = histogram(
+        self._predicted = series(
             "kvrs_recovery_predicted_seconds", "Predicted duration of a recovery."
         )
-        self._real = histogram("kvrs_recovery_real_seconds", "Measured duration of a recovery.")
-        self._regret = histogram(
+        self._real = series("kvrs_recovery_real_seconds", "Measured duration of a recovery.")
+        self._regret = series(
             "kvrs_recovery_regret_seconds",
             "Duration of a recovery beyond the shortest prediction of another option, or 0.",
         )
-        self._gain = histogram(
+        self._gain = series(
             "kvrs_recovery_gain_seconds",
             "Shortest prediction of another option beyond the duration of a recovery, or 0.",
         )
@@ -208,8 +209,6 @@ class RecoveryMetrics:
             registry=registry,
         )
         for option in Option:
-            for durations in (self._predicted, self._real, self._regret, self._gain):
-                durations.labels(option)
             for outcome in OUTCOMES:
                 self._settled.labels(option, outcome)
 
@@ -217,11 +216,11 @@ class RecoveryMetrics:
         option = recovery.option
         self._settled.labels(option, recovery.outcome).inc()
         if recovery.real_s is not None:
-            self._predicted.labels(option).observe(recovery.predicted_s)
-            self._real.labels(option).observe(recovery.real_s)
+            self._predicted.by_value[option].observe(recovery.predicted_s)
+            self._real.by_value[option].observe(recovery.real_s)
         if recovery.regret_s is not None:
-            self._regret.labels(option).observe(max(0.0, recovery.regret_s))
-            self._gain.labels(option).observe(max(0.0, -recovery.regret_s))
+            self._regret.by_value[option].observe(max(0.0, recovery.regret_s))
+            self._gain.by_value[option].observe(max(0.0, -recovery.regret_s))
 
 
 class LoadMetrics:

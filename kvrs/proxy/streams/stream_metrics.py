@@ -6,10 +6,10 @@ All are taken when a stream ends, so that a token costs nothing.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, product, repeat
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -47,7 +47,9 @@ class Durations:
 
 
 class DurationSeries(Collector):
-    """A histogram whose observations take no locks: every stream ends with seven of them."""
+    """A histogram whose observations take no locks: every stream ends with seven of them. What has
+    not changed since it was last collected is the same object again.
+    """
 
     def __init__(
         self,
@@ -61,26 +63,51 @@ class DurationSeries(Collector):
     ) -> None:
         self._name = name
         self._documentation = documentation
-        self._label = label
-        self._les = [*map(floatToGoString, buckets), "+Inf"]
+        les = [*map(floatToGoString, buckets), "+Inf"]
         self.by_value = {value: Durations(buckets) for value in values}
+        self._parts = [
+            _Part(name, {} if label is None else {label: value}, les, durations)
+            for value, durations in self.by_value.items()
+        ]
         registry.register(self)
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        labels = None if self._label is None else [self._label]
-        family = HistogramMetricFamily(self._name, self._documentation, labels=labels)
-        for value, durations in self.by_value.items():
-            buckets = [
-                (le, float(count))
-                for le, count in zip(self._les, accumulate(durations.counts), strict=True)
-            ]
-            family.add_metric([] if labels is None else [value], buckets, durations.sum_s)
+    def collect(self) -> Iterator[Metric]:
+        family = Metric(self._name, self._documentation, "histogram")
+        for part in self._parts:
+            family.samples += part.samples()
         yield family
+
+
+class _Part:
+    """The samples of one series, whose labels are made once."""
+
+    def __init__(
+        self, name: str, labels: dict[str, str], les: Sequence[str], durations: Durations
+    ) -> None:
+        self._name = name
+        self._labels = labels
+        self._of_buckets = [labels | {"le": le} for le in les]
+        self._durations = durations
+        self._counts: list[int] = []
+        self._samples: list[Sample] = []
+
+    def samples(self) -> list[Sample]:
+        durations, name = self._durations, self._name
+        if durations.counts != self._counts:
+            self._counts = [*durations.counts]
+            totals = [*map(float, accumulate(self._counts))]
+            bucket = f"{name}_bucket"
+            self._samples = [
+                *map(Sample, repeat(bucket), self._of_buckets, totals),
+                Sample(f"{name}_count", self._labels, totals[-1]),
+                Sample(f"{name}_sum", self._labels, durations.sum_s),
+            ]
+        return self._samples
 
 
 class StreamMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        histogram = partial(_durations, registry)
+        histogram = partial(durations_of, registry)
         counter = partial(Counter, registry=registry)
         self.active = Gauge("kvrs_streams_active", "Streams that are open now.", registry=registry)
         self.waiting = Gauge(
@@ -149,7 +176,7 @@ class StreamMetrics:
             self._e2e.observe(now_s - journal.arrived_s)
 
 
-def _durations(
+def durations_of(
     registry: CollectorRegistry, name: str, documentation: str, *, buckets: Sequence[float]
 ) -> Durations:
     """Those of a histogram without labels."""

@@ -24,6 +24,7 @@ class TaskKind(StrEnum):
     KEYS = "keys"  # Follows the file of API keys.
     SELF_TESTS = "self_tests"
 
+    TRACES = "traces"  # Sends spans to a collector.
 
 async def observe_lag(observe: Callable[[float], None]) -> None:
     """Observe how much later than asked for the event loop runs, until cancelled."""

@@ -1,6 +1,8 @@
 """The id of a request, and its trace: in, out, and to engines; its lines in the log."""
 
+import asyncio
 import logging
+import time
 
 import pytest
 from multidict import CIMultiDict
@@ -157,11 +159,34 @@ async def test_the_access_log_has_a_line_for_each_request_where_it_is_on(
     system = await build(logs={"access": access})
     caplog.set_level(logging.INFO, logger="kvrs.access")
 
+    began_s = time.time()
     await system.ask(ASKED, {"X-Request-Id": "mine"})
+    ended_s = time.time()
+    await system.proxy.close()
 
-    lines = [vars(record) for record in caplog.records if record.name == "kvrs.access"]
+    records = [record for record in caplog.records if record.name == "kvrs.access"]
+    lines = [row for record in records for row in vars(record)["rows"]]
     assert len(lines) == access
-    for line in lines:
+    for at, line in lines:
+        assert began_s <= at <= ended_s
         assert (line["request_id"], line["status"]) == ("mine", 200)
         assert (line["method"], line["path"]) == ("POST", "/v1/completions")
         assert line["seconds"] > 0
+
+
+async def test_lines_of_the_access_log_are_written_together_soon_after(
+    build: ProxyClusterBuilder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One write for the requests of a moment, while the proxy runs."""
+    system = await build(logs={"access": True})
+    caplog.set_level(logging.INFO, logger="kvrs.access")
+
+    await asyncio.gather(*(system.ask(ASKED) for _ in range(5)))
+    async with asyncio.timeout(20):
+        while not [record for record in caplog.records if record.name == "kvrs.access"]:
+            await asyncio.sleep(0.01)
+    await system.proxy.close()
+
+    records = [record for record in caplog.records if record.name == "kvrs.access"]
+    assert sum(len(vars(record)["rows"]) for record in records) == 5
+    assert len(records) < 5
