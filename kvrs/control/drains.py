@@ -26,6 +26,7 @@ class Drains:
         self._produced_on = produced_on
         self._tell = tell
         self._ordered: dict[InstanceId, float] = {}  # When what runs there is moved.
+        self._leaving: set[InstanceId] = set()  # They are removed: their drains do not end.
 
     def fault(self, instance: InstanceId) -> str | None:
         """Why an instance cannot be drained: streams would have nowhere to go."""
@@ -53,13 +54,26 @@ class Drains:
         self._ordered[instance] = now_s + drain_s
         self._tell(DrainOrdered(instance, drain_s <= 0, self._produced_on(instance)), now_s)
 
+    def leave(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
+        """It is drained, if it was not yet, and is removed then."""
+        self._leaving.add(instance)
+        if instance not in self._ordered:
+            self.begin(instance, drain_s, now_s)
+
+    def leaves(self, instance: InstanceId) -> bool:
+        return instance in self._leaving
+
     def end(self, instance: InstanceId, now_s: float) -> None:
+        """Unless it is being removed."""
+        if self.leaves(instance):
+            return
         if self._ordered.pop(instance, None) is not None:
             self._tell(DrainEnded(instance), now_s)
 
     def forget(self, instance: InstanceId) -> None:
         """It is removed."""
         self._ordered.pop(instance, None)
+        self._leaving.discard(instance)
 
     def reported(self, instance: InstanceId, now_s: float) -> None:
         """With every report of the instance, because no target may have been up before."""

@@ -27,8 +27,7 @@ class Topology:
     def remove(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
         """Begin to; it is removed when `gone` returns it."""
         self.leaving[instance] = now_s + drain_s
-        if self._control.drains.describe(instance, now_s) is None:
-            self._control.drains.begin(instance, drain_s, now_s)
+        self._control.drains.leave(instance, drain_s, now_s)
 
     def gone(self, now_s: float) -> list[InstanceId]:
         """Remove what streams have left; ask again and again while any is `leaving`."""

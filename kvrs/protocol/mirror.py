@@ -9,7 +9,7 @@ proxy; the copy grants no claim while its holder sees the sender live.
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -135,6 +135,18 @@ class StandingOrder(msgspec.Struct, frozen=True):
     moves_in_s: Seconds | None = None  # None: it is not to be drained any more.
 
 
+class FleetOrder(msgspec.Struct, frozen=True):
+    """The last order of an operator about whether there is an instance, with the highest version.
+
+    `node`: of `cluster.nodes`, with this instance alone; None: it is removed.
+    """
+
+    instance: InstanceId
+    version: Natural
+    given_at: Name  # The proxy, by which orders of equal version are told apart.
+    node: dict[str, Any] | None = None
+
+
 class Hello(msgspec.Struct, omit_defaults=True):
     """Body and answer of `POST /kvrs/v1/mirror/hello`, and each report of
     `GET /kvrs/v1/mirror?watch=S`, in JSON.
@@ -143,6 +155,7 @@ class Hello(msgspec.Struct, omit_defaults=True):
     id: Name
     run: Name
     orders: list[StandingOrder] = []
+    fleet: list[FleetOrder] = []
 
 
 class Lookup(msgspec.Struct):

@@ -6,12 +6,14 @@ would take over, and only then has all of them do so: a fault anywhere changes n
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvrs.config.file import Config, config_digest, parse_config
+from kvrs.control.fleet_orders import FleetOrders, Nodes
 from kvrs.errors import ConfigError
+from kvrs.protocol.mirror import FleetOrder
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +38,16 @@ class ReloadResult:
 
 
 class Reloads:
-    """One per proxy. `config` is the configuration in use."""
+    """One per proxy. `config` is the configuration in use: the file's, with `orders` over it."""
 
-    def __init__(self, config: Config, read: Callable[[], Config]) -> None:
-        """`read` reads the file again, and raises ConfigError."""
+    def __init__(
+        self, config: Config, read: Callable[[], Config], orders: FleetOrders | None = None
+    ) -> None:
+        """`read` reads the file again, and raises ConfigError. `orders`: those that are in
+        `config`; None: there are none.
+        """
         self.config = config
+        self.orders = orders or FleetOrders(config.proxy.id, nodes_of(config))
         self._read = read
         self._parts: list[ReloadingPart] = []
         self._turn = asyncio.Lock()
@@ -64,25 +71,52 @@ class Reloads:
         Raises:
             ConfigError: the file, or what it names, has faults; nothing has changed.
         """
-        return await self._take(self._read)
+        nodes: Nodes = []
 
-    async def change_nodes(self, nodes: list[Any], *, is_trial: bool = False) -> ReloadResult:
-        """Take over other `cluster.nodes`, as a file would have them; the next reload takes over
-        those of the file. With `is_trial` they are only checked.
+        def read() -> Config:
+            found = self._read()
+            nodes.extend(nodes_of(found))
+            return with_nodes(found, self.orders.over(nodes))
+
+        result = await self._logged(self._take(read))
+        self.orders.read(nodes)
+        return result
+
+    async def order(self, order: FleetOrder, *, is_trial: bool = False) -> ReloadResult:
+        """Carry out an order about the fleet. With `is_trial` it is only checked.
 
         Raises:
-            ConfigError: they have faults; nothing has changed.
+            ConfigError: it cannot be; nothing has changed.
         """
-        return await self._take(lambda: with_nodes(self.config, nodes), is_trial=is_trial)
+
+        def read() -> Config:
+            return with_nodes(self.config, self.orders.over(new=order))
+
+        result = await self._logged(self._take(read, is_trial=is_trial))
+        if not is_trial:
+            self.orders.take([order])
+        return result
+
+    async def follow_orders(self) -> None:
+        """Carry out those that `orders` has got from other proxies.
+
+        Raises:
+            ConfigError: one of them cannot be; nothing has changed.
+        """
+        if self.orders.over() != nodes_of(self.config):
+            await self._take(lambda: with_nodes(self.config, self.orders.over()))
+
+    async def _logged(self, change: Awaitable[ReloadResult]) -> ReloadResult:
+        try:
+            return await change
+        except ConfigError as error:
+            for fault in error.faults:
+                log.error("not reloaded", extra={"cause": fault})
+            raise
 
     async def _take(self, read: Callable[[], Config], *, is_trial: bool = False) -> ReloadResult:
         async with self._turn:
-            try:
-                merged, changes, result = await asyncio.to_thread(self._prepare, read)
-            except ConfigError as error:
-                for fault in error.faults:
-                    log.error("not reloaded", extra={"cause": fault})
-                raise
+            merged, changes, result = await asyncio.to_thread(self._prepare, read)
             if is_trial:
                 return result
             for apply in changes:
@@ -117,9 +151,15 @@ class Reloads:
         return merged, changes, ReloadResult(applied, restart_needed)
 
 
-def with_nodes(config: Config, nodes: list[Any]) -> Config:
+def nodes_of(config: Config) -> Nodes:
+    return [node.model_dump(mode="json") for node in config.cluster.nodes]
+
+
+def with_nodes(config: Config, nodes: Nodes) -> Config:
     """Raises ConfigError: they have faults."""
     document = _plain(config)
+    if nodes == document["cluster"]["nodes"]:
+        return config
     document["cluster"]["nodes"] = nodes
     return parse_config(document)
 

@@ -40,6 +40,7 @@ from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.fleet.changes import Fleet, FleetLinks
+from kvrs.proxy.fleet.following import FleetFollower
 from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
@@ -84,7 +85,7 @@ class Proxy:
         """
         self._config = config
         self._link = link
-        self.reloads = Reloads(config, read or (lambda: config))
+        self.reloads = Reloads(config, read or (lambda: config), link.orders if link else None)
         self.reloads.add(ReloadingPart("policy", self._prepare_policy, ("policy", "slo")))
         self.reloads.add(ReloadingPart("peers", self._prepare_peers, ("proxy.peers",)))
         self._ring = [secret, *older]
@@ -136,6 +137,7 @@ class Proxy:
         )
         await driver.tokenizer.check()
         control = driver.control
+        follower = FleetFollower(self.reloads, None if self._link is None else self._link.heard)
         self._mirror = mirror = Mirror(
             config.proxy,
             driver.run_id,
@@ -145,7 +147,7 @@ class Proxy:
             kept=control.policy.kept,
             stop=driver.end_early,
             count=lambda outcome: metrics.resumes.labels(outcome).inc(),
-            orders=StandingOrders(control.orders, clock),
+            orders=StandingOrders(control.orders, self.reloads.orders, clock, follower.heard),
             turn=None if self._link is None else self._link.shared.turn,
         )
         tenants, settings = self._open_tenants(), self._capacity.settings
@@ -163,6 +165,7 @@ class Proxy:
             keys = door_keys(self._ring, config.proxy.id, Door.PROXY)
             await self._listen(make_app(mirror), "peer_port", keys)
         await mirror.peers.meet()
+        await follower.follow()
         await self._open_ports(api, shown)
         if config.gossip.enabled:
             gossip_view.join(await self._join(gossip_view))
@@ -178,10 +181,11 @@ class Proxy:
             keep(TaskKind.SLOTS, driver.slots.run),
             keep(TaskKind.SELF_TESTS, SelfTester(driver, clock).run),
             keep(TaskKind.KEYS, tenants.run),
+            keep(TaskKind.FLEET, follower.run),
+            *(keep(TaskKind.TRACES, each.run) for each in (self._spans,) if each is not None),
             observe_lag(metrics.loop_lag.observe),
             mirror.run(),
         ]
-            *(keep(TaskKind.TRACES, each.run) for each in (self._spans,) if each is not None),
         if config.gossip.enabled:
             work.append(gossip_view.run())
         if event_log is not None:
@@ -218,10 +222,6 @@ class Proxy:
         self.reloads.add(ReloadingPart("keys", self.tenants.prepare))
         return self.tenants
 
-    def _load_tls(self) -> TlsOfPorts:
-        self._tls = tls = TlsOfPorts.load(self._config)
-        self.reloads.add(ReloadingPart("certificates", tls.prepare))
-        return tls
     def _open_tracing(self) -> Tracer | None:
         """Raises ConfigError: what the environment asks for cannot be done."""
         settings = trace_settings(os.environ, self._config.proxy.id)
@@ -230,6 +230,10 @@ class Proxy:
         self._spans = SpanSender(settings)
         return Tracer(settings.sampler, self._spans.add, self._config.cluster.backend)
 
+    def _load_tls(self) -> TlsOfPorts:
+        self._tls = tls = TlsOfPorts.load(self._config)
+        self.reloads.add(ReloadingPart("certificates", tls.prepare))
+        return tls
 
     async def _join(self, gossip_view: GossipView) -> Membership:
         config = self._config

@@ -1,5 +1,6 @@
 """The operator's port, which is not the clients': state, metrics, reload."""
 
+import asyncio
 import math
 import os
 import re
@@ -14,23 +15,31 @@ from aiohttp import web
 from prometheus_client.registry import Collector
 
 from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
+from kvrs.control.fleet_orders import node_of
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HEALTHZ, answer, error, require_token
 from kvrs.ids import InstanceId
+from kvrs.proxy.api.exposition import Exposition
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview
-from kvrs.proxy.api.exposition import Exposition
 from kvrs.proxy.api.state import describe, measure
 from kvrs.proxy.fleet.orders import (
     DrainOrder,
     FleetChange,
     RankOrder,
+    check_there,
     obey,
     pass_on,
     with_instance,
-    without_instance,
 )
-from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
+from kvrs.proxy.reload import (
+    Apply,
+    ReloadingPart,
+    ReloadResult,
+    Reloads,
+    nodes_of,
+    with_nodes,
+)
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
@@ -101,7 +110,10 @@ class OwnSource:
         await pass_on(order, self._driver.control, self._driver.backends)
 
     async def change_fleet(self, change: FleetChange) -> ReloadResult:
-        return await self._reloads.change_nodes(change.nodes, is_trial=change.is_trial)
+        result = await self._reloads.order(change.order, is_trial=change.is_trial)
+        if not change.is_trial:
+            self._ordered()
+        return result
 
     def serves(self) -> bool:
         return True
@@ -114,6 +126,7 @@ class Admin:
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._source = source
         self._reloads = reloads
+        self._exposition = Exposition()
         self._page = (Path(__file__).parent / "ui.html").read_bytes()
 
     def application(self) -> web.Application:
@@ -126,7 +139,6 @@ class Admin:
         app.router.add_post("/kvrs/v1/instances", self._add_instance)
         app.router.add_delete("/kvrs/v1/instances/{id}", self._remove_instance)
         app.router.add_post("/kvrs/v1/drain/{id}", self._drain)
-        self._exposition = Exposition()
         app.router.add_delete("/kvrs/v1/drain/{id}", self._end_drain)
         app.router.add_post(_RANK, partial(self._order_rank, leaves=True))
         app.router.add_delete(_RANK, partial(self._order_rank, leaves=False))
@@ -167,19 +179,32 @@ class Admin:
         return await self._answer(self._source.reload())
 
     async def _add_instance(self, request: web.Request) -> web.Response:
+        """All proxies use it from now on; it is kept as the file would have it."""
         try:
-            nodes = with_instance(self._reloads.config, await request.read())
+            name, nodes = with_instance(self._reloads.config, await request.read())
         except RequestError as fault:
             return error(fault.status, str(fault), param=fault.param)
-        return await self._answer(self._source.change_fleet(FleetChange(nodes)))
+
+        async def add() -> ReloadResult:
+            config = await asyncio.to_thread(with_nodes, self._reloads.config, nodes)
+            return await self._change_fleet(name, node_of(nodes_of(config), name))
+
+        return await self._answer(add())
 
     async def _remove_instance(self, request: web.Request) -> web.Response:
         """Its streams may end within `cluster.drain_s` and are moved then, as at a drain."""
+        name = InstanceId(request.match_info["id"])
         try:
-            nodes = without_instance(self._reloads.config, request.match_info["id"])
+            check_there(self._reloads.config, name)
         except RequestError as fault:
             return error(fault.status, str(fault), param=fault.param)
-        return await self._answer(self._source.change_fleet(FleetChange(nodes)))
+        return await self._answer(self._change_fleet(name, None))
+
+    async def _change_fleet(
+        self, instance: InstanceId, node: dict[str, Any] | None
+    ) -> ReloadResult:
+        order = self._reloads.orders.new(instance, node, time.time())
+        return await self._source.change_fleet(FleetChange(order))
 
     async def _answer(self, change: Awaitable[ReloadResult]) -> web.Response:
         try:

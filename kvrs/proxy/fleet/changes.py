@@ -186,7 +186,8 @@ class Fleet:
 
     def _unwatch(self, name: InstanceId) -> None:
         self._gossip_view.leave(self._watchers.pop(name))
-        self._watches.pop(name).cancel()
+        if (watch := self._watches.pop(name, None)) is not None:  # It runs.
+            watch.cancel()
 
 
 def _instances(config: Config) -> dict[InstanceId, tuple[NodeSettings, InstanceSettings]]:

@@ -4,15 +4,18 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from kvrs.config.file import Config
 from kvrs.control.core import Control
+from kvrs.control.fleet_orders import FleetOrders, Nodes
 from kvrs.control.orders import DrainOrders
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import RankRequest
-from kvrs.protocol.mirror import StandingOrder
+from kvrs.protocol.mirror import FleetOrder, Hello
 from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.reload import nodes_of
 
 
 class DrainOrder(msgspec.Struct, frozen=True):
@@ -37,9 +40,17 @@ class OrderRefused(msgspec.Struct, frozen=True):
 
 
 def obey(control: Control[Any], order: DrainOrder, now_s: float, wall_s: float) -> None:
-    """Raises RequestError: there is no such instance, or its streams would have nowhere to go."""
+    """Raises RequestError: there is no such instance, it is being removed, or its streams would
+    have nowhere to go.
+    """
     name = order.instance
     _check_there(name, [known.id for known in control.instances.present()])
+    if control.drains.leaves(name):
+        raise RequestError(
+            f"{name} is being removed; allowed: when it is gone and was added again",
+            param="id",
+            status=409,
+        )
     if order.drain_s is not None and (fault := control.drains.fault(name)) is not None:
         raise RequestError(
             f"{name} is not drained: {fault}; allowed: while one is up", param="id", status=409
@@ -49,17 +60,32 @@ def obey(control: Control[Any], order: DrainOrder, now_s: float, wall_s: float) 
 
 
 class StandingOrders:
-    """The orders of a proxy, by its clock, as the other proxies exchange them."""
+    """The orders of a proxy, by its clock, as the other proxies exchange them. `heard` is called
+    with new ones about the fleet.
+    """
 
-    def __init__(self, orders: DrainOrders, clock: Callable[[], float]) -> None:
-        self._orders = orders
+    def __init__(
+        self,
+        drains: DrainOrders,
+        fleet: FleetOrders,
+        clock: Callable[[], float],
+        heard: Callable[[], None],
+    ) -> None:
+        self._drains = drains
+        self._fleet = fleet
         self._clock = clock
+        self._heard = heard
 
-    def shown(self) -> list[StandingOrder]:
-        return self._orders.shown(self._clock())
+    def tell(self, me: Hello) -> Hello:
+        drains = self._drains.shown(self._clock())
+        return structs.replace(me, orders=drains, fleet=self._fleet.shown())
 
-    def take(self, orders: list[StandingOrder]) -> bool:
-        return self._orders.take(orders, self._clock())
+    def take(self, hello: Hello) -> bool:
+        is_new = self._drains.take(hello.orders, self._clock())
+        if self._fleet.take(hello.fleet):
+            self._heard()
+            return True
+        return is_new
 
 
 async def pass_on(
@@ -84,10 +110,8 @@ async def pass_on(
 
 
 class FleetChange(msgspec.Struct, frozen=True):
-    """Other `cluster.nodes`, in plain data."""
-
-    nodes: list[Any]
-    is_trial: bool = False
+    order: FleetOrder
+    is_trial: bool = False  # Whether it could be carried out; it is not.
 
 
 class _NewInstance(msgspec.Struct):
@@ -96,8 +120,9 @@ class _NewInstance(msgspec.Struct):
     agent: dict[str, Any] | None = None
 
 
-def with_instance(config: Config, body: bytes) -> list[Any]:
-    """`cluster.nodes` with one more instance: its keys, and `node`; a new node may have `agent`.
+def with_instance(config: Config, body: bytes) -> tuple[InstanceId, Nodes]:
+    """An instance, and `cluster.nodes` with it: the body has its keys, and `node`; a new node may
+    have `agent`.
 
     Raises RequestError: the body is no instance, or its id is taken.
     """
@@ -110,7 +135,7 @@ def with_instance(config: Config, body: bytes) -> list[Any]:
     if any(asked.id == instance.id for _, instance in config.cluster.instances()):
         raise RequestError(f"{asked.id} is there already", param="id", status=409)
     instance = {key: value for key, value in fields.items() if key not in ("node", "agent")}
-    nodes = _nodes(config)
+    nodes = nodes_of(config)
     node = next((each for each in nodes if each["id"] == asked.node), None)
     if node is not None and asked.agent is not None:
         raise RequestError(f"node {asked.node} has its agent", param="agent", status=409)
@@ -118,20 +143,12 @@ def with_instance(config: Config, body: bytes) -> list[Any]:
         node = {"id": asked.node, "instances": [], "agent": asked.agent or {}}
         nodes.append(node)
     node["instances"].append(instance)
-    return nodes
+    return InstanceId(asked.id), nodes
 
 
-def without_instance(config: Config, instance: str) -> list[Any]:
-    """`cluster.nodes` without it, and without its node if that has no other one.
-
-    Raises RequestError: there is none.
-    """
-    names = [each.id for _, each in config.cluster.instances()]
-    _check_there(instance, names)
-    nodes = _nodes(config)
-    for node in nodes:
-        node["instances"] = [each for each in node["instances"] if each["id"] != instance]
-    return [node for node in nodes if node["instances"]]
+def check_there(config: Config, instance: str) -> None:
+    """Raises RequestError: there is none of that id."""
+    _check_there(instance, [each.id for _, each in config.cluster.instances()])
 
 
 def _check_there(instance: str, names: Collection[str]) -> None:
@@ -140,7 +157,3 @@ def _check_there(instance: str, names: Collection[str]) -> None:
         raise RequestError(
             f"no instance {instance!r:.80}; allowed: {', '.join(names)}", param="id", status=404
         )
-
-
-def _nodes(config: Config) -> list[Any]:
-    return [node.model_dump(mode="json") for node in config.cluster.nodes]

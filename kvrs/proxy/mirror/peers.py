@@ -24,7 +24,6 @@ from kvrs.protocol.mirror import (
     LookupAnswer,
     ReadAnswer,
     RecordVersion,
-    StandingOrder,
     Update,
 )
 from kvrs.proxy.backends.peer import Peer, UnusableError
@@ -144,8 +143,8 @@ class Found:
 class Orders(Protocol):
     """Of operators, which all proxies have."""
 
-    def shown(self) -> list[StandingOrder]: ...
-    def take(self, orders: list[StandingOrder]) -> bool: ...  # Whether any was new.
+    def tell(self, me: Hello) -> Hello: ...  # With all orders.
+    def take(self, hello: Hello) -> bool: ...  # Whether any was new.
 
 
 class Peers:
@@ -187,7 +186,7 @@ class Peers:
 
     def hello(self) -> Hello:
         """Of this proxy."""
-        return Hello(self.me.id, self.me.run, self._orders.shown())
+        return self._orders.tell(self.me)
 
     @property
     def live(self) -> list[ProxyPeer]:
@@ -250,7 +249,7 @@ class Peers:
 
     def _heard(self, peer: ProxyPeer, hello: Hello) -> None:
         self.on_answer(peer, hello.run)
-        if self._orders.take(hello.orders):
+        if self._orders.take(hello):
             self.news.tell()
 
     def on_answer(self, peer: ProxyPeer, run: str) -> None:

@@ -21,10 +21,11 @@ class TaskKind(StrEnum):
     LEASES = "leases"
     CHECKPOINT_LEASES = "checkpoint_leases"
     SLOTS = "slots"
+    FLEET = "fleet"  # Carries out orders of other proxies about instances.
     KEYS = "keys"  # Follows the file of API keys.
     SELF_TESTS = "self_tests"
-
     TRACES = "traces"  # Sends spans to a collector.
+
 
 async def observe_lag(observe: Callable[[float], None]) -> None:
     """Observe how much later than asked for the event loop runs, until cancelled."""

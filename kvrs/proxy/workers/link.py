@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvrs.control.core import Control
+from kvrs.control.fleet_orders import FleetOrders
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.policy.model.events import OthersBooked
@@ -24,6 +25,7 @@ from kvrs.proxy.workers.messages import (
     BOOKED,
     DRAIN,
     FLEET,
+    HEARD,
     METRICS,
     ORDER,
     PING,
@@ -53,6 +55,7 @@ class WorkerLink:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.others: Set[str] = frozenset()
+        self.orders: FleetOrders | None = None  # Those at its start.
         self.all_drain = False
         self.stop: Callable[[], None] | None = None
         self._plan: asyncio.Future[WorkerPlan] = loop.create_future()
@@ -106,6 +109,10 @@ class WorkerLink:
         """It takes requests of clients."""
         log.info("worker ready")
         self.channel.tell(READY)
+
+    def heard(self, orders: FleetOrders) -> None:
+        """Other proxies have given some."""
+        self.channel.tell(HEARD, packed(orders.shown()))
 
     def _take_plan(self, body: bytes) -> bytes:
         self._plan.set_result(unpacked(body, WorkerPlan))

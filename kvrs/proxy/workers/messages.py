@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from kvrs.protocol.mirror import FleetOrder
 from kvrs.proxy.workers.loads import Booked
 
 # Names of messages. From the supervisor:
@@ -18,6 +19,7 @@ FLEET = "fleet"  # A `FleetChange`.
 DRAIN = "drain"  # The whole proxy drains; a second time: at once.
 # From a worker:
 READY = "ready"
+HEARD = "heard"  # All `FleetOrder` that it knows, after one from another proxy.
 # From a worker what it has sent to instances, from the supervisor what the others have.
 BOOKED = "booked"
 # To be granted by the supervisor (`limits.py`):
@@ -37,7 +39,7 @@ class WorkerPlan(msgspec.Struct):
     names: list[str]  # Ids of all workers.
     port: int  # The bound one of clients.
     peer_ports: list[int]  # Of all workers.
-    nodes: list[Any] | None = None  # In place of the file's.
+    orders: list[FleetOrder] = []  # Over the file's nodes.
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -63,7 +65,9 @@ class Reloaded(msgspec.Struct):
     faults: list[str] = []
 
 
-def packed(message: msgspec.Struct | list[Family] | dict[str, Booked]) -> bytes:
+def packed(
+    message: msgspec.Struct | list[Family] | list[FleetOrder] | dict[str, Booked],
+) -> bytes:
     return msgspec.msgpack.encode(message)
 
 

@@ -23,6 +23,7 @@ from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HttpPort, naming_port
+from kvrs.protocol.mirror import FleetOrder
 from kvrs.proxy.api.admin import Admin
 from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused, RankOrder
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
@@ -34,6 +35,7 @@ from kvrs.proxy.workers.link import LOAD_INTERVAL_S
 from kvrs.proxy.workers.messages import (
     BOOKED,
     FLEET,
+    HEARD,
     METRICS,
     ORDER,
     PING,
@@ -143,7 +145,8 @@ class Supervisor:
                 self.port,
                 peer_ports,
             )
-            handlers, ended = self._shared.handlers(worker), partial(self._shared.end, worker)
+            handlers = {**self._shared.handlers(worker), HEARD: self._hear}
+            ended = partial(self._shared.end, worker)
             self.places.append(WorkerPlace(plan, name, handlers, self._changed.set, ended))
             self._up.labels(str(worker))
             self._restarts.follow(0, str(worker))
@@ -249,18 +252,28 @@ class Supervisor:
         self._check_all_in(await self._ask_all(PING))
         found = await self._reloaded(RELOAD)
         own = await self.reloads.reload()
-        for place in self.places:
-            place.plan.nodes = None
+        self._plan_orders()
         return _added_results(own, found)
 
     async def change_fleet(self, change: FleetChange) -> ReloadResult:
         """Raises as `reload`."""
-        await self.reloads.change_nodes(change.nodes, is_trial=True)
+        await self.reloads.order(change.order, is_trial=True)
         await self._reloaded(FLEET, packed(msgspec.structs.replace(change, is_trial=True)))
+        own = await self.reloads.order(change.order)
+        self._plan_orders()
+        return _added_results(own, await self._reloaded(FLEET, packed(change)))
+
+    async def _hear(self, body: bytes) -> bytes:
+        """A worker has heard of orders of other proxies."""
+        if self.reloads.orders.take(unpacked(body, list[FleetOrder])):
+            await self.reloads.follow_orders()
+            self._plan_orders()
+        return b""
+
+    def _plan_orders(self) -> None:
+        """For workers that start."""
         for place in self.places:
-            place.plan.nodes = change.nodes
-        found = await self._reloaded(FLEET, packed(change))
-        return _added_results(await self.reloads.change_nodes(change.nodes), found)
+            place.plan.orders = self.reloads.orders.shown()
 
     async def _reloaded(self, what: str, body: bytes = b"") -> list[Reloaded]:
         answers = await self._ask_all(what, _RELOAD_S, body)

@@ -9,9 +9,10 @@ import uvloop
 
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.config.workers import with_workers, worker_config
+from kvrs.control.fleet_orders import FleetOrders
 from kvrs.errors import ConfigError
 from kvrs.logs import log_to_stderr
-from kvrs.proxy.reload import with_nodes
+from kvrs.proxy.reload import nodes_of, with_nodes
 from kvrs.proxy.server import serve
 from kvrs.proxy.workers.link import WorkerLink
 from kvrs.proxy.workers.messages import WorkerPlan
@@ -30,8 +31,9 @@ async def _work(end: socket.socket) -> None:
     link = WorkerLink()
     plan = await link.open(end)
     config = _read(plan)
-    if plan.nodes is not None:
-        config = with_nodes(config, plan.nodes)
+    link.orders = orders = FleetOrders(config.proxy.id, nodes_of(config))
+    orders.take(plan.orders)
+    config = with_nodes(config, orders.over())
     log_to_stderr(**config.logs.options, worker=config.proxy.id)
     link.others = frozenset(plan.names) - {config.proxy.id}
     secret, *older = read_secrets(config.security, os.environ)

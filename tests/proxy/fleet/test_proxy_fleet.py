@@ -224,8 +224,12 @@ async def test_every_worker_has_the_instances_of_its_proxy(
         document = msgspec.json.decode(proxy.config.read_bytes())
         document["policy"] = {"slots_max": 7}
         proxy.config.write_bytes(msgspec.json.encode(document))
-        await _until_all(proxy, {"p0", "d0"})
+        await proxy.until_logged(b"policy.slots_max")
+        await _until_all(proxy, {"p0", "d0", "p1", "d1"})  # The file has never had p1 and d1.
+        removed, _ = await proxy.admin("/kvrs/v1/instances/p1", "DELETE")
+        await _until_all(proxy, {"p0", "d0", "d1"})
 
+        assert removed == 200
         assert (refused, b"no instance" in text) == (404, True)
         assert {(await proxy.ask(REQUEST))[0] for _ in range(6)} == {200}
 

@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 
+from kvrs.control.fleet import Health
+from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
+from tests.proxy.fleet.test_proxy_fleet import further
 from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
 from tests.proxy.scripted import SECRET
 
 pytestmark = pytest.mark.network
+
+GONE = ("d9", "d0")
 
 
 async def test_an_order_to_drain_reaches_all_proxies_and_outlives_each_of_them() -> None:
@@ -31,6 +36,75 @@ async def test_an_order_to_drain_reaches_all_proxies_and_outlives_each_of_them()
 
     assert (refused, given, ended, last) == (404, 200, 200, 200)
     assert at_its_start == ["d0"]
+
+
+async def test_an_instance_that_is_added_or_removed_is_so_at_all_proxies() -> None:
+    """Also at one that starts, before its first request, and through a reload of a file without
+    it.
+    """
+    async with open_proxy_group(3) as group, further(group.system, "d9") as (row,):
+        added = await _change(group, 0, "POST", "instances", row)
+        await _until_up(group, (0, 1, 2), {"p0", "d0", "p1", "d1", "d9"})
+        again = await _change(group, 1, "POST", "instances", row)
+        await group.kill(0)
+        await group.kill(1)
+        group.proxies[1] = proxy = Proxy(group.configs[1], SECRET)
+        await proxy.start()
+        at_its_start = set(_instances(group, 1))
+        await proxy.reload()
+        after_its_reload = set(_instances(group, 1))
+        await group.start(0)
+        removed = [await _change(group, 2, "DELETE", f"instances/{name}") for name in GONE]
+        await _until_up(group, (0, 1, 2), {"p0", "p1", "d1"})
+        await group.kill(0)
+        await group.start(0)
+        cluster = group.proxy(0).reloads.config.cluster
+        restarted = {each.id for _, each in cluster.instances()}
+
+    assert (added, again, removed) == (200, 409, [200, 200])
+    assert at_its_start == after_its_reload == {"p0", "d0", "p1", "d1", "d9"}
+    assert restarted == {"p0", "p1", "d1"}
+
+
+async def test_what_cannot_be_removed_yet_elsewhere_is_removed_later() -> None:
+    """A proxy that sees no other instance of the role keeps the last one until it does."""
+    async with open_proxy_group(2) as group:
+        driver = group.proxy(1)._driver
+        assert driver is not None
+        other = driver.control.instances.known[InstanceId("d1")]
+        other.health = Health.DOWN
+
+        assert await _change(group, 0, "DELETE", "instances/d0") == 200
+        await _until_up(group, (0,), {"p0", "p1", "d1"})
+        async with asyncio.timeout(20):
+            while not group.proxy(1).reloads.orders.shown():
+                await asyncio.sleep(0.005)
+        kept = set(_instances(group, 1))
+        other.health = Health.UP
+        await _until_up(group, (0, 1), {"p0", "p1", "d1"})
+
+    assert kept == {"p0", "d0", "p1", "d1"}
+
+
+async def _change(
+    group: MultiProxyCluster, proxy: int, method: str, path: str, body: object = None
+) -> int:
+    url = f"http://127.0.0.1:{group.proxy(proxy).admin_port}/kvrs/v1/{path}"
+    async with group.http.request(method, url, json=body) as answer:
+        return answer.status
+
+
+def _instances(group: MultiProxyCluster, proxy: int) -> dict[InstanceId, Health]:
+    driver = group.proxy(proxy)._driver
+    assert driver is not None
+    return {known.id: known.health for known in driver.control.instances.present()}
+
+
+async def _until_up(group: MultiProxyCluster, proxies: tuple[int, ...], names: set[str]) -> None:
+    async with asyncio.timeout(20):
+        for proxy in proxies:
+            while _instances(group, proxy) != dict.fromkeys(names, Health.UP):
+                await asyncio.sleep(0.005)
 
 
 async def _order(group: MultiProxyCluster, proxy: int, method: str, instance: str) -> int:

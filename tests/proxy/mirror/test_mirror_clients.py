@@ -11,7 +11,7 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import (
     AckStatus,
-    StandingOrder,
+    Hello,
     StreamEvent,
     StreamHeader,
     UpdateAck,
@@ -234,10 +234,10 @@ async def test_an_internal_error_while_writing_ends_the_stream() -> None:
 
 
 class _NoOrders:
-    def shown(self) -> list[StandingOrder]:
-        return []
+    def tell(self, me: Hello) -> Hello:
+        return me
 
-    def take(self, orders: list[StandingOrder]) -> bool:
+    def take(self, hello: Hello) -> bool:
         return False
 
 

@@ -1,0 +1,108 @@
+"""Orders of operators about which instances there are, at whichever proxy they were given. Pure.
+
+They reach the other proxies as orders to drain do (`orders.py`), and of two about one instance that
+with the higher version counts everywhere. What a proxy uses is `cluster.nodes` of its file with the
+orders laid over it. An order is done with at a proxy that reads a file which says the same: from
+then on the file counts there, until a later order, and once it says something else, other proxies
+hear no more of the order from there.
+"""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from kvrs.ids import InstanceId
+from kvrs.protocol.mirror import FleetOrder
+
+Nodes = list[dict[str, Any]]  # `cluster.nodes` in plain data, with all keys.
+
+
+class FleetOrders:
+    """Of one proxy; `me` is its id, `nodes` are those of its file."""
+
+    def __init__(self, me: str, nodes: Nodes) -> None:
+        self._me = me
+        self._nodes = nodes
+        self._held: dict[InstanceId, FleetOrder] = {}
+        self._done: set[InstanceId] = set()  # The file says the same, or has done so.
+        self._over: set[InstanceId] = set()  # And says something else now.
+
+    def new(self, instance: InstanceId, node: dict[str, Any] | None, wall_s: float) -> FleetOrder:
+        """One that counts before all that are held; `take` has it carried out. `node`: the node
+        with this instance alone; None: it is removed.
+        """
+        highest = max((order.version for order in self._held.values()), default=0)
+        version = max(highest + 1, int(wall_s * 1000))
+        return FleetOrder(instance, version, self._me, node)
+
+    def take(self, orders: Iterable[FleetOrder]) -> bool:
+        """Hold those that are newer; whether there was any."""
+        has_newer = False
+        for order in orders:
+            held = self._held.get(order.instance)
+            if held is not None and _rank(held) >= _rank(order):
+                continue
+            has_newer = True
+            self._held[order.instance] = order
+            self._done.discard(order.instance)
+            self._over.discard(order.instance)
+        self._look_at_file()
+        return has_newer
+
+    def read(self, nodes: Nodes) -> None:
+        """The file has been read again."""
+        self._nodes = nodes
+        self._look_at_file()
+
+    def _look_at_file(self) -> None:
+        for name, order in self._held.items():
+            if node_of(self._nodes, name) == order.node:
+                self._done.add(name)
+            elif name in self._done:
+                self._over.add(name)
+
+    def shown(self) -> list[FleetOrder]:
+        """For other proxies."""
+        return [order for name, order in self._held.items() if name not in self._over]
+
+    def over(self, nodes: Nodes | None = None, new: FleetOrder | None = None) -> Nodes:
+        """`cluster.nodes` as they are to be, of other ones than the file's or with one more order.
+
+        The agent of a node is that of the first order that brings it; nodes without instances go.
+        """
+        orders = {name: order for name, order in self._held.items() if name not in self._done}
+        if new is not None:
+            orders[new.instance] = new
+        laid = copy.deepcopy(self._nodes if nodes is None else nodes)
+        for name, order in orders.items():
+            if node_of(laid, name) != order.node:
+                _take_out(laid, name)
+                if order.node is not None:
+                    _put_in(laid, order.node)
+        return [node for node in laid if node["instances"]]
+
+
+def _rank(order: FleetOrder) -> tuple[int, str]:
+    return order.version, order.given_at
+
+
+def node_of(nodes: Nodes, instance: str) -> dict[str, Any] | None:
+    """The node of an instance, with that one alone; None: there is none."""
+    for node in nodes:
+        for each in node["instances"]:
+            if each["id"] == instance:
+                return node | {"instances": [each]}
+    return None
+
+
+def _take_out(nodes: Nodes, instance: str) -> None:
+    for node in nodes:
+        node["instances"] = [each for each in node["instances"] if each["id"] != instance]
+
+
+def _put_in(nodes: Nodes, wanted: dict[str, Any]) -> None:
+    for node in nodes:
+        if node["id"] == wanted["id"]:
+            node["instances"] = [*node["instances"], *wanted["instances"]]
+            return
+    nodes.append(copy.deepcopy(wanted))
