@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs.protocol.openai.chunks import DONE, sse
-from kvrs.protocol.openai.fields import VLLM
+from kvrs.protocol.openai.fields import VLLM, WHOLE
 from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -181,6 +181,8 @@ class ScriptedVllm(ScriptedServer):
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
+        if not WHOLE.isdisjoint(msgspec.json.decode(body)):
+            return await self._pass(request)
         self.bodies.append(msgspec.json.decode(body))
         fields = {
             name: value for name, value in self.bodies[-1].items() if name != "kv_transfer_params"

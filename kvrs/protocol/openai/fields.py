@@ -25,6 +25,7 @@ class ApiKind(StrEnum):
 class Treatment(StrEnum):
     UNDERSTOOD = "understood"  # Decoded and checked by kvrs; an engine gets it if it needs it.
     PASSED = "passed"  # The engine gets it undecoded, and checks it.
+    WHOLE = "whole"  # As PASSED, by one engine that answers the whole request in one piece.
     IGNORED = "ignored"  # No output depends on it, and no engine gets it.
     REFUSED = "refused"
     INTERNAL = "internal"  # Set by proxies. That of a client is dropped.
@@ -70,6 +71,7 @@ _U, _P = Treatment.UNDERSTOOD, Treatment.PASSED
 _I, _R = Treatment.IGNORED, Treatment.REFUSED
 _EVERYWHERE, _NOWHERE, _NEUTRAL = (_U, _U, _U), (_R, _R, _R), (_I, _I, _I)
 _VLLM_ONLY = (_R, _R, _P)
+_VLLM_WHOLE = (_R, _R, Treatment.WHOLE)
 _INTERNAL = (Treatment.INTERNAL,) * 3
 _INEXACT, _LEFT_OUT = Seam.INEXACT, Seam.LEFT_OUT
 
@@ -126,8 +128,8 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("guided_grammar", *_NOWHERE, instead="structured_outputs"),
     BodyField("guided_decoding_backend", *_NOWHERE),
     BodyField("guided_whitespace_pattern", *_NOWHERE),
-    BodyField("use_beam_search", *_NOWHERE, neutral=(False,)),
-    BodyField("length_penalty", *_NOWHERE, neutral=(1,)),
+    BodyField("use_beam_search", *_VLLM_WHOLE, neutral=(False,)),
+    BodyField("length_penalty", *_VLLM_WHOLE, neutral=(1,)),
     BodyField("best_of", *_NOWHERE, neutral=(1,)),
     BodyField("logits_processors", *_NOWHERE, neutral=([],)),
     BodyField("suffix", *_NOWHERE, neutral=("",)),
@@ -143,7 +145,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("top_logprobs", *_EVERYWHERE, _CHAT, of_output=True),
     BodyField("logprob_token_ids", *_VLLM_ONLY, of_output=True),
     BodyField("return_tokens_as_token_ids", *_VLLM_ONLY, of_output=True, neutral=(False,)),
-    BodyField("prompt_logprobs", *_NOWHERE),
+    BodyField("prompt_logprobs", *_VLLM_WHOLE),
     BodyField("return_token_ids", *_EVERYWHERE),
     BodyField("return_prompt_text", *_NOWHERE, neutral=(False,)),
     BodyField("routed_experts_prompt_start", *_NOWHERE, neutral=(0,)),
@@ -196,6 +198,7 @@ FIELDS: tuple[BodyField, ...] = (
     ),
 )
 
+WHOLE = frozenset(row.name for row in FIELDS if row.vllm is Treatment.WHOLE)
 NOT_FOR_PREFILL = frozenset(row.name for row in FIELDS if row.of_output)
 NOT_FOR_IDS = frozenset(row.name for row in FIELDS if row.of_text)
 # Left out of a chat that is continued as a completion.
@@ -229,7 +232,7 @@ def takes(api: ApiKind, backend: str) -> tuple[str, ...]:
 @cache
 def _kept_as_they_are(api: ApiKind, backend: str) -> frozenset[str]:
     """The fields that `check_fields` keeps whatever their value, but for null."""
-    kept = (Treatment.UNDERSTOOD, Treatment.PASSED)
+    kept = (Treatment.UNDERSTOOD, Treatment.PASSED, Treatment.WHOLE)
     return frozenset(
         name
         for name, row in rows(api).items()
@@ -264,7 +267,7 @@ def check_fields(
         treatment = row.treatment(backend)
         if treatment is Treatment.REFUSED or row.api not in (None, api):
             raise not_supported(name, value, row.neutral, row.instead)
-        if treatment in (Treatment.UNDERSTOOD, Treatment.PASSED):
+        if treatment in (Treatment.UNDERSTOOD, Treatment.PASSED, Treatment.WHOLE):
             kept[name] = value
     return kept
 

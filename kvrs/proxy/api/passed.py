@@ -130,7 +130,7 @@ class Passed:
         model = decode_as(_MODEL, bytes(fields.get("model", b"null")), "model")
         check_model(self._control.instances, model)
         if self._backend == VLLM:
-            return await self._ask(path, fields)
+            return await self.ask(path, fields)
         if path == TOKENIZE:
             return await self._tokenize(fields)
         if path == DETOKENIZE:
@@ -178,7 +178,7 @@ class Passed:
 
     # By an instance.
 
-    async def _ask(self, path: str, fields: Fields) -> web.Response:
+    async def ask(self, path: str, fields: Fields) -> web.Response:
         """From one instance after the other, the least loaded first, until one answers."""
         instances, failure = self._control.instances, Failed(503, _NO_INSTANCE, 1.0)
         up = [name for name in instances.known if instances.is_up(name)]

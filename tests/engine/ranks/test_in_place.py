@@ -4,16 +4,19 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from kvrs.config.file import parse_config
 from kvrs.elastic.plans import Move
@@ -34,6 +37,16 @@ from tests.ports import instance_client
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
 
 TOKENS = [(11 * at * at + 5) % 500 for at in range(90)]
+LIST: dict[str, Any] = {
+    "ignore_eos": False,
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "list",
+            "schema": {"type": "array", "items": {"enum": ["a", "bb"]}, "minItems": 60},
+        },
+    },
+}
 CUTS = [0, 40, 41, 62, 89, 90]
 
 
@@ -259,6 +272,20 @@ async def test_a_device_without_cells_takes_nothing_from_streams(tiny_model: Pat
     assert lost == [0]
 
 
+async def test_json_mode_goes_on_among_ranks(tiny_model: Path) -> None:
+    """Its mask follows from the history at whichever rank answers: the tokens are those of one
+    process, also where a rank is killed in the middle.
+    """
+    alone = await answers_of(tiny_model, {}, [], fields=LIST)
+
+    through = await answers_of(tiny_model, {"tp": 2}, ["kill"], fields=LIST)
+
+    assert through == alone
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    for each in map(tokenizer.decode, alone):
+        assert re.fullmatch(r'\s*\[[\s,"ab]*\]?\s*', each), each
+
+
 async def answers_of(
     model: Path,
     ranks: dict[str, int],
@@ -266,6 +293,7 @@ async def answers_of(
     reports: list[dict[str, Any]] | None = None,
     done: list[Reformed] | None = None,
     lost: list[int] | None = None,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[list[int]]:
     """`lost`: of how many streams cells were lost."""
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", **ranks}]}]
@@ -277,7 +305,7 @@ async def answers_of(
         await instance.start()
         watching = asyncio.create_task(watch(client, reports if reports is not None else []))
         try:
-            tasks = [asyncio.create_task(answer(client, at)) for at in range(8)]
+            tasks = [asyncio.create_task(answer(client, at, fields)) for at in range(8)]
             for fault in faults:
                 while instance.core.scheduler.running < 4 or instance.load().reforming is not None:
                     await asyncio.sleep(0.01)
@@ -319,7 +347,7 @@ async def watch(client: aiohttp.ClientSession, reports: list[dict[str, Any]]) ->
             reports.append(json.loads(line))
 
 
-async def answer(client: aiohttp.ClientSession, seed: int) -> list[int]:
+async def answer(client: aiohttp.ClientSession, seed: int, fields: Mapping[str, Any]) -> list[int]:
     choose = random.Random(seed)
     body: dict[str, Any] = {
         "model": "tiny",
@@ -330,6 +358,7 @@ async def answer(client: aiohttp.ClientSession, seed: int) -> list[int]:
         "temperature": 0.9 * (seed % 2),
         "seed": seed,
         "stream": True,
+        **fields,
     }
     token_ids: list[int] = []
     async with client.post("/v1/completions", json=body) as response:

@@ -65,3 +65,42 @@ async def test_no_instance_is_a_status_to_retry_on(vllms: Builder) -> None:
         await server.kill()
     async with system.http.post(system.url + "/score", json={"text_1": "a"}) as answer:
         assert (answer.status, int(answer.headers["Retry-After"]) > 0) == (503, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": [[5, 6], [7]], "prompt_logprobs": 1, "n": 2, "echo": True}),
+        ("/v1/completions", {"prompt": [5, 6], "use_beam_search": True, "length_penalty": 0.5}),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1},
+        ),
+    ],
+    ids=["two", "beams", "text", "chat"],
+)
+async def test_what_needs_one_engine_is_answered_by_one(
+    vllms: Builder, path: str, fields: dict[str, Any]
+) -> None:
+    """With all that was asked, and by another one where it dies; as a stream it is refused."""
+
+    def prepare(servers: Servers) -> None:
+        for server in servers.values():
+            server.dies_passing = server.id != "d1"
+
+    system = await vllms(prepare=prepare)
+    asked = fields | {"max_tokens": 3, "temperature": 0}
+
+    status, body = await posted(system, path, **asked)
+    reached = [got for server in system.servers.values() for got in server.bodies]
+    refused = [
+        await posted(system, path, **asked, stream=True),
+        await posted(system, path, **asked, kv_transfer_params={"remote_host": "10.0.0.1"}),
+    ]
+
+    assert (status, body) == (200, {"path": path, "got": asked})
+    assert all(got == asked for got in reached)
+    (name,) = {"prompt_logprobs", "use_beam_search"} & asked.keys()
+    assert (refused[0][0], refused[0][1]["error"]["param"]) == (400, name)
+    assert refused[1] == (status, body)

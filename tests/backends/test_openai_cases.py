@@ -1,0 +1,95 @@
+"""Requests of vLLM's own OpenAI tests, to an embedded engine alone and to the same engines behind a
+proxy.
+"""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+
+import aiohttp
+import jsonschema  # type: ignore[import-untyped]  # Its stubs are a package of their own.
+import pytest
+
+from experiments.processes import Processes
+from kvrs.config.file import parse_config
+from kvrs.protocol.secrets import Door, door_key
+from tests.openai_cases import CASES, CHAT, MESSAGES, SCHEMA, Case, ask, missing
+from tests.ports import client_of
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+# What the proxy carries out: an engine of kvrs alone has one prompt, and one choice.
+BY_PROXY = {
+    *("text-two-seeded", "text-two-seeded-stream", "chat-two-seeded", "chat-two-seeded-stream"),
+    *("two-prompts", "two-of-ids", "two-prompts-stream", "two-of-two", "echo", "echo-stream"),
+}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    instances = [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]
+    cluster = {"nodes": [{"id": "n0", "instances": instances}]}
+    config = parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": cluster})
+    with Processes(config) as running:
+        running.start("p0", "d0")
+        running.wait_ready("p0", "d0")
+        running.start_proxy()
+        yield running
+
+
+@pytest.fixture(scope="module")
+async def engine(processes: Processes) -> AsyncIterator[aiohttp.ClientSession]:
+    """The decode instance alone, which computes prompts too if it is asked."""
+    (url,) = (each.url for _, each in processes.config.cluster.instances() if each.id == "d0")
+    async with client_of(url, door_key(processes.secret, Door.INSTANCE, "d0")) as client:
+        yield client
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_an_answer_behind_a_proxy_is_that_of_the_engine(
+    processes: Processes, engine: aiohttp.ClientSession, case: Case
+) -> None:
+    """Status, fields with their types, texts and usage; of prompts and choices that the proxy makes
+    streams of, each.
+    """
+    proxy = processes.config.proxy
+    async with aiohttp.ClientSession() as http:
+        behind = await ask(http, f"http://{proxy.host}:{proxy.port}", case.path, case.body)
+    assert behind.is_whole
+
+    if case.name in BY_PROXY:
+        assert behind.status == 200
+        return
+    alone = await ask(engine, "", case.path, case.body)
+
+    assert behind.status == alone.status, (alone.events, behind.events)
+    assert missing(alone.shape, behind.shape) == []
+    assert (behind.said, behind.usage) == (alone.said, alone.usage)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_choice_of_json_mode_is_json(processes: Processes, stream: bool) -> None:
+    """Choices are streams of their own, with masks of their own."""
+    proxy = processes.config.proxy
+    url = f"http://{proxy.host}:{proxy.port}"
+    body = {
+        "messages": MESSAGES,
+        "n": 3,
+        "temperature": 1.3,
+        "seed": 5,
+        "max_tokens": 200,
+        "stream": stream,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "person", "schema": SCHEMA},
+        },
+    }
+    async with aiohttp.ClientSession() as http:
+        answer = await ask(http, url, CHAT, body)
+
+    said = answer.said
+    assert answer.is_whole
+    assert {reason for _, reason in said.values()} == {"stop"}
+    for text, _ in said.values():
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len({text for text, _ in said.values()}) == 3

@@ -1,0 +1,269 @@
+"""Requests of each kind that vLLM's own tests send to its OpenAI API, in words of the test model,
+and how two answers to one request are compared: status, the names and types of all fields, and what
+is said.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+WORDS = "ka lo mi ren sta"
+IDS = [5, 6, 7, 8, 9]
+MESSAGES = [{"role": "system", "content": "vor ti el"}, {"role": "user", "content": WORDS}]
+TURNS = [
+    *MESSAGES,
+    {"role": "assistant", "content": "an dra"},
+    {"role": "user", "content": [{"type": "text", "text": text} for text in ("shi pu", "ne")]},
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": SCHEMA},
+}
+NAMED = {"type": "function", "function": {"name": "look"}}
+USAGE = {"include_usage": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`refused`: the field for which kvrs alone refuses it, by decision."""
+
+    name: str
+    path: str
+    body: dict[str, Any] = field(hash=False)
+    refused: str = ""
+
+
+def _cases() -> Iterator[Case]:
+    for name, fields in _OF_BOTH.items():
+        for path, prompt in ((COMPLETIONS, {"prompt": WORDS}), (CHAT, {"messages": MESSAGES})):
+            kind = "chat" if path == CHAT else "text"
+            body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True} | prompt | fields
+            yield Case(f"{kind}-{name}", path, body, _REFUSED.get(name, ""))
+    for path, cases in ((COMPLETIONS, _OF_TEXT), (CHAT, _OF_CHAT)):
+        for name, body in cases.items():
+            yield Case(name, path, {"max_tokens": 8, "temperature": 0} | body)
+
+
+_OF_BOTH: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stream": {"stream": True},
+    "usage": {"stream": True, "stream_options": USAGE},
+    "no-usage": {"stream": True, "stream_options": {"include_usage": False}},
+    "empty-options": {"stream": True, "stream_options": {}},
+    "usage-each": {"stream": True, "stream_options": USAGE | {"continuous_usage_stats": True}},
+    "options-without-stream": {"stream_options": USAGE},
+    "null-option-without-stream": {"stream_options": {"include_usage": None}},
+    "two-seeded": {"n": 2, "temperature": 1.0, "seed": 42},
+    "two-seeded-stream": {"n": 2, "temperature": 1.0, "seed": 42, "stream": True},
+    "long-seed": {"temperature": 1.0, "seed": (1 << 63) - 1},
+    "seed-too-long": {"seed": 1 << 64},
+    "nucleus": {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "seed": 3},
+    "penalties": {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+    },
+    "stop": {"stop": ["an", "q"]},
+    "stop-stream": {"stop": "an", "stream": True},
+    "stop-ids": {"stop_token_ids": [7]},
+    "least-tokens": {"min_tokens": 4},
+    "bias": {"logit_bias": {"7": 100}},
+    "bias-of-no-token": {"logit_bias": {"999999": 1}},
+    "allowed-ids": {"allowed_token_ids": [7, 8, 9]},
+    "bad-words": {"bad_words": ["ka"]},
+    "no-tokens": {"max_tokens": -1},
+    "too-hot": {"temperature": -0.5},
+    "no-nucleus": {"top_p": 1.5},
+    "no-penalty": {"frequency_penalty": 3.0},
+    "no-choices": {"n": 0},
+    "wrong-type": {"max_tokens": "many"},
+    "no-model": {"model": "nowhere"},
+    "token-ids": {"return_token_ids": True},
+    "user": {"user": "someone"},
+    "json-object": {"response_format": {"type": "json_object"}, "max_tokens": 24},
+    "json-schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "person", "schema": SCHEMA},
+        },
+        "max_tokens": 48,
+        "ignore_eos": False,
+    },
+    "format-text": {"response_format": {"type": "text"}},
+    "no-format": {"response_format": {"type": "nothing"}},
+    "by-choice": {"structured_outputs": {"choice": ["ka", "lo"]}, "ignore_eos": False},
+    "by-regex": {"structured_outputs": {"regex": "(ka|lo){2}"}, "ignore_eos": False},
+    "by-grammar": {"structured_outputs": {"grammar": 'root ::= "ka"'}, "ignore_eos": False},
+    "by-schema": {"structured_outputs": {"json": SCHEMA}, "max_tokens": 48, "ignore_eos": False},
+    "special-tokens": {"skip_special_tokens": False},
+    "with-stop": {"stop": ["an"], "include_stop_str_in_output": True},
+    "truncated": {"truncate_prompt_tokens": 3},
+    "prompt-probabilities": {"prompt_logprobs": 1},
+    "wrong-probabilities": {"prompt_logprobs": -2},
+    "beams": {"use_beam_search": True, "n": 2},
+    "field-of-nobody": {"min_characters": 10},
+}
+# By which field a kind of request is refused here alone.
+_REFUSED = {
+    "usage-each": "stream_options",
+    "field-of-nobody": "min_characters",
+}
+_OF_TEXT: dict[str, dict[str, Any]] = {
+    "ids": {"prompt": IDS},
+    "no-prompt": {"prompt": []},
+    "empty-text": {"prompt": ""},
+    "two-prompts": {"prompt": [WORDS, "vor ti"]},
+    "two-of-ids": {"prompt": [IDS, [7, 8]]},
+    "two-prompts-stream": {"prompt": [WORDS, "vor ti"], "stream": True},
+    "two-of-two": {"prompt": [WORDS, "vor ti"], "n": 2, "temperature": 1.0, "seed": 1},
+    "probabilities-0": {"prompt": IDS, "logprobs": 0},
+    "probabilities-5": {"prompt": IDS, "logprobs": 5},
+    "probabilities-stream": {"prompt": IDS, "logprobs": 2, "stream": True},
+    "too-many-probabilities": {"prompt": IDS, "logprobs": 30},
+    "echo": {"prompt": WORDS, "echo": True},
+    "echo-stream": {"prompt": WORDS, "echo": True, "stream": True},
+    "id-of-no-token": {"prompt": [5, 999999]},
+    "too-long": {"prompt": [5] * 100_000},
+}
+_OF_CHAT: dict[str, dict[str, Any]] = {
+    "turns": {"messages": TURNS},
+    "other-role": {"messages": [{"role": "critic", "content": WORDS}]},
+    "no-messages": {"messages": []},
+    "newer-limit": {"messages": MESSAGES, "max_completion_tokens": 5},
+    "chat-probabilities-0": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 0},
+    "chat-probabilities-5": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 5},
+    "chat-probabilities-stream": {
+        "messages": MESSAGES,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "stream": True,
+    },
+    "chat-too-many": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 30},
+    "chat-top-alone": {"messages": MESSAGES, "top_logprobs": 3},
+    "tools": {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto"},
+    "tools-none": {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "none"},
+    "tools-required": {
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_tokens": 64,
+    },
+    "tool-by-name": {
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": NAMED,
+        "max_tokens": 48,
+    },
+    "tool-of-nobody": {
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "nothing"}},
+    },
+    "choice-without-tools": {"messages": MESSAGES, "tool_choice": NAMED},
+    "own-arguments": {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}},
+    "unfinished": {
+        "messages": [*MESSAGES, {"role": "assistant", "content": "an"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
+}
+CASES = [*_cases()]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    events: list[Any]  # Of a stream, each; else the whole.
+    is_whole: bool = True  # A stream has its last event.
+
+    @property
+    def shape(self) -> Any:
+        """Of the answer, and of all events together: engines cut a text as they please."""
+        if self.status != 200:
+            return {"error": {"message": "str"}}
+        merged: Any = {}
+        for event in self.events:
+            merged = _merged(merged, _shape(event))
+        return merged
+
+    @property
+    def said(self) -> dict[int, tuple[str, str | None]]:
+        """By choice: its text, with what it calls, and its finish reason."""
+        found: dict[int, tuple[str, str | None]] = {}
+        for event in self.events:
+            for choice in event.get("choices", ()):
+                said = choice.get("message") or choice.get("delta") or choice
+                calls = [
+                    (call.get("function") or {}).get(part) or ""
+                    for call in said.get("tool_calls") or ()
+                    for part in ("name", "arguments")
+                ]
+                text = (said.get("content") or said.get("text") or "") + "".join(calls)
+                before, reason = found.get(choice["index"], ("", None))
+                found[choice["index"]] = before + text, choice.get("finish_reason") or reason
+        return found
+
+    @property
+    def usage(self) -> tuple[int, int] | None:
+        """Tokens of prompt and output."""
+        usages = [event["usage"] for event in self.events if event.get("usage")]
+        if not usages:
+            return None
+        return usages[-1]["prompt_tokens"], usages[-1]["completion_tokens"]
+
+
+async def ask(http: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> Answer:
+    async with http.post(url + path, json=body) as response:
+        raw = await response.read()
+    if response.status != 200 or not body.get("stream"):
+        return Answer(response.status, [json.loads(raw)])
+    lines = [line[6:] for line in raw.decode().splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    error = next((event["error"] for event in events if "error" in event), None)
+    if error is not None:  # vLLM finds some faults after the status line.
+        return Answer(int(error.get("code") or 400), events)
+    return Answer(200, events, is_whole=lines[-1:] == ["[DONE]"])
+
+
+def missing(alone: Any, behind: Any, where: str = "") -> list[str]:
+    """What an answer has alone and not behind kvrs, or of another type. A null is nothing."""
+    if isinstance(alone, dict) and isinstance(behind, dict):
+        return [
+            each
+            for name, value in alone.items()
+            for each in missing(value, behind.get(name), f"{where}.{name}")
+        ]
+    if alone is None or alone == behind or {alone, behind} == {"int", "float"}:
+        return []
+    return [f"{where}: {alone}, and here {behind}"]
+
+
+# Which process did the work, and what it says of itself.
+_OWN = frozenset({"kv_transfer_params", "kvrs", "system_fingerprint", "service_tier"})
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shape(each) for name, each in value.items() if name not in _OWN}
+    if isinstance(value, list):
+        merged: Any = {}
+        for each in value:
+            merged = _merged(merged, _shape(each))
+        return {"[]": merged} if value else {"[]": {}}
+    return None if value is None else type(value).__name__
+
+
+def _merged(one: Any, other: Any) -> Any:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {name: _merged(one.get(name), other.get(name)) for name in (*one, *other)}
+    return other if one in (None, {}) else one
