@@ -126,9 +126,7 @@ class Proxy:
         config, clock = self._config, time.monotonic
         tls = self._load_tls()
         metrics = _metrics_of(config)
-        self._observer = RequestObserver(
-            metrics.registry, clock, logs_access=config.logs.access, tracer=self._open_tracing()
-        )
+        self._observer = self._open_observer(metrics)
         self._sessions.append(links := new_engine_links(config, self._ring[0], tls.inner))
         backends, agent_backends = open_backends(config, links), self._agent_backends()
         self._event_log = event_log = self._make_event_log()
@@ -182,7 +180,8 @@ class Proxy:
             keep(TaskKind.SELF_TESTS, SelfTester(driver, clock).run),
             keep(TaskKind.KEYS, tenants.run),
             keep(TaskKind.FLEET, follower.run),
-            *(keep(TaskKind.TRACES, each.run) for each in (self._spans,) if each is not None),
+            *([keep(TaskKind.TRACES, self._spans.run)] if self._spans else []),
+            *([self._link.share_load(control)] if self._link else []),
             observe_lag(metrics.loop_lag.observe),
             mirror.run(),
         ]
@@ -190,8 +189,6 @@ class Proxy:
             work.append(gossip_view.run())
         if event_log is not None:
             work.append(event_log.run())
-        if self._link is not None:
-            work.append(self._link.share_load(control))
         self._background = [asyncio.create_task(each) for each in work]
         if self._link is not None:
             await self._join_workers(api, driver, self._link)
@@ -222,13 +219,15 @@ class Proxy:
         self.reloads.add(ReloadingPart("keys", self.tenants.prepare))
         return self.tenants
 
-    def _open_tracing(self) -> Tracer | None:
-        """Raises ConfigError: what the environment asks for cannot be done."""
-        settings = trace_settings(os.environ, self._config.proxy.id)
-        if settings is None:
-            return None
-        self._spans = SpanSender(settings)
-        return Tracer(settings.sampler, self._spans.add, self._config.cluster.backend)
+    def _open_observer(self, metrics: Metrics) -> RequestObserver:
+        """Raises ConfigError: what the environment asks for traces cannot be done."""
+        config, tracer = self._config, None
+        if (settings := trace_settings(os.environ, config.proxy.id)) is not None:
+            self._spans = SpanSender(settings)
+            tracer = Tracer(settings.sampler, self._spans.add, config.cluster.backend)
+        return RequestObserver(
+            metrics.registry, time.monotonic, logs_access=config.logs.access, tracer=tracer
+        )
 
     def _load_tls(self) -> TlsOfPorts:
         self._tls = tls = TlsOfPorts.load(self._config)

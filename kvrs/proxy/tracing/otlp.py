@@ -20,7 +20,7 @@ _ERROR = 2
 _HAS_REMOTE, _IS_REMOTE = 0x100, 0x200  # Bits of a span's flags: whether its parent is elsewhere.
 
 
-class Kind(IntEnum):
+class SpanKind(IntEnum):
     INTERNAL = 1
     SERVER = 2
     CLIENT = 3
@@ -34,7 +34,7 @@ class Span:
     id: str
     parent_id: str  # Empty: the trace begins here.
     name: str
-    kind: Kind
+    kind: SpanKind
     begun_ns: int
     ended_ns: int
     attributes: Mapping[str, Value]

@@ -15,7 +15,7 @@ from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.proxy.streams.journal import Journal
-from kvrs.proxy.tracing.otlp import Kind, Span, Value
+from kvrs.proxy.tracing.otlp import Span, SpanKind, Value
 from kvrs.proxy.tracing.settings import Sampler
 from kvrs.proxy.wire.request_context import RequestContext
 
@@ -108,7 +108,7 @@ class _Call:
             self._facts["error.type"] = "cancelled"
         self._trace.child(
             self._name,
-            Kind.CLIENT,
+            SpanKind.CLIENT,
             (self._begun_ns, time.time_ns()),
             self._facts,
             span_id=self._id,
@@ -170,7 +170,7 @@ class RequestTrace:
                 self._id,
                 self._parent_id,
                 name.strip(),
-                Kind.SERVER,
+                SpanKind.SERVER,
                 self._begun_ns,
                 time.time_ns(),
                 facts,
@@ -187,12 +187,12 @@ class RequestTrace:
         ended_ns = begun_ns + round(max(0.0, now_s - recovery.decided_s) * _NS)
         facts = {f"kvrs.recovery.{name}": value for name, value in recovery.facts().items()}
         name = f"recovery {recovery.option.value}"
-        self.child(name, Kind.INTERNAL, (begun_ns, ended_ns), facts)
+        self.child(name, SpanKind.INTERNAL, (begun_ns, ended_ns), facts)
 
     def child(
         self,
         name: str,
-        kind: Kind,
+        kind: SpanKind,
         times_ns: tuple[int, int],
         facts: dict[str, Value],
         *,

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from kvrs import __version__
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
+from kvrs.control.fleet_orders import FleetOrders
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HttpPort, naming_port
 from kvrs.protocol.mirror import FleetOrder
@@ -252,7 +253,7 @@ class Supervisor:
         self._check_all_in(await self._ask_all(PING))
         found = await self._reloaded(RELOAD)
         own = await self.reloads.reload()
-        self._plan_orders()
+        _plan(self.places, self.reloads.orders)
         return _added_results(own, found)
 
     async def change_fleet(self, change: FleetChange) -> ReloadResult:
@@ -260,20 +261,15 @@ class Supervisor:
         await self.reloads.order(change.order, is_trial=True)
         await self._reloaded(FLEET, packed(msgspec.structs.replace(change, is_trial=True)))
         own = await self.reloads.order(change.order)
-        self._plan_orders()
+        _plan(self.places, self.reloads.orders)
         return _added_results(own, await self._reloaded(FLEET, packed(change)))
 
     async def _hear(self, body: bytes) -> bytes:
         """A worker has heard of orders of other proxies."""
         if self.reloads.orders.take(unpacked(body, list[FleetOrder])):
             await self.reloads.follow_orders()
-            self._plan_orders()
+            _plan(self.places, self.reloads.orders)
         return b""
-
-    def _plan_orders(self) -> None:
-        """For workers that start."""
-        for place in self.places:
-            place.plan.orders = self.reloads.orders.shown()
 
     async def _reloaded(self, what: str, body: bytes = b"") -> list[Reloaded]:
         answers = await self._ask_all(what, _RELOAD_S, body)
@@ -377,6 +373,12 @@ def _check_obeyed(body: bytes) -> None:
     if body:
         refused = unpacked(body, OrderRefused)
         raise RequestError(refused.message, param="id", status=refused.status)
+
+
+def _plan(places: Sequence[WorkerPlace], orders: FleetOrders) -> None:
+    """For workers that start."""
+    for place in places:
+        place.plan.orders = orders.shown()
 
 
 def _nothing(_: Config) -> Apply | None:

@@ -5,21 +5,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
-from kvrs.proxy.tracing.otlp import Kind, Span, encode_request, encode_span
+from kvrs.proxy.tracing.otlp import Span, SpanKind, encode_request, encode_span
 
-KINDS = {
-    Kind.INTERNAL: SpanKind.INTERNAL,
-    Kind.SERVER: SpanKind.SERVER,
-    Kind.CLIENT: SpanKind.CLIENT,
-}
+KINDS = {kind: trace.SpanKind[kind.name] for kind in SpanKind}
 TIMES = st.integers(1, 2**63)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=200)
 VALUES = st.one_of(
@@ -37,7 +34,7 @@ SPANS = st.builds(
         st.just(""), st.integers(1, 2**64 - 1).map(lambda number: f"{number:016x}")
     ),
     name=TEXTS,
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(SpanKind),
     begun_ns=TIMES,
     ended_ns=TIMES,
     attributes=st.dictionaries(TEXTS, VALUES, max_size=5),
@@ -90,7 +87,7 @@ def test_spans_are_encoded_as_the_library_encodes_them(spans: list[Span]) -> Non
 @pytest.mark.parametrize("value", [2**63, 2**200, -(2**63) - 1])
 def test_a_number_beyond_64_bits_is_sent_as_text(value: int) -> None:
     """A seed may be any number; another one would be wrong."""
-    span = Span("1" * 32, "1" * 16, "", "x", Kind.SERVER, 1, 2, {"seed": value})
+    span = Span("1" * 32, "1" * 16, "", "x", SpanKind.SERVER, 1, 2, {"seed": value})
 
     body = encode_request({}, "kvrs", "1", [encode_span(span)])
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvrs.errors import ConfigError
 from kvrs.proxy.tracing import sender
-from kvrs.proxy.tracing.otlp import Kind, Span
+from kvrs.proxy.tracing.otlp import Span, SpanKind
 from kvrs.proxy.tracing.sender import SpanSender
 from kvrs.proxy.tracing.settings import TraceSettings, trace_settings
 from tests.proxy.tracing.collector import collecting
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.network
 
 
 def span(number: int) -> Span:
-    return Span("1" * 32, f"{number:016x}", "", f"span {number}", Kind.SERVER, 1, 2, {})
+    return Span("1" * 32, f"{number:016x}", "", f"span {number}", SpanKind.SERVER, 1, 2, {})
 
 
 def settings(url: str, **changes: Any) -> TraceSettings:
