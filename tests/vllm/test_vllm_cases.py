@@ -1,12 +1,10 @@
 """Requests of vLLM's own OpenAI tests, to a server alone and to the same servers behind kvrs."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from experiments.vllm_servers import VllmServers
-from tests.openai_cases import CASES, Answer, Case, ask, missing
-from tests.vllm.test_vllm_proxy import Front, open_front
+from tests.openai_cases import CASES, Answer, ask, missing
+from tests.vllm.test_vllm_proxy import open_front
 
 pytestmark = [
     pytest.mark.vllm,
@@ -16,31 +14,34 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-async def front(vllm_servers: VllmServers) -> AsyncIterator[Front]:
-    async with open_front(vllm_servers, vllm_servers.config) as opened:
-        yield opened
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_an_answer_behind_kvrs_is_that_of_vllm_alone(front: Front, case: Case) -> None:
+async def test_answers_behind_kvrs_are_those_of_vllm_alone(vllm_servers: VllmServers) -> None:
     """Status, fields with their types, texts and usage. What kvrs refuses by decision it refuses by
     the name of the field.
     """
-    body = {"model": front.servers.model} | case.body
-    alone = await ask(front.http, front.servers.url("d0"), case.path, body)
-    behind = await ask(front.http, f"http://127.0.0.1:{front.proxy.port}", case.path, body)
+    faults: dict[str, object] = {}
+    async with open_front(vllm_servers, vllm_servers.config) as front:
+        for case in CASES:
+            body = {"model": vllm_servers.model} | case.body
+            alone = await ask(front.http, vllm_servers.url("d0"), case.path, body)
+            behind = await ask(front.http, f"http://127.0.0.1:{front.proxy.port}", case.path, body)
+            if case.refused and alone.status == 200:
+                refusal = behind.events[0].get("error", {})
+                is_named = str(refusal.get("param")).startswith(case.refused)
+                fault: object = None if is_named and behind.status == 400 else behind
+            else:
+                fault = differences(alone, behind)
+            if fault:
+                faults[case.name] = fault
 
-    if case.refused and alone.status == 200:
-        assert behind.status == 400
-        assert behind.events[0]["error"]["param"].startswith(case.refused)
-        return
-    check_same(alone, behind)
+    assert not faults
 
 
-def check_same(alone: Answer, behind: Answer) -> None:
-    assert behind.status == alone.status, (alone.events, behind.events)
-    assert missing(alone.shape, behind.shape) == []
-    assert behind.is_whole
-    assert (behind.said, behind.usage) == (alone.said, alone.usage)
+def differences(alone: Answer, behind: Answer) -> list[object]:
+    if behind.status != alone.status:
+        return [(alone.status, alone.events), (behind.status, behind.events)]
+    found: list[object] = [*missing(alone.shape, behind.shape)]
+    if not behind.is_whole:
+        found.append("no last event")
+    if (behind.said, behind.usage) != (alone.said, alone.usage):
+        found.append([(each.said, each.usage) for each in (alone, behind)])
+    return found
