@@ -52,6 +52,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 class UpCluster:
     """`kvrs up` in a process of its own, with the run directory that its processes share."""
 
@@ -81,6 +85,17 @@ class UpCluster:
 
     def instance(self, name: str) -> Any:
         return next(row for row in self.state()["instances"] if row["id"] == name)
+
+    def successor(self, row: Any) -> Any:
+        """The row of the instance once a later process of it serves."""
+        return wait_until(
+            lambda: (
+                (now := self.instance(row["id"]))["health"] == "up"
+                and now["pid"] != row["pid"]
+                and now
+            ),
+            f"{row['id']} is up again",
+        )
 
     def assert_nothing_left(self, pids: set[int]) -> None:
         wait_until(lambda: not self.run_directory.exists(), "the run directory is gone", END_S)
@@ -133,8 +148,8 @@ def test_demo_survives_a_kill_and_proves_it(tmp_path: Path) -> None:
 
 
 def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster) -> None:
-    """A killed instance leaves `up` at once, returns with a higher epoch, and the client sees every
-    token once.
+    """A killed instance leaves `up` at once, its nursery forks its successor with a higher epoch,
+    and the client sees every token once. Without its nursery it returns as well.
     """
     client = openai.OpenAI(
         base_url=f"http://127.0.0.1:{up.port}/v1", api_key="unused", max_retries=0
@@ -155,17 +170,18 @@ def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster
         if victim is None and len(text) > 40:
             (stream,) = up.state()["streams"]
             victim = up.instance(stream["decode"])
+            nursery = parent_of(victim["pid"])
             os.kill(victim["pid"], signal.SIGKILL)
 
     assert victim is not None
     assert text == expected.choices[0].text
     assert [recovery["outcome"] for recovery in up.state()["recoveries"]] == ["resumed"]
-    back = wait_until(
-        lambda: (row := up.instance(victim["id"]))["health"] == "up" and row,
-        "Ray brings the instance back",
-    )
+    back = up.successor(victim)
     assert back["epoch"] > victim["epoch"]
-    assert back["pid"] != victim["pid"]
+    assert parent_of(back["pid"]) == nursery
+    os.kill(nursery, signal.SIGKILL)
+    os.kill(back["pid"], signal.SIGKILL)
+    assert parent_of(up.successor(back)["pid"]) != nursery
     assert up.state()["proxies"][0]["url"].endswith(f":{up.port}")
     # The preset best: every node keeps checkpoints.
     assert [row["health"] for row in up.state()["agents"]] == ["up", "up"]

@@ -51,7 +51,7 @@ class _Actor(ABC):
         return os.getpid()
 
     def end(self) -> None:
-        """Drain, then end; Ray restarts the process."""
+        """Drain, then end; the process is started again."""
         if (end_server := self._end_server) is None:
             os._exit(1)
         end_server()
@@ -81,8 +81,8 @@ class InstanceActor(_Actor):
     """An instance; its epochs are the numbers of its starts."""
 
     def _serve(self, config: Config, secret: bytes) -> None:
-        if config.state_plane.enabled and not _has_ranks(config, self._name):
-            self._keep([secret, *self._older])
+        if not _has_ranks(config, self._name):
+            self._keep([secret, *self._older], config.state_plane.enabled)
         collect_nothing_yet()
         from kvrs.engine.server import serve  # Loads torch, which only this process needs.
 
@@ -95,13 +95,13 @@ class InstanceActor(_Actor):
 
         asyncio.run(run())
 
-    def _keep(self, ring: list[bytes]) -> NoReturn:
-        """Memory outlives the processes of this instance, so that another one can serve at once:
-        they are children of a nursery, and this actor keeps one that serves and a spare.
+    def _keep(self, ring: list[bytes], with_spare: bool) -> NoReturn:
+        """The processes of this instance are children of a nursery: this actor keeps one that
+        serves, and a spare where the weights are in memory that they share.
         """
         nursery = Nursery(self._config_path, self._name, ring, self._log)
         starts = chain([self._start], iter(partial(next_start, self._run_directory, self._name), 0))
-        keeper = Keeper(nursery.make, partial(next, starts), self._ready.set)
+        keeper = Keeper(nursery.make, partial(next, starts), self._ready.set, with_spare)
         self._end_server = keeper.stop
         keeper.run()
 

@@ -159,8 +159,8 @@ class Cluster:
 
     def kill(self, *names: InstanceId) -> list[int]:
         """SIGKILL the processes of instances and agents that are up, all at once; return their
-        process ids by the state. Ray restarts them. Of an instance with worker processes, these
-        are killed.
+        process ids by the state. They are started again. Of an instance with worker processes,
+        these are killed.
 
         Raises:
             LaunchError: one is not up; none was killed.
@@ -194,7 +194,7 @@ class Cluster:
         )
 
     def end(self, name: InstanceId) -> None:
-        """Have an instance, DistServe server or agent drain and end. Ray restarts it."""
+        """Have an instance, DistServe server or agent drain and end. It is started again."""
         self._actors.end(name)
 
     def wait_all_up(self, timeout_s: float = START_TIMEOUT_S) -> float:

@@ -1,4 +1,4 @@
-"""One instance kept alive by processes that are made before they are needed."""
+"""One instance kept alive by processes that a nursery forks."""
 
 import os
 import socket
@@ -72,31 +72,36 @@ class Nursery:
 
 
 class Keeper:
-    """Has one process of an instance serve, and another one wait to follow it."""
+    """Has one process of an instance serve, and another one follow it; with a spare, that one is
+    made and loaded beforehand.
+    """
 
     def __init__(
         self,
         make: Callable[[], socket.socket],
         next_start: Callable[[], int],
         ready: Callable[[], object],
+        with_spare: bool,
     ) -> None:
         self._make, self._next_start, self._ready = make, next_start, ready
+        self._with_spare = with_spare
         self._serving: socket.socket | None = None
         self._has_served = False
 
     def run(self) -> NoReturn:
         """Raises ConfigError: the first process cannot serve as it is configured."""
-        following = self._make()
+        spare: socket.socket | None = None
         while True:
-            with following as line:
+            with spare or self._make() as line:
+                spare = None
                 self._serving = line
                 if served := self._start(line):
                     self._has_served = True
-                    following = self._make()
+                    if self._with_spare:
+                        spare = self._make()
                     _hear(line)  # Its end.
             if not served:
                 time.sleep(_PAUSE_S)
-                following = self._make()
 
     def stop(self) -> None:
         """Have the process drain and end."""

@@ -130,7 +130,7 @@ class RayActors:
             )
 
     def end(self, name: InstanceId) -> None:
-        """Have a process drain and end. Ray restarts it."""
+        """Have a process drain and end. It is started again."""
         self._actors[name].end.remote()
 
     def check(self) -> None:

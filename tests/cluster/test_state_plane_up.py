@@ -191,10 +191,10 @@ class Played:
                 line.send(answer.encode())
 
 
-def kept(played: Played) -> int:
+def kept(played: Played, with_spare: bool = True) -> int:
     """How often it was ready, until no more processes can be made."""
     numbers, ready = iter(range(1, 100)), []
-    keeper = Keeper(played.make, lambda: next(numbers), lambda: ready.append(1))
+    keeper = Keeper(played.make, lambda: next(numbers), lambda: ready.append(1), with_spare)
     with contextlib.suppress(KeyboardInterrupt):
         keeper.run()
     return len(ready)
@@ -205,9 +205,10 @@ def test_a_first_process_that_cannot_serve_is_a_fault_of_the_configuration() -> 
         kept(Played("fault port: 80 is in use"))
 
 
-def test_a_later_process_that_cannot_serve_is_followed_by_another() -> None:
+@pytest.mark.parametrize("with_spare", [True, False], ids=["with a spare", "without"])
+def test_a_later_process_that_cannot_serve_is_followed_by_another(with_spare: bool) -> None:
     """Also one that ends without a word. Each start has a higher number."""
     played = Played("ready", "fault no room", None, "ready")
 
-    assert kept(played) == 2
+    assert kept(played, with_spare) == 2
     assert [start for start in played.started if start] == [f"start {n}" for n in range(1, 5)]
