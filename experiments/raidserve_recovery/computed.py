@@ -81,7 +81,11 @@ def config_of(way: Way, model: Path) -> Config:
                 },
                 "nodes": [{"id": "n0", "instances": instances}],
             },
-            "policy": {"name": way.policy, "recovery": {"wait_s": 120.0}},
+            "policy": {
+                "name": way.policy,
+                "recovery": {"wait_s": 120.0},
+                "admission": {"wait_s": 3600.0},  # All prompts come at once.
+            },
             "slo": {"recovery_gap_s": 600.0},
             "backup": {"mode": way.backup, "capacity_bytes": 1 << 30},
         }
@@ -106,7 +110,7 @@ def row_of(run: Run) -> Row:
     hit = {recovery["stream"] for recovery in run.recoveries}
     gaps = {record.index: max_gap_s(record) for record in run.records}
     return {
-        "errors": sum(record.error is not None for record in run.records),
+        "errors": [str(record.error) for record in run.records if record.error is not None],
         "digests": [
             blake2b(json.dumps(record.token_ids).encode(), digest_size=8).hexdigest()
             for record in run.records
@@ -150,7 +154,7 @@ def by_way(cells: dict[str, Row]) -> dict[str, dict[str, Row]]:
 
 def wrong(rows: dict[str, Row], oracle: dict[str, Row]) -> tuple[int, int]:
     """Streams that ended with an error, and others than those of a run without a failure."""
-    errors = sum(row["errors"] for row in rows.values())
+    errors = sum(len(row["errors"]) for row in rows.values())
     different = sum(
         one != other
         for repeat, row in rows.items()
