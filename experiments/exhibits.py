@@ -152,12 +152,12 @@ def _means(case: str, scheme: str, key: str) -> float:
 
 
 def _change(case: str, key: str, base: str = STOP, scheme: str = SCHEDULED) -> str:
-    """Seed by seed, with the interval over the seeds."""
+    """Seed by seed, with the interval over the seeds; one has none."""
     rows = _simulated(case)
     pairs = [(row[key], rows[base][seed][key]) for seed, row in rows[scheme].items()]
     found = interval([ours / others - 1 for ours, others in pairs])
     assert found is not None
-    half = "" if found.half_width is None else f" ± {found.half_width:.0%}"
+    half = " (one run)" if found.half_width is None else f" ± {found.half_width:.0%}"
     return f"{found.mean:+.0%}{half}"
 
 
