@@ -3,8 +3,13 @@
 Every rank has a line of words and two slots. To add up a block, each rank of a stage puts the sums
 of its largest subtrees (`kvrs.elastic.trees`) into a slot, counts, waits until the others of the
 stage have counted as far, and adds all sums in the one order of the tree. A slot is used again two
-sums later: by then every other rank has counted once more, so it has read what was there. Rows go
-from one stage to the next, and logits to the instance's process, in areas of their own.
+sums later: by then every other rank has counted once more, so it has read what was there.
+
+Where many rows are added up, that work is divided: each rank adds a slice of rows, puts it where
+its own first sum had these rows, which only it reads, counts once more, and takes the other slices
+from there. Additions are of one element each, so slices change no bits.
+
+Rows go from one stage to the next, and logits to the instance's process, in areas of their own.
 
 The memory belongs to one formation: a rank of an earlier one writes where nothing is read.
 """
@@ -12,6 +17,7 @@ The memory belongs to one formation: a rank of an earlier one writes where nothi
 import mmap
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,6 +33,8 @@ _LINE_BYTES = 64  # Of a core's cache, so that words of different ranks do not s
 _FLOAT_BYTES = 4
 _PAGE_BYTES = 4096
 _MOST_VIEWS = 4096  # That are kept: making one costs as much as a small sum.
+# So many additions less on each rank cost as much as to wait for each other once more.
+SLICED_ADDITIONS = 1 << 17
 
 
 class FormationEndedError(KvrsError):
@@ -166,14 +174,16 @@ class SharedMemory:
         self._memory, self._areas, self._rank = memory, memory.areas, rank
         stage = layout.stage_of(rank)
         self._line = memory.lines[rank]
+        self._ranks, self._place = stage.ranks, stage.ranks.index(rank)
         self._peers = [other for other in stage.ranks if other != rank]
         self._sums = {
             (kind, layer): _sum_of(owners[layer])
             for kind, owners in ((UnitKind.ATTENTION, layout.attention), (UnitKind.MLP, layout.mlp))
             for layer in stage.layers
         }
-        self._count = 0
+        self._count, self._turn = 0, 0
         self._shape = (0, 0)
+        self._slices: list[slice] = []  # Of each rank of the stage.
         place = layout.stages.index(stage)
         self._before = layout.stages[place - 1].ranks[0] if place else None
         self._boundary = place
@@ -184,17 +194,41 @@ class SharedMemory:
         if not self._peers:
             (total,) = sums
             return total
-        self._count += 1
-        turn = self._count % 2
+        self._turn ^= 1
         for at, own in enumerate(sums):
-            self._slot(self._rank, turn, at).copy_(own)
+            self._slot(self._rank, at).copy_(own)
+        self._meet()
+        if self._saved_additions(plan) < SLICED_ADDITIONS:
+            return self._added(plan, sums)
+        mine = self._slices[self._place]
+        if mine.start < mine.stop:
+            self._slot(self._rank, 0)[mine] = self._added(plan, sums, mine)
+        self._meet()
+        total = torch.empty(self._shape)
+        for rank, rows in zip(self._ranks, self._slices, strict=True):
+            total[rows] = self._slot(rank, 0)[rows]
+        return total
+
+    def _meet(self) -> None:
+        """Until all ranks of the stage have come as far."""
+        self._count += 1
         self._line.summed.set(self._count)
         for peer in self._peers:
             self._await(self._memory.lines[peer].summed, self._count, peer, 0)
+
+    def _saved_additions(self, plan: "_Sum") -> int:
+        """On each rank, by slices; a copied element counts as one that is added."""
+        rows, hidden = self._shape
+        others = len(self._peers)
+        return rows * hidden * others * (len(plan.additions) - 1) // (others + 1)
+
+    def _added(self, plan: "_Sum", sums: list[Tensor], rows: slice | None = None) -> Tensor:
+        """The whole sum, of some rows or of all."""
         values = [
-            sums[at] if rank == self._rank else self._slot(rank, turn, at)
-            for rank, at in plan.sources
+            sums[at] if rank == self._rank else self._slot(rank, at) for rank, at in plan.sources
         ]
+        if rows is not None:
+            values = [value[rows] for value in values]
         given = len(values)
         for one, other in plan.additions:
             left, right = values[one], values[other]
@@ -205,6 +239,9 @@ class SharedMemory:
     def begin(self, rows: int, hidden: int) -> None:
         """A batch of that many rows, with padding."""
         self._shape = (rows, hidden)
+        count = len(self._ranks)
+        bounds = [rows * at // count for at in range(count + 1)]
+        self._slices = [slice(first, last) for first, last in pairwise(bounds)]
 
     def receive(self, batch: int) -> Tensor:
         """The rows of the stage before, to be read only."""
@@ -218,9 +255,9 @@ class SharedMemory:
             self._memory.floats(self._areas.rows(self._boundary), *self._shape).copy_(hidden)
             self._line.sent.set(batch)
 
-    def _slot(self, rank: int, turn: int, at: int) -> Tensor:
+    def _slot(self, rank: int, at: int) -> Tensor:
         rows, hidden = self._shape
-        offset = self._areas.slot(rank, turn) + at * rows * hidden * _FLOAT_BYTES
+        offset = self._areas.slot(rank, self._turn) + at * rows * hidden * _FLOAT_BYTES
         return self._memory.floats(offset, rows, hidden)
 
     def _await(self, word: Word, count: int, peer: int, kind: int) -> None:

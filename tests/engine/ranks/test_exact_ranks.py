@@ -11,6 +11,7 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import validate
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks import exchange
 from kvrs.engine.worker import Worker
 from kvrs.scheduling.sequences import Chunk
 from tests.engine.ranks.in_threads import ThreadRanks, random_layout
@@ -23,17 +24,19 @@ CHUNKS = (1, 1, 2, 5, 16, 17, 33)
 
 @pytest.mark.parametrize("name", MODELS)
 async def test_ranks_drawn_at_random_have_the_bytes_of_one_process(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of random batches and, at the end, all KV cells, over ranks and stages drawn at
-    random, each of which loads its own units only.
+    random, each of which loads its own units only; with and without sums by slices of rows.
     """
     size = write_model(name, tmp_path, seed=5)
     choose, each = random.Random(name), -(-LENGTH // size)
     settings = EngineSettings(page_size_tokens=size, pages=2 * SEQUENCES * each)
     worker, config = Worker(tmp_path, settings), ModelConfig.from_directory(tmp_path)
     token_ids = [choose.choices(range(config.vocab), k=LENGTH) for _ in range(SEQUENCES)]
-    for _ in range(3):
+    usual = exchange.SLICED_ADDITIONS
+    for turn in range(4):
+        monkeypatch.setattr(exchange, "SLICED_ADDITIONS", turn % 2 * usual)
         layout = random_layout(config.grain, LAYERS, choose)
         validate(layout, config.units)
         ranks = ThreadRanks(tmp_path, settings, layout)
