@@ -15,7 +15,7 @@ import aiohttp
 import torch
 
 from experiments.processes import Processes
-from kvrs.cluster.nursery import Nursery
+from kvrs.cluster.nursery import forked, nursery_of
 from kvrs.config.file import Config, parse_config
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.worker import Worker
@@ -99,13 +99,13 @@ def run(kills: int, seed: int) -> dict[str, Any]:
         reference = Reference(processes.config, seed)
         with (processes.directory / "engine.log").open("a") as log:
             path = processes.directory / "config.yaml"
-            nursery = Nursery(path, ENGINE, [processes.secret], log)
-            line = nursery.make()
+            nursery = nursery_of(path, ENGINE, [processes.secret], log)
+            line = forked(nursery)
             for start in range(1, kills + 1):
                 line.send(f"start {start}".encode())
                 if line.recv(1000) != b"ready":
                     raise RuntimeError((processes.directory / "engine.log").read_text()[-2000:])
-                following = nursery.make()
+                following = forked(nursery)
                 asyncio.run(_work(processes, reference, choose, start))
                 _end(line)
                 line = following

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from kvrs.cluster.nursery import Keeper, Nursery
+from kvrs.cluster.nursery import Keeper, forked, nursery_of
 from kvrs.cluster.processes import processes_of
 from kvrs.cluster.starts import next_start, report_fault
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
@@ -99,9 +99,10 @@ class InstanceActor(_Actor):
         """The processes of this instance are children of a nursery: this actor keeps one that
         serves, and a spare where the weights are in memory that they share.
         """
-        nursery = Nursery(self._config_path, self._name, ring, self._log)
+        nursery = nursery_of(self._config_path, self._name, ring, self._log)
         starts = chain([self._start], iter(partial(next_start, self._run_directory, self._name), 0))
-        keeper = Keeper(nursery.make, partial(next, starts), self._ready.set, with_spare)
+        make, ready = partial(forked, nursery), self._ready.set
+        keeper = Keeper(make, partial(next, starts), ready, with_spare)
         self._end_server = keeper.stop
         keeper.run()
 

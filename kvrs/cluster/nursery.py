@@ -1,9 +1,6 @@
 """One instance kept alive by processes that a nursery forks."""
 
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +8,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from kvrs.config.file import ENV_NAME
+from kvrs.engine.forking import Nursery
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 
@@ -19,56 +17,18 @@ _MAX_MESSAGE_BYTES = 1 << 16
 _PAUSE_S = 0.5
 
 
-class Nursery:
-    """A process that forks those of an instance. Where it has ended, another one is made, which
-    takes as long as to start an engine.
-    """
+def nursery_of(config_path: Path, instance: InstanceId, ring: list[bytes], log: IO[str]) -> Nursery:
+    """One that forks processes of an instance."""
+    command = ["kvrs.engine.nursery", "--config", str(config_path), "--instance", instance]
+    return Nursery(command, {ENV_NAME: b"\n".join(ring).decode()}, log)
 
-    def __init__(
-        self, config_path: Path, instance: InstanceId, ring: list[bytes], log: IO[str]
-    ) -> None:
-        self._config_path, self._instance, self._ring = config_path, instance, ring
-        self._log = log
-        self._line: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def make(self) -> socket.socket:
-        """The line of a new process; it closes when the process ends."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            if not self._send(theirs):
-                self._begin()
-                self._send(theirs)
-        return ours
-
-    def _send(self, theirs: socket.socket) -> bool:
-        if self._line is not None:
-            with suppress(OSError):
-                socket.send_fds(self._line, [b"make"], [theirs.fileno()])
-                return True
-        return False
-
-    def _begin(self) -> None:
-        if self._line is not None:
-            self._line.close()
-        if self._process is not None:
-            self._process.wait()
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "kvrs.engine.nursery"),
-                    *("--config", str(self._config_path), "--instance", self._instance),
-                    *("--line", str(theirs.fileno())),
-                ],
-                pass_fds=[theirs.fileno()],
-                # One thread in all: it is forked.
-                env=os.environ
-                | {ENV_NAME: b"\n".join(self._ring).decode(), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-            )
+def forked(nursery: Nursery) -> socket.socket:
+    """The line of a new process; it closes when the process ends."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        nursery.fork(theirs)
+    return ours
 
 
 class Keeper:

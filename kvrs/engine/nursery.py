@@ -1,10 +1,9 @@
 """Makes the processes of an instance before they are needed.
 
 `python -m kvrs.engine.nursery --config FILE --instance ID --line FD` imports what an engine needs
-and forks, which takes milliseconds. It computes nothing and has one thread: locks of others would
-be copied as they are. Each message on its line brings a descriptor, the line of a new process; that
-process loads the model and serves when it is told the number of its start. Until then it is a
-spare, with its weights mapped.
+and forks, which takes milliseconds. Each message on its line brings a descriptor, the line of a new
+process; that process loads the model and serves when it is told the number of its start. Until then
+it is a spare, with its weights mapped.
 
     to a process:  "start N", "stop" (drain and end); a closed line ends it at once
     from it:       "ready", once it takes requests; "fault TEXT", before it ends, where a start of
@@ -15,14 +14,11 @@ A nursery ends when its line is closed; its processes do not.
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +26,7 @@ from typing import NoReturn
 import torch
 
 from kvrs.config.file import Config, load_config, read_secrets
+from kvrs.engine.forking import tend
 from kvrs.engine.instance import LoadedModel
 from kvrs.engine.server import serve
 from kvrs.errors import KvrsError
@@ -40,7 +37,6 @@ from kvrs.logs import log_to_stderr
 log = logging.getLogger("kvrs.engine.nursery")  # Not of the module that is run.
 
 MAX_MESSAGE_BYTES = 1 << 16
-_TASKS = Path("/proc/self/task")
 
 
 class Spare:
@@ -83,22 +79,6 @@ class Spare:
         if not self._line.recv(MAX_MESSAGE_BYTES):
             os._exit(1)  # As if it had been killed: its memory stays as it is.
         self._stop.set()
-
-
-def tend(line: socket.socket, spare: Callable[[socket.socket], NoReturn]) -> None:
-    """Fork for each message, until the line is closed."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel buries them.
-    gc.freeze()  # Processes share the memory of what is there; a collection would write to it.
-    while True:
-        message, fds, _, _ = socket.recv_fds(line, MAX_MESSAGE_BYTES, 1)
-        if not message:
-            return
-        with socket.socket(fileno=fds[0]) as theirs:
-            assert len(list(_TASKS.iterdir())) == 1, "a fork would copy locks of other threads"
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                line.close()
-                spare(theirs)
 
 
 def main() -> None:

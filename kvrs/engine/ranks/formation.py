@@ -60,7 +60,7 @@ class RankFormation:
 
     def _look(self, until_s: float, limit_s: float) -> None:
         """While a batch is computed."""
-        dead = [rank for rank, seat in self._seats.items() if seat.process.poll() is not None]
+        dead = [rank for rank, seat in self._seats.items() if seat.process.poll()]
         if dead or self.has_ended:
             raise RanksLostError(dead, "has died")
         if time.monotonic() > until_s and (stuck := self.memory.stuck(self._batch)):

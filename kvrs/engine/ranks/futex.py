@@ -118,18 +118,6 @@ class Life:
         _library.pthread_mutex_unlock(self._mutex)
 
 
-def die_with_parent(parent: int) -> None:
-    """Be killed when the parent ends, even while stopped.
-
-    Raises:
-        KvrsError: it has ended already.
-    """
-    kill, set_death_signal = 9, 1
-    _library.prctl(set_death_signal, kill, 0, 0, 0)
-    if os.getppid() != parent:
-        raise KvrsError("the instance of this rank has ended")
-
-
 def _demand(result: int) -> None:
     if result:
         raise OSError(result, os.strerror(result))

@@ -13,6 +13,7 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.plans import HOST, Move
 from kvrs.elastic.units import Unit
+from kvrs.engine.forking import Nursery
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.digests import unit_name
 from kvrs.engine.models.unit_blocks import UnitBlocks
@@ -78,10 +79,15 @@ class RankProcesses:
         # Units that a rank computes with where a lost one had them, which has them until the next
         # layout serves: of a rank and a unit, that other rank.
         self._lent: dict[tuple[int, Unit], int] = {}
+        self._nursery = Nursery(["kvrs.engine.ranks.nursery", str(os.getpid())], {})
 
     def start(self, rank: int, layout: Layout, stage: int) -> RankSeat:
-        """A new process for a rank of that stage, in no seat yet."""
-        seat = RankSeat(rank, self.told.put)
+        """A new process for a rank of that stage, in no seat yet.
+
+        Raises:
+            KvrsError: there can be none.
+        """
+        seat = RankSeat(rank, self._nursery, self.told.put)
         layers = layout.stages[stage].layers
         order = Load(
             rank=rank,
@@ -267,6 +273,7 @@ class RankProcesses:
     def close(self, patience_s: float) -> None:
         for seat in self.seats.values():
             seat.close(patience_s)
+        self._nursery.close()
 
     def _note(self, rank: int, found: Iterable[tuple[str, bytes]]) -> None:
         for name, leaf in found:

@@ -1,14 +1,13 @@
 """One rank of an instance: a process that has some units of the model, and the cells of its KV
 heads.
 
-`python -m kvrs.engine.ranks.rank DESCRIPTOR PARENT` obeys the instance at the other end of that
-socket until it closes. The memory of its cells belongs to the instance, so it outlives the process.
+It obeys the instance at the other end of a socket until that closes. The memory of its cells
+belongs to the instance, so it outlives the process.
 """
 
 import mmap
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import assert_never
+from typing import NoReturn, assert_never
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from kvrs.engine.models.unit_blocks import UnitBlock, UnitBlocks, assemble
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import CellPool
 from kvrs.engine.ranks.exchange import Areas, FormationEndedError, FormationMemory, SharedMemory
-from kvrs.engine.ranks.futex import Life, die_with_parent
+from kvrs.engine.ranks.futex import Life
 from kvrs.engine.ranks.wire import (
     Answer,
     Attach,
@@ -313,14 +312,11 @@ def _mapped(descriptor: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def main() -> None:
-    pair = socket.socket(fileno=int(sys.argv[1]))
-    die_with_parent(int(sys.argv[2]))
-    rank = _Rank(pair)
-    rank.run()
+def obey(pair: socket.socket) -> NoReturn:
+    """Be a rank, in a process of its own."""
+    try:
+        _Rank(pair).run()
+    except BaseException:
+        traceback.print_exc()
     # At once, while the memory of its life is still mapped: its end is told by that.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

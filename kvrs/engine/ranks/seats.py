@@ -4,8 +4,6 @@ import mmap
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvrs.elastic.units import Unit
+from kvrs.engine.forking import Nursery
 from kvrs.engine.ranks.futex import Life
 from kvrs.engine.ranks.wire import Answer, Order, RankGoneError, Receiver, encode, send
 from kvrs.errors import KvrsError, RanksLostError
@@ -114,8 +113,14 @@ class RankOrdered:
 class RankSeat:
     """One process of a rank, and the memory of its units, which outlives it."""
 
-    def __init__(self, rank: int, tell: Callable[[Answered | Ended], object]) -> None:
-        """Start it. `tell` is called from other threads."""
+    def __init__(
+        self, rank: int, nursery: Nursery, tell: Callable[[Answered | Ended], object]
+    ) -> None:
+        """Have it forked. `tell` is called from other threads.
+
+        Raises:
+            KvrsError: there is no memory, or no process can be forked.
+        """
         self.rank, self._tell = rank, tell
         self.units: dict[Unit, UnitAt] = {}
         self.is_loaded = False
@@ -129,16 +134,13 @@ class RankSeat:
         timeout = struct.pack("@ll", int(_ORDER_TIMEOUT_S), 0)
         self._pair.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self._answers = Receiver(self._pair, Answer)
-        with theirs:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "kvrs.engine.ranks.rank"),
-                    *(str(theirs.fileno()), str(os.getpid())),
-                ],
-                pass_fds=[theirs.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-            )
+        try:
+            with theirs:
+                self.process = nursery.adopt(theirs)
+        except BaseException:
+            self._pair.close()
+            self.lives.close()
+            raise
         self._threads = [self._run(self._read)]
 
     @property
@@ -172,11 +174,8 @@ class RankSeat:
         """End it, and give its memory back."""
         with suppress(OSError):
             self._pair.shutdown(socket.SHUT_RDWR)
-        try:
-            self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.wait(patience_s)
+        self.process.close()
         for thread in self._threads:
             thread.join(END_S)
         self._pair.close()

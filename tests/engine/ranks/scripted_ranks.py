@@ -35,15 +35,15 @@ class ScriptedSeat:
         self.rank, self._tell = rank, tell
         self.units: dict[Unit, object] = {}
         self.is_loaded = self.is_closed = False
-        self.process = SimpleNamespace(returncode=None)
+        self.process = SimpleNamespace(has_ended=False)
 
     def kill(self) -> None:
-        if self.process.returncode is None:
-            self.process.returncode = -9
+        if not self.process.has_ended:
+            self.process.has_ended = True
             self._tell(Ended(self))  # type: ignore[arg-type]
 
     def close(self, patience_s: float = 0.0) -> None:
-        self.process.returncode, self.is_closed = 0, True
+        self.process.has_ended = self.is_closed = True
         self.units.clear()
 
     def release(self, units: Iterable[Unit]) -> None:
@@ -85,7 +85,7 @@ class ScriptedProcesses:
 
     def tell(self, told: Iterable[Answered]) -> None:
         for each in told:
-            if each.seat.process.returncode is None:
+            if not each.seat.process.has_ended:
                 self.told.put(each)
 
     # What a reformer calls.

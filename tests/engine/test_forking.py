@@ -1,0 +1,89 @@
+"""Nurseries: processes that are forked for others."""
+
+import ctypes
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrs.engine.forking import AdoptedChild, Nursery
+
+pytestmark = pytest.mark.process
+
+_GET_CHILD_SUBREAPER = 37  # Of prctl(2).
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    found = Nursery(["tests.engine.forked_echo", str(os.getpid())], {})
+    yield found
+    found.close()
+
+
+def adopted(nursery: Nursery) -> tuple[AdoptedChild, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        return nursery.adopt(theirs), ours
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_a_forked_process_is_a_child_of_the_one_that_needs_it(nursery: Nursery) -> None:
+    """So it is killed with it, and its end is seen. Other orphans are not adopted."""
+    child, line = adopted(nursery)
+
+    with line:
+        assert int(line.recv(100)) == os.getpid()
+        assert parent_of(child.pid) == os.getpid()
+        assert not child.poll()
+        assert not child.wait(0.0)
+    assert child.wait()
+    child.close()
+    adopts = ctypes.c_int(1)
+    ctypes.CDLL(None).prctl(_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
+    assert adopts.value == 0
+
+
+def test_a_child_is_killed_and_buried(nursery: Nursery) -> None:
+    child, line = adopted(nursery)
+
+    with line:
+        child.kill()
+
+    assert child.wait()
+    assert not Path(f"/proc/{child.pid}").exists()
+    child.close()
+    child.close()
+
+
+def test_a_nursery_that_has_ended_is_made_again_and_its_children_stay(nursery: Nursery) -> None:
+    first, line = adopted(nursery)
+    (made,) = (
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit()
+        and int(entry.name) not in (first.pid, os.getpid())
+        and b"tests.engine.forked_echo\0" + str(os.getpid()).encode() in _command(entry)
+    )
+    os.kill(made, signal.SIGKILL)
+
+    second, other = adopted(nursery)
+
+    with line, other:
+        assert not first.poll()
+        assert int(other.recv(100)) == os.getpid()
+    for child in (first, second):
+        assert child.wait()
+        child.close()
+
+
+def _command(entry: Path) -> bytes:
+    try:
+        return entry.joinpath("cmdline").read_bytes()
+    except OSError:
+        return b""
