@@ -30,9 +30,8 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol import frames
 from kvrs.protocol.page_messages import CheckpointClaim
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer.connections import PAGES_SOCKET
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Identity, Peer, PullRequest
+from kvrs.transfer.peers import PAGES_SOCKET, Identity, Peer, PullRequest
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer

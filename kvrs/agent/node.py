@@ -19,9 +19,8 @@ from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdat
 from kvrs.proving import instance_keys
 from kvrs.tls import load_certificates
 from kvrs.transfer.anchors.server import AnchorServer
-from kvrs.transfer.connections import PAGES_SOCKET
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Identity
+from kvrs.transfer.peers import PAGES_SOCKET, Identity
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory, store_directory

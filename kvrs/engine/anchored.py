@@ -42,11 +42,24 @@ class TakenOverError(KvrsError):
     """A later process has this instance: this one must not serve any more."""
 
 
+@dataclass(slots=True, eq=False)
+class PoolFile:
+    """A `PageFile`: the file of an instance's pages."""
+
+    descriptor: int  # Open as long as the process runs.
+    size_bytes: int
+
+    def open(self) -> int:
+        # Opened anew: one for reading, on a description without the lock of this process.
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AnchoredPool:
     """KV pages in the agent's memory, their ledger, and what the process before has left there."""
 
     pool: KvPool
+    file: PoolFile
     ledger: PageLedger
     kept: KeptPages
     prefill: PrefillTable | None  # That the process before has measured.
@@ -132,6 +145,7 @@ class AnchoredMemory:
             return None
         except AnchorError as error:
             raise ConfigError([f"state_plane: {error}"]) from None
+        file = PoolFile(os.dup(fds[1]), sizes[1])
         ledger_memory, pool_memory = (
             _mapped(fd, size, writable=True) for fd, size in zip(fds, sizes, strict=True)
         )
@@ -146,7 +160,7 @@ class AnchoredMemory:
             "memory attached",
             extra={"is_new": is_new, "pages": len(kept.pages), "streams": len(kept.streams)},
         )
-        return AnchoredPool(pool, ledger, kept, prefill)
+        return AnchoredPool(pool, file, ledger, kept, prefill)
 
     def _write_weights(
         self,

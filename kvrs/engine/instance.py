@@ -159,7 +159,10 @@ class EngineInstance(ServedInstance):
             kept.note_prefill(self.prefill)
             kept.adopt(pages, time.monotonic() + config.transfer.lease_s)
         fetcher, self.checkpointer = self.port.attach(
-            pages, self.worker.pool, released=lambda: self.core.wake()
+            pages,
+            self.worker.pool,
+            released=lambda: self.core.wake(),
+            file=None if kept is None else kept.file,
         )
         return EngineCore(
             self.worker,

@@ -6,9 +6,13 @@ as long as the process, and by a stage of DistServe, which gets a new pool with 
 """
 
 import asyncio
+import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import quote
 
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import InstanceSettings, NodeSettings
@@ -22,11 +26,22 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest
+from kvrs.transfer.peers import (
+    PAGES_SOCKET,
+    Identity,
+    PageFile,
+    PagePlace,
+    Peer,
+    PinnedPages,
+    PullRequest,
+)
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import store_directory
+from kvrs.transfer.unix_sockets import listen_at
+
+log = logging.getLogger(__name__)
 
 # Within one start of the process an instance's epoch rises with every fence, and where a stage can
 # be restarted with every restart.
@@ -60,10 +75,18 @@ class _AttachedPages:
         pinned = await source.pin(request)
         return replace(pinned, token=(source, pinned))
 
+    def places(self, pinned: PinnedPages) -> list[PagePlace]:
+        source, inner = self._inner(pinned)
+        return source.places(inner)
+
     def unpin(self, pinned: PinnedPages) -> None:
+        source, inner = self._inner(pinned)
+        source.unpin(inner)
+
+    def _inner(self, pinned: PinnedPages) -> tuple[EnginePages, PinnedPages]:
         assert isinstance(pinned.token, tuple)
         source, inner = pinned.token
-        source.unpin(inner)
+        return source, inner
 
 
 class PagePort:
@@ -80,6 +103,7 @@ class PagePort:
         self._fingerprint = fingerprint
         self._page_bytes = page_bytes
         self._source = _AttachedPages()
+        self._lends = False
         transfer = place.config.transfer
         self.server = PageServer(
             self.identity, self._source, place.secret, transfer, place.links, older=place.older
@@ -98,16 +122,21 @@ class PagePort:
         )
 
     def attach(
-        self, pages: PageManager, pool: PagePool, released: Callable[[], None]
+        self,
+        pages: PageManager,
+        pool: PagePool,
+        released: Callable[[], None],
+        file: PageFile | None = None,
     ) -> tuple[PageFetcher, Checkpointer]:
         """Serve a pool's pages from now on. `released` is called when pages that were being sent
-        have lost their pins.
+        have lost their pins. `file`: in which the pages lie, for processes of this host to map.
 
         Returns:
             what fetches into the pool, and what sends its pages to agents once it is run.
         """
         config = self._place.config
-        self._source.source = EnginePages(pages, pool, released)
+        self._source.source = EnginePages(pages, pool, released, file)
+        self._lends = file is not None
         self.checkpointer = Checkpointer(
             pages,
             pool,
@@ -126,12 +155,24 @@ class PagePort:
         self.registry.update(self._peers_of(config))
 
     def _peers_of(self, config: Config) -> dict[InstanceId, Peer]:
-        """Where pages come from; the memory of the own node's agent is on this host."""
+        """Where pages come from; the memory of the own node's processes is on this host: that of
+        its agent, and what this owns for instances of one process.
+        """
         peers, own = peers_of(config), self._place.node
         if (agent := peers.get(own.agent_id)) is not None:
-            directory = store_directory(config.backup.directory, self._place.secret, own.id)
-            peers[own.agent_id] = replace(agent, directory=directory)
+            peers[own.agent_id] = replace(agent, directory=self._directory(config))
+        if config.state_plane.enabled:
+            for settings in own.instances:
+                if settings.ranks == 1 and (peer := peers.get(settings.id)) is not None:
+                    name = _socket_of(settings.id)
+                    peers[settings.id] = replace(
+                        peer, directory=self._directory(config), socket=name
+                    )
         return peers
+
+    def _directory(self, config: Config) -> Path:
+        """Of the own node's agent."""
+        return store_directory(config.backup.directory, self._place.secret, self._place.node.id)
 
     def detach(self) -> None:
         """The pool is gone: hold nothing until the next `attach`."""
@@ -151,6 +192,17 @@ class PagePort:
         """Open the page port."""
         settings = self._place.settings
         await self.server.start(settings.bound(settings.pages_at), settings.page_port)
+        if self._lends:
+            try:
+                listener = listen_at(
+                    self._directory(self._place.config),
+                    _socket_of(settings.id),
+                    socket.SOCK_STREAM,
+                )
+            except OSError as error:
+                log.warning("pages are sent, not mapped", extra={"cause": str(error)})
+            else:
+                self.server.lend(listener, self._source.places)
 
     async def probe(self) -> None:
         """Keep an estimate of every link into the instance, until cancelled."""
@@ -161,6 +213,10 @@ class PagePort:
         await self.server.close()
         await self.puller.close()
         await self._pusher.close()
+
+
+def _socket_of(instance: InstanceId) -> str:
+    return f"{PAGES_SOCKET}-{quote(instance, safe='')}"
 
 
 async def probe_links(

@@ -9,7 +9,7 @@ import numpy as np
 from kvrs.engine.staging import PagePool
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.scheduling.pages import PageManager
-from kvrs.transfer.peers import PinnedPages, PullRequest
+from kvrs.transfer.peers import PageFile, PagePlace, PinnedPages, PullRequest
 
 
 class EnginePages:
@@ -17,8 +17,15 @@ class EnginePages:
     touches pages.
     """
 
-    def __init__(self, pages: PageManager, pool: PagePool, released: Callable[[], None]) -> None:
-        self._pages = pages
+    def __init__(
+        self,
+        pages: PageManager,
+        pool: PagePool,
+        released: Callable[[], None],
+        file: PageFile | None = None,
+    ) -> None:
+        """`file`: where the pages lie one behind the other, if they lie in one."""
+        self._pages, self._file = pages, file
         self._pool = pool
         self._released = released  # A sequence may be waiting for the pages that were being sent.
 
@@ -58,6 +65,13 @@ class EnginePages:
             tail=None if tail is None else staged.views[-1],
             token=(pinned, staged),
         )
+
+    def places(self, pinned: PinnedPages) -> list[PagePlace]:
+        assert self._file is not None
+        assert isinstance(pinned.token, tuple)
+        pages, _ = pinned.token
+        page_bytes = self._pool.geometry.page_bytes
+        return [(self._file, page * page_bytes) for page in pages[: len(pinned.pages)]]
 
     def unpin(self, pinned: PinnedPages) -> None:
         assert isinstance(pinned.token, tuple)

@@ -17,7 +17,6 @@ from kvrs.transfer.stream import SocketStream, StalledError, page_socket
 from kvrs.transfer.unix_sockets import connect_in, foreign_user
 
 _MAX_IDLE_PER_PEER = 4
-PAGES_SOCKET = "pages"  # In an agent's directory.
 
 
 @dataclass(slots=True, eq=False)
@@ -192,7 +191,7 @@ class ConnectionPool:
 
 
 class LocalConnectionPool(ConnectionPool):
-    """Connections over the UNIX sockets of agents on this host."""
+    """Connections over UNIX sockets of processes on this host."""
 
     async def _located(self, peer: Peer) -> Peer:
         return peer
@@ -202,6 +201,6 @@ class LocalConnectionPool(ConnectionPool):
 
     async def _reach(self, sock: socket.socket, peer: Peer) -> None:
         assert peer.directory is not None
-        connect_in(peer.directory, PAGES_SOCKET, sock)
+        connect_in(peer.directory, peer.socket, sock)
         if reason := foreign_user(sock):
             raise TransferError(reason)

@@ -1,16 +1,21 @@
-"""An agent's side of MAP: pages are pinned, and the answer says where they lie in its files, with
-descriptors of these for reading.
+"""The side of MAP that has pages: they are pinned, and the answer says where they lie in its files,
+with descriptors of these for reading.
 
 Pins end with the client's UNMAP, with its connection, and at the latest after the stall timeout: a
 client that is slower finds by their checksums which of its copies are not the pages.
 """
 
+import asyncio
+
 from kvrs.errors import TransferError
+from kvrs.protocol import frames
 from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.protocol.mapped_pages import MAX_FILES, MappedPages, PlacedPage
 from kvrs.protocol.page_messages import PullFrame
 from kvrs.transfer.peers import PageFile, PageSource, PinnedPages, Places
 from kvrs.transfer.stream import SocketStream, close_all
+
+_SMALL_BYTES = 1 << 20  # Up to this size it takes less time than a switch to another thread.
 
 
 class LentFiles:
@@ -41,7 +46,8 @@ class LentFiles:
     async def _answer(self, request_id: int, pinned: PinnedPages) -> None:
         numbers = {file: number for number, file in enumerate(self._files)}
         places: list[PlacedPage] = []
-        for (file, offset), checksum in zip(self._places(pinned), pinned.checksums, strict=True):
+        checksums = pinned.checksums or await _checksums(pinned)
+        for (file, offset), checksum in zip(self._places(pinned), checksums, strict=True):
             places.append((numbers.setdefault(file, len(numbers)), offset, checksum))
         if len(numbers) > MAX_FILES:
             raise TransferError(f"MAP of pages in more than {MAX_FILES} files")
@@ -59,3 +65,14 @@ class LentFiles:
         finally:
             close_all(descriptors)
         self._files += new
+
+
+async def _checksums(pinned: PinnedPages) -> list[int]:
+    """Of pages that were never stored, as they are now."""
+
+    def compute() -> list[int]:
+        return [frames.checksum(page) for page in pinned.pages]
+
+    if sum(page.nbytes for page in pinned.pages) <= _SMALL_BYTES:
+        return compute()
+    return await asyncio.to_thread(compute)

@@ -1,8 +1,10 @@
-"""Pages of the own node's agent, copied out of its memory: no byte of them passes through a socket.
+"""Pages of a process of this host, copied out of its memory: no byte of them passes through a
+socket.
 
-The agent pins them and hands out descriptors of its files (`lending.py`), which are mapped to be
-read. A copy counts once its checksum is that of the page when it was stored, so that a page which
-was overwritten while it was copied, by this agent or the next one, is none.
+The node's agent, or an instance whose memory it owns, pins them and hands out descriptors of its
+files (`lending.py`), which are mapped to be read. A copy counts once its checksum is that of the
+page when it was stored or pinned, so that a page which was overwritten while it was copied, by this
+process or the next one, is none.
 """
 
 import asyncio
@@ -105,7 +107,7 @@ class _Copy:
 
 
 class PageMapper:
-    """Copies pages out of the memory of agents on this host."""
+    """Copies pages out of the memory of processes on this host."""
 
     def __init__(
         self,

@@ -16,7 +16,10 @@ from kvrs.protocol.page_messages import (
 )
 from kvrs.protocol.tags import Tag
 
+PAGES_SOCKET = "pages"  # In an agent's directory: its own.
+
 __all__ = [
+    "PAGES_SOCKET",
     "CheckpointClaim",
     "HeldPages",
     "Identity",
@@ -44,8 +47,10 @@ class Peer:
     node: NodeId
     host: str
     port: int
-    # Of an agent of the own node: where it hands out descriptors of its pages. None: it does not.
+    # Of a process of the own node: the directory of the node's agent, and in it the name of the
+    # socket where it hands out descriptors of its pages. None: it does not.
     directory: Path | None = None
+    socket: str = PAGES_SOCKET
 
 
 @dataclass(frozen=True, slots=True)

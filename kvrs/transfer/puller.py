@@ -66,7 +66,7 @@ class PagePuller:
         self._mapper = PageMapper(
             identity, page_key(secret), settings.stall_timeout_s, self._meter, clock
         )
-        self._unmapped = ""  # Why the last pages of the own node's agent came through a socket.
+        self._unmapped = ""  # Why the last pages of this host came through a socket.
         self.damaged_pages = 0  # That ever came.
         self.pulled_bytes = dict.fromkeys(TrafficClass, 0)  # Of pages with a right checksum.
 
@@ -79,8 +79,8 @@ class PagePuller:
         expected_epoch: int | None = None,
     ) -> PullResult:
         """Fill `pages` with the pages of `request.tags`, then `tail` with its tail page, in order
-        and as far as it goes; with the cells of `request.part` only, if there is one. Pages of the
-        own node's agent are copied out of its memory, where it hands that out.
+        and as far as it goes; with the cells of `request.part` only, if there is one. Full pages of
+        a process of this host are copied out of its memory, where it hands that out.
 
         An error of the peer ends the pull early and stands in the result. Once this has returned or
         was cancelled, the buffers are not written any more.
@@ -146,27 +146,26 @@ class PagePuller:
         self._mapper.close()
 
     async def _map(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> bool:
-        """Copy the pages out of the agent's memory; returns whether there is nothing to send."""
-        if pulling.request.part is not None or pulling.request.tail_index is not None:
+        """Copy the full pages out of the peer's memory; returns whether nothing is to be sent."""
+        request, views = pulling.request, pulling.views[: len(pulling.request.tags)]
+        if request.part is not None or not views:
             return False
 
         def copied(pages: int) -> None:
             pulling.verified += pages
 
         try:
-            pulling.gone = not await self._mapper.pull(
-                peer, pulling.request, pulling.views, expected_epoch, copied
-            )
+            pulling.gone = not await self._mapper.pull(peer, request, views, expected_epoch, copied)
         except TransferError as error:
-            if 0 < len(pulling.views) == pulling.verified:
-                return True  # The agent has ended since.
+            if len(pulling.views) == pulling.verified:
+                return True  # The peer has ended since.
             pulling.mapped = pulling.verified
             if str(error) != self._unmapped:
                 self._unmapped = str(error)
                 log.warning("pages are sent", extra={"peer": peer.instance, "cause": str(error)})
             return False
-        self._unmapped = ""
-        return True
+        self._unmapped, pulling.mapped = "", pulling.verified
+        return pulling.gone or request.tail_index is None
 
     async def _pull(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> None:
         async def question(connection: PageConnection) -> None:

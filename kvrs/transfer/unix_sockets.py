@@ -13,11 +13,24 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 def listen_in(directory: StoreDirectory, name: str, kind: socket.SocketKind) -> socket.socket:
     """Raises OSError: the socket cannot be made."""
+    return _listen(directory.fd, name, kind)
+
+
+def listen_at(directory: Path, name: str, kind: socket.SocketKind) -> socket.socket:
+    """The same, of a process beside the agent whose directory it is."""
+    fd = _opened(directory)
+    try:
+        return _listen(fd, name, kind)
+    finally:
+        os.close(fd)
+
+
+def _listen(directory_fd: int, name: str, kind: socket.SocketKind) -> socket.socket:
     with suppress(FileNotFoundError):
-        directory.unlink(name)
+        os.unlink(name, dir_fd=directory_fd)
     listener = socket.socket(socket.AF_UNIX, kind)
     try:
-        listener.bind(_path(directory.fd, name))
+        listener.bind(_path(directory_fd, name))
         listener.listen(64)
     except BaseException:
         listener.close()
@@ -27,7 +40,7 @@ def listen_in(directory: StoreDirectory, name: str, kind: socket.SocketKind) -> 
 
 def connect_in(directory: Path, name: str, connection: socket.socket) -> None:
     """Raises OSError: there is no such directory, or no process listens in it."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = _opened(directory)
     try:
         connection.connect(_path(fd, name))
     finally:
@@ -43,6 +56,10 @@ def foreign_user(connection: socket.socket) -> str | None:
     if uid == os.geteuid():
         return None
     return f"it is of user {uid}; allowed: user {os.geteuid()}"
+
+
+def _opened(directory: Path) -> int:
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _path(directory_fd: int, name: str) -> str:

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from kvrs.config.engine import EngineSettings
+from kvrs.engine.instance import EngineInstance
+from kvrs.engine.page_port import EPOCHS_PER_START
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
-from kvrs.ids import StreamId
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.scheduling.sequences import Chunk
-from tests.agent.agents import AgentProcess
+from tests.agent.agents import SECRET, AgentProcess
 from tests.engine.anchoring import (
     EngineProcess,
     anchored_document,
@@ -26,6 +29,7 @@ from tests.engine.anchoring import (
     ended,
     instance_of,
 )
+from tests.engine.peers import PeerEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
 
@@ -198,6 +202,49 @@ async def test_instances_of_a_node_share_one_copy_of_the_weights(
         assert len(mapped[0]) == 1
         assert mapped[0] == mapped[1]
         assert {mode for mode, _ in mapped[0]} == {"r--s"}
+
+
+async def test_instances_of_a_node_copy_each_others_pages(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a hand-off the full pages come out of the memory of the instance that has them, and only
+    what no tag names, its last page, through a socket.
+    """
+    written = anchored_document(tmp_path, tiny_model, instances=2)
+    agent = AgentProcess(tmp_path, written)
+    body = {"prompt": PROMPTS[S], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body["kvrs"] = {"stream": "s", "attempt": 1, "prompt_tokens": len(PROMPTS[S])}
+    hand_off = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "e0",
+        "remote_block_ids": ["00"] * 7,
+        "remote_request_id": "s",
+    }
+    with ended(agent):
+        agent.start()
+        holder, target = (
+            PeerEngine(EngineInstance(agent.config, InstanceId(name), EPOCHS_PER_START, SECRET))
+            for name in ("e0", "e1")
+        )
+        try:
+            for one in (holder, target):
+                await one.instance.start()
+                one.computed.clear()
+            await holder.answer(body | {"kv_transfer_params": {"do_remote_decode": True}})
+
+            token_ids = await target.answer(body | {"kv_transfer_params": hand_off})
+
+            (brought,) = target.brought
+            assert (brought.full_pages, brought.tail, brought.error) == (6, True, None)
+            assert target.positions[0] == len(PROMPTS[S]) - 1
+            assert target.pages(PROMPTS[S])[:6] == holder.pages(PROMPTS[S])[:6]
+            assert token_ids == Reference(tiny_model).histories[S][len(PROMPTS[S]) :][:8]
+            assert MEMORY in target.instance.port.puller.links()
+            assert "pages are sent" not in caplog.text
+        finally:
+            for one in (holder, target):
+                await one.instance.close()
+        holder.instance.pages.check()
 
 
 def test_without_an_agent_an_instance_has_memory_of_its_own(

@@ -21,9 +21,8 @@ from kvrs.protocol.instance import Capability
 from kvrs.protocol.page_messages import CheckpointClaim, StoreCode
 from kvrs.protocol.tags import Tag, page_tags
 from kvrs.scheduling import checkpoint_backlog as backlog
-from kvrs.transfer.connections import PAGES_SOCKET
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import Identity, PagePlace, PinnedPages, PullRequest
+from kvrs.transfer.peers import PAGES_SOCKET, Identity, PagePlace, PinnedPages, PullRequest
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory, store_directory

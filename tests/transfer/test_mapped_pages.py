@@ -24,9 +24,15 @@ from kvrs.protocol.page_messages import CheckpointClaim, Identity, PullRequest
 from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer import mapped
-from kvrs.transfer.connections import PAGES_SOCKET
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PageFile, PagePlace, Peer, PinnedPages, PullResult
+from kvrs.transfer.peers import (
+    PAGES_SOCKET,
+    PageFile,
+    PagePlace,
+    Peer,
+    PinnedPages,
+    PullResult,
+)
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
