@@ -145,8 +145,8 @@ def compute_again(group: RankGroup, worker: Worker) -> None:
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_other_ranks_go_on_and_the_lost_one_comes_back(tiny_model: Path, stopped: bool) -> None:
     """One that is killed at once; one that hangs when a batch takes too long, and it is killed
-    then, so that it computes nothing any more. The others stay the processes that they are, read
-    what was lost from the files and nothing else, and give it to the new one.
+    then, so that it computes nothing any more. The others stay the processes that they are, use
+    what the lost one had where it lies, with nothing read, and give it to the new one.
     """
     group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
     group.predict = lambda chunks: 0.01
@@ -158,7 +158,8 @@ def test_the_other_ranks_go_on_and_the_lost_one_comes_back(tiny_model: Path, sto
         with pytest.raises(RanksLostError):
             compute_on(group, chunks()[0])
         group.wait_serving()
-        assert not Path(f"/proc/{lost}").exists()
+        while Path(f"/proc/{lost}").exists():  # Its memory is freed while the others compute.
+            time.sleep(0.01)
         assert group.pids == {0: survivor}
         compute_again(group, worker)
         while len(group.layout.ranks) < 2:
@@ -170,8 +171,8 @@ def test_the_other_ranks_go_on_and_the_lost_one_comes_back(tiny_model: Path, sto
         assert group.unit_bytes == {0: half, 1: half}
         reshard, resize = group.reformer.done
         assert (reshard.way, resize.way) == (Way.RESHARD, Way.RESIZE)
-        assert reshard.moved == {"host": half, "read": half}
-        assert (reshard.host_bytes, reshard.peer_bytes) == (half, 0)
+        assert reshard.moved == {"kept": half, "read": 0}
+        assert (reshard.host_bytes, reshard.peer_bytes) == (0, half)
         assert resize.moved == {"peer": half, "read": 0}
         assert (resize.host_bytes, resize.peer_bytes) == (0, half)
     finally:
