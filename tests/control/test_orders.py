@@ -5,7 +5,9 @@ from itertools import permutations
 import pytest
 
 from kvrs.control.core import Control
+from kvrs.errors import RequestError
 from kvrs.protocol.mirror import StandingOrder
+from kvrs.proxy.fleet.orders import DrainOrder, obey
 from kvrs.sim.streams import SimStream
 from tests.control.test_core import D0, P0, Driver
 
@@ -71,3 +73,17 @@ def test_an_order_is_forgotten_with_its_instance() -> None:
 
     assert not heard
     assert [order.instance for order in here.orders.shown(1.0)] == [P0]
+
+
+def test_the_drain_of_an_instance_that_is_removed_does_not_end() -> None:
+    """The operator is told; an order that was given elsewhere changes nothing either."""
+    control = Driver().control
+    control.drains.leave(D0, 5.0, 0.0)
+
+    for drain_s in (None, 60.0):
+        with pytest.raises(RequestError, match="being removed") as refused:
+            obey(control, DrainOrder(D0, drain_s), 0.0, 1.0)
+        assert refused.value.status == 409
+    control.orders.take([StandingOrder(D0, 9, "proxy-0", None)], 0.0)
+
+    assert moves_in_s(control) == 5.0
