@@ -66,13 +66,11 @@ def encode_request(
     resource: Mapping[str, Value], scope: str, version: str, spans: Iterable[bytes]
 ) -> bytes:
     """Body of `POST /v1/traces` with spans that are encoded."""
-    named = _text(_tag(1, _BYTES), scope) + _text(_tag(2, _BYTES), version)
-    of_scope = _field(_tag(1, _BYTES), named) + b"".join(spans)
-    facts = b"".join(
-        _field(_tag(1, _BYTES), _key_value(key, value)) for key, value in resource.items()
-    )
-    of_resource = _field(_tag(1, _BYTES), facts) + _field(_tag(2, _BYTES), of_scope)
-    return _field(_tag(1, _BYTES), of_resource)
+    named = _text(_FIRST, scope) + _text(_SECOND, version)
+    of_scope = _field(_FIRST, named) + b"".join(spans)
+    facts = b"".join(_field(_FIRST, _key_value(key, value)) for key, value in resource.items())
+    of_resource = _field(_FIRST, facts) + _field(_SECOND, of_scope)
+    return _field(_FIRST, of_resource)
 
 
 def _varint(number: int) -> bytes:
@@ -106,26 +104,29 @@ def _attribute(key: str, value: Value) -> bytes:
 
 
 def _key_value(key: str, value: Value) -> bytes:
-    return _text(_tag(1, _BYTES), key) + _field(_tag(2, _BYTES), _any(value))
+    return _text(_FIRST, key) + _field(_SECOND, _any(value))
 
 
 def _any(value: Value) -> bytes:
     match value:
         case bool():
-            return _tag(2, _VARINT) + _varint(value)
+            return _BOOL + _varint(value)
         case int() if -_INT64 <= value < _INT64:
-            return _tag(3, _VARINT) + _varint(value % (2 * _INT64))
+            return _INT + _varint(value % (2 * _INT64))
         case float():
-            return _DOUBLE.pack(_tag(4, _FIXED64), value)
+            return _DOUBLE_FIELD.pack(_DOUBLE, value)
         case tuple():
-            values = b"".join(_field(_tag(1, _BYTES), _any(each)) for each in value)
-            return _field(_tag(5, _BYTES), values)
+            values = b"".join(_field(_FIRST, _any(each)) for each in value)
+            return _field(_ARRAY, values)
         case _:
-            return _field(_tag(1, _BYTES), str(value).encode(errors="replace"))
+            return _field(_FIRST, str(value).encode(errors="replace"))
 
 
 _SHORT = [bytes([number]) for number in range(0x80)]
-_DOUBLE = Struct("<cd")
+_FIRST, _SECOND = _tag(1, _BYTES), _tag(2, _BYTES)
+_BOOL, _INT = _tag(2, _VARINT), _tag(3, _VARINT)
+_DOUBLE, _ARRAY = _tag(4, _FIXED64), _tag(5, _BYTES)
+_DOUBLE_FIELD = Struct("<cd")
 
 _SPAN = _tag(2, _BYTES)
 _TRACE_ID = _tag(1, _BYTES) + _varint(16)
