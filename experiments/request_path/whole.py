@@ -26,6 +26,7 @@ from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.cluster import open_backends
 from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.reload import Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
@@ -124,7 +125,9 @@ class Proxy:
             kept=control.policy.kept,
             stop=driver.end_early,
             count=lambda outcome: None,
-            orders=StandingOrders(control.orders, clock),
+            orders=StandingOrders(
+                control.orders, Reloads(config, lambda: config).orders, clock, lambda: None
+            ),
         )
         api = ClientApi(
             config.proxy,
