@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -75,11 +75,12 @@ class Admitted:
     journals: list[Journal]
     client: SseClient | None  # None: the client did not ask for a stream.
     is_generate: bool  # Of DistServe's endpoint, which has one choice.
-    echoes: list[str | None]  # Of each journal: the prompt to send before the output.
+    echoes: Sequence[str | None]  # Of each journal: the prompt to send before the output.
     headers: Mapping[str, str]
     use: Use
     resume: ResumeRequest | None
     found: Record | None  # Of the stream to be resumed; None: the stream is new.
+    merger: Merger | None  # Of the choices of a stream; None: the engine's one choice is all.
 
 
 class ClientApi:
@@ -166,8 +167,14 @@ class ClientApi:
                 counts["rejected"].inc()
                 raise
             try:
-                with self.keep_alives.over(admitted.client):
-                    outcome, response = await self._respond(admitted)
+                client = admitted.client
+                with self.keep_alives.over(client):
+                    if client is None or admitted.resume is not None:
+                        outcome, response = await self._respond(admitted)
+                    else:
+                        outcome = await self._stream(admitted, client)
+                        missing = _missing_end(admitted) if outcome == Complete() else []
+                        response = await _end_stream(client, outcome, missing)
             except asyncio.CancelledError:
                 counts["client_gone"].inc()
                 raise
@@ -256,7 +263,10 @@ class ClientApi:
         parsed.hold(held)
         if isinstance(request, DirectRequest):
             request.drop_headers()
-        return Admitted(parsed, journals, client, is_generate, echoes, headers, use, resume, found)
+        merger = None if is_generate or (len(journals) == 1 and echoes[0] is None) else Merger()
+        return Admitted(
+            parsed, journals, client, is_generate, echoes, headers, use, resume, found, merger
+        )
 
     async def _take_streams(
         self, use: Use, parsed: ParsedRequest, resume: ResumeRequest | None
@@ -371,27 +381,20 @@ class ClientApi:
             return self._respond_by_one(admitted, fields)
         if admitted.resume is not None:
             return self._respond_resumable(admitted, admitted.resume)
-        if admitted.client is not None:
-            return self._respond_stream(admitted, admitted.client)
         return self._respond_whole(admitted)
 
-    async def _respond_stream(
-        self, admitted: Admitted, client: SseClient
-    ) -> tuple[Outcome, Response]:
-        journals, merger = admitted.journals, None
+    def _stream(self, admitted: Admitted, client: SseClient) -> Awaitable[Outcome]:
+        """Run the streams of a response. A coroutine of its own would last as long as they do."""
+        journals, merger = admitted.journals, admitted.merger
         if admitted.is_generate:
-            outcome = await self._driver.run(journals[0], GenerateClient(client))
-        elif len(journals) == 1 and admitted.echoes[0] is None:
-            outcome = await self._driver.run(journals[0], client)
-        else:
-            merger = Merger()
-            streams: list[tuple[Journal, Client]] = [
-                (journal, ChoiceClient(client, merger, index, journal, echo))
-                for index, (journal, echo) in enumerate(zip(journals, admitted.echoes, strict=True))
-            ]
-            outcome = await run_together(self._driver.run, streams)
-        missing = _missing_end(admitted, merger) if outcome == Complete() else []
-        return outcome, await _end_stream(client, outcome, missing)
+            return self._driver.run(journals[0], GenerateClient(client))
+        if merger is None:
+            return self._driver.run(journals[0], client)
+        streams: list[tuple[Journal, Client]] = [
+            (journal, ChoiceClient(client, merger, index, journal, echo))
+            for index, (journal, echo) in enumerate(zip(journals, admitted.echoes, strict=True))
+        ]
+        return run_together(self._driver.run, streams)
 
     async def _respond_whole(self, admitted: Admitted) -> tuple[Outcome, Response]:
         parsed, journals = admitted.parsed, admitted.journals
@@ -454,9 +457,9 @@ class ClientApi:
         return keyed.failure or outcome
 
 
-def _missing_end(admitted: Admitted, merger: Merger | None) -> list[bytes]:
+def _missing_end(admitted: Admitted) -> list[bytes]:
     """The events that a complete response still lacks."""
-    parsed, journals = admitted.parsed, admitted.journals
+    parsed, journals, merger = admitted.parsed, admitted.journals, admitted.merger
     if len(journals) == 1:
         return journals[0].missing_end()
     assert merger is not None

@@ -242,8 +242,8 @@ class Attempt:
             if plan.runs
             else 0
         )
-        timeout_s = self._control.progress.first_token_timeout_s
-        self._first_token_timeout_s = max(map(timeout_s, self._waits_at()))
+        progress = self._control.progress
+        self._first_token_timeout_s = max(map(progress.first_token_timeout_s, self._waits_at()))
         self._relay = relay = self._new_relay(continuation)
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]

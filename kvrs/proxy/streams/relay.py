@@ -60,6 +60,13 @@ class Relay:
     they are the engine's own.
     """
 
+    __slots__ = (
+        *("_attempt", "_client", "_clock", "_completed", "_continuation", "_counts_text"),
+        *("_delivered", "_first_event", "_flow", "_foreign_head", "_head_bytes", "_is_first"),
+        *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_resumed"),
+        *("_splitter", "_template", "is_complete", "silence"),
+    )
+
     def __init__(
         self,
         journal: Journal,
@@ -146,7 +153,7 @@ class Relay:
                 delivered=self._delivered,
                 silence=self.silence,
                 clock=self._clock,
-                has_no_room=self._wait_for_room,
+                relay=self,
             )
         return self._path.take
 
@@ -159,7 +166,8 @@ class Relay:
         if not self.is_complete and self._attempt == self._journal.attempt:
             raise UpstreamError("ended without a finish reason and [DONE]")
 
-    def _wait_for_room(self) -> None:
+    def wait_for_room(self) -> None:
+        """The client has to read before the engine's connection is read on."""
         if self._flow is not None:
             self._flow.pause()
             self._client.when_free(self._resume)
@@ -219,7 +227,7 @@ class Relay:
         if events:
             self._client.send(events)
             if self._client.blocked:
-                self._wait_for_room()
+                self.wait_for_room()
         if new_tokens:
             now_s = self._clock()
             self._journal.wrote(now_s)

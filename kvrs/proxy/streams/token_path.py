@@ -4,6 +4,7 @@ bytes that fit the stream's template; everything else is left to them.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 from kvrs.control.silence import Delivered, SilenceTimer
 from kvrs.proxy.streams.clients import Client
@@ -35,6 +36,12 @@ def _heads() -> tuple[list[bytes], list[bytes]]:
 _HEAD_BY_SIZE, _BEGINNING_BY_WHOLE = _heads()
 
 
+class Backpressure(Protocol):
+    """The relay of the stream."""
+
+    def wait_for_room(self) -> None: ...
+
+
 class TokenPath:
     """Of one attempt at a stream."""
 
@@ -52,14 +59,14 @@ class TokenPath:
         "_direct",
         "_event_end",
         "_framing_bytes",
-        "_has_no_room",
-        "_head_bytes",
         "_ids_bytes",
         "_journal",
         "_most_bytes",
         "_most_tokens",
         "_opening",
+        "_relay",
         "_silence",
+        "_skipped_bytes",
         "_take_token",
         "_transport",
         "_wants_ids",
@@ -75,7 +82,7 @@ class TokenPath:
         delivered: Delivered,
         silence: SilenceTimer,
         clock: Callable[[], float],
-        has_no_room: Callable[[], None],
+        relay: Backpressure,
     ) -> None:
         """`head_bytes`: of the events' head, in the place of which the client gets the stream's."""
         assert journal.head is not None
@@ -89,21 +96,22 @@ class TokenPath:
         self._delivered = delivered
         self._silence = silence
         self._clock = clock
-        self._has_no_room = has_no_room
+        self._relay = relay
         self._before = template.before
         self._before_bytes = len(template.before)
         self._between = template.between
         self._between_bytes = len(template.between)
         self._after = shared(template.after + _END_OF_EVENT + _END_OF_CHUNK)
         self._after_bytes = len(self._after)
-        # What the client gets: the opening, what lies between head and ids, and the end.
+        # What the client gets: the opening, what lies between that and the ids, and the end.
         self._wants_ids = journal.wants_ids
-        self._opening = journal.head
-        self._head_bytes = head_bytes
+        data = b"" if direct is None else _DATA
+        self._opening, self._skipped_bytes = b"", -len(data)
+        if template.before[:head_bytes] != journal.head:
+            self._opening, self._skipped_bytes = data + journal.head, head_bytes
         self._ids_bytes = template.ids_bytes
         self._event_end = b"" if self._wants_ids else template.rest
         if direct is not None:
-            self._opening = _DATA + self._opening
             self._event_end = shared(self._event_end + _END_OF_EVENT + _END_OF_CHUNK)
         self._framing_bytes = len(self._opening) + len(self._event_end) - len(_END_OF_CHUNK)
         self._most_bytes = _MOST_BYTES - self._framing_bytes
@@ -145,7 +153,7 @@ class TokenPath:
             return False
         token_id, now_s = int(digits), self._clock()
         ids.append(token_id)
-        begin = at + self._head_bytes
+        begin = at + self._skipped_bytes
         end = size - 4 if self._wants_ids else text_end + self._ids_bytes
         if transport is not None and direct is not None:
             chunk_head = _HEAD_BY_SIZE[self._framing_bytes + end - begin]
@@ -156,7 +164,7 @@ class TokenPath:
             assert self._take_token is not None
             self._take_token(token_id, self._opening + data[begin:end] + self._event_end, now_s)
         if self._client.blocked:
-            self._has_no_room()
+            self._relay.wait_for_room()
         self._silence.heard_s = self._delivered.last_s = now_s
         self._delivered.tokens += 1
         journal.wrote(now_s)

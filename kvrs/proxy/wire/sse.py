@@ -35,6 +35,8 @@ _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 class EventSplitter:
     """Splits a byte stream, in chunks of any size, into the payloads of its `data:` events."""
 
+    __slots__ = ("_max_event_bytes", "_rest")
+
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._rest = b""
         self._max_event_bytes = max_event_bytes
