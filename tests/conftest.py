@@ -26,8 +26,8 @@ if "CI" not in os.environ:
     settings.register_profile("kvrs", deadline=None)
     settings.load_profile("kvrs")
 
-# A test that depends on one of these fixtures has the marker.
-MARKER_OF_FIXTURE = {"distserve": "distserve", "vllm_servers": "vllm"}
+# A test that depends on one of these fixtures has the markers; upstream binds a socket as it loads.
+MARKERS_OF_FIXTURE = {"distserve": ("distserve", "network"), "vllm_servers": ("vllm",)}
 MARKER_OF_EVENT = {
     "subprocess.Popen": "process",
     "os.fork": "process",
@@ -47,8 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file share its fixtures and run in one worker."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
-            if fixture in MARKER_OF_FIXTURE:
-                item.add_marker(MARKER_OF_FIXTURE[fixture])
+            for marker in MARKERS_OF_FIXTURE.get(fixture, ()):
+                item.add_marker(marker)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=lambda item: not _is_of_clusters(item))
