@@ -362,7 +362,7 @@ class Control(Generic[S]):
         if not lives_on:
             self.fences.fenced(known.id)
         accepted = self.instances.accept(known, info)
-        self.self_tests.up(info)
+        self.self_tests.up(info, now_s)
         seen = self.self_tests.seen(known.id)
         instance = replace(accepted, moves_kv=seen.moves_kv, tokens=seen.tokens)
         self._loads.forget(known.id)

@@ -1,7 +1,8 @@
 """Resume self-tests: which instance is to be tested next, and what the tests have seen.
 
 An instance is tested once in the life of its process. Until then it has what was seen of the same
-version in its former process; without one, no KV is fetched to or from it, and it is taken at its
+version in its former process, and its test waits until the streams that the former process left
+have gone on there; without one, no KV is fetched to or from it, and it is taken at its
 word that it continues streams exactly. The tests themselves are requests of the driver.
 """
 
@@ -22,6 +23,7 @@ _LONGEST_PAUSE_S = 60.0
 _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
+_LATER_S = 5.0  # Until a process is tested after one of the same version.
 _MOST_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
 
 
@@ -137,21 +139,22 @@ class SelfTests:
 
     # The life of an instance.
 
-    def up(self, info: InstanceInfo) -> None:
+    def up(self, info: InstanceInfo, now_s: float) -> None:
         self._least = None
         life = self._lives.get(info.id)
         if life is not None and _process(life.info) == _process(info):
             life.info = info
         else:
-            self._begin(info, life)
+            self._begin(info, life, now_s)
         self.changed()
 
-    def _begin(self, info: InstanceInfo, before: TestedProcess | None) -> None:
+    def _begin(self, info: InstanceInfo, before: TestedProcess | None, now_s: float) -> None:
         is_alike = before is not None and _version(before.info) == _version(info)
         if not is_alike:
             self._losses.pop(info.id, None)
         former = before.seen if before is not None and is_alike else None
-        self._lives[info.id] = TestedProcess(info, former=former)
+        later_s = 0.0 if former in (None, Seen()) else now_s + _LATER_S
+        self._lives[info.id] = TestedProcess(info, former=former, retry_at_s=later_s)
         for other in self._lives.values():
             other.partners.discard(info.id)
 
@@ -279,7 +282,7 @@ class SelfTests:
         return None
 
     def next_retry_s(self) -> float | None:
-        """When an instance whose test failed may be tested again."""
+        """When an instance may be tested that had to wait."""
         waiting = (
             life.retry_at_s
             for life in self._lives.values()
