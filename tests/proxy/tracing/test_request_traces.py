@@ -146,3 +146,20 @@ async def test_the_resource_names_the_proxy(
         "prefill p0",
         "text_completion scripted",
     ]
+
+
+async def test_engines_are_told_of_a_trace_that_the_sampler_leaves_out(
+    build: ProxyClusterBuilder, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would begin traces of their own."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    system = await build(pairs=1)
+
+    assert [await asked(system, flags=None), await asked(system)] == [200, 200]
+    told = [each.split("-") for each in sent(system)]
+    await system.proxy.close()
+
+    assert [each[3] for each in told] == ["00"] * 4
+    assert len({each[1] for each in told}) == 2
+    assert TRACE in {each[1] for each in told}
+    assert collector.spans == []
