@@ -147,6 +147,14 @@ ALL = (
         state_plane_kills="--part kills",
     ),
     _plain("in_place", 15),
+    _plain("rank_balance", 4),
+    *_kinds(
+        "anchortp_recovery",
+        10,
+        anchortp_recovery="",
+        anchortp_planners="--part planners",
+        anchortp_bytes="--part bytes",
+    ),
     Experiment(
         "units_cost",
         ("units_cost",),
