@@ -164,7 +164,7 @@ def _collect(processes: RankProcesses, count: int) -> None:
     """So many answers."""
     while count:
         told = processes.told.get(timeout=120)
-        if isinstance(told, Ended) and told.seat.process.returncode is not None:
+        if isinstance(told, Ended) and told.seat.has_died:
             continue  # The lost one.
         assert isinstance(told, Answered), told
         match told.answer:
