@@ -9,8 +9,8 @@ from typing import Any
 
 from experiments.anchortp_recovery import planners, recovery
 from experiments.anchortp_recovery.recovery import WAYS, Load, Passed
+from experiments.random_model import write_large
 from experiments.record import Record
-from experiments.state_plane.gaps import write_large
 from kvrs.engine.tiny import write_tiny_model
 
 RANKS = 4

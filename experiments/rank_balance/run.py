@@ -5,7 +5,6 @@ that rank stand for its throughput. No rank sleeps, and waiting takes no CPU tim
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
 
+from experiments.random_model import VOCAB, write_random_llama
 from experiments.record import Record
 from kvrs.config.elastic import ElasticSettings
 from kvrs.config.engine import EngineSettings
@@ -24,7 +22,6 @@ from kvrs.elastic.layouts import Layout, even, staged, uneven
 from kvrs.elastic.units import Units
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.tiny import write_tiny_model
 from kvrs.scheduling.sequences import Chunk
 
 FULL = 8
@@ -32,7 +29,7 @@ LEFT = (7, 6, 5)
 BAR = 0.95
 # RaidServe, figure 11: decode of hybrid over naive; and the most that counting heads allows.
 PUBLISHED = {5: 1.16, 6: 1.51, 7: 1.78}
-HIDDEN, LAYERS, HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 1024, 8, 16, 64, 4096, 512
+LAYERS = 8
 PAGE_TOKENS = 16
 
 
@@ -41,47 +38,6 @@ class Sizes:
     sequences: int
     context_tokens: int
     steps: int
-
-
-def write_model(directory: Path, seed: int) -> None:
-    """A random Llama with as many KV heads as ranks, and the tokenizer of the tiny one."""
-    write_tiny_model(directory, seed)
-    path = directory / "config.json"
-    shape = {
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": FULL,
-        "head_dim": HEAD_DIM,
-        "intermediate_size": INTERMEDIATE,
-    }
-    path.write_text(json.dumps(json.loads(path.read_text()) | shape))
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * 0.05
-
-    weights = {
-        "model.norm.weight": torch.ones(HIDDEN),
-        "model.embed_tokens.weight": matrix(VOCAB, HIDDEN) * 20,
-        "lm_head.weight": matrix(VOCAB, HIDDEN),
-    }
-    wide, narrow = HEADS * HEAD_DIM, FULL * HEAD_DIM
-    shapes = {
-        "self_attn.q_proj": (wide, HIDDEN),
-        "self_attn.k_proj": (narrow, HIDDEN),
-        "self_attn.v_proj": (narrow, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, wide),
-        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-    }
-    for layer in range(LAYERS):
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(HIDDEN)
-        for name, (rows, columns) in shapes.items():
-            weights[f"model.layers.{layer}.{name}.weight"] = matrix(rows, columns)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def layouts_of(units: Units) -> Iterator[tuple[str, int, Layout]]:
@@ -186,7 +142,7 @@ def main() -> None:
     sizes = Sizes(16, options.context, options.steps)
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "random"
-        write_model(model, options.seed)
+        write_random_llama(model, options.seed, layers=LAYERS, kv_heads=FULL)
         units = ModelConfig.from_directory(model).units_of_ranks
         rows: list[dict[str, Any]] = []
         for name, ranks, layout in layouts_of(units):

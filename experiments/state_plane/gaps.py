@@ -13,60 +13,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, parse_config
-from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
 
 ENGINE = InstanceId("e0")
 TOKENS, BEFORE = 160, 40
 WAIT_S = 120.0
-# Of the larger model; 1.01 GB in float32.
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 1024, 16, 16, 4, 64, 4096, 512
-
-
-def write_large(directory: Path, seed: int) -> None:
-    """A random Llama with the tokenizer of the tiny one; bfloat16 in its file."""
-    write_tiny_model(directory, seed)
-    shape = {
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "torch_dtype": "bfloat16",
-        "intermediate_size": INTERMEDIATE,
-    }
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | shape))
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int, scale: float = 0.05) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * scale).bfloat16()
-
-    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    weights = {"model.norm.weight": ones.clone(), "lm_head.weight": matrix(VOCAB, HIDDEN)}
-    weights["model.embed_tokens.weight"] = matrix(VOCAB, HIDDEN, 1.0)
-    wide, narrow = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    shapes = {
-        "self_attn.q_proj": (wide, HIDDEN),
-        "self_attn.k_proj": (narrow, HIDDEN),
-        "self_attn.v_proj": (narrow, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, wide),
-        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-    }
-    for layer in range(LAYERS):
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"model.layers.{layer}.{name}.weight"] = ones.clone()
-        for name, (rows, columns) in shapes.items():
-            weights[f"model.layers.{layer}.{name}.weight"] = matrix(rows, columns)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def config_of(model: Path, *, anchored: bool, instances: int = 1) -> Config:

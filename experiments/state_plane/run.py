@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments.random_model import write_large
 from experiments.record import Record
 from experiments.state_plane import gaps, kills
 from kvrs.engine.tiny import write_tiny_model
@@ -20,7 +21,7 @@ WAYS = {
 }
 MODELS: dict[str, Callable[[Path, int], None]] = {
     "tiny": write_tiny_model,
-    "large": gaps.write_large,
+    "large": write_large,
 }
 INSTANCES = 4
 
