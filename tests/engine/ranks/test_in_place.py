@@ -119,7 +119,10 @@ def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
         assert {0: first[0], 1: first[1]}.items() <= group.pids.items()
         reshard = group.reformer.done[0]
         assert (reshard.way, reshard.degree) == (Way.RESHARD, 2)
-        assert reshard.moved == {"kept": reshard.peer_bytes, "read": 0}
+        # The second one may still give something itself, before its end is known.
+        given = reshard.moved["kept"] + reshard.moved.get("peer", 0)
+        assert (given, reshard.moved["read"]) == (reshard.peer_bytes, 0)
+        assert reshard.moved["kept"] > 0
         when_moving(group, before=lambda moves: damage(group, moves[0]))
         while len(group.layout.ranks) < 4:
             compute(group, expected)
