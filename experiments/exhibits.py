@@ -738,7 +738,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Table II in seconds",
             "reload 17.56 s and 1.87 between GPUs, greedy 26.15, full 197.31",
             How.REAL,
-            "4 to 3 ranks, 1 GB whose files are in memory: a read is a copy with a hash, as is "
+            "4 to 3 ranks, 1 GB of files in memory: a read is a copy with a hash, as is "
             "what comes from another rank",
             _planners_timed,
             "anchortp_recovery",

@@ -32,7 +32,7 @@ class _Asked:
 
 
 class Gpus:
-    """A rank whose own GPU fails leaves its instance, which goes on with the others. Where it
+    """The rank that has a failing GPU leaves its instance; the other ranks go on. Where it
     cannot, and for all other GPUs, the instance as a whole is judged.
     """
 

@@ -26,7 +26,7 @@ class Disturbances:
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
         self._half_deaths = HalfDeaths(cluster)
-        self._moving = 0  # Streams whose clients are about to resume them.
+        self._moving = 0  # Streams that their clients are about to resume.
         self._loaded: dict[str, Config] = {}  # By proxy; absent: its first settings.
 
     @property

@@ -17,7 +17,7 @@ PATIENCE_S = 9.0  # Of the most patient clients of a proxy that says nothing.
 class HalfDeaths:
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
-        self.moving = 0  # Streams whose clients are about to resume them.
+        self.moving = 0  # Streams that their clients are about to resume.
 
     def strike(self, name: str) -> bool:
         """Whether it is one of these."""

@@ -47,7 +47,7 @@ class Durations:
 
 
 class DurationSeries(Collector):
-    """A histogram whose observations take no locks: every stream ends with seven of them. What has
+    """A histogram that observes without locks: every stream ends with seven observations. What has
     not changed since it was last collected is the same object again.
     """
 
@@ -79,7 +79,7 @@ class DurationSeries(Collector):
 
 
 class _Part:
-    """The samples of one series, whose labels are made once."""
+    """The samples of one series; its labels are made once."""
 
     def __init__(
         self, name: str, labels: dict[str, str], les: Sequence[str], durations: Durations

@@ -1,5 +1,5 @@
-"""Requests that one engine answers whole: with a field whose result is of the prompt, or of several
-outputs at once, so that a stream of tokens that goes from prefill to decode could not give it.
+"""Requests that one engine answers whole: a field asks for a result of the prompt, or of several
+outputs at once, which a stream of tokens that goes from prefill to decode could not give.
 """
 
 import msgspec
