@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 Row = tuple[float, Mapping[str, Any]]  # Time, s since 1970, and the facts of one line.
 
 
-class _Formatter(logging.Formatter):
+class _Formatter(logging.Formatter, ABC):
     """Of a record with `rows`, a line for each of these."""
 
     def __init__(self, facts: Mapping[str, str]) -> None:
@@ -36,8 +37,8 @@ class _Formatter(logging.Formatter):
             return "\n".join(self.line(record, at, facts) for at, facts in rows)
         return self.line(record, record.created, _facts_of(record))
 
-    def line(self, record: logging.LogRecord, at: float, facts: Mapping[str, Any]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def line(self, record: logging.LogRecord, at: float, facts: Mapping[str, Any]) -> str: ...
 
 
 class _KeyValueFormatter(_Formatter):
