@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,14 +63,6 @@ def memory(
     finally:
         for fd in fds:
             os.close(fd)
-
-
-def until_free(directory: StoreDirectory) -> None:
-    """The server may close its copies of descriptors a moment after the client its own."""
-    for name in files(directory):
-        fd = directory.open_own(name, os.O_RDONLY)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.close(fd)
 
 
 def files(directory: StoreDirectory) -> set[str]:
@@ -234,11 +227,9 @@ def test_memory_that_is_used_in_time_is_no_orphan(directory: StoreDirectory) -> 
     with serving(directory, orphan_s=10.0) as server:
         with memory(directory, 1):
             server.end_orphans(0.0)
-        until_free(directory)
         server.end_orphans(5.0)
         with memory(directory, 2):
             server.end_orphans(14.0)
-        until_free(directory)
         server.end_orphans(16.0)
         server.end_orphans(25.0)
         assert files(directory)
@@ -268,6 +259,22 @@ def test_weights_are_written_once_and_read_by_all(directory: StoreDirectory) -> 
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, 8192, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             os.close(fd)
+
+
+def test_an_agent_that_is_slow_to_close_its_copies_refuses_no_commit(
+    directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = os.close
+
+    def close_late(fd: int) -> None:
+        if threading.current_thread().name.startswith("anchors"):
+            time.sleep(0.1)
+        close(fd)
+
+    monkeypatch.setattr(os, "close", close_late)
+    with serving(directory):
+        write_weights(directory)
+        assert files(directory) == {f"weights-{KIND}"}
 
 
 def test_weights_that_a_process_can_still_write_are_not_committed(

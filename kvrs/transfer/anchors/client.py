@@ -107,6 +107,9 @@ class AnchorClient:
                     raise ConnectionResetError("the agent ended, or refuses this process")
                 answer: Answer = decode_answer(self._key, server_nonce, nonce, message)
                 assert isinstance(answer, Attached | AttachBusy)
+                # The agent closes its copies of the descriptors before the connection. While it
+                # has one, it takes the memory for used, and weights for writable.
+                connection.recv(1)
             except BaseException:
                 _close(fds)
                 raise
