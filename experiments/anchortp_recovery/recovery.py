@@ -100,8 +100,8 @@ def config_of(model: Path, ranks: int, load: Load, way: Way) -> Config:
             "proxy": {"port": 0, "admin_port": 0},
             "backup": {"mode": way.backup, "capacity_bytes": 1 << 29},
             "elastic": {"enabled": way.elastic},
-            # Streams wait for their instance, however long it takes.
-            "policy": {"recovery": {"wait_s": WAIT_S}},
+            # Requests and streams wait for their instance, however long it takes.
+            "policy": {"admission": {"wait_s": WAIT_S}, "recovery": {"wait_s": WAIT_S}},
         }
     )
 
@@ -159,7 +159,8 @@ def body_of(model: str, number: int, load: Load) -> dict[str, Any]:
 
 async def _serve(http: aiohttp.ClientSession, url: str, body: dict[str, Any], into: Served) -> None:
     async with http.post(f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
+        if response.status != 200:
+            raise RuntimeError(f"status {response.status}: {await response.text()}")
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
