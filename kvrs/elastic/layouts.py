@@ -45,6 +45,10 @@ class Layout:
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
 
+    def layers(self, stages: range) -> range:
+        """Of consecutive stages."""
+        return range(self.stages[stages.start].first, self.stages[stages.stop - 1].last)
+
     def stage_of(self, rank: int) -> Stage:
         return next(stage for stage in self.stages if rank in stage.ranks)
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -31,6 +32,11 @@ def probe_page(pages: int) -> int:
     return pages + 1
 
 
+def of_layers(geometry: KvGeometry, layers: range) -> KvGeometry:
+    """The geometry of these layers' part of each page, which is one run of its bytes."""
+    return msgspec.structs.replace(geometry, layers=len(layers))
+
+
 def memory_bytes(geometry: KvGeometry, pages: int) -> int:
     return (pages + _MORE_PAGES) * geometry.page_bytes
 
@@ -47,11 +53,20 @@ class _Own:
 
 class CellPool:
     """A `KvStore` over the cells of one rank, in memory `[cells, pages + 2, 2, page_size_tokens,
-    head_dim]` of all.
+    head_dim]` of all, or of those of consecutive layers.
     """
 
-    def __init__(self, share: Share, geometry: KvGeometry, pages: int, memory: Tensor) -> None:
-        """`memory`: bytes that are all finite numbers."""
+    def __init__(
+        self,
+        share: Share,
+        geometry: KvGeometry,
+        pages: int,
+        memory: Tensor,
+        first_layer: int = 0,
+    ) -> None:
+        """`memory`: bytes that are all finite numbers, from the cells of `first_layer` on; the
+        layers of `geometry` are those in it.
+        """
         self.geometry, self.device = geometry, memory.device
         self.zero_page = zero_page(pages)
         size, width = geometry.page_size_tokens, geometry.head_dim
@@ -62,7 +77,7 @@ class CellPool:
         self._own: dict[int, _Own] = {}
         columns: list[int] = []
         for layer, heads in zip(share.layers, share.heads, strict=True):
-            cells = [layer * geometry.kv_heads + head for head in heads]
+            cells = [(layer - first_layer) * geometry.kv_heads + head for head in heads]
             beside = cells == list(range(cells[0], cells[0] + len(cells))) if cells else False
             self._own[layer] = _Own(torch.tensor(cells), cells[0] if beside else None, len(cells))
             columns += cells
@@ -139,8 +154,9 @@ class GatheredPages:
     def __init__(self, pool: WholePages, pages: Sequence[int]) -> None:
         self._pool, self._losses = pool, pool.losses
         self._pages = torch.tensor(pages, dtype=torch.int64)
-        self._buffer = torch.empty(len(pages), pool.geometry.page_bytes, dtype=torch.uint8)
-        self.views = [page.numpy().data for page in self._buffer]
+        # `[pages, page_bytes]`
+        self.buffer = torch.empty(len(pages), pool.geometry.page_bytes, dtype=torch.uint8)
+        self.views = [page.numpy().data for page in self.buffer]
 
     async def save(self) -> None:
         await self._carry(self._gather, len(self._pages))
@@ -169,10 +185,10 @@ class GatheredPages:
 
     def _gather(self) -> None:
         cells = self._pool.memory
-        whole = self._buffer.view(len(self._pages), *cells.shape[::2])
+        whole = self.buffer.view(len(self._pages), *cells.shape[::2])
         whole.copy_(cells[:, self._pages].transpose(0, 1))
 
     def _scatter(self, count: int) -> None:
         cells = self._pool.memory
-        whole = self._buffer.view(len(self._pages), *cells.shape[::2])
+        whole = self.buffer.view(len(self._pages), *cells.shape[::2])
         cells[:, self._pages[:count]] = whole[:count].transpose(0, 1)

@@ -43,29 +43,45 @@ class FormationEndedError(KvrsError):
 
 @dataclass(frozen=True, slots=True)
 class Areas:
-    """Where everything lies in the memory of a formation."""
+    """Where everything lies in the memory of a formation: of all stages, or of some."""
 
-    ranks: tuple[int, ...]
+    lines: tuple[int, ...]  # Ranks of all stages.
+    ranks: tuple[int, ...]  # Those of the stages that compute in this memory.
     slot_floats: int
+    hidden: int
     rows_floats: int  # Of one stage to the next.
-    boundaries: int
+    boundaries: range  # Behind which stages rows are handed on in this memory.
     logit_rows: int
     vocabulary: int
 
     @classmethod
-    def of(cls, layout: Layout, *, hidden: int, vocabulary: int, batch_tokens: int) -> "Areas":
+    def of(
+        cls,
+        layout: Layout,
+        stages: range | None = None,
+        *,
+        hidden: int,
+        vocabulary: int,
+        batch_tokens: int,
+    ) -> "Areas":
+        """`stages`: those that compute in this memory; None: all."""
+        last = len(layout.stages) - 1
+        stages = stages or range(last + 1)
         rows_floats = padded_rows(batch_tokens) * hidden
+        ranks = tuple(rank for stage in stages for rank in layout.stages[stage].ranks)
         most = max(
             len(cover(_places(owners, rank), len(owners)))
             for owners in (*layout.attention, *layout.mlp)
-            for rank in layout.ranks
+            for rank in ranks
         )
         return cls(
-            ranks=layout.ranks,
+            lines=layout.ranks,
+            ranks=ranks,
             slot_floats=most * rows_floats,
+            hidden=hidden,
             rows_floats=rows_floats,
-            boundaries=len(layout.stages) - 1,
-            logit_rows=batch_tokens,
+            boundaries=range(max(0, stages.start - 1), min(stages.stop, last)),
+            logit_rows=batch_tokens if last in stages else 0,
             vocabulary=vocabulary,
         )
 
@@ -77,7 +93,7 @@ class Areas:
         return self._slots + (2 * self.ranks.index(rank) + turn) * self.slot_floats * _FLOAT_BYTES
 
     def rows(self, boundary: int) -> int:
-        return self._rows + boundary * self.rows_floats * _FLOAT_BYTES
+        return self._rows + self.boundaries.index(boundary) * self.rows_floats * _FLOAT_BYTES
 
     @property
     def logits(self) -> int:
@@ -85,7 +101,7 @@ class Areas:
 
     @property
     def _slots(self) -> int:
-        return _whole_pages((1 + len(self.ranks)) * _LINE_BYTES)
+        return _whole_pages((1 + len(self.lines)) * _LINE_BYTES)
 
     @property
     def _rows(self) -> int:
@@ -93,14 +109,14 @@ class Areas:
 
     @property
     def _logits(self) -> int:
-        return _whole_pages(self._rows + self.boundaries * self.rows_floats * _FLOAT_BYTES)
+        return _whole_pages(self._rows + len(self.boundaries) * self.rows_floats * _FLOAT_BYTES)
 
 
 class Line:
     """The words of one rank."""
 
     def __init__(self, memory: mmap.mmap, areas: Areas, rank: int) -> None:
-        first = (1 + areas.ranks.index(rank)) * _LINE_BYTES
+        first = (1 + areas.lines.index(rank)) * _LINE_BYTES
         self.summed = Word(memory, first)  # How many sums it has handed over.
         self.sent = Word(memory, first + 4)  # The last batch of which it sent rows on.
         self.done = Word(memory, first + 8)  # The last batch that it has computed.
@@ -117,7 +133,7 @@ class FormationMemory:
     def __init__(self, memory: mmap.mmap, areas: Areas) -> None:
         self.areas = areas
         self.ended = Word(memory, 0)
-        self.lines = {rank: Line(memory, areas, rank) for rank in areas.ranks}
+        self.lines = {rank: Line(memory, areas, rank) for rank in areas.lines}
         self._floats = torch.frombuffer(memory, dtype=torch.float32)
         self._views: dict[tuple[int, int, int], Tensor] = {}
 
@@ -146,15 +162,15 @@ class FormationMemory:
         """Ranks that neither have computed a batch nor wait for another rank."""
         return [
             rank
-            for rank, line in self.lines.items()
-            if not line.done.has_reached(batch) and not self._waits(line)
+            for rank in self.areas.ranks
+            if not (line := self.lines[rank]).done.has_reached(batch) and not self._waits(line)
         ]
 
     def _waits(self, line: Line) -> bool:
         if not line.awaits.value:
             return False
         place, kind = divmod(line.awaits.value - 1, 2)
-        other = self.lines[self.areas.ranks[place]]
+        other = self.lines[self.areas.lines[place]]
         return not (other.sent if kind else other.summed).has_reached(line.until.value)
 
 
@@ -264,7 +280,7 @@ class SharedMemory:
         if word.has_reached(count):
             return
         self._line.until.note(count)
-        self._line.awaits.note(2 * self._areas.ranks.index(peer) + kind + 1)
+        self._line.awaits.note(2 * self._areas.lines.index(peer) + kind + 1)
         word.wait(count, self._look)
         self._line.awaits.note(0)
 

@@ -17,32 +17,22 @@ from kvrs.config.elastic import ElasticSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.moving import LinkRates
-from kvrs.elastic.plans import HOST, Move
 from kvrs.elastic.reforming import Costs, Reforming, Room
 from kvrs.elastic.shares import Share
-from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.digests import Note, root_of
 from kvrs.engine.models.weights import Weights
-from kvrs.engine.ranks.cells import WholePages, memory_bytes, probe_page
-from kvrs.engine.ranks.exchange import Areas
+from kvrs.engine.ranks.cells import probe_page
 from kvrs.engine.ranks.formation import Predict, RankFormation
-from kvrs.engine.ranks.futex import check_futexes
-from kvrs.engine.ranks.processes import RankProcesses
 from kvrs.engine.ranks.reformed import ReformingNow
 from kvrs.engine.ranks.reformer import Reformer
-from kvrs.engine.ranks.seats import END_S, Answered, Ended, Shared
-from kvrs.engine.ranks.wire import Fetched, Joined, Loaded, Refused
+from kvrs.engine.ranks.seats import END_S
+from kvrs.engine.ranks.stages import UNPREDICTED_S, StageRanks, limit_s_of
 from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
-from kvrs.errors import ConfigError, RanksLostError
+from kvrs.errors import RanksLostError
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import LayoutInfo, RankInfo
 from kvrs.scheduling.sequences import Chunk
 
-# A batch that takes longer has a rank that hangs: so many times as long as predicted, but at least
-# so long.
-_HANG_FACTOR = 8.0
-_HANG_S = 1.0
-_UNPREDICTED_S = 60.0
 _PROBE_TOKENS = 8
 
 
@@ -61,8 +51,10 @@ def describe_ranks(group: "RankGroup", node: NodeId) -> tuple[list[RankInfo], La
     return ranks, LayoutInfo(layout.number, stages)
 
 
-class RankGroup:
-    """The face of a `Worker`, over ranks. `execute` is called by one thread at a time."""
+class RankGroup(StageRanks):
+    """The face of a `Worker`, over ranks that are all on this node. `execute` is called by one
+    thread at a time.
+    """
 
     def __init__(
         self,
@@ -78,26 +70,13 @@ class RankGroup:
             ConfigError: directory or settings are wrong.
             KvrsError: there is not enough memory, a rank has ended, or the ranks differ.
         """
-        check_futexes()
-        if settings.device != "cpu":
-            raise ConfigError(
-                [
-                    f"cluster.engine.device: got {settings.device!r}; allowed with several "
-                    f"ranks: 'cpu'"
-                ]
-            )
-        self.settings, self.layout, self.full = settings, layout, layout
-        self._config = ModelConfig.from_directory(model_directory)
+        super().__init__(model_directory, settings, layout, range(len(layout.stages)))
+        self.full = layout
         self.geometry = geometry_of(self._config, settings)
         self.vocab_size, self.eos_token_ids = self._config.vocab, end_tokens_of(self._config)
         self.max_positions = min(settings.max_model_len, self._config.max_positions)
         self.gpus: list[str] | None = []
         self._is_closed = False
-        cells = Shared.make("kvrs-cells", memory_bytes(self.geometry, settings.pages))
-        self._cells = cells
-        self.pool = WholePages(
-            self.geometry, settings.pages, torch.frombuffer(cells.memory, dtype=torch.uint8)
-        )
         # Predicted seconds of a batch, once that is known.
         self.predict: Predict | None = None
         # Called from another thread: the instance cannot go on; something of the ranks is new.
@@ -106,7 +85,6 @@ class RankGroup:
         self.lost: dict[int, float] = {}  # Ranks that have died, and when that was noticed.
         self.lost_devices: set[int] = set()  # Of them, those whose memory is gone as well.
         self.streams = 0  # Of the last batch.
-        self.processes = RankProcesses(model_directory, settings, self._config, cells)
         self._serving = threading.Condition()
         self._computing = threading.Lock()
         self._formation: RankFormation | None = None
@@ -173,9 +151,7 @@ class RankGroup:
             formation, self.streams = self._formation, len(chunks)
             if formation is None:
                 raise RanksLostError(sorted(self.lost), "has died")
-            limit_s = _UNPREDICTED_S
-            if self.predict is not None:
-                limit_s = max(_HANG_S, _HANG_FACTOR * self.predict(chunks))
+            limit_s = limit_s_of(self.predict, chunks)
             try:
                 return formation.execute(chunks, self.geometry.page_size_tokens, limit_s)
             except RanksLostError:
@@ -228,8 +204,7 @@ class RankGroup:
             self._serving.notify_all()
         if self._formation is not None:
             self._formation.end()
-        self.processes.close(0.0 if self.lost else END_S)
-        self._cells.close()
+        self.end_ranks(0.0 if self.lost else END_S)
 
     # For the thread that re-forms.
 
@@ -242,22 +217,12 @@ class RankGroup:
                 self._formation.end()
             self._formation = None
 
-    def form(self, epoch: int, layout: Layout) -> RankFormation:
-        """A formation that is not computed in yet."""
-        areas = Areas.of(
-            layout,
-            hidden=self._config.hidden,
-            vocabulary=self.vocab_size,
-            batch_tokens=self.settings.max_batch_tokens,
-        )
-        return self.processes.form(epoch, layout, areas)
-
     def probe(self, formation: RankFormation) -> Tensor:
         """Logits that are the same in every formation."""
         count = min(_PROBE_TOKENS, self.geometry.page_size_tokens, self.max_positions)
         ids = [(7 * at + 3) % self.vocab_size for at in range(count)]
         chunk = Chunk(ids, 0, [probe_page(self.settings.pages)], wants_logits=True)
-        return formation.execute([chunk], self.geometry.page_size_tokens, _UNPREDICTED_S)
+        return formation.execute([chunk], self.geometry.page_size_tokens, UNPREDICTED_S)
 
     def serve(self, formation: RankFormation) -> None:
         with self._serving:
@@ -279,54 +244,21 @@ class RankGroup:
 
     def _start(self) -> Costs:
         """Raises ConfigError, KvrsError. Returns the costs of what was done."""
-        began_s, processes, layout = time.monotonic(), self.processes, self.layout
-        for stage, each in enumerate(layout.stages):
-            for rank in each.ranks:
-                processes.seats[rank] = processes.start(rank, layout, stage)
-        self._collect(len(layout.ranks))
-        loaded_s = time.monotonic()
-        units = self._config.units_of_ranks
-        moves = [
-            Move(unit, 0, units.bytes_of(unit), HOST, rank)
-            for rank in layout.ranks
-            for unit in sorted(layout.held(rank))
-            if units.bytes_of(unit)
-        ]
-        processes.fetch(1, moves)
-        self._collect(len(moves))
-        fetched_s = time.monotonic()
-        formation = self.form(1, layout)
-        self._collect(len(layout.ranks))
+        formation, times = self.start_ranks()
         self.probed = self.probe(formation)
         self._formation = formation
-        most = max(layout.weight_bytes(rank, units) for rank in layout.ranks)
-        rate = most / max(fetched_s - loaded_s, 1e-3)
+        layout, load_s = self.layout, times.loaded_s - times.began_s
+        most = max(layout.weight_bytes(rank, self._config.units_of_ranks) for rank in layout.ranks)
+        rate = most / max(times.fetched_s - times.loaded_s, 1e-3)
         return Costs(
             # A copy within memory is several times as fast as a read and a hash.
             rates=LinkRates(rate, 2 * rate),
             kept_is_readable=True,
-            join_s=time.monotonic() - fetched_s,
-            restart_s=loaded_s - began_s,
-            replace_s=loaded_s - began_s,
-            back_s=loaded_s - began_s,
+            join_s=time.monotonic() - times.fetched_s,
+            restart_s=load_s,
+            replace_s=load_s,
+            back_s=load_s,
         )
-
-    def _collect(self, count: int) -> None:
-        """So many answers."""
-        for _ in range(count):
-            told = self.processes.told.get()
-            if isinstance(told, Ended):
-                raise RanksLostError([told.seat.rank], "did not start")
-            assert isinstance(told, Answered)
-            match told.answer:
-                case Refused(faults=faults):
-                    raise ConfigError(faults)
-                case Loaded() as loaded:
-                    self.processes.loaded(told.seat, loaded)
-                case Fetched() as fetched:
-                    self.processes.fetched(told.seat, fetched)
-                case Joined():
-                    pass
 
     def _fingerprint(self, directory: Path) -> str:
         arithmetic = self.processes.arithmetic

@@ -255,8 +255,9 @@ class RankProcesses:
             ]
             _order(seat, Attach(places), [memory.descriptor])
 
-    def form(self, epoch: int, layout: Layout, areas: Areas) -> RankFormation:
-        """Let the ranks compute together, in memory of their own; each answers when it can.
+    def form(self, epoch: int, layout: Layout, stages: range, areas: Areas) -> RankFormation:
+        """Let the ranks of these stages, which are on this node, compute together, in memory of
+        their own; each answers when it can.
 
         Raises:
             KvrsError: there is not so much memory.
@@ -264,8 +265,9 @@ class RankProcesses:
         shared = Shared.make("kvrs-formation", areas.size_bytes)
         try:
             formation = RankFormation(epoch, layout, self.seats, areas, shared)
-            for rank in layout.ranks:
-                _order(self.seats[rank], Join(epoch, layout), [shared.descriptor])
+            order = Join(epoch, layout, (stages.start, stages.stop))
+            for rank in areas.ranks:
+                _order(self.seats[rank], order, [shared.descriptor])
         finally:
             os.close(shared.descriptor)
         return formation

@@ -33,7 +33,7 @@ from kvrs.engine.models.loading import proven, read_decoder
 from kvrs.engine.models.ranges import RangeReader
 from kvrs.engine.models.unit_blocks import UnitBlock, UnitBlocks, assemble
 from kvrs.engine.models.weights import Weights
-from kvrs.engine.ranks.cells import CellPool
+from kvrs.engine.ranks.cells import CellPool, of_layers
 from kvrs.engine.ranks.exchange import Areas, FormationEndedError, FormationMemory, SharedMemory
 from kvrs.engine.ranks.futex import Life
 from kvrs.engine.ranks.wire import (
@@ -164,7 +164,7 @@ class _Rank:
                 (file,) = self._descriptors()
                 assert self._loaded is not None, "weights are there first"
                 self._epoch = order.epoch
-                self._worker = self._loaded.worker(order.layout, _mapped(file))
+                self._worker = self._loaded.worker(order, _mapped(file))
                 self._answer(Joined(order.epoch))
             case Compute():
                 self._compute(order)
@@ -196,7 +196,7 @@ class _Rank:
             return  # The formation has ended in an earlier batch.
         try:
             with torch.inference_mode():
-                self._worker.execute(chunks_of(order), order.batch)
+                self._worker.execute(chunks_of(order.chunks), order.batch)
         except FormationEndedError:
             self._worker = None
 
@@ -283,7 +283,8 @@ class _Loaded:
             block = self._unit_blocks.block(place.unit, memory, place.offset)
             self._blocks[place.unit] = block
 
-    def worker(self, layout: Layout, memory: mmap.mmap) -> ShareWorker:
+    def worker(self, order: Join, memory: mmap.mmap) -> ShareWorker:
+        layout, stages = order.layout, range(*order.stages)
         share = Share.of(layout, self._rank)
         held = layout.held(self._rank)
         self._blocks = {unit: block for unit, block in self._blocks.items() if unit in held}
@@ -292,11 +293,14 @@ class _Loaded:
             decoder = proven(whole, self._proofs)
         areas = Areas.of(
             layout,
+            stages,
             hidden=self._config.hidden,
             vocabulary=self._config.vocab,
             batch_tokens=self._batch_tokens,
         )
-        pool = CellPool(share, self._geometry, self._pages, self._cells)
+        layers = layout.layers(stages)
+        geometry = of_layers(self._geometry, layers)
+        pool = CellPool(share, geometry, self._pages, self._cells, layers.start)
         formation = FormationMemory(memory, areas)
         return ShareWorker(self._config, layout, self._rank, decoder, pool, formation)
 

@@ -72,6 +72,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
     epoch: int
     layout: Layout
+    stages: tuple[int, int]  # Those [first, end) whose cells and rows are in memory of this node.
 
 
 class WireChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -138,10 +139,9 @@ def batch_of(epoch: int, batch: int, chunks: Sequence[Chunk], page_size_tokens: 
     return Compute(epoch, batch, wire)
 
 
-def chunks_of(order: Compute) -> list[Chunk]:
+def chunks_of(wire: Sequence[WireChunk]) -> list[Chunk]:
     return [
-        Chunk(list(one.token_ids), one.first_position, one.pages, one.wants_logits)
-        for one in order.chunks
+        Chunk(list(one.token_ids), one.first_position, one.pages, one.wants_logits) for one in wire
     ]
 
 

@@ -1,0 +1,138 @@
+"""The ranks of consecutive stages of an instance on one node: their processes, the memory of their
+KV cells, and their start.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvrs.config.engine import EngineSettings
+from kvrs.elastic.layouts import Layout
+from kvrs.elastic.plans import HOST, Move
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.cells import WholePages, memory_bytes, of_layers
+from kvrs.engine.ranks.exchange import Areas
+from kvrs.engine.ranks.formation import Predict, RankFormation
+from kvrs.engine.ranks.futex import check_futexes
+from kvrs.engine.ranks.processes import RankProcesses
+from kvrs.engine.ranks.seats import END_S, Answered, Ended, Shared
+from kvrs.engine.ranks.wire import Fetched, Joined, Loaded, Refused
+from kvrs.engine.worker import geometry_of
+from kvrs.errors import ConfigError, RanksLostError
+from kvrs.scheduling.sequences import Chunk
+
+# A batch that takes longer has a rank that hangs: so many times as long as predicted, but at least
+# so long.
+_HANG_FACTOR = 8.0
+_HANG_S = 1.0
+UNPREDICTED_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """Moments of a start: when it began, when ranks were loaded and when they had their units."""
+
+    began_s: float
+    loaded_s: float
+    fetched_s: float
+
+
+class StageRanks:
+    """Ranks that are not started yet."""
+
+    def __init__(
+        self, model_directory: Path, settings: EngineSettings, layout: Layout, stages: range
+    ) -> None:
+        """`stages`: those of the layout that are on this node.
+
+        Raises:
+            ConfigError: directory or settings are wrong.
+            KvrsError: there is not enough memory.
+        """
+        check_futexes()
+        if settings.device != "cpu":
+            raise ConfigError(
+                [
+                    f"cluster.engine.device: got {settings.device!r}; allowed with several "
+                    f"ranks: 'cpu'"
+                ]
+            )
+        self.settings, self.layout, self.stages = settings, layout, stages
+        self.layers = layout.layers(stages)
+        self._config = ModelConfig.from_directory(model_directory)
+        geometry = of_layers(geometry_of(self._config, settings), self.layers)
+        self._cells = Shared.make("kvrs-cells", memory_bytes(geometry, settings.pages))
+        # The part of each page that these layers have.
+        self.pool = WholePages(
+            geometry, settings.pages, torch.frombuffer(self._cells.memory, dtype=torch.uint8)
+        )
+        self.processes = RankProcesses(model_directory, settings, self._config, self._cells)
+
+    def start_ranks(self) -> tuple[RankFormation, StartTimes]:
+        """Start the processes and wait until all can compute.
+
+        Raises:
+            ConfigError, KvrsError: a rank cannot be used, or has ended.
+        """
+        began_s, processes, layout = time.monotonic(), self.processes, self.layout
+        for stage in self.stages:
+            for rank in layout.stages[stage].ranks:
+                processes.seats[rank] = processes.start(rank, layout, stage)
+        self._collect(len(processes.seats))
+        loaded_s = time.monotonic()
+        units = self._config.units_of_ranks
+        moves = [
+            Move(unit, 0, units.bytes_of(unit), HOST, rank)
+            for rank in processes.seats
+            for unit in sorted(layout.held(rank))
+            if units.bytes_of(unit)
+        ]
+        processes.fetch(1, moves)
+        self._collect(len(moves))
+        fetched_s = time.monotonic()
+        formation = self.form(1, layout)
+        self._collect(len(processes.seats))
+        return formation, StartTimes(began_s, loaded_s, fetched_s)
+
+    def form(self, epoch: int, layout: Layout) -> RankFormation:
+        """A formation that is not computed in yet."""
+        areas = Areas.of(
+            layout,
+            self.stages,
+            hidden=self._config.hidden,
+            vocabulary=self._config.vocab,
+            batch_tokens=self.settings.max_batch_tokens,
+        )
+        return self.processes.form(epoch, layout, self.stages, areas)
+
+    def end_ranks(self, patience_s: float = END_S) -> None:
+        """End all processes, however far they are, and give the memory back."""
+        self.processes.close(patience_s)
+        self._cells.close()
+
+    def _collect(self, count: int) -> None:
+        """So many answers."""
+        for _ in range(count):
+            told = self.processes.told.get()
+            if isinstance(told, Ended):
+                raise RanksLostError([told.seat.rank], "did not start")
+            assert isinstance(told, Answered)
+            match told.answer:
+                case Refused(faults=faults):
+                    raise ConfigError(faults)
+                case Loaded() as loaded:
+                    self.processes.loaded(told.seat, loaded)
+                case Fetched() as fetched:
+                    self.processes.fetched(told.seat, fetched)
+                case Joined():
+                    pass
+
+
+def limit_s_of(predict: Predict | None, chunks: Sequence[Chunk]) -> float:
+    """How long a batch may take."""
+    if predict is None:
+        return UNPREDICTED_S
+    return max(_HANG_S, _HANG_FACTOR * predict(chunks))
