@@ -27,6 +27,7 @@ from kvrs.errors import ConfigError, KvrsError
 from kvrs.http import naming_port
 from kvrs.ids import NodeId
 from kvrs.logs import log_to_stderr
+from kvrs.protocol.instance import Role
 
 if TYPE_CHECKING:
     from distserve_patches.server import Launch
@@ -83,7 +84,10 @@ def _serve(arguments: Sequence[str]) -> None:
     node = _node(config, ours.kvrs_node)
     off_gpu = config.cluster.engine.device == "cpu"
     upstream.load(
-        config.cluster.distserve.home, off_gpu=off_gpu, logical_gpu_bytes=_logical_gpu_bytes(config)
+        config.cluster.distserve.home,
+        off_gpu=off_gpu,
+        logical_gpu_bytes=_logical_gpu_bytes(config),
+        pace=config.cluster.engine.pace,
     )
     _add_flags(parser, config, off_gpu=off_gpu)
     if wants_help:
@@ -167,6 +171,10 @@ def _node(config: Config, wanted: NodeId) -> NodeSettings:
         )
     for node in config.cluster.nodes:
         if node.id == wanted:
+            if all(instance.role is not Role.PREFILL for instance in node.instances):
+                raise ConfigError(
+                    [f"cluster.nodes: node {wanted!r} has no prefill instance; allowed here: both"]
+                )
             return node
     allowed = ", ".join(node.id for node in config.cluster.nodes)
     raise ConfigError([f"--kvrs-node: {wanted!r} is not in cluster.nodes; allowed: {allowed}"])

@@ -185,7 +185,6 @@ class DecodeCore(StageCore):
     ) -> None:
         super().__init__(engine, queue, clock=clock, lease_s=lease_s)
         self.fetcher: PageFetcher | None = None  # Of the running stage.
-        self.reserving = 0  # Runs that wait for room for their history.
         self._parked: list[_JobRun] = []  # Runs that need the context stage, which is down.
         # Gets the unexpected error that ended a pull.
         self.bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -275,13 +274,10 @@ class DecodeCore(StageCore):
         from there.
         """
         job, pages = job_run.job, self.engine.stage(Stage.DECODING).pages
-        self.reserving += 1
         try:
             blocks = await self.engine.reserve(job)
         except JobEnded:
             return
-        finally:
-            self.reserving -= 1
         job_run.run.sequence.extend_tags(pages.page_size_tokens)
         # Pinned while a peer's bytes are written into them, even when the run is aborted meanwhile.
         for block in blocks:

@@ -188,7 +188,7 @@ class RecoverableEngine:
         state = self._states[which]
         if state.alive:
             stage = self._stages[which]
-            state.queued, state.running = stage.queued, stage.running
+            state.queued, state.running, state.full = stage.queued, stage.running, stage.full
             state.step_s = stage.scheduler.step_time.average_s
         return state
 

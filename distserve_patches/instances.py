@@ -111,14 +111,14 @@ class StageInstance(ServedInstance):
         )
 
     def _queue_delay_s(self) -> float:
-        """At the context stage the prompts before; at the decoding stage the wait for room, where
-        there is none.
+        """At the context stage the prompts before; at the decoding stage the wait for a place or
+        for blocks, where there is none.
         """
         if not isinstance(self.core, DecodeCore):
             return self.core.queue.delay_s
-        now_s, waiting = time.monotonic(), self.core.reserving
-        self._admission_wait.observe(now_s, self.core.ended_runs, full=waiting > 0)
-        return self._admission_wait.expected_s(now_s, waiting)
+        now_s, stage = time.monotonic(), self.stage
+        self._admission_wait.observe(now_s, self.core.ended_runs, full=stage.full)
+        return self._admission_wait.expected_s(now_s, stage.queued)
 
     async def start(self) -> None:
         """Serve pages; the HTTP side and the engine are the caller's."""

@@ -67,4 +67,5 @@ class StageState:
     workers_here: bool = False  # All of them run on this process' own node.
     queued: int = 0
     running: int = 0
+    full: bool = False  # One more job would wait until another one has ended.
     step_s: float = 0.0  # Average time of recent steps, 0 before the first.

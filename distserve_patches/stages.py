@@ -197,6 +197,10 @@ class ContextStage(_RestartableStage, ContextStageLLMEngine):  # type: ignore[mi
     def running(self) -> int:
         return sum(map(len, self.batches_in_pipeline))
 
+    @property
+    def full(self) -> bool:
+        return False  # Its wait is that for the prompts before, which do not stay.
+
 
 class DecodingStage(_RestartableStage, DecodingStageLLMEngine):  # type: ignore[misc]  # Upstream has no types.
     name = Stage.DECODING
@@ -305,3 +309,16 @@ class DecodingStage(_RestartableStage, DecodingStageLLMEngine):  # type: ignore[
     @property
     def running(self) -> int:
         return int(self.scheduler.get_processing_num_requests())
+
+    @property
+    def full(self) -> bool:
+        """Whether every batch has all the requests that it may have, or blocks run short."""
+        scheduler, blocks = self.scheduler, self.block_manager
+        if self.running >= self.sched_config.max_batch_size * len(scheduler.batch_queues):
+            return True
+        # The first one in the line, as upstream accepts it.
+        first = next(iter(scheduler.unaccepted_queue), None)
+        return bool(scheduler.swapped_queue) or (
+            first is not None
+            and blocks.get_num_blocks_needed(first.req) > blocks.get_num_avail_gpu_blocks()
+        )

@@ -14,6 +14,7 @@ from distserve_patches import checkout
 # By these a worker process learns what to load: the same as the process that started it.
 _KIND_ENV = "KVRS_DISTSERVE_WORKER"
 _MEMORY_ENV = "KVRS_DISTSERVE_LOGICAL_GPU_BYTES"
+_PACE_ENV = "KVRS_DISTSERVE_PACE"
 # Some thousand tokens of a small model.
 LOGICAL_GPU_BYTES = 64 << 20
 
@@ -23,6 +24,7 @@ class _Loaded:
     home: Path
     off_gpu: bool
     logical_gpu_bytes: int
+    pace: str | None
 
 
 _loaded: _Loaded | None = None
@@ -33,17 +35,22 @@ def load(
     *,
     off_gpu: bool = False,
     logical_gpu_bytes: int = LOGICAL_GPU_BYTES,
+    pace: str | None = None,
 ) -> None:
     """Import the checkout at `home` (none: the environment's DISTSERVE_HOME) and patch it; a second
     call does nothing.
 
     With `off_gpu` it runs on a CPU: kvrs' engine stands for SwiftTransformer, and shared memory for
-    GPU memory, of which each worker finds `logical_gpu_bytes`.
+    GPU memory, of which each worker finds `logical_gpu_bytes`. There a profile's name or path as
+    `pace` makes each step of a worker last as long as that profile says.
 
     Raises:
         ConfigError: there is no checkout, or it is not the one that kvrs was written for.
     """
-    asked = _Loaded(checkout.find(home), off_gpu, logical_gpu_bytes)
+    assert off_gpu or pace is None, "a GPU has a pace of its own"
+    if pace is not None and Path(pace).is_file():
+        pace = str(Path(pace).resolve())  # Workers may run in another directory.
+    asked = _Loaded(checkout.find(home), off_gpu, logical_gpu_bytes, pace)
     if _loaded is not None:
         assert _loaded == asked, f"DistServe is loaded already: {_loaded}"
         return
@@ -57,7 +64,8 @@ def load(
 def load_in_worker() -> None:
     """In a worker process: load what the process that started it had loaded. Elsewhere: nothing."""
     if (kind := os.environ.pop(_KIND_ENV, None)) is not None:
-        _load(_Loaded(checkout.find(None), kind == "cpu", int(os.environ[_MEMORY_ENV])))
+        memory_bytes, pace = int(os.environ[_MEMORY_ENV]), os.environ.get(_PACE_ENV)
+        _load(_Loaded(checkout.find(None), kind == "cpu", memory_bytes, pace))
 
 
 def use_worker(worker: type) -> None:
@@ -77,6 +85,8 @@ def use_worker(worker: type) -> None:
         _KIND_ENV: "cpu" if _loaded.off_gpu else "gpu",
         _MEMORY_ENV: str(_loaded.logical_gpu_bytes),
     }
+    if _loaded.pace is not None:
+        environment[_PACE_ENV] = _loaded.pace
     if _loaded.off_gpu:
         # One thread per process, and one order of additions.
         environment["OMP_NUM_THREADS"] = "1"
@@ -103,5 +113,5 @@ def _load(what: _Loaded) -> None:
     if what.off_gpu:
         from distserve_patches.cpu import runtime
 
-        runtime.apply(what.logical_gpu_bytes)
+        runtime.apply(what.logical_gpu_bytes, what.pace)
     _loaded = what

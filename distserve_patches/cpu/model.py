@@ -2,6 +2,7 @@
 embedded engine.
 """
 
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,9 +22,24 @@ from kvrs.engine.sampler import SamplingParams, sample
 from kvrs.engine.worker import check_attention
 from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.sequences import Chunk
 
 _GREEDY = SamplingParams(temperature=0.0)
+
+_pace: Pace | None = None
+
+
+def keep_pace(pace: Pace | None) -> None:
+    """From now on steps and loads of this process last as long as on that machine; None: as long
+    as they take.
+    """
+    global _pace
+    _pace = pace
+
+
+def _sleep_until(end_s: float) -> None:
+    time.sleep(max(0.0, end_s - time.perf_counter()))
 
 
 def llama(
@@ -136,6 +152,7 @@ class Model:
         assert self.group is not None, "the communicator comes first"
         if not self.group.leads:
             return
+        started_s = time.perf_counter()
         keep_freed_memory()
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
@@ -154,6 +171,8 @@ class Model:
                 config, Weights(directory), self._positions, torch.device("cpu")
             )
             check_attention(config, own.page_size_tokens, torch.device("cpu"))
+        if _pace is not None:
+            _sleep_until(started_s + _pace.load_s)
 
     def forward(
         self,
@@ -199,7 +218,7 @@ class Model:
     ) -> list[int]:
         assert self._decoder is not None, "the leader has loaded the weights"
         assert self._pool is not None, "the leader has met the others"
-        chunks = []
+        started_s, chunks = time.perf_counter(), []
         for tokens, first, blocks in zip(token_ids, first_positions, block_tables, strict=True):
             if len(blocks) > self._blocks_per_request:
                 raise ValueError(
@@ -214,4 +233,7 @@ class Model:
             chunks.append(Chunk(tokens, first, blocks, wants_logits=True))
         with torch.inference_mode():
             logits = self._decoder.forward(build_step(chunks, self._pool), self._pool)
-        return [sample(row, _GREEDY, 0) for row in logits]
+        sampled = [sample(row, _GREEDY, 0) for row in logits]
+        if _pace is not None:
+            _sleep_until(started_s + _pace.batch_s(chunks))
+        return sampled

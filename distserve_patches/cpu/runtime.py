@@ -3,16 +3,20 @@
 from functools import partial
 from typing import Any
 
+from distserve_patches.cpu import model
 from distserve_patches.cpu.cuda import Torch
+from kvrs.scheduling.pace import Pace
 
 
-def apply(logical_gpu_bytes: int) -> None:
+def apply(logical_gpu_bytes: int, pace: str | None) -> None:
     import distserve.llm as llm
     import distserve.worker as worker
 
     worker.torch = Torch()
     worker.get_gpu_memory = lambda: logical_gpu_bytes
     worker.download_and_convert_weights = _directory_of
+    if pace is not None:
+        model.keep_pace(Pace(pace))
     # Upstream's command line has no flag for it, and its default is half precision.
     llm.ModelConfig = partial(llm.ModelConfig, dtype="fp32")
 

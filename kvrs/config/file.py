@@ -40,7 +40,8 @@ ADMIN_ENV_NAME = "KVRS_ADMIN_TOKEN"
 class ProfileSettings(Settings):
     prefill: str | None = None
     """A table that comes with kvrs, by name, or a file, by path (docs/profiles.md), for all
-    instances. null: each instance measures its own.
+    instances; not for DistServe's decoding stages, which read known tokens one a step. null: each
+    instance measures its own.
     """
 
 
@@ -405,7 +406,8 @@ def _faults_of_vllm(config: Config) -> Iterator[str]:
 def _faults_of_distserve(config: Config) -> Iterator[str]:
     for node in config.cluster.nodes:
         roles = sorted(instance.role.value for instance in node.instances)
-        if roles != [Role.DECODE, Role.PREFILL]:
+        # To a proxy that is not to use a server's prefill, its decode instance is shown alone.
+        if roles not in ([Role.DECODE, Role.PREFILL], [Role.DECODE]):
             allowed = (
                 "allowed with backend 'distserve': one prefill and one decode, which are one server"
             )
@@ -413,12 +415,9 @@ def _faults_of_distserve(config: Config) -> Iterator[str]:
                 f"cluster.nodes: node {node.id!r} has instances of roles {', '.join(roles)}; "
                 f"{allowed}"
             )
-    for key, wanted in (
-        ("cluster.engine.pace", config.cluster.engine.pace),
-        ("profiles.prefill", config.profiles.prefill),
-    ):
-        if wanted is not None:
-            yield (
-                f"{key}: got {wanted!r}; allowed with backend 'distserve': null (each stage "
-                f"measures itself)"
-            )
+    engine = config.cluster.engine
+    if engine.pace is not None and engine.device != "cpu":
+        yield (
+            f"cluster.engine.pace: got {engine.pace!r}; allowed with backend 'distserve' on "
+            f"{engine.device!r}: null"
+        )

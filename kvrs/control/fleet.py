@@ -210,15 +210,16 @@ class Instances:
         ):
             if wanted != got:
                 return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"
-        if self._table is None and len(info.prefill.seconds) < 2:
+        if self._named_table(info) is None and len(info.prefill.seconds) < 2:
             return (
                 f"its prefill table has {len(info.prefill.seconds)} entries, at least 2 are needed"
             )
         own = info.own_prefill
-        if own is not None and (own not in self.known or self.known[own].role is not Role.PREFILL):
+        is_known = own in self.known and self.known[own].role is Role.PREFILL
+        if own is not None and not is_known and Capability.PULL_PAGES not in info.capabilities:
             return (
                 f"own_prefill is {str(own)!r}, which the configuration does not have as a "
-                f"prefill instance"
+                f"prefill instance, and it fetches no pages of others"
             )
         served = self._served
         others_up = any(
@@ -247,11 +248,17 @@ class Instances:
             role=info.role,
             epoch=info.epoch,
             geometry=info.geometry,
-            prefill=self._table or PrefillTable.from_measured(info.prefill),
+            prefill=self._named_table(info) or PrefillTable.from_measured(info.prefill),
             capabilities=frozenset(info.capabilities),
             max_model_len=info.max_model_len or None,
-            own_prefill=info.own_prefill,
+            own_prefill=info.own_prefill if info.own_prefill in self.known else None,
         )
+
+    def _named_table(self, info: InstanceInfo) -> PrefillTable | None:
+        """The table of the settings; None: the instance's own counts. One that has another instance
+        compute its prompts reads known tokens one a step.
+        """
+        return self._table if info.own_prefill is None else None
 
     def lose(self, known: KnownInstance, cause: str) -> None:
         """Note that the instance is not used any more."""

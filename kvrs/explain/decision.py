@@ -238,14 +238,16 @@ def _taken_apart(case: Case, rule: Rule, estimate: Estimate, others: float) -> W
 
 
 def _hand_off(question: Question, how: Handoff) -> WeighedHandoff:
-    own = HandoffCandidate(InstanceId("own"), question.own_queue_s, question.local_bytes_per_s)
+    own = HandoffCandidate(
+        InstanceId("own"), question.own_queue_s, question.local_bytes_per_s, is_near=True
+    )
     remote = HandoffCandidate(InstanceId("target"), question.target_queue_s, question.bytes_per_s)
     kv_bytes, handshake_s = (
         question.prompt_tokens * question.geometry.bytes_per_token,
         question.settings.handshake_s,
     )
     own_s, remote_s = (
-        hand_off_s(how, each, each is own, kv_bytes, handshake_s) for each in (own, remote)
+        hand_off_s(how, each, kv_bytes, handshake_s) for each in (own, remote)
     )
     return WeighedHandoff(
         how, own_s, remote_s, choose(how, own, [remote], kv_bytes, handshake_s) is own

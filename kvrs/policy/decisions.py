@@ -16,7 +16,7 @@ from kvrs.policy.model.streams import Decision, Stream
 from kvrs.policy.options import plan_of, takes_slot
 from kvrs.policy.options.base import Books
 from kvrs.policy.options.in_place import estimate_stay
-from kvrs.policy.routing import pair_for, targets_for
+from kvrs.policy.routing import pair_for, starts_at, targets_for
 from kvrs.policy.rules import BY_NAME
 from kvrs.policy.slots import SlotBook
 from kvrs.policy.timers import is_past
@@ -55,7 +55,8 @@ class Decisions:
             pair = pair_for(self._view, stream, barred_too=True)
         if pair is None:
             return None
-        prefill, decode = pair
+        prefill, planned = pair
+        decode = starts_at(self._view, stream, prefill, planned, self._settings)
         # The length of a text is a guess, and more than the model takes is refused at once.
         tokens = min(stream.prompt_tokens, prefill.instance.max_model_len or stream.prompt_tokens)
         table, queue_s, transfer_s = prefill.instance.prefill, prefill.queue_s, 0.0

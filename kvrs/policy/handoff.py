@@ -20,30 +20,32 @@ class HandoffCandidate:
     queue_s: float
     bytes_per_s: float  # From the prefill instance.
     bytes_ahead: int = 0  # On that link already.
+    is_near: bool = False  # On the prefill instance's own node.
 
 
 def choose(
     how: Handoff,
-    own: HandoffCandidate,
+    planned: HandoffCandidate,
     others: Sequence[HandoffCandidate],
     kv_bytes: int,
     handshake_s: float,
 ) -> HandoffCandidate:
-    """The candidate at which the stream goes on soonest; a tie goes to `own`, the planned one."""
+    """The candidate at which the stream goes on soonest; a tie goes to the planned one."""
     if how is Handoff.OWN_PAIR or not others:
-        return own
+        return planned
     return min(
-        (own, *others), key=lambda each: hand_off_s(how, each, each is own, kv_bytes, handshake_s)
+        (planned, *others), key=lambda each: hand_off_s(how, each, kv_bytes, handshake_s)
     )
 
 
 def hand_off_s(
-    how: Handoff, candidate: HandoffCandidate, is_own: bool, kv_bytes: int, handshake_s: float
+    how: Handoff, candidate: HandoffCandidate, kv_bytes: int, handshake_s: float
 ) -> float:
     """Seconds until the stream goes on there: by seed KVRS (`rom`), or by all terms."""
     if how is Handoff.ROM:
-        # The own pair's link is taken to cost nothing: NVLink in seed KVRS.
-        return candidate.queue_s + (0.0 if is_own else kv_bytes / candidate.bytes_per_s)
+        # The link of the own pair is taken to cost nothing: NVLink in seed KVRS.
+        is_free = candidate.is_near
+        return candidate.queue_s + (0.0 if is_free else kv_bytes / candidate.bytes_per_s)
     # What is ahead on the link drains while the stream queues.
     wait_s = max(candidate.queue_s, candidate.bytes_ahead / candidate.bytes_per_s)
     return wait_s + handshake_s + kv_bytes / candidate.bytes_per_s

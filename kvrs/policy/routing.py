@@ -2,6 +2,7 @@
 recoveries to the few targets worth weighing.
 """
 
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from kvrs.config.policy import Handoff, PolicySettings
@@ -180,6 +181,23 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
     return targets or [assigned]
 
 
+def starts_at(
+    view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
+) -> Member:
+    """The decode instance of a stream that begins. Where it would be one call of a server for both
+    stages, the hand-off cannot be redirected later, so it is weighed now.
+    """
+    is_one_call = planned.own_prefill == prefill.instance.id
+    if settings.handoff is Handoff.OWN_PAIR or not is_one_call or not prefill.retains:
+        return planned
+    others = (
+        member
+        for member in _able(view, stream, prefill, planned)
+        if _takes(view, member, stream)
+    )
+    return _soonest(view, stream, prefill, planned, others, settings)
+
+
 def hand_off_to(
     view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
 ) -> Member | None:
@@ -191,27 +209,49 @@ def hand_off_to(
     is_left = planned.reforming is not None and planned.is_drained
     if settings.handoff is Handoff.OWN_PAIR and not is_left and planned.is_clear(view.now_s):
         return planned
-    geometry = prefill.instance.geometry
     others = (
         member
-        for member in view.decoders()
-        if member is not planned
-        and member.instance.geometry == geometry
-        and (member.pulls or member.own_prefill is None)
-        and _may_have(view, member, stream, barred_too=False)
-        and member.continues(stream.tokens)
-        and view.is_healthy(member)
+        for member in _able(view, stream, prefill, planned)
+        if member.continues(stream.tokens) and view.is_healthy(member)
     )
     is_kept = planned.quarantined_for not in (None, stream.id)
     if is_left or is_kept or (view.is_busy(planned) and planned.health.tried_by != stream.id):
         return next(others, None if keeps_out(view, planned, stream) else planned)
     if settings.handoff is Handoff.OWN_PAIR:
         return planned
+    return _soonest(view, stream, prefill, planned, others, settings)
+
+
+def _able(
+    view: ClusterView, stream: Stream, prefill: Member, planned: Member
+) -> Iterator[Member]:
+    """The decode instances beside the planned one that could take a hand-off of this stream, the
+    least loaded first.
+    """
+    geometry = prefill.instance.geometry
+    for member in view.decoders():
+        if (
+            member is not planned
+            and member.instance.geometry == geometry
+            and (member.pulls or member.own_prefill is None)
+            and _may_have(view, member, stream, barred_too=False)
+        ):
+            yield member
+
+
+def _soonest(
+    view: ClusterView,
+    stream: Stream,
+    prefill: Member,
+    planned: Member,
+    others: Iterable[Member],
+    settings: PolicySettings,
+) -> Member:
     found = handoff.choose(
         settings.handoff,
         _candidate(view, prefill, planned),
         [_candidate(view, prefill, member) for member in islice(others, TARGETS_MAX)],
-        stream.history_tokens * geometry.bytes_per_token,
+        stream.history_tokens * prefill.bytes_per_token,
         settings.handshake_s,
     )
     return view.members[found.instance]
@@ -220,7 +260,11 @@ def hand_off_to(
 def _candidate(view: ClusterView, prefill: Member, decode: Member) -> handoff.HandoffCandidate:
     link = view.link(prefill.instance.node, decode.instance.node)
     return handoff.HandoffCandidate(
-        decode.instance.id, decode.queue_s, link.bytes_per_s, link.in_flight_bytes
+        decode.instance.id,
+        decode.queue_s,
+        link.bytes_per_s,
+        link.in_flight_bytes,
+        is_near=decode.instance.node == prefill.instance.node,
     )
 
 

@@ -27,6 +27,7 @@ def test_a_node_is_one_server_with_both_stages() -> None:
             "nodes": [
                 {"id": "n0", "instances": [p, d, d | {"id": "e"}]},
                 {"id": "n1", "instances": [b]},
+                {"id": "n2", "instances": [d | {"id": "f"}]},
             ]
         }
     )
@@ -38,15 +39,14 @@ def test_a_node_is_one_server_with_both_stages() -> None:
     ]
 
 
-def test_tables_of_other_engines_are_refused() -> None:
-    """A stage cannot keep another engine's pace, and one table cannot be that of prefill and of
-    forced decode steps.
-    """
+def test_a_gpu_keeps_no_pace() -> None:
+    """Only the runtime without a GPU can wait for the end of a step."""
     name = "opt-13b-a100-distserve-tp1"
 
-    faults = faults_of({"engine": {"pace": name}}, profiles={"prefill": name})
+    faults = faults_of({"engine": {"pace": name, "device": "cuda"}}, profiles={"prefill": name})
 
-    assert [fault.split(":")[0] for fault in faults] == ["cluster.engine.pace", "profiles.prefill"]
+    assert [fault.split(":")[0] for fault in faults] == ["cluster.engine.pace"]
+    parse_config({"cluster": {"backend": "distserve", "engine": {"pace": name}}})
 
 
 def test_the_demos_nodes_will_do() -> None:

@@ -2,17 +2,21 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrs.config.backup import BackupSettings
+from kvrs.config.file import ProfileSettings
 from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
 from kvrs.config.proxy import Inexact
 from kvrs.control.core import Control
 from kvrs.control.effects import BeginAttempt, Effect, EndAttempt, EndStream, GiveEnd, StreamClosed
+from kvrs.control.fleet import Instances
 from kvrs.control.live import CannotContinue, Complete, StreamStage
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Action
 from kvrs.policy.model.events import AttemptFailed, Event, InstanceLost, Kept, StreamAdopted
+from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
 from kvrs.sim.streams import Arrival, SimJournal, SimStream
 from tests.control.control_world import PREFILL, make_config
@@ -260,3 +264,42 @@ def test_an_adopted_stream_holds_what_is_still_there() -> None:
     assert live.prefilled_at == (P0,)
     (event,) = [event for event in driver.events if isinstance(event, StreamAdopted)]
     assert (event.produced_tokens, event.age_s) == (2, 1.0)
+
+
+def test_a_named_table_is_not_that_of_forced_decode_steps() -> None:
+    """A decode instance that has its prompts computed elsewhere reads known tokens one a step: its
+    own table says what that takes.
+    """
+    name = "opt-13b-a100-distserve-tp1"
+    config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
+    config = config.model_copy(update={"profiles": ProfileSettings(prefill=name)})
+    instances, infos = Instances(config), Driver(own_prefill=True).control.instances.known
+
+    accepted = []
+    for instance in (P0, D0):
+        info = infos[instance].info
+        assert info is not None
+        accepted.append(instances.accept(instances.known[instance], info).prefill.label)
+
+    assert accepted == [catalog.prefill_table(name).label, PREFILL.label]
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+def test_a_decode_instance_without_its_prefill_is_one_that_fetches(pulls: bool) -> None:
+    """A proxy that is not to use the prefill of a server: hand-offs come from elsewhere, in two
+    calls.
+    """
+    config = make_config([P0, D1], PolicySettings(), SloSettings(), BackupSettings())
+    instances, known = Instances(config), Driver(own_prefill=True).control.instances.known
+    assert known[D1].info is not None
+    capabilities = [Capability.PULL_PAGES] if pulls else []
+    info = msgspec.structs.replace(known[D1].info, capabilities=capabilities)
+
+    fault = instances.fault(instances.known[D1], info, streams_open=False)
+
+    if pulls:
+        assert fault is None
+        assert instances.accept(instances.known[D1], info).own_prefill is None
+    else:
+        assert fault is not None
+        assert fault.startswith("own_prefill is 'p1'")

@@ -19,6 +19,8 @@ from kvrs.config.engine import EngineSettings
 from kvrs.engine import tiny
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
+from kvrs.profiles import catalog
+from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.sequences import Chunk
 
 pytestmark = pytest.mark.engine
@@ -201,6 +203,30 @@ def test_a_request_with_more_blocks_than_allowed_is_an_error(tiny_model: Path) -
 
     with pytest.raises(ValueError, match="--max-num-blocks-per-req is 2"):
         ours.forward([PROMPT], [0], keys, values, [[0, 1, 2]])
+
+
+def test_a_step_lasts_as_long_as_that_of_the_profile(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt by the prefill table, tokens by the decode table; the weights take their time,
+    too.
+    """
+    profile, ends_s = "opt-13b-a100-distserve-tp1", []
+    monkeypatch.setattr(model, "_pace", Pace(profile))
+    monkeypatch.setattr(model, "_sleep_until", ends_s.append)
+    monkeypatch.setattr(model.time, "perf_counter", lambda: 0.0)
+
+    with Stage(tiny_model, (2, 1)) as stage:
+        (token,) = stage.step([PROMPT], [0], [[5, 2, 11, 1]])
+        stage.step([[token]], [len(PROMPT)], [[5, 2, 11, 1]])
+
+    assert ends_s == pytest.approx(
+        [
+            catalog.load_s(profile),
+            catalog.prefill_table(profile).seconds_for(len(PROMPT)),
+            catalog.decode_table(profile).seconds_for(1, len(PROMPT) + 1),
+        ]
+    )
 
 
 def test_no_rank_leaves_a_step_before_the_leader() -> None:

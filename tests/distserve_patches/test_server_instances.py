@@ -404,6 +404,22 @@ async def test_what_waits_for_the_context_stage_dies_with_the_decoding_stage(
     assert events_of(await asking)[-1]["error"]["code"] == "engine_failed"
 
 
+async def test_a_full_stage_tells_how_long_one_more_would_wait(pair: InstancePair) -> None:
+    """By the time between two ends, whatever the jobs that wait came by: a hand-off is weighed by
+    that.
+    """
+    state = pair.engine.states[Stage.DECODING]
+    state.queued = 3
+    assert pair.decode.load().queue_delay_s == 0
+
+    state.full = True
+    pair.decode.load()
+    await until(lambda: pair.decode.load().queue_delay_s > 0)
+
+    state.full = False
+    assert pair.decode.load().queue_delay_s == 0
+
+
 async def test_epochs_of_a_later_start_are_higher_than_all_before(pair: InstancePair) -> None:
     """Restarts of a stage and fences count within a start of the process."""
     epoch = pair.decode.epoch

@@ -308,3 +308,41 @@ async def test_what_could_never_be_served_is_refused(running: Running) -> None:
         assert "decoding stage" in str(engine.refusal(new_job(2, PROMPT, 32, Recorder())))
         assert "max-tokens-per-batch" in str(engine.refusal(new_job(3, [1] * 61, 1, Recorder())))
         assert engine.refusal(new_job(4, [1] * 60, 1, Recorder(), prefill_only=True)) is None
+
+
+async def test_a_stage_is_full_when_its_batch_is(running: Running) -> None:
+    """One more would wait, whether or not one waits already; the first one did not."""
+    async with running(max_batch=1) as (engine, world):
+        first, second = Recorder(), Recorder()
+        assert not engine.stage(Stage.DECODING).full
+        world.held.add(("decoding", "step"))
+        engine.begin(new_job(1, PROMPT, 12, first))
+        await until(lambda: engine.stage(Stage.DECODING).running == 1)
+        assert engine.stage(Stage.DECODING).full
+
+        engine.begin(new_job(2, PROMPT, 12, second))
+        await until(lambda: engine.stage(Stage.DECODING).queued == 1)
+        world.held.clear()
+        await finished(first)
+        await finished(second)
+
+        await until(lambda: not engine.stage(Stage.DECODING).running)
+        assert not engine.stage(Stage.DECODING).full
+
+
+async def test_a_stage_is_full_when_blocks_run_short(running: Running) -> None:
+    """The batch has places, and the next one does not fit beside the first."""
+    async with running(decoding_blocks=10) as (engine, world):
+        world.held.add(("decoding", "step"))
+        sinks = [Recorder(), Recorder()]
+        engine.begin(new_job(1, PROMPT, 12, sinks[0]))
+        await until(lambda: engine.stage(Stage.DECODING).running == 1)
+        assert not engine.stage(Stage.DECODING).full
+
+        engine.begin(new_job(2, 3 * PROMPT, 4, sinks[1]))
+        await until(lambda: engine.stage(Stage.DECODING).queued == 1)
+        world.held.clear()
+        await until(lambda: engine.stage(Stage.DECODING).full)
+
+        for sink in sinks:
+            await finished(sink)

@@ -22,6 +22,10 @@ P0, D0, D1 = InstanceId("p0"), InstanceId("d0"), InstanceId("d1")
 N0, N1 = NodeId("n0"), NodeId("n1")
 
 
+def near(name: InstanceId, queue_s: float, bytes_per_s: float) -> HandoffCandidate:
+    return HandoffCandidate(name, queue_s, bytes_per_s, is_near=True)
+
+
 @pytest.mark.parametrize(("requests", "expected"), [(0, D0), (6, D0), (7, D1), (40, D1)])
 def test_the_seeds_crossover_lies_between_6_and_7_requests(
     requests: int, expected: InstanceId
@@ -29,14 +33,15 @@ def test_the_seeds_crossover_lies_between_6_and_7_requests(
     """Seed KVRS: 1.21 GB at 25 Gbit/s against 60 ms per request in the own queue, an idle instance
     remote: q* = 6.45.
     """
-    own, remote = HandoffCandidate(D0, requests * 0.06, 1e15), HandoffCandidate(D1, 0.0, 25e9 / 8)
+    own = near(D0, requests * 0.06, 1e15)
+    remote = HandoffCandidate(D1, 0.0, 25e9 / 8)
 
     assert choose(Handoff.ROM, own, [remote], 1_210_000_000, 0.0).instance == expected
 
 
 def test_a_tie_goes_to_the_own_pair() -> None:
     """A transfer that gains nothing is none of it."""
-    own, remote = HandoffCandidate(D0, 1.0, 1e9), HandoffCandidate(D1, 0.0, 1e9)
+    own, remote = near(D0, 1.0, 1e9), HandoffCandidate(D1, 0.0, 1e9)
 
     assert choose(Handoff.ROM, own, [remote], 1_000_000_000, 0.0) is own
     assert choose(Handoff.AUTO, own, [HandoffCandidate(D1, 1.0, 1e9)], 1_000_000_000, 0.0) is own
@@ -44,13 +49,21 @@ def test_a_tie_goes_to_the_own_pair() -> None:
 
 def test_auto_weighs_what_is_on_the_link_already() -> None:
     """The rule of seed KVRS does not: it sends all of them there."""
-    own, crowded = (
-        HandoffCandidate(D0, 1.0, 1e9),
-        HandoffCandidate(D1, 0.0, 1e9, bytes_ahead=2_000_000_000),
-    )
+    own = near(D0, 1.0, 1e9)
+    crowded = HandoffCandidate(D1, 0.0, 1e9, bytes_ahead=2_000_000_000)
 
     assert choose(Handoff.ROM, own, [crowded], 1_000_000, 0.0) is crowded
     assert choose(Handoff.AUTO, own, [crowded], 1_000_000, 0.0) is own
+
+
+@pytest.mark.parametrize("queue_s", [0.5, 1.5])
+def test_rom_takes_the_link_within_the_node_to_cost_nothing(queue_s: float) -> None:
+    """Also where the plan is another node: the transfer of a second is to there."""
+    planned, own = HandoffCandidate(D1, 0.0, 1e9), near(D0, queue_s, 1e9)
+
+    found = choose(Handoff.ROM, planned, [own], 1_000_000_000, 0.0)
+
+    assert found is (own if queue_s < 1 else planned)
 
 
 def harness(handoff: Handoff) -> PolicyHarness:

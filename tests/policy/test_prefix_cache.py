@@ -202,6 +202,39 @@ def test_what_is_one_call_is_not_redirected(handoff: Handoff) -> None:
     ] == 1
 
 
+@pytest.mark.parametrize("handoff", list(Handoff))
+def test_a_server_behind_a_queue_hands_off_to_another_one(handoff: Handoff) -> None:
+    """It is chosen at the start, because one call cannot be redirected; then it is two calls, of
+    which the second is chosen again when prefill is done.
+    """
+    harness = PolicyHarness(handoff=handoff)
+    for n in (0, 1):
+        server(harness, n, pulls=True)
+    harness.handle(LoadReported(P1, 5.0))
+    harness.handle(LoadReported(D0, 9.0))
+
+    start = only(harness.handle(StreamArrived(A, 100)), Start)
+
+    if handoff is Handoff.OWN_PAIR:
+        assert start.plan == Plan(D0, P0)
+        return
+    assert start.plan == Plan(D1, P0)
+    harness.handle(LoadReported(D0, 0.0))
+    harness.handle(LoadReported(D1, 9.0))
+    assert only(harness.handle(PrefillDone(A, 1, 100)), Redirect).plan == Plan(D0, P0)
+
+
+def test_a_server_that_retains_nothing_is_one_call_behind_any_queue() -> None:
+    """Another one could not fetch what its prefill computes."""
+    harness = PolicyHarness(handoff=Handoff.AUTO)
+    for n in (0, 1):
+        server(harness, n)
+    harness.handle(LoadReported(P1, 5.0))
+    harness.handle(LoadReported(D0, 9.0))
+
+    assert only(harness.handle(StreamArrived(A, 100)), Start).plan == Plan(D0, P0)
+
+
 def test_nor_is_its_plan_redirected_otherwise() -> None:
     """A guess at the prompt's length booked room for its checkpoint; the call has been made with
     that.
