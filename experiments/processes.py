@@ -144,7 +144,7 @@ class Processes:
             ProcessFailedError: one ended, or took too long.
         """
         for name in names:
-            self._wait(name, partial(_says_ready, self._log(name)))
+            self._wait(name, partial(says_ready, self._log(name)))
 
     def pid(self, name: str) -> int:
         return self._running[name].pid
@@ -195,7 +195,7 @@ class Processes:
         return path
 
 
-def _says_ready(log: Path) -> bool:
+def says_ready(log: Path) -> bool:
     return b"ready" in log.read_bytes().splitlines()
 
 

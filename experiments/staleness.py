@@ -16,7 +16,10 @@ from experiments.record import NOT_CODE, ROOT, shown
 # A cluster consists of processes that import all of it.
 _WHOLE = {"kvrs.cluster": "kvrs", "distserve_patches": "distserve_patches"}
 # Servers that a cluster starts by their configuration alone.
-_STARTED = {"distserve_kill_series": ("distserve_patches",)}
+_STARTED = dict.fromkeys(
+    ("distserve_kill_series", "load_skew", "crossover", "hand_off_crossover"),
+    ("distserve_patches",),
+)
 _FOLLOWED = ("kvrs", "experiments", "tests", "distserve_patches")
 # How a result is kept does not change it.
 _KEEPING = {"experiments/record.py"}

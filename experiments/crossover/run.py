@@ -1,10 +1,11 @@
 """Does `rom` pick the side that is really faster, over bandwidths where the cheaper side changes?
 
-    python -m experiments.crossover.run [--repeats 9]
+    python -m experiments.crossover.run [--repeats 9] [--distserve]
 
 Three real engine processes on another GPU's clock: p0 holds a prompt's KV, d1 on the other node
 must go on with the stream, p1 is the prefill instance beside it. Both ways are really gone, with
-the calls that a proxy makes, until the first new token.
+the calls that a proxy makes, until the first new token. With `--distserve` they are stages of two
+servers of DistServe, and the decisions are those by the tables that the stages have measured.
 """
 
 import argparse
@@ -16,28 +17,38 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.distserve_servers import add_option, check_option, processes_for
+from experiments.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
+from kvrs.config.policy import PolicySettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.model.cluster_view import Instance
 from kvrs.policy.model.estimates import Option
+from kvrs.policy.options.base import estimate_fetch
+from kvrs.policy.options.recompute import estimate_recompute
+from kvrs.policy.rules.auto import AUTO
 from kvrs.policy.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.profiles import catalog
+from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability, Role, SourceRange
 
 # Slow enough that the tiny model's real work fits into its steps several times over, and its clock
 # is a measured one.
 PROFILE = "opt-66b-a100-vllm-tp2"
+DISTSERVE_PROFILE = "opt-66b-a100-distserve-tp2"
 PROMPT_TOKENS = (768, 1024, 1536)
 GBIT_PER_S = (12, 20, 28, 36, 44, 52, 64, 80)
 PRODUCED_TOKENS = 16
+# Behind fetched pages DistServe reads known tokens one a step.
+DISTSERVE_PRODUCED_TOKENS = (1, 16)
 
 SHORTEST_CELL_S = 0.2
 CLEAR_DIFFERENCE = 0.2
@@ -49,8 +60,9 @@ WAYS = (Option.MIGRATE, Option.RECOMPUTE)
 @dataclass
 class Cell:
     prompt_tokens: int
+    produced_tokens: int
     gbit_per_s: float
-    picked: Option
+    picked: dict[str, Option] = field(default_factory=dict)  # By policy.
     seconds: dict[Option, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
 
     def median(self, way: Option) -> float:
@@ -67,30 +79,26 @@ class Cell:
         return times[1] / times[0] - 1
 
 
-def settings() -> Config:
+def settings(*, distserve: bool) -> Config:
+    cluster: dict[str, Any] = {"allow_faults": True, "nodes": nodes_with_pairs()}
+    if distserve:
+        cluster |= {
+            "backend": "distserve",
+            "engine": {"pace": DISTSERVE_PROFILE, "pages": 1024},
+        }
+    else:
+        # A whole prompt in one batch, as in the measurements behind the profile: each batch has its
+        # overhead.
+        cluster["engine"] = {
+            "pace": PROFILE,
+            "max_batch_tokens": 2048,
+            "max_model_len": 2048,
+            "pages": 1024,
+        }
+        cluster["nodes"][0]["instances"].pop()
     return parse_config(
         {
-            "cluster": {
-                # A whole prompt in one batch, as in the measurements behind the profile: each batch
-                # has its overhead.
-                "engine": {
-                    "pace": PROFILE,
-                    "max_batch_tokens": 2048,
-                    "max_model_len": 2048,
-                    "pages": 1024,
-                },
-                "allow_faults": True,
-                "nodes": [
-                    {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}]},
-                    {
-                        "id": "n1",
-                        "instances": [
-                            {"id": "p1", "role": "prefill"},
-                            {"id": "d1", "role": "decode"},
-                        ],
-                    },
-                ],
-            },
+            "cluster": cluster,
             # Pages stay with p0 for the whole run; probes would share the link with what is
             # measured.
             "transfer": {"lease_s": 3600.0, "probe_interval_s": 3600.0, "stall_timeout_s": 30.0},
@@ -98,27 +106,39 @@ def settings() -> Config:
     )
 
 
-def rom_pick(prompt_tokens: int, bytes_per_s: float) -> Option:
+def instance_of(name: str, role: Role, profile: str, table: PrefillTable) -> Instance:
+    """Of the real model, on n1."""
+    geometry, every = catalog.kv_geometry(profile), frozenset(Capability)
+    return Instance(InstanceId(name), NodeId("n1"), role, 1, geometry, table, every)
+
+
+def rom_pick(prefill: Instance, target: Instance, cell: Cell) -> Option:
     """The decision of `rom` for the real model and the real link."""
-    instance = Instance(
-        InstanceId("d1"),
-        NodeId("n1"),
-        Role.DECODE,
-        1,
-        catalog.kv_geometry(PROFILE),
-        catalog.prefill_table(PROFILE),
-        frozenset(Capability),
-    )
-    migrate = rom_migrate(instance, prompt_tokens=prompt_tokens, bytes_per_s=bytes_per_s)
-    recompute = rom_recompute(instance, instance, prompt_tokens=prompt_tokens)
+    bytes_per_s, tokens = cell.gbit_per_s / 8 * 1e9, cell.prompt_tokens
+    migrate = rom_migrate(target, prompt_tokens=tokens, bytes_per_s=bytes_per_s)
+    recompute = rom_recompute(prefill, target, prompt_tokens=tokens)
     return ROM.decide([migrate, recompute]).option
+
+
+def auto_pick(prefill: Instance, target: Instance, cell: Cell) -> Option:
+    """The decision of `auto`, which counts the tokens behind the prompt."""
+    bytes_per_s, handshake_s = cell.gbit_per_s / 8 * 1e9, PolicySettings().handshake_s
+    history, size_bytes = cell.prompt_tokens + cell.produced_tokens, target.geometry.bytes_per_token
+    transfer_s = handshake_s + cell.prompt_tokens * size_bytes / bytes_per_s
+    migrate = estimate_fetch(Option.MIGRATE, target, history, cell.prompt_tokens, transfer_s)
+    compute_s = prefill.prefill.seconds_for(history)
+    recompute = estimate_recompute(
+        prefill, target, history, compute_s, handshake_s=handshake_s, bytes_per_s=inf
+    )
+    return AUTO.decide([migrate, recompute]).option
 
 
 class Bench:
     """Both ways of recovering one stream."""
 
-    def __init__(self, rig: Rig, seed: int) -> None:
+    def __init__(self, rig: Rig, seed: int, *, distserve: bool) -> None:
         self._rig = rig
+        self._distserve = distserve
         rng = random.Random(seed)
         self._prompts = {tokens: draw(rng, tokens) for tokens in PROMPT_TOKENS}
         self._produced = draw(rng, PRODUCED_TOKENS)
@@ -129,35 +149,43 @@ class Bench:
         for prompt in self._prompts.values():
             await self._rig.prefill("p0", prompt, len(prompt))
 
-    async def take(self, way: Option, prompt_tokens: int) -> float:
+    async def take(self, way: Option, cell: Cell) -> float:
         """Recover a stream one way; return the seconds until its first new token."""
-        rig = self._rig
+        rig, prompt_tokens = self._rig, cell.prompt_tokens
         await rig.empty("p1", "d1")
-        history = self._prompts[prompt_tokens] + self._produced
+        history = self._prompts[prompt_tokens] + self._produced[: cell.produced_tokens]
         started_s = time.perf_counter()
         if way is Option.MIGRATE:
             pages = prompt_tokens // rig.geometry.page_size_tokens
             source = SourceRange(InstanceId("p0"), 0, pages, rig.infos[InstanceId("p0")].epoch)
             token = await rig.decode("d1", history, prompt_tokens, sources=[source])
+        elif self._distserve:  # One call for both stages of its server.
+            token = await rig.decode("d1", history, prompt_tokens)
         else:
             hand_off = await rig.prefill("p1", history, prompt_tokens)
             token = await rig.decode("d1", history, prompt_tokens, hand_off=hand_off)
         seconds = time.perf_counter() - started_s
         # Greedy and exact: however the KV came, the next token is the same.
-        if self._tokens.setdefault(prompt_tokens, token) != token:
+        if self._tokens.setdefault(len(history), token) != token:
             raise RuntimeError(
-                f"{way.value} continued a prompt of {prompt_tokens} tokens with another token"
+                f"{way.value} continued a history of {len(history)} tokens with another token"
             )
         return seconds
 
 
-async def measure(processes: Processes, cells: list[Cell], repeats: int, seed: int) -> float:
-    """Fill the cells; the share of the CPUs that was in use meanwhile."""
+async def measure(
+    processes: Processes, repeats: int, seed: int, *, distserve: bool
+) -> tuple[list[Cell], float]:
+    """The cells; the share of the CPUs that was in use meanwhile."""
     order = random.Random(seed)
+    profile = DISTSERVE_PROFILE if distserve else PROFILE
+    produced = DISTSERVE_PRODUCED_TOKENS if distserve else (PRODUCED_TOKENS,)
+    cells = [Cell(n, m, rate) for m in produced for n in PROMPT_TOKENS for rate in GBIT_PER_S]
     async with session_for(processes) as session:
-        rig = Rig(processes, session, PROFILE)
+        rig = Rig(processes, session, profile)
         await rig.meet()
-        bench = Bench(rig, seed)
+        pick(rig, cells, profile, distserve=distserve)
+        bench = Bench(rig, seed, distserve=distserve)
         await bench.prepare()
         before = cpu_ticks()
         with _bar(repeats * len(cells)) as advance:
@@ -167,9 +195,24 @@ async def measure(processes: Processes, cells: list[Cell], repeats: int, seed: i
                 for cell in order.sample(cells, len(cells)):
                     await rig.set_link("p0", "n1", cell.gbit_per_s / 8 * 1e9 * rig.shrink)
                     for way in order.sample(WAYS, len(WAYS)):
-                        cell.seconds[way].append(await bench.take(way, cell.prompt_tokens))
+                        cell.seconds[way].append(await bench.take(way, cell))
                     advance()
-        return share_used(before, cpu_ticks())
+        return cells, share_used(before, cpu_ticks())
+
+
+def pick(rig: Rig, cells: list[Cell], profile: str, *, distserve: bool) -> None:
+    """Decide each cell: by the profile's table, or by those that the stages have measured."""
+    tables = dict.fromkeys(("p1", "d1"), catalog.prefill_table(profile))
+    if distserve:
+        tables = {
+            name: PrefillTable.from_measured(rig.infos[InstanceId(name)].prefill) for name in tables
+        }
+    prefill = instance_of("p1", Role.PREFILL, profile, tables["p1"])
+    target = instance_of("d1", Role.DECODE, profile, tables["d1"])
+    for cell in cells:
+        cell.picked["rom"] = rom_pick(prefill, target, cell)
+        if distserve:
+            cell.picked["auto"] = auto_pick(prefill, target, cell)
 
 
 @contextmanager
@@ -179,17 +222,25 @@ def _bar(total: int) -> Iterator[Any]:
         yield lambda: progress.advance(task)
 
 
-def summary(cells: list[Cell], cpu: float, repeats: int) -> dict[str, Any]:
+def summary(cells: list[Cell], cpu: float, repeats: int, *, distserve: bool) -> dict[str, Any]:
     clear = [cell for cell in cells if cell.difference > CLEAR_DIFFERENCE]
-    right = [cell for cell in clear if cell.picked is cell.faster]
+    policies = [*cells[0].picked]
+    right = {
+        policy: sum(cell.picked[policy] is cell.faster for cell in clear) for policy in policies
+    }
     shortest_s = min(cell.median(way) for cell in cells for way in WAYS)
-    share = len(right) / len(clear) if clear else 0.0
+    # Of what was produced `rom` knows nothing, and on DistServe that costs steps.
+    judged = policies[-1]
+    share = right[judged] / len(clear) if clear else 0.0
     return {
-        "profile": PROFILE,
+        "profile": DISTSERVE_PROFILE if distserve else PROFILE,
+        "engine": "DistServe" if distserve else "embedded",
         "repeats": repeats,
         "cells": len(cells),
         "cells_clear": len(clear),
-        "cells_clear_right": len(right),
+        "cells_clear_right": right[judged],
+        "right_by_policy": right,
+        "judged": judged,
         "share_right": share,
         "wanted_share": WANTED_SHARE,
         "cpu_share": round(cpu, 3),
@@ -200,28 +251,35 @@ def summary(cells: list[Cell], cpu: float, repeats: int) -> dict[str, Any]:
 
 
 def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
+    policies = [*result["right_by_policy"]]
     lines = [
-        f"rom over bandwidths, {result['profile']}, {result['repeats']} interleaved "
-        f"repeats, medians",
+        f"{' and '.join(policies)} over bandwidths, {result['engine']}, {result['profile']}, "
+        f"{result['repeats']} interleaved repeats, medians",
         f"CPU in use {result['cpu_share']:.0%} (void above {result['most_cpu_share']:.0%}), "
         f"shortest cell {result['shortest_cell_s']} s (void below {SHORTEST_CELL_S} s)",
         "",
-        f"{'tokens':>7}{'Gbit/s':>8}{'migrate s':>11}{'recompute s':>13}{'differ':>8}  "
-        f"{'faster':<10} {'rom picks':<10}",
+        f"{'tokens':>11}{'Gbit/s':>8}{'migrate s':>11}{'recompute s':>13}{'differ':>8}  "
+        f"{'faster':<11}" + "".join(f"{policy + ' picks':<18}" for policy in policies),
     ]
     for cell in cells:
         clear = cell.difference > CLEAR_DIFFERENCE
-        verdict = "" if not clear else "right" if cell.picked is cell.faster else "WRONG"
+        picks = ""
+        for policy in policies:
+            is_right = cell.picked[policy] is cell.faster
+            verdict = "" if not clear else "right" if is_right else "WRONG"
+            picks += f"{cell.picked[policy].value + ' ' + verdict:<18}"
         lines.append(
-            f"{cell.prompt_tokens:>7,}{cell.gbit_per_s:>8g}{cell.median(Option.MIGRATE):>11.3f}{cell.median(Option.RECOMPUTE):>13.3f}"
-            f"{cell.difference:>8.0%}  {cell.faster.value:<10} {cell.picked.value:<10} {verdict}"
+            f"{f'{cell.prompt_tokens:,} + {cell.produced_tokens}':>11}{cell.gbit_per_s:>8g}"
+            f"{cell.median(Option.MIGRATE):>11.3f}{cell.median(Option.RECOMPUTE):>13.3f}"
+            f"{cell.difference:>8.0%}  {cell.faster.value:<11}{picks}"
         )
     lines.append("")
-    lines.append(
-        f"{result['cells_clear_right']} of {result['cells_clear']} cells that differ by "
-        f"more than {CLEAR_DIFFERENCE:.0%} are "
-        f"right: {result['share_right']:.1%} (wanted {WANTED_SHARE:.0%})"
-    )
+    lines += [
+        f"{policy}: {right} of {result['cells_clear']} cells that differ by more than "
+        f"{CLEAR_DIFFERENCE:.0%} are right: {right / max(1, result['cells_clear']):.1%}"
+        + (f" (wanted {WANTED_SHARE:.0%})" if policy == result["judged"] else "")
+        for policy, right in result["right_by_policy"].items()
+    ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -230,22 +288,25 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_option(parser)
     arguments = parser.parse_args()
-    cells = [
-        Cell(n, rate, rom_pick(n, rate / 8 * 1e9)) for n in PROMPT_TOKENS for rate in GBIT_PER_S
-    ]
+    distserve = arguments.distserve
+    check_option(parser, distserve=distserve)
     record = Record(arguments.seed)
-    with Processes(settings()) as processes:
+    with processes_for(settings(distserve=distserve)) as processes:
         processes.start("p0", "p1", "d1")
         processes.wait_ready("p0", "p1", "d1")
-        cpu = asyncio.run(measure(processes, cells, arguments.repeats, arguments.seed))
-    result = summary(cells, cpu, arguments.repeats)
+        cells, cpu = asyncio.run(
+            measure(processes, arguments.repeats, arguments.seed, distserve=distserve)
+        )
+    result = summary(cells, cpu, arguments.repeats, distserve=distserve)
     record.check_cpu(cpu, MOST_CPU)
     if result["shortest_cell_s"] < SHORTEST_CELL_S:
         record.void(f"a cell took less than {SHORTEST_CELL_S} s")
     rows = [
         {
             "prompt_tokens": cell.prompt_tokens,
+            "produced_tokens": cell.produced_tokens,
             "gbit_per_s": cell.gbit_per_s,
             "picked": cell.picked,
             "seconds": cell.seconds,
@@ -254,7 +315,8 @@ def main() -> int:
     ]
     text = as_text(cells, result)
     print(text, end="")
-    is_void = record.keep(arguments.out, "crossover", {**result, "rows": rows}, text)
+    name = "distserve" if distserve else "crossover"
+    is_void = record.keep(arguments.out, name, {**result, "rows": rows}, text)
     return 2 if is_void else 0 if result["reached"] else 1
 
 

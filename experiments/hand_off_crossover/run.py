@@ -1,10 +1,11 @@
 """From which queue depth on is it faster to hand a request's KV to another node than to wait at the
 own one?
 
-    python -m experiments.hand_off_crossover.run [--repeats 9]
+    python -m experiments.hand_off_crossover.run [--repeats 9] [--distserve]
 
 Seed KVRS: q* = (KV bytes / bandwidth) / service time of a request. The analytic map of q* over
-bandwidth and length for OPT-13B, and the same point measured with real engines over shaped links.
+bandwidth and length for OPT-13B, and the same point measured with real engines over shaped links:
+embedded ones, or the decoding stages of DistServe's servers.
 """
 
 import argparse
@@ -22,7 +23,8 @@ import matplotlib
 import numpy
 from rich.progress import Progress
 
-from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.distserve_servers import add_option, check_option, processes_for
+from experiments.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 from experiments.record import Record
 from experiments.rig import Rig, draw, interval, session_for
 from kvrs.config.file import Config, parse_config
@@ -98,24 +100,21 @@ class Cell:
         return self.measured / analytic(self.tokens, self.gbit_per_s, self.line[0]) - 1
 
 
-def settings() -> Config:
-    engine = {
-        "pace": PROFILE,
-        "max_batch_tokens": 4096,
-        "max_model_len": 4096,
-        "pages": 1536,
-        "max_running": 1,
-    }
-    nodes = [
-        {
-            "id": "n0",
-            "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}],
-        },
-        {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
-    ]
+def settings(*, distserve: bool) -> Config:
+    cluster: dict[str, Any] = {"engine": {"pace": PROFILE, "pages": 1536}, "allow_faults": True}
+    if distserve:
+        # One stream at a time, of as many tokens as below.
+        flags = ["--decoding-max-batch-size", "1", "--max-num-blocks-per-req", "256"]
+        cluster |= {"backend": "distserve", "distserve": {"flags": flags}}
+        cluster["nodes"] = nodes_with_pairs()
+    else:
+        cluster["engine"] |= {"max_batch_tokens": 4096, "max_model_len": 4096, "max_running": 1}
+        node, other = nodes_with_pairs()
+        other["instances"] = other["instances"][1:]
+        cluster["nodes"] = [node, other]
     return parse_config(
         {
-            "cluster": {"engine": engine, "allow_faults": True, "nodes": nodes},
+            "cluster": cluster,
             "transfer": {"lease_s": 3600.0, "probe_interval_s": 3600.0, "stall_timeout_s": 30.0},
         }
     )
@@ -195,7 +194,8 @@ async def measure(processes: Processes, repeats: int, seed: int) -> tuple[list[C
 
 def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
     lines = [
-        f"hand-off crossover, {PROFILE}, {result['repeats']} interleaved repeats, medians",
+        f"hand-off crossover, {result['engine']}, {PROFILE}, {result['repeats']} interleaved "
+        f"repeats, medians",
         f"CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%})",
         "",
         f"{'tokens':>7}{'Gbit/s':>8}{'remote s':>16}{'ms each':>9}{'table ms':>10}"
@@ -288,11 +288,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_option(parser)
     arguments = parser.parse_args()
+    check_option(parser, distserve=arguments.distserve)
     arguments.out.mkdir(parents=True, exist_ok=True)
     draw_map(arguments.out / "crossover_map.png")
     record = Record(arguments.seed)
-    with Processes(settings()) as processes:
+    with processes_for(settings(distserve=arguments.distserve)) as processes:
         processes.start("p0", "d0", "d1")
         processes.wait_ready("p0", "d0", "d1")
         cells, cpu = asyncio.run(measure(processes, arguments.repeats, arguments.seed))
@@ -300,6 +302,7 @@ def main() -> int:
     worst_measured = max((cell.off_measured for cell in cells), key=abs)
     result: dict[str, Any] = {
         "profile": PROFILE,
+        "engine": "DistServe" if arguments.distserve else "embedded",
         "repeats": arguments.repeats,
         "worst_off": round(worst, 4),
         "worst_off_measured": round(worst_measured, 4),
@@ -319,10 +322,11 @@ def main() -> int:
         for cell in cells
     ]
     text = as_text(cells, result)
-    draw_lines(cells, arguments.out / "hand_off_crossover.png")
+    name = "distserve" if arguments.distserve else "hand_off_crossover"
+    draw_lines(cells, arguments.out / f"{name}.png")
     print(text, end="")
     record.check_cpu(cpu, MOST_CPU)
-    is_void = record.keep(arguments.out, "hand_off_crossover", {**result, "rows": rows}, text)
+    is_void = record.keep(arguments.out, name, {**result, "rows": rows}, text)
     return 2 if is_void else 0 if abs(worst_measured) <= WANTED else 1
 
 

@@ -4,6 +4,7 @@ goodput, with 90 % of the requests at one node.
     python -m experiments.load_skew.rates                  # what fits in 15 min of 5 repeats
     python -m experiments.load_skew.rates --limit-s 280    # as many as fit
     python -m experiments.load_skew.rates --repeats 10     # five more
+    python -m experiments.load_skew.rates --distserve      # servers of DistServe
 
 A premise test comes first: runs of the baseline alone, at rates between two that it halves, find
 where it loses that much. The rates around it are measured. A run goes on from the repeats that are
@@ -22,8 +23,9 @@ from typing import Any
 import uvloop
 from rich.progress import Progress
 
+from experiments.distserve_servers import add_option, check_option, processes_for
 from experiments.load_skew.run import MOST_CPU, figures, load, requests, settings, start
-from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.processes import cpu_ticks, share_used
 from experiments.record import Record
 from experiments.staleness import state
 from kvrs.config.policy import Handoff
@@ -40,7 +42,6 @@ PREMISE_S = 40.0
 APART = 0.3  # Between the rates that are measured.
 # `auto` beside `rom`: load_skew.txt.
 MODES = (Handoff.OWN_PAIR, Handoff.ROM)
-NAME = "rates"
 
 # By rate, then by hand-off: a run each.
 Rows = dict[str, dict[str, list[dict[str, Any]]]]
@@ -124,11 +125,14 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=900.0, help="no repeat goes beyond")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_option(parser)
     arguments = parser.parse_args()
+    check_option(parser, distserve=arguments.distserve)
+    name = "distserve_rates" if arguments.distserve else "rates"
     begun_s = time.monotonic()
     record = Record(arguments.seed)
-    rows = kept(arguments.out / f"{NAME}.json", arguments.seconds, arguments.rates)
-    with Processes(settings()) as processes:
+    rows = kept(arguments.out / f"{name}.json", arguments.seconds, arguments.rates)
+    with processes_for(settings(distserve=arguments.distserve)) as processes:
         urls = start(processes, MODES)
         if not rows:
             around = premise(urls[Handoff.OWN_PAIR], arguments.seed)
@@ -159,7 +163,7 @@ def main() -> int:
     }
     is_void = record.keep(
         None if record.is_void() else arguments.out,
-        NAME,
+        name,
         found | {"cpu_share": round(cpu, 3), "rows": rows},
         text,
     )

@@ -2,10 +2,11 @@
 that may go to the other node.
 
     python -m experiments.load_skew.run [--shares 50 60 70 80 90] [--repeats 2] [--seconds 40]
+                                        [--distserve]
 
 Seed KVRS, load skew: static intra-node hand-off against `rom` and `auto`. Two proxies are the two
 front doors; each sends its prompts to its own node's prefill instance, and both may use both decode
-instances.
+instances. With `--distserve` each node is a server of DistServe with the same clock.
 """
 
 import argparse
@@ -21,7 +22,8 @@ import matplotlib
 import uvloop
 from rich.progress import Progress
 
-from experiments.processes import Processes, cpu_ticks, share_used
+from experiments.distserve_servers import add_option, check_option, processes_for
+from experiments.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 from experiments.record import Record
 from experiments.rig import draw
 from kvrs.cluster.ports import resolve_ports
@@ -48,24 +50,18 @@ KV_BYTES_PER_TOKEN = 2048  # Of the tiny model.
 MOST_CPU = 0.85
 
 
-def settings(handoff: Handoff = Handoff.OWN_PAIR) -> Config:
+def settings(*, distserve: bool = False) -> Config:
     shrink = KV_BYTES_PER_TOKEN / catalog.kv_geometry(PROFILE).bytes_per_token
-    engine = {"pace": PROFILE, "max_batch_tokens": 512, "max_running": MAX_RUNNING}
-    nodes = [
-        {
-            "id": f"n{index}",
-            "instances": [
-                {"id": f"p{index}", "role": "prefill"},
-                {"id": f"d{index}", "role": "decode"},
-            ],
-        }
-        for index in range(2)
-    ]
+    cluster: dict[str, Any] = {"engine": {"pace": PROFILE}, "nodes": nodes_with_pairs()}
+    if distserve:
+        flags = ["--decoding-max-batch-size", str(MAX_RUNNING)]
+        cluster |= {"backend": "distserve", "distserve": {"flags": flags}}
+    else:
+        cluster["engine"] |= {"max_batch_tokens": 512, "max_running": MAX_RUNNING}
     return parse_config(
         {
             "proxy": {"port": 0, "admin_port": 0, "load_interval_s": 0.1},
-            "cluster": {"engine": engine, "nodes": nodes},
-            "policy": {"handoff": handoff.value},
+            "cluster": cluster,
             "transfer": {"link_bytes_per_s": GBIT_PER_S / 8 * 1e9 * shrink},
         }
     )
@@ -143,7 +139,7 @@ def figures(records: list[StreamRecord], seconds: float) -> dict[str, Any]:
 def as_text(rows: dict[str, dict[str, list[dict[str, Any]]]], result: dict[str, Any]) -> str:
     lines = [
         f"goodput (TTFT {SLO.ttft_s} s, TPOT {SLO.tpot_s} s) of {REQUESTS_PER_S:g} "
-        f"requests/s, {PROFILE}, {GBIT_PER_S:g} Gbit/s; "
+        f"requests/s, {result['engine']}, {PROFILE}, {GBIT_PER_S:g} Gbit/s; "
         f"{result['repeats']} runs of {result['seconds']:g} s each, in turns",
         f"CPU in use {result['cpu_share']:.0%} (void above {MOST_CPU:.0%})",
         "",
@@ -203,13 +199,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    add_option(parser)
     arguments = parser.parse_args()
+    check_option(parser, distserve=arguments.distserve)
     record = Record(arguments.seed)
     order = random.Random(arguments.seed)
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {
         mode.value: {str(share): [] for share in arguments.shares} for mode in Handoff
     }
-    with Processes(settings()) as processes:
+    with processes_for(settings(distserve=arguments.distserve)) as processes:
         urls = start(processes)
         before = cpu_ticks()
         with Progress(disable=not sys.stderr.isatty()) as progress:
@@ -226,6 +224,7 @@ def main() -> int:
         cpu = share_used(before, cpu_ticks())
     result: dict[str, Any] = {
         "profile": PROFILE,
+        "engine": "DistServe" if arguments.distserve else "embedded",
         "gbit_per_s": GBIT_PER_S,
         "requests_per_s": REQUESTS_PER_S,
         "shares": arguments.shares,
@@ -236,8 +235,9 @@ def main() -> int:
     text = as_text(rows, result)
     print(text, end="")
     record.check_cpu(cpu, MOST_CPU)
-    is_void = record.keep(arguments.out, "load_skew", {**result, "rows": rows}, text)
-    draw_plot(rows, arguments.shares, arguments.out / "load_skew.png")
+    name = "distserve" if arguments.distserve else "load_skew"
+    is_void = record.keep(arguments.out, name, {**result, "rows": rows}, text)
+    draw_plot(rows, arguments.shares, arguments.out / f"{name}.png")
     return 2 if is_void else 0
 
 

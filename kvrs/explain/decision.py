@@ -246,9 +246,7 @@ def _hand_off(question: Question, how: Handoff) -> WeighedHandoff:
         question.prompt_tokens * question.geometry.bytes_per_token,
         question.settings.handshake_s,
     )
-    own_s, remote_s = (
-        hand_off_s(how, each, kv_bytes, handshake_s) for each in (own, remote)
-    )
+    own_s, remote_s = (hand_off_s(how, each, kv_bytes, handshake_s) for each in (own, remote))
     return WeighedHandoff(
         how, own_s, remote_s, choose(how, own, [remote], kv_bytes, handshake_s) is own
     )

@@ -33,9 +33,7 @@ def choose(
     """The candidate at which the stream goes on soonest; a tie goes to the planned one."""
     if how is Handoff.OWN_PAIR or not others:
         return planned
-    return min(
-        (planned, *others), key=lambda each: hand_off_s(how, each, kv_bytes, handshake_s)
-    )
+    return min((planned, *others), key=lambda each: hand_off_s(how, each, kv_bytes, handshake_s))
 
 
 def hand_off_s(

@@ -191,9 +191,7 @@ def starts_at(
     if settings.handoff is Handoff.OWN_PAIR or not is_one_call or not prefill.retains:
         return planned
     others = (
-        member
-        for member in _able(view, stream, prefill, planned)
-        if _takes(view, member, stream)
+        member for member in _able(view, stream, prefill, planned) if _takes(view, member, stream)
     )
     return _soonest(view, stream, prefill, planned, others, settings)
 
@@ -222,9 +220,7 @@ def hand_off_to(
     return _soonest(view, stream, prefill, planned, others, settings)
 
 
-def _able(
-    view: ClusterView, stream: Stream, prefill: Member, planned: Member
-) -> Iterator[Member]:
+def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -> Iterator[Member]:
     """The decode instances beside the planned one that could take a hand-off of this stream, the
     least loaded first.
     """
