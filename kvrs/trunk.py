@@ -1,7 +1,8 @@
 """Many connections in one: a trunk.
 
-What all of them write within a turn of the event loop leaves in one write, as when an engine has
-computed a step for all its streams, and is read in one. A connection needs no packet to begin.
+What an engine writes to all of them within a turn of its event loop, when it has computed a step,
+leaves in one write and is read in one. What their client writes, a request now and then, leaves at
+once. A connection needs no packet to begin.
 
 After the proof of a connection its client sends PREFACE, and the server answers with it. Then both
 send entries: the number of a connection, a kind and a size (4, 1 and 3 bytes), and so many bytes.
@@ -69,9 +70,14 @@ class Trunk(asyncio.Protocol):
             self._transport.abort()
 
     def send(self, number: int, kind: int, data: bytes = b"") -> None:
+        head = _ENTRY.pack(number, kind | len(data))
+        if self._accept is None:
+            if self._transport is not None:
+                self._transport.write(head + data)
+            return
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent += (_ENTRY.pack(number, kind | len(data)), data)
+        self._unsent += (head, data)
 
     @property
     def unsent_bytes(self) -> int:

@@ -124,10 +124,11 @@ def test_the_same_bytes_say_the_same_wherever_reads_end(
     assert asyncio.run(seen(pieces)) == asyncio.run(seen([sent]))
 
 
-async def test_what_is_written_in_one_turn_leaves_in_one_piece() -> None:
+async def test_what_an_engine_writes_in_one_turn_leaves_in_one_piece() -> None:
     """Of all connections, in the order in which it was written."""
-    end = End(accepts=False)
-    one, two = end.connect(), end.connect()
+    end = End(accepts=True)
+    end.trunk.data_received(entry(1, DATA, b"x") + entry(2, DATA, b"x"))
+    one, two = end.accepted
 
     one.transport.write(b"a")
     two.transport.writelines([b"b", b"c"])
@@ -143,6 +144,16 @@ async def test_what_is_written_in_one_turn_leaves_in_one_piece() -> None:
             entry(1, DATA, b"\0"),
         )
     )
+
+
+async def test_what_a_client_writes_leaves_at_once() -> None:
+    """No request waits for a turn of the event loop."""
+    end = End(accepts=False)
+    one = end.connect()
+
+    one.transport.write(b"request")
+
+    assert end.wire.sent == entry(1, DATA, b"request")
 
 
 @pytest.mark.parametrize("ours", ["close", "abort"])
