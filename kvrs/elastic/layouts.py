@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
+from kvrs.elastic.placing import Turns, cyclic
 from kvrs.elastic.units import COMMON, Unit, UnitKind, Units
 from kvrs.errors import LayoutError
 from kvrs.ids import NodeId
@@ -40,6 +41,15 @@ class Layout:
     attention: tuple[tuple[int, ...], ...]  # Of each layer, of each KV head: a rank, or SPREAD.
     mlp: tuple[tuple[int, ...], ...]  # Of each layer, of each tile: a rank.
     vocabulary: tuple[int, ...]  # Of each tile: a rank of the last stage.
+    # Of each layer, of each base; as many bases in all. None where no head is spread.
+    turns: Turns = ()
+
+    @property
+    def bases(self) -> int:
+        """Sequences have a base below this number (`placing.py`), also while no head is spread."""
+        if self.turns:
+            return len(self.turns[0])
+        return max(len(stage.ranks) for stage in self.stages)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -62,6 +72,23 @@ class Layout:
     def spread(self, layer: int) -> tuple[int, ...]:
         """KV heads of a layer that are spread over the ranks of its stage."""
         return _owned(self.attention[layer], SPREAD)
+
+    def cells(self, rank: int, base: int) -> list[tuple[int, int]]:
+        """Layer and KV head of each cell that a page of that base has on this rank."""
+        found = []
+        for layer in self.stage_of(rank).layers:
+            heads = self.heads(rank, layer)
+            if self.turns and self.turn(layer, base) == rank:
+                heads = tuple(sorted((*heads, *self.spread(layer))))
+            found += [(layer, head) for head in heads]
+        return found
+
+    def turn(self, layer: int, base: int) -> int:
+        """The rank with the cells of spread heads of that layer, for pages of that base; a base may
+        be one of an earlier layout with more of them.
+        """
+        of_layer = self.turns[layer]
+        return of_layer[base % len(of_layer)]
 
     def tiles(self, rank: int, layer: int) -> tuple[int, ...]:
         """Tiles of a layer's MLP that this rank has."""
@@ -198,8 +225,14 @@ def staged(layers: int, groups: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
     )
 
 
+def fresh_turns(stages: Sequence[Stage]) -> Turns:
+    """Of all layers, cyclic in each stage, for as many bases as the largest one has ranks."""
+    bases = max(len(stage.ranks) for stage in stages)
+    return tuple(turn for stage in stages for turn in cyclic(stage.ranks, len(stage.layers), bases))
+
+
 def validate(layout: Layout, units: Units) -> None:
-    """Check that every unit has an owner of its stage.
+    """Check that every unit has an owner of its stage, and so have the turns of spread heads.
 
     Raises:
         LayoutError: naming what has none.
@@ -214,8 +247,26 @@ def validate(layout: Layout, units: Units) -> None:
         for stage in layout.stages:
             for layer in stage.layers:
                 _validate_owners(f"{what} of layer {layer}", owners[layer], count, stage)
+    if any(SPREAD in owners for owners in layout.attention):
+        _validate_turns(layout)
     last = layout.stages[-1]
     _validate_owners("vocabulary", layout.vocabulary, len(units.vocabulary_bytes), last)
+
+
+def _validate_turns(layout: Layout) -> None:
+    layers = len(layout.attention)
+    if len(layout.turns) != layers or len(set(map(len, layout.turns))) != 1 or not layout.bases:
+        raise LayoutError(
+            f"spread heads have turns of {len(layout.turns)} layers, the model has {layers}; "
+            f"allowed: as many bases, one or more, in each"
+        )
+    for stage in layout.stages:
+        for layer in stage.layers:
+            if others := set(layout.turns[layer]) - set(stage.ranks):
+                raise LayoutError(
+                    f"turns of layer {layer} are given to rank {min(others)}, its stage has "
+                    f"{stage.ranks}"
+                )
 
 
 def _validate_stages(stages: Sequence[Stage], layers: int) -> None:
@@ -260,14 +311,16 @@ def _layout(
             raise LayoutError(
                 f"shares {list(shares)}: one of at least 1 for each of {len(stage.ranks)} ranks"
             )
+    attention = tuple(heads(stage, layer) for stage in stages for layer in stage.layers)
     layout = Layout(
         number=number,
         stages=tuple(stages),
-        attention=tuple(heads(stage, layer) for stage in stages for layer in stage.layers),
+        attention=attention,
         mlp=tuple(
             _dealt(len(units.mlp_bytes), stage, 0, shares) for stage in stages for _ in stage.layers
         ),
         vocabulary=_dealt(len(units.vocabulary_bytes), stages[-1], 0, shares),
+        turns=fresh_turns(stages) if any(SPREAD in owners for owners in attention) else (),
     )
     validate(layout, units)
     return layout

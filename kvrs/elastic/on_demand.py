@@ -4,13 +4,15 @@ is moved (RaidServe 3.1 and 3.2).
 Tiles have a fixed size, whatever the number of ranks, so those of a lost rank are dealt one by one;
 no rank has two more of a layer than another. They are dealt in runs that begin with the largest,
 which keeps whole the subtrees of the sum. Of the KV heads every rank has `heads // ranks` of its
-own, and the rest is spread.
+own, and the rest is spread. The turns of ranks that are lost are dealt to the others; where ranks
+join, all turns are dealt anew.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
-from kvrs.elastic.layouts import SPREAD, Layout, Stage, validate
+from kvrs.elastic.layouts import SPREAD, Layout, Stage, fresh_turns, validate
+from kvrs.elastic.placing import Turns, mended
 from kvrs.elastic.units import Units
 from kvrs.errors import LayoutError
 
@@ -42,7 +44,10 @@ def reshaped(
             mlp.append(_tiles(before.mlp[layer], stage.ranks, units.mlp_bytes, given))
     last = stages[-1].ranks
     vocabulary = _tiles(before.vocabulary, last, units.vocabulary_bytes, given)
-    after = Layout(before.number + 1, tuple(stages), tuple(attention), tuple(mlp), vocabulary)
+    turns = _turns(before, stages) if any(SPREAD in owners for owners in attention) else ()
+    after = Layout(
+        before.number + 1, tuple(stages), tuple(attention), tuple(mlp), vocabulary, turns
+    )
     validate(after, units)
     return after
 
@@ -50,6 +55,16 @@ def reshaped(
 def survivors(before: Layout, lost: Sequence[int]) -> list[list[int]]:
     """Of each stage the ranks that are not lost."""
     return [[rank for rank in stage.ranks if rank not in lost] for stage in before.stages]
+
+
+def _turns(before: Layout, stages: Sequence[Stage]) -> Turns:
+    joining = {rank for stage in stages for rank in stage.ranks}.difference(before.ranks)
+    if joining or not before.turns:
+        return fresh_turns(stages)
+    turns: list[tuple[int, ...]] = []
+    for stage in stages:
+        turns += mended(before.turns[stage.first : stage.last], stage.ranks)
+    return tuple(turns)
 
 
 def _heads(

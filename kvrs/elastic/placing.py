@@ -1,58 +1,40 @@
 """Where the cells of spread KV heads lie: of each page by its base, layer by layer.
 
 At first the cells of layer `i` lie on the rank `(base + i) mod n` (RaidServe's cyclic placement):
-each page has as many on every rank, to one. After a loss only the turns of the lost rank are dealt
-anew: with `mod (n - 1)` nearly all cells would have to move.
+each page has as many on every rank, to one, and as many bases have their turn at each rank in every
+layer. After a loss only the turns of the lost rank are dealt anew: with `mod (n - 1)` nearly all
+cells would have to move.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
-from kvrs.elastic.layouts import Stage
+# Of each layer of a stage, of each base: the rank with the cells of spread heads.
+Turns = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SpreadTurns:
-    """`turns[base][i]`: the rank of a stage's layer `i`, for pages of that base."""
+def cyclic(ranks: Sequence[int], layers: int, bases: int) -> Turns:
+    return tuple(
+        tuple(ranks[(base + at) % len(ranks)] for base in range(bases)) for at in range(layers)
+    )
 
-    turns: tuple[tuple[int, ...], ...]
 
-    @classmethod
-    def cyclic(cls, stage: Stage) -> "SpreadTurns":
-        ranks, layers = stage.ranks, len(stage.layers)
-        return cls(
-            tuple(
-                tuple(ranks[(base + at) % len(ranks)] for at in range(layers))
-                for base in range(len(ranks))
-            )
-        )
-
-    def without(self, lost: int, survivors: Sequence[int]) -> "SpreadTurns":
-        """The turns of a lost rank are dealt to those that have least of the same base."""
-        everywhere = Counter(rank for own in self.turns for rank in own)
-        mended = []
-        for own in self.turns:
-            counts = Counter(own)
-            row = list(own)
-            for at, rank in enumerate(own):
-                if rank == lost:
-                    row[at] = min(
-                        survivors, key=lambda rank: (counts[rank], everywhere[rank], rank)
-                    )
-                    counts[row[at]] += 1
-                    everywhere[row[at]] += 1
-            mended.append(tuple(row))
-        return SpreadTurns(tuple(mended))
-
-    def cells(self, base: int, spread: Sequence[int]) -> Counter[int]:
-        """Cells of one page on each rank; `spread`: how many heads each layer of the stage
-        spreads.
-        """
-        cells: Counter[int] = Counter()
-        for rank, heads in zip(self.turns[base], spread, strict=True):
-            cells[rank] += heads
-        return cells
+def mended(turns: Turns, left: Collection[int]) -> Turns:
+    """The turns of ranks that are not left are dealt to those that have least of the same base, and
+    of these to one that has least of the same layer.
+    """
+    counts = [Counter(of_base) for of_base in zip(*turns, strict=True)]
+    result = []
+    for row in turns:
+        of_layer, new = Counter(row), list(row)
+        for base, rank in enumerate(row):
+            if rank in left:
+                continue
+            _, _, new[base] = min((counts[base][each], of_layer[each], each) for each in left)
+            counts[base][new[base]] += 1
+            of_layer[new[base]] += 1
+        result.append(tuple(new))
+    return tuple(result)
 
 
 def least_loaded(pending_tokens: Mapping[int, int]) -> int:

@@ -76,11 +76,14 @@ def plan(
     dead: Collection[int] = (),
     kv_bytes: int = 0,
     arrived: Mapping[int, Collection[Unit]] = MappingProxyType({}),
+    *,
+    in_pieces: bool = True,
 ) -> MovePlan:
     """The moves between two layouts of the same model and stages. `dead`: ranks whose memory is
     gone; another rank that is not in `after` leaves on purpose and can still be read. `kv_bytes`:
     KV that is kept, of each layer and head. `arrived`: units that ranks have besides, from an
-    earlier plan that was not carried out to its end.
+    earlier plan that was not carried out to its end. Without `in_pieces` each rank reads all of a
+    unit that none has.
     """
     living = [rank for rank in before.ranks if rank not in dead]
     held = {rank: set(before.held(rank)) for rank in living}
@@ -97,8 +100,10 @@ def plan(
                 source = min(holders, key=lambda rank: (sent[rank], rank))
                 sent[source] += size
                 moves.append(Move(unit, 0, size, source, target))
-        else:
+        elif in_pieces:
             moves += _read_once(unit, size, wanting, read)
+        else:
+            moves += [Move(unit, 0, size, HOST, target) for target in wanting]
     if kv_bytes:
         moves += _cells(before, after, kv_bytes, frozenset(living))
     return MovePlan(before, after, tuple(moves))

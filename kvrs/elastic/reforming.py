@@ -204,7 +204,8 @@ class Reforming:
     room: Room
     costs: Costs
     min_ranks: int = 1
-    spread: bool = True  # Whether the ranks can compute spread heads.
+    spread: bool = True  # Whether heads that are left over are spread, where there is room for it.
+    in_pieces: bool = True  # Whether ranks read pieces of a unit and exchange them.
     epoch: int = 1
     phase: ReformingPhase = ReformingPhase.SERVING
     _dead: set[int] = field(default_factory=set)  # Memory of the layout that is gone.
@@ -386,7 +387,14 @@ class Reforming:
         # Without them as processes ranks that are gone may not be read, whatever their memory has.
         is_read = way is Way.RESTART or self.costs.kept_is_readable
         gone = self._dead if is_read else self._dead | self._absent
-        moves = plan(self.layout, after, self.units, gone, arrived=self._arrived)
+        moves = plan(
+            self.layout,
+            after,
+            self.units,
+            gone,
+            arrived=self._arrived,
+            in_pieces=self.in_pieces,
+        )
         ready_s = start_s + schedule(moves, self.costs.rates).makespan_s + self.costs.join_s
         behind_s = self._behind_s(after)
         restores = way in (Way.RESHARD, Way.REPLACE)
@@ -412,7 +420,9 @@ class Reforming:
                 return f"no rank is left for layers [{stage.first}, {stage.last})"
         if (left := sum(map(len, groups))) < self.min_ranks:
             return f"{left} ranks are left, elastic.min_ranks is {self.min_ranks}"
-        after = on_demand.reshaped(self.layout, self.units, groups, spread=self.spread)
-        if missing := self.room.missing_bytes(after, self.units):
-            return f"{left} ranks are left, and the fullest lacks {missing} bytes of memory"
-        return after
+        missing = 0
+        for spread in (True, False) if self.spread else (False,):
+            after = on_demand.reshaped(self.layout, self.units, groups, spread=spread)
+            if not (missing := self.room.missing_bytes(after, self.units)):
+                return after
+        return f"{left} ranks are left, and the fullest lacks {missing} bytes of memory"

@@ -1,6 +1,6 @@
 """What one rank of a layout computes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrs.elastic.grain import Grain
 from kvrs.elastic.layouts import Layout
@@ -11,7 +11,10 @@ class Share:
     """Layers of a model, and of each the units whose weights a rank has, in ascending order."""
 
     layers: range
-    heads: tuple[tuple[int, ...], ...]  # Of each of these layers, KV heads.
+    # Of each of these layers, KV heads of which the rank has the cells of all sequences ...
+    heads: tuple[tuple[int, ...], ...]
+    # ... and those that are spread, of which it has the cells of some.
+    spread: tuple[tuple[int, ...], ...]
     tiles: tuple[tuple[int, ...], ...]  # Of each of these layers, of the MLP.
     vocabulary: tuple[int, ...]  # Tiles of the head.
     is_first: bool  # Whether it begins with the embeddings.
@@ -22,10 +25,8 @@ class Share:
         stage = layout.stage_of(rank)
         return cls(
             layers=stage.layers,
-            heads=tuple(
-                tuple(sorted((*layout.heads(rank, layer), *layout.spread(layer))))
-                for layer in stage.layers
-            ),
+            heads=tuple(layout.heads(rank, layer) for layer in stage.layers),
+            spread=tuple(layout.spread(layer) for layer in stage.layers),
             tiles=tuple(layout.tiles(rank, layer) for layer in stage.layers),
             vocabulary=layout.vocabulary_tiles(rank),
             is_first=stage == layout.stages[0],
@@ -38,12 +39,26 @@ class Share:
         return cls(
             layers=range(layers),
             heads=(tuple(range(len(grain.attention))),) * layers,
+            spread=((),) * layers,
             tiles=(tuple(range(len(grain.mlp))),) * layers,
             vocabulary=tuple(range(len(grain.vocabulary))),
             is_first=True,
             is_last=True,
         )
 
+    @classmethod
+    def nothing(cls, layers: range, *, is_first: bool, is_last: bool) -> "Share":
+        """What every rank of these layers has."""
+        none = ((),) * len(layers)
+        return cls(layers, none, none, none, (), is_first, is_last)
+
+    @property
+    def spread_heads(self) -> "Share":
+        """The spread heads alone, as if they were its own."""
+        none = ((),) * len(self.layers)
+        return replace(self, heads=self.spread, spread=none, tiles=none, vocabulary=())
+
     @property
     def units(self) -> int:
-        return sum(map(len, self.heads)) + sum(map(len, self.tiles)) + len(self.vocabulary)
+        heads = (*self.heads, *self.spread)
+        return sum(map(len, heads)) + sum(map(len, self.tiles)) + len(self.vocabulary)

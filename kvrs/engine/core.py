@@ -5,7 +5,7 @@ tensors. So no lock is needed, and a page changes its owner only between two bat
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -36,6 +36,8 @@ class Ranks(Protocol):
     def wait_serving(self) -> None: ...
 
     def mended(self) -> None: ...
+
+    def base_for(self, others: Iterable[tuple[int, int]]) -> int: ...
 
 
 class EngineCore(RunCore):
@@ -77,6 +79,11 @@ class EngineCore(RunCore):
         self.keep_aborted_s = 0.0
         self._bug: BaseException | None = None  # To be raised by `run`.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
+
+    def _prepare(self, run: GenerationRun) -> None:
+        if self._ranks is not None:
+            others = ((one.base, one.uncomputed_tokens) for one in self._runs)
+            run.sequence.base = self._ranks.base_for(others)
 
     def _begin(self, run: GenerationRun) -> None:
         self.scheduler.add(run.sequence)

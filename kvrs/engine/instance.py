@@ -76,7 +76,8 @@ class LoadedModel:
         engine = config.cluster.engine
         started_s = time.monotonic()
         directory = Path(config.cluster.model)
-        layout = layout_of(settings, ModelConfig.from_directory(directory).units)
+        units = ModelConfig.from_directory(directory).units
+        layout = layout_of(settings, units, spread=config.elastic.spread_heads)
         anchored = None
         if config.state_plane.enabled and layout is None:
             anchored = AnchoredMemory(config, node.id, instance_id, secret)
@@ -275,7 +276,7 @@ class EngineInstance(ServedInstance):
         if rank not in self.ranks.pids:
             allowed = ", ".join(map(str, self.ranks.pids))
             raise RequestError(f"rank: got {rank}; allowed: {allowed}", param="rank")
-        if self.ranks.lose_device(rank):
+        if self.ranks.lose_device(rank, self.pages.bases):
             self.core.lose_cells()
 
     async def order_rank(self, order: RankRequest) -> str | None:

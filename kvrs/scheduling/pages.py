@@ -71,6 +71,9 @@ class PageManager:
         self._references = [0] * pages
         self._soft_pins = [0] * pages  # How many leases hold the page.
         self._tags: list[Tag | None] = [None] * pages
+        # Of each page that is not free, that of the sequence which has filled it: pages of different
+        # bases have the cells of spread heads on different ranks, so no sequence has both.
+        self.bases = [0] * pages
         self._page_by_tag: dict[Tag, int] = {}
         self._free = list(range(pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # In order of release.
@@ -98,35 +101,38 @@ class PageManager:
     # Hard pins.
 
     def match(self, tags: Iterable[Tag]) -> list[int]:
-        """The pages of the longest held prefix of `tags`; each gets a hard pin."""
+        """The pages of the longest held prefix of `tags`, all of one base; each gets a hard pin."""
         found: list[int] = []
         for tag in tags:
             page = self._page_by_tag.get(tag)
-            if page is None:
+            if page is None or (found and self.bases[page] != self.bases[found[0]]):
                 break
             self.pin(page)
             found.append(page)
         return found
 
-    def allocate(self, count: int) -> list[int] | None:
-        """That many pages with a hard pin each and nothing in them, or None, and then nothing has
-        changed.
+    def allocate(self, count: int, base: int = 0) -> list[int] | None:
+        """That many pages of that base with a hard pin each and nothing in them, or None, and then
+        nothing has changed.
         """
         if count > self.free_pages:
             return None
         pages = [self._take() for _ in range(count)]
         for page in pages:
-            self._references[page] = 1
+            self._references[page], self.bases[page] = 1, base
         self._hard_pinned += count
         return pages
 
     def register(self, page: int, tag: Tag, parent: Tag | None = None) -> int:
         """Let a full, computed page be found under its tag; `parent` is the tag of the page before
         it. Returns the page that is found from now on: another one when an equal page was
-        registered before; then `page` stays private to its owner.
+        registered before with the same base; then `page` stays private to its owner, as it does
+        beside one of another base.
         """
         assert self._references[page] > 0, f"page {page} is registered without a hard pin"
         found = self._page_by_tag.setdefault(tag, page)
+        if self.bases[found] != self.bases[page]:
+            return page
         if found == page:
             assert self._tags[page] in (None, tag), f"page {page} changed its content"
             if self._records is not None and self._tags[page] is None:

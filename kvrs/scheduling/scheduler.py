@@ -189,13 +189,13 @@ class BatchScheduler:
         # Free pages seen for one head do not count for another one.
         self._blocked = None
         found = self._pages.match(sequence.tags[: coverable_pages(sequence, self._page_size)])
+        if found:
+            sequence.base = self._pages.bases[found[0]]
         missing = pages_for(len(sequence.token_ids), self._page_size) - len(found)
-        # One page of headroom for each that is producing, so that a new sequence is not preempted
-        # at once, nor preempts.
+        # A page of headroom for each that produces, so that a new one does not preempt at once.
         headroom = sum(not admitted.prefill_only for admitted in self._admitted)
-        new = (
-            self._pages.allocate(missing) if missing + headroom <= self._pages.free_pages else None
-        )
+        has_room = missing + headroom <= self._pages.free_pages
+        new = self._pages.allocate(missing, sequence.base) if has_room else None
         if new is None:
             self._pages.release(found)
             self._blocked = sequence
@@ -294,7 +294,7 @@ class BatchScheduler:
         """
         if sequence.computed_tokens < len(sequence.pages) * self._page_size:
             return True
-        while (page := self._pages.allocate(1)) is None:
+        while (page := self._pages.allocate(1, sequence.base)) is None:
             last = next(
                 one for one in reversed(self._admitted) if one.phase is SequencePhase.RUNNING
             )

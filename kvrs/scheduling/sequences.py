@@ -46,6 +46,10 @@ class Sequence:
     # A peer retains exactly this history, so its partial last page may be pulled behind the others.
     pull_tail: bool = False
 
+    # Of its pages: which ranks of an instance have the cells of spread heads. Given before it is
+    # added; what the prefix cache has of it decides.
+    base: int = field(default=0, init=False)
+
     # Kept by the scheduler.
     phase: SequencePhase = field(default=SequencePhase.WAITING, init=False)
     arrival: int = field(default=0, init=False)  # Number of the arrival.
@@ -116,7 +120,7 @@ class Sequence:
             pulls=tuple(pulls),
         )
         # What was sent does not change by it.
-        new.history_tokens = self.history_tokens
+        new.history_tokens, new.base = self.history_tokens, self.base
         return new
 
     def extend_tags(self, page_size_tokens: int) -> None:
@@ -170,6 +174,7 @@ class Chunk:
     first_position: int
     pages: collections.abc.Sequence[int]
     wants_logits: bool  # Of the chunk's last token.
+    base: int = 0  # Of the sequence.
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -215,6 +220,7 @@ def next_chunk(sequence: Sequence, tokens: int, page_size: int) -> Chunk:
         first_position=sequence.computed_tokens,
         pages=sequence.pages[: pages_for(end, page_size)],
         wants_logits=end == len(sequence.token_ids) and not sequence.prefill_only,
+        base=sequence.base,
     )
 
 

@@ -12,9 +12,8 @@ from typing import assert_never
 
 import msgspec
 
-from kvrs.elastic.layouts import SPREAD, Layout, hybrid, staged
+from kvrs.elastic.layouts import Layout, hybrid, staged
 from kvrs.elastic.moving import LinkRates, schedule
-from kvrs.elastic.placing import SpreadTurns
 from kvrs.elastic.reforming import (
     Action,
     CarryOut,
@@ -95,7 +94,6 @@ class SimRanks:
         self._ready_s = 0.0
         layout = hybrid(_UNITS, staged(_UNITS.layers, [range(count)]))
         self._full = shares(layout, _UNITS)
-        self._turns = SpreadTurns.cyclic(layout.stages[0])
         whole = _UNITS.total_bytes
         self._machine = Reforming(
             _UNITS,
@@ -180,13 +178,8 @@ class SimRanks:
     def _cells_of(self, page: int, ranks: frozenset[int]) -> frozenset[Cell]:
         """The cells of a page that lie on these ranks."""
         layout = self._layout
-        turns = self._turns.turns[page % len(self._turns.turns)]
-        return frozenset(
-            (layer, head)
-            for layer, owners in enumerate(layout.attention)
-            for head, owner in enumerate(owners)
-            if (turns[layer] if owner == SPREAD else owner) in ranks
-        )
+        own = ranks.intersection(layout.ranks)
+        return frozenset(cell for rank in own for cell in layout.cells(rank, page))
 
     def _freeze(self) -> None:
         """With lost cells every stream begins again in the same attempt: from a checkpoint, as far
@@ -314,11 +307,6 @@ class SimRanks:
 
     def _serve(self, layout: Layout) -> None:
         stage = layout.stages[0]
-        for rank in self._layout.ranks:
-            if rank not in stage.ranks and len(stage.ranks) < len(self._layout.ranks):
-                self._turns = self._turns.without(rank, stage.ranks)
-        if len(stage.ranks) >= len(self._layout.ranks):
-            self._turns = SpreadTurns.cyclic(stage)
         self._layout, self.report, self._missing = layout, None, {}
         self.late_factor = 1.0
         self._engine.look()

@@ -29,6 +29,7 @@ def layouts(draw: st.DrawFn, units: Units) -> Layout:
     def owners(count: int, allowed: list[int]) -> tuple[int, ...]:
         return tuple(draw(st.sampled_from(allowed)) for _ in range(count))
 
+    bases = draw(st.integers(1, 4))
     by_layer = [list(stage.ranks) for stage in stages for _ in stage.layers]
     return Layout(
         number=1,
@@ -36,4 +37,5 @@ def layouts(draw: st.DrawFn, units: Units) -> Layout:
         attention=tuple(owners(len(units.attention_bytes), [*own, SPREAD]) for own in by_layer),
         mlp=tuple(owners(len(units.mlp_bytes), own) for own in by_layer),
         vocabulary=owners(len(units.vocabulary_bytes), groups[-1]),
+        turns=tuple(owners(bases, own) for own in by_layer),
     )

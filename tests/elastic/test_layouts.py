@@ -88,6 +88,33 @@ def test_hybrid_spreads_the_heads_that_are_left_over() -> None:
     assert [layout.cells_per_page(rank) for rank in range(3)] == [6, 6, 6]
 
 
+@given(st.data())
+def test_every_cell_of_a_page_is_on_one_rank(data: st.DataObject) -> None:
+    """Whatever its base, which may be one of a layout with more of them."""
+    units = data.draw(models())
+    layout = data.draw(layouts(units))
+
+    for base in range(layout.bases + 2):
+        cells = [cell for rank in layout.ranks for cell in layout.cells(rank, base)]
+        assert sorted(cells) == [
+            (layer, head)
+            for layer in range(units.layers)
+            for head in range(len(units.attention_bytes))
+        ]
+
+
+def test_sequences_of_all_bases_make_every_rank_compute_as_much() -> None:
+    """In each layer, and each page has as many cells on each rank, to one."""
+    layout = hybrid(SMALL, staged(4, [(0, 1, 2)]))
+
+    assert layout.bases == 3
+    for layer in range(4):
+        assert sorted(layout.turn(layer, base) for base in range(3)) == [0, 1, 2]
+    for base in range(3):
+        counts = [len(layout.cells(rank, base)) for rank in range(3)]
+        assert max(counts) - min(counts) <= 1
+
+
 def test_shares_may_be_asked_for() -> None:
     layout = uneven(SMALL, staged(4, [(0, 1)]), shares=(3, 1))
 
@@ -156,6 +183,14 @@ LAYOUT = even(SMALL, tp=2)
             "unit 2 of attention of layer 0 is given to rank 2",
         ),
         (replace(LAYOUT, vocabulary=(0, 0, 0, 9)), "unit 3 of vocabulary is given to rank 9"),
+        (
+            replace(LAYOUT, attention=((0, 1, 1, SPREAD),) * 4),
+            "spread heads have turns of 0 layers",
+        ),
+        (
+            replace(LAYOUT, attention=((0, 1, 1, SPREAD),) * 4, turns=((0, 1),) * 3 + ((0, 5),)),
+            "turns of layer 3 are given to rank 5",
+        ),
     ],
 )
 def test_units_without_an_owner_of_their_stage_are_named(broken: Layout, said: str) -> None:

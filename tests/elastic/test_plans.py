@@ -2,7 +2,7 @@
 a survivor keeps.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrs.elastic import cmm, on_demand
-from kvrs.elastic.layouts import Layout, Stage, even, hybrid, staged, uneven, validate
+from kvrs.elastic.layouts import Layout, even, hybrid, staged, uneven, validate
 from kvrs.elastic.moving import LinkRates, longest_channel_s, schedule
-from kvrs.elastic.placing import SpreadTurns, least_loaded
+from kvrs.elastic.placing import cyclic, least_loaded, mended
 from kvrs.elastic.plans import HOST, MovePlan, plan
 from kvrs.elastic.trees import cover
 from kvrs.elastic.units import Unit, UnitKind, Units
@@ -303,7 +303,7 @@ def test_turns_are_mended_and_stay_even(ranks: int, layers: int, gone: list[int]
     """Only the lost rank's turns change hands, and no page lies unevenly by more than a layer for
     each loss.
     """
-    turns = SpreadTurns.cyclic(Stage(0, layers, tuple(range(ranks))))
+    turns = cyclic(range(ranks), layers, ranks)
     lost = 0
     left = list(range(ranks))
     for rank in gone:
@@ -311,13 +311,13 @@ def test_turns_are_mended_and_stay_even(ranks: int, layers: int, gone: list[int]
             continue
         left.remove(rank)
         lost += 1
-        mended = turns.without(rank, left)
-        for old, new in zip(turns.turns, mended.turns, strict=True):
+        new_turns = mended(turns, left)
+        for old, new in zip(turns, new_turns, strict=True):
             assert all(now == was or was == rank for was, now in zip(old, new, strict=True))
-        turns = mended
+        turns = new_turns
 
-    for base in range(ranks):
-        cells = turns.cells(base, [1] * layers)
+    for of_base in zip(*turns, strict=True):
+        cells = Counter(of_base)
         assert set(cells) <= set(left)
         assert max(cells.values()) - min(cells[rank] for rank in left) <= 1 + lost
 

@@ -34,7 +34,7 @@ from kvrs.elastic.reforming import (
     UnitArrived,
     Way,
 )
-from kvrs.elastic.units import Units
+from kvrs.elastic.units import UnitKind, Units
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
 ROOM = Room(capacity_bytes=10_000, cell_bytes=8, pages=10)
@@ -499,3 +499,33 @@ def test_heads_that_cannot_be_spread_have_one_rank_each(
         if not again:
             kept = [(new, was) for new, was in zip(owners, old, strict=True) if was in left]
             assert all(new == was for new, was in kept)
+
+
+def test_heads_stay_whole_where_those_that_are_spread_have_no_room() -> None:
+    """Each rank would have the weights of all of them."""
+    whole = machine(spread=False).handle(LOST)[1]
+    hybrid = machine().handle(LOST)[1]
+    assert isinstance(whole, CarryOut)
+    assert isinstance(hybrid, CarryOut)
+    after = hybrid.plan.after
+    room = replace(ROOM, capacity_bytes=0)
+    short = room.missing_bytes(after, UNITS) - 1
+
+    tight = machine(room=replace(room, capacity_bytes=short)).handle(LOST)[1]
+
+    assert isinstance(tight, CarryOut)
+    assert any(SPREAD in owners for owners in after.attention)
+    assert tight.plan.after == whole.plan.after
+
+
+def test_ranks_that_cannot_exchange_pieces_read_whole_units() -> None:
+    """Each what it lacks."""
+    began = machine(in_pieces=False).handle(LOST)[1]
+
+    assert isinstance(began, CarryOut)
+    assert {(move.start, move.stop) for move in began.plan.moves} == {
+        (0, UNITS.bytes_of(move.unit)) for move in began.plan.moves
+    }
+    assert began.plan.peer_bytes == 0
+    wanted = [move for move in began.plan.moves if move.unit.kind == UnitKind.ATTENTION]
+    assert len(wanted) > len({move.unit for move in wanted})

@@ -350,3 +350,26 @@ def test_leases_given_back_early_leave_no_litter() -> None:
 
     assert len(pages._ends) < 100
     pages.check()
+
+
+def test_pages_of_one_chain_have_one_base() -> None:
+    """A run is found up to the first page of another base; an equal page of another base stays with
+    its owner, and is not found.
+    """
+    pages = PageManager(8, P)
+    first, other = pages.allocate(2, base=1), pages.allocate(3, base=2)
+    assert first is not None
+    assert other is not None
+    for page, tag in zip(first, TAGS, strict=False):
+        pages.register(page, tag)
+
+    kept = [pages.register(page, tag) for page, tag in zip(other, TAGS, strict=False)]
+
+    assert kept == other
+    assert held(pages, TAGS) == 2
+    assert {pages.bases[page] for page in first} == {1}
+    pages.release(other)
+    pages.release(first)
+    again = pages.allocate(8)
+    assert again is not None
+    assert not any(pages.bases[page] for page in again)

@@ -464,3 +464,23 @@ def test_a_batch_that_is_not_the_one_in_flight_is_our_bug() -> None:
     batches.complete(batch, {batch[0][0]: 7})
     with pytest.raises(AssertionError, match="in flight"):
         batches.complete(batch, {})
+
+
+def test_a_sequence_has_the_base_of_what_is_found_of_it() -> None:
+    """Its other pages are of that base too; without a prefix it keeps the one it was given."""
+    batches, pages = scheduler(max_batch_tokens=100)
+    first, same, other = sequence(3 * P), sequence(3 * P + 1), sequence(3 * P, first=100)
+    first.base, same.base, other.base = 1, 2, 2
+    submit(batches, first)
+    step(batches)
+    submit(batches, same, other)
+
+    batch = step(batches)
+
+    assert {chunk.base for one, chunk in batch if one in (first, same)} == {1}
+    assert {chunk.base for one, chunk in batch if one is other} == {2}
+    assert [{pages.bases[page] for page in one.pages} for one in (first, same, other)] == [
+        {1},
+        {1},
+        {2},
+    ]

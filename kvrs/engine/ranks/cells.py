@@ -7,7 +7,7 @@ finds their cells where they were.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -89,6 +89,11 @@ class CellPool:
         if pages.numel():
             self.tensor[self._columns[:, None], pages] = 0.0
 
+    def begin_layer(self, layer: int, pages: Tensor) -> None:
+        """As `begin`, of one layer."""
+        if pages.numel():
+            self.tensor[self._own[layer].heads[:, None], pages] = 0.0
+
     def write(self, layer: int, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         own, both = self._own[layer], torch.stack((keys, values), 2)
         if own.first is not None:
@@ -133,11 +138,16 @@ class WholePages:
         self.check(self.losses)
         return GatheredPages(self, pages)
 
-    def lose(self, cells: Sequence[int]) -> None:
-        """What is in these cells is gone. Nothing is sent until `mended`."""
+    def lose(self, cells: Mapping[int, Sequence[int]], bases: Sequence[int] = ()) -> None:
+        """What is in these cells of pages is gone, by the base of a page; `bases`: of each page,
+        none where all have base 0. Nothing is sent until `mended`.
+        """
         self.is_whole = False
         self.losses += 1
-        self.memory[list(cells)] = 0
+        for base, own in cells.items():
+            if own:
+                pages = [page for page, of in enumerate(bases or [0] * self.pages) if of == base]
+                self.memory[torch.tensor(own)[:, None], torch.tensor(pages, dtype=torch.int64)] = 0
 
     def mended(self) -> None:
         """No book has pages any more that were there when cells were lost."""

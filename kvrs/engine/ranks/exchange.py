@@ -3,7 +3,8 @@
 Every rank has a line of words and two slots. To add up a block, each rank of a stage puts the sums
 of its largest subtrees (`kvrs.elastic.trees`) into a slot, counts, waits until the others of the
 stage have counted as far, and adds all sums in the one order of the tree. A slot is used again two
-sums later: by then every other rank has counted once more, so it has read what was there.
+sums later: by then every other rank has counted once more, so it has read what was there. Sums of
+spread heads lie in slots of the stage, in which each rank writes rows of its own.
 
 Where many rows are added up, that work is divided: each rank adds a slice of rows, puts it where
 its own first sum had these rows, which only it reads, counts once more, and takes the other slices
@@ -22,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvrs.elastic.layouts import Layout
+from kvrs.elastic.layouts import SPREAD, Layout
 from kvrs.elastic.trees import Node, combine, cover
 from kvrs.elastic.units import UnitKind
 from kvrs.engine.layers.tiles import padded_rows
@@ -47,6 +48,7 @@ class Areas:
 
     lines: tuple[int, ...]  # Ranks of all stages.
     ranks: tuple[int, ...]  # Those of the stages that compute in this memory.
+    spread: range  # Stages of these in which heads are spread.
     slot_floats: int
     hidden: int
     rows_floats: int  # Of one stage to the next.
@@ -72,11 +74,12 @@ class Areas:
         most = max(
             len(cover(_places(owners, rank), len(owners)))
             for owners in (*layout.attention, *layout.mlp)
-            for rank in ranks
+            for rank in (*ranks, SPREAD)
         )
         return cls(
             lines=layout.ranks,
             ranks=ranks,
+            spread=stages if layout.turns else range(0),
             slot_floats=most * rows_floats,
             hidden=hidden,
             rows_floats=rows_floats,
@@ -90,7 +93,10 @@ class Areas:
         return self._logits + self.logit_rows * self.vocabulary * _FLOAT_BYTES
 
     def slot(self, rank: int, turn: int) -> int:
-        return self._slots + (2 * self.ranks.index(rank) + turn) * self.slot_floats * _FLOAT_BYTES
+        return self._slot(self.ranks.index(rank), turn)
+
+    def spread_slot(self, stage: int, turn: int) -> int:
+        return self._slot(len(self.ranks) + self.spread.index(stage), turn)
 
     def rows(self, boundary: int) -> int:
         return self._rows + self.boundaries.index(boundary) * self.rows_floats * _FLOAT_BYTES
@@ -99,13 +105,16 @@ class Areas:
     def logits(self) -> int:
         return self._logits
 
+    def _slot(self, place: int, turn: int) -> int:
+        return self._slots + (2 * place + turn) * self.slot_floats * _FLOAT_BYTES
+
     @property
     def _slots(self) -> int:
         return _whole_pages((1 + len(self.lines)) * _LINE_BYTES)
 
     @property
     def _rows(self) -> int:
-        return _whole_pages(self._slots + 2 * len(self.ranks) * self.slot_floats * _FLOAT_BYTES)
+        return _whole_pages(self._slot(len(self.ranks) + len(self.spread), 0))
 
     @property
     def _logits(self) -> int:
@@ -207,7 +216,7 @@ class SharedMemory:
 
     def total(self, sums: list[Tensor], kind: UnitKind, layer: int) -> Tensor:
         plan = self._sums[kind, layer]
-        if not self._peers:
+        if not self._peers and len(sums) == len(plan.sources):
             (total,) = sums
             return total
         self._turn ^= 1
@@ -224,6 +233,12 @@ class SharedMemory:
         for rank, rows in zip(self._ranks, self._slices, strict=True):
             total[rows] = self._slot(rank, 0)[rows]
         return total
+
+    def spread_sum(self, number: int) -> Tensor:
+        """Where the ranks of the stage put this sum of spread heads, each its own rows, before the
+        next `total`: what was there two sums ago every rank has read.
+        """
+        return self._sums_at(SPREAD, number, self._turn ^ 1)
 
     def _meet(self) -> None:
         """Until all ranks of the stage have come as far."""
@@ -272,9 +287,15 @@ class SharedMemory:
             self._line.sent.set(batch)
 
     def _slot(self, rank: int, at: int) -> Tensor:
+        return self._sums_at(rank, at, self._turn)
+
+    def _sums_at(self, rank: int, at: int, turn: int) -> Tensor:
         rows, hidden = self._shape
-        offset = self._areas.slot(rank, self._turn) + at * rows * hidden * _FLOAT_BYTES
-        return self._memory.floats(offset, rows, hidden)
+        if rank == SPREAD:
+            first = self._areas.spread_slot(self._boundary, turn)
+        else:
+            first = self._areas.slot(rank, turn)
+        return self._memory.floats(first + at * rows * hidden * _FLOAT_BYTES, rows, hidden)
 
     def _await(self, word: Word, count: int, peer: int, kind: int) -> None:
         if word.has_reached(count):

@@ -7,7 +7,7 @@ their units, so both outlive a rank's process, and pages are sent and received w
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from kvrs.config.elastic import ElasticSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.moving import LinkRates
+from kvrs.elastic.placing import least_loaded
 from kvrs.elastic.reforming import Costs, Reforming, Room
 from kvrs.elastic.shares import Share
 from kvrs.engine.models.digests import Note, root_of
@@ -46,7 +47,7 @@ def describe_ranks(group: "RankGroup", node: NodeId) -> tuple[list[RankInfo], La
             continue
         share = Share.of(layout, rank)
         stage = layout.stages.index(layout.stage_of(rank))
-        heads = sorted({head for own in share.heads for head in own})
+        heads = sorted({head for own in (*share.heads, *share.spread) for head in own})
         ranks.append(RankInfo(rank, stage, pids[rank], node, share.units, heads))
     return ranks, LayoutInfo(layout.number, stages)
 
@@ -70,6 +71,8 @@ class RankGroup(StageRanks):
             ConfigError: directory or settings are wrong.
             KvrsError: there is not enough memory, a rank has ended, or the ranks differ.
         """
+        elastic = elastic or ElasticSettings()
+        self._has_bases = elastic.spread_heads
         super().__init__(model_directory, settings, layout, range(len(layout.stages)))
         self.full = layout
         self.geometry = geometry_of(self._config, settings)
@@ -102,10 +105,11 @@ class RankGroup(StageRanks):
             layout,
             Room(capacity_bytes=0, cell_bytes=0, pages=0),
             costs,
-            min_ranks=(elastic or ElasticSettings()).min_ranks,
-            spread=False,
+            min_ranks=elastic.min_ranks,
+            spread=elastic.spread_heads,
+            in_pieces=False,
         )
-        self._reformer = Reformer(self, machine, elastic or ElasticSettings(), lookahead_tokens)
+        self._reformer = Reformer(self, machine, elastic, lookahead_tokens)
         self._reformer.start()
 
     @property
@@ -174,23 +178,33 @@ class RankGroup(StageRanks):
         """No book has pages any more whose cells were lost."""
         self.pool.mended()
 
-    def lose_device(self, rank: int) -> bool:
-        """Kill a rank and drop the memory of its cells and its units. Returns whether it had cells:
-        a model may have fewer KV heads than ranks.
+    def base_for(self, others: Iterable[tuple[int, int]]) -> int:
+        """The base of a new sequence beside others, of each its base and its tokens to compute
+        (RaidServe's routing).
+        """
+        if not self._has_bases:
+            return 0
+        pending = dict.fromkeys(range(self.layout.bases), 0)
+        for base, tokens in others:
+            pending[base % len(pending)] += tokens
+        return least_loaded(pending)
+
+    def lose_device(self, rank: int, bases: Sequence[int] = ()) -> bool:
+        """Kill a rank and drop the memory of its cells and its units; `bases`: of each page.
+        Returns whether it had cells: a model may have fewer KV heads than ranks.
         """
         self.lost_devices.add(rank)
         self.processes.seats[rank].kill()
         layout, heads = self.layout, self.geometry.kv_heads
         if rank not in layout.ranks:
             return False
-        cells = [
-            layer * heads + head
-            for layer in layout.stage_of(rank).layers
-            for head in layout.heads(rank, layer)
-        ]
-        if cells:
-            self.pool.lose(cells)
-        return bool(cells)
+        cells = {
+            base: [layer * heads + head for layer, head in layout.cells(rank, base)]
+            for base in {0, *bases}
+        }
+        if any(cells.values()):
+            self.pool.lose(cells, bases)
+        return any(cells.values())
 
     def close(self) -> None:
         """End all ranks, however far they are."""

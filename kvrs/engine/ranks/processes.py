@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -148,21 +148,30 @@ class RankProcesses:
             target: list(own) for target, own in groupby(ordered, lambda move: move.target)
         }
         rooms = {}
+        left = {rank for rank, seat in self.seats.items() if seat.has_died}
+        taken: set[tuple[int, Unit]] = set()  # Of ranks that are gone, and used where they are.
         try:
             for target, own in of_targets.items():
-                rooms[target] = self._room(epoch, target, own)
+                there = {
+                    move.unit
+                    for move in own
+                    if move.source in left and (move.source, move.unit) not in taken
+                }
+                taken |= {(move.source, move.unit) for move in own if move.unit in there}
+                rooms[target] = self._room(epoch, target, own, there)
         except KvrsError:
             self.drop_coming(epoch)
             raise
         for target, (order, descriptors) in rooms.items():
             _order(self.seats[target], order, descriptors)
 
-    def _room(self, epoch: int, target: int, moves: list[Move]) -> tuple[FetchUnits, list[int]]:
+    def _room(
+        self, epoch: int, target: int, moves: list[Move], kept: Collection[Unit]
+    ) -> tuple[FetchUnits, list[int]]:
         seat = self.seats[target]
-        # What a process has left is used where it is; the descriptors for that come first.
-        left = {rank for rank, seat in self.seats.items() if seat.has_died}
-        there = [move for move in moves if move.source in left]
-        others = [move for move in moves if move.source not in left]
+        # What a process has left one rank uses where it is; the descriptors for that come first.
+        there = [move for move in moves if move.unit in kept]
+        others = [move for move in moves if move.unit not in kept]
         places, size = self._blocks.places([move.unit for move in others])
         descriptors: list[int] = []
         if others:

@@ -36,6 +36,7 @@ from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import CellPool, of_layers
 from kvrs.engine.ranks.exchange import Areas, FormationEndedError, FormationMemory, SharedMemory
 from kvrs.engine.ranks.futex import Life
+from kvrs.engine.ranks.spread import RankPart, SpreadHeads, hybrid
 from kvrs.engine.ranks.wire import (
     Answer,
     Attach,
@@ -72,10 +73,16 @@ class ShareWorker:
         decoder: Decoder,
         pool: CellPool,
         memory: FormationMemory,
+        spread: RankPart | None = None,
     ) -> None:
-        self._decoder, self._pool, self._memory = decoder, pool, memory
+        self._pool, self._memory = pool, memory
         self._line = memory.lines[rank]
         self._exchange = SharedMemory(memory, layout, rank)
+        self._spread = None
+        if spread is not None:
+            self._spread = SpreadHeads(layout, rank, spread, self._exchange)
+            decoder = hybrid(decoder, self._spread)
+        self._decoder = decoder
         self._hidden = config.hidden
         tiles = config.grain.vocabulary
         self._columns = _runs([tiles[place] for place in layout.vocabulary_tiles(rank)])
@@ -84,6 +91,8 @@ class ShareWorker:
         """Raises FormationEndedError: another rank is lost."""
         step = build_step(chunks, self._pool)
         self._exchange.begin(step.token_ids.shape[0], self._hidden)
+        if self._spread is not None:
+            self._spread.begin(chunks)
         decoder = self._decoder
         hidden = (
             self._exchange.receive(batch) if decoder.embedding is None else decoder.embedding(step)
@@ -225,9 +234,7 @@ class _Loaded:
         self._rank, self._pages = order.rank, settings.pages
         self._geometry = geometry_of(self._config, settings)
         layers = range(order.first, order.last)
-        nothing = Share(
-            layers, ((),) * len(layers), ((),) * len(layers), (), order.is_first, order.is_last
-        )
+        nothing = Share.nothing(layers, is_first=order.is_first, is_last=order.is_last)
         positions = min(settings.max_model_len, self._config.max_positions)
         self._batch_tokens = settings.max_batch_tokens
         self._cells = _bytes_of(cells)
@@ -288,9 +295,6 @@ class _Loaded:
         share = Share.of(layout, self._rank)
         held = layout.held(self._rank)
         self._blocks = {unit: block for unit, block in self._blocks.items() if unit in held}
-        with torch.inference_mode():
-            whole = assemble(self._common, share, self._config, self._blocks.__getitem__)
-            decoder = proven(whole, self._proofs)
         areas = Areas.of(
             layout,
             stages,
@@ -300,9 +304,20 @@ class _Loaded:
         )
         layers = layout.layers(stages)
         geometry = of_layers(self._geometry, layers)
-        pool = CellPool(share, geometry, self._pages, self._cells, layers.start)
+
+        def part(of: Share) -> RankPart:
+            with torch.inference_mode():
+                decoder = assemble(self._common, of, self._config, self._blocks.__getitem__)
+                decoder = proven(decoder, self._proofs)
+            pool = CellPool(of, geometry, self._pages, self._cells, layers.start)
+            return RankPart(decoder, pool)
+
+        own = part(share)
+        spread = part(share.spread_heads) if any(share.spread) else None
         formation = FormationMemory(memory, areas)
-        return ShareWorker(self._config, layout, self._rank, decoder, pool, formation)
+        return ShareWorker(
+            self._config, layout, self._rank, own.decoder, own.pool, formation, spread
+        )
 
 
 def _bytes_of(memory: mmap.mmap) -> Tensor:

@@ -468,9 +468,7 @@ def _note(begun: ReformingBegun | None, part: str) -> None:
 
 def has_cells(layout: Layout, rank: int) -> bool:
     """A model may have fewer KV heads than ranks."""
-    return rank in layout.ranks and any(
-        layout.heads(rank, layer) for layer in layout.stage_of(rank).layers
-    )
+    return rank in layout.ranks and any(layout.cells(rank, base) for base in range(layout.bases))
 
 
 def _stage_of(layout: Layout, rank: int) -> int:

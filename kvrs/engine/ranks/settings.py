@@ -4,14 +4,15 @@ from pathlib import Path
 
 from kvrs.config.cluster import Backend, InstanceSettings
 from kvrs.config.file import Config
-from kvrs.elastic.layouts import Layout, Stage, staged, uneven
+from kvrs.elastic.layouts import Layout, Stage, hybrid, staged, uneven
 from kvrs.elastic.units import Units
 from kvrs.engine.models.config import ModelConfig
 from kvrs.errors import ConfigError, LayoutError
 
 
-def layout_of(settings: InstanceSettings, units: Units) -> Layout | None:
-    """None: the instance is one process.
+def layout_of(settings: InstanceSettings, units: Units, *, spread: bool = False) -> Layout | None:
+    """None: the instance is one process. `spread`: heads that are left over are, unless shares are
+    asked for.
 
     Raises:
         ConfigError: the model cannot be divided so.
@@ -31,6 +32,8 @@ def layout_of(settings: InstanceSettings, units: Units) -> Layout | None:
                 for (first, last), ranks in zip(settings.stages, groups, strict=True)
             )
         )
+        if spread and settings.shares is None:
+            return hybrid(units, stages)
         return uneven(units, stages, shares=settings.shares)
     except LayoutError as error:
         raise ConfigError([f"cluster.nodes: instance {settings.id!r}: {error}"]) from None
@@ -49,7 +52,7 @@ def check_layouts(config: Config) -> None:
     faults = []
     for instance in several:
         try:
-            layout_of(instance, units)
+            layout_of(instance, units, spread=config.elastic.spread_heads)
         except ConfigError as error:
             faults += error.faults
     if faults:

@@ -80,6 +80,7 @@ class WireChunk(msgspec.Struct, frozen=True, array_like=True):
     first_position: int
     pages: list[int]
     wants_logits: bool
+    base: int
 
 
 class Compute(msgspec.Struct, frozen=True, tag="compute"):
@@ -134,6 +135,7 @@ def batch_of(epoch: int, batch: int, chunks: Sequence[Chunk], page_size_tokens: 
                 chunk.first_position,
                 list(chunk.pages[:held]),
                 chunk.wants_logits,
+                chunk.base,
             )
         )
     return Compute(epoch, batch, wire)
@@ -141,7 +143,8 @@ def batch_of(epoch: int, batch: int, chunks: Sequence[Chunk], page_size_tokens: 
 
 def chunks_of(wire: Sequence[WireChunk]) -> list[Chunk]:
     return [
-        Chunk(list(one.token_ids), one.first_position, one.pages, one.wants_logits) for one in wire
+        Chunk(list(one.token_ids), one.first_position, one.pages, one.wants_logits, one.base)
+        for one in wire
     ]
 
 

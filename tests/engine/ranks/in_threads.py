@@ -4,7 +4,7 @@ processes, without their start.
 
 import mmap
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.grain import Grain
-from kvrs.elastic.layouts import Layout, Stage
+from kvrs.elastic.layouts import SPREAD, Layout, Stage
 from kvrs.elastic.shares import Share
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.loading import load_decoder
@@ -21,12 +21,16 @@ from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import CellPool, WholePages, memory_bytes
 from kvrs.engine.ranks.exchange import Areas, FormationMemory
 from kvrs.engine.ranks.rank import ShareWorker
+from kvrs.engine.ranks.spread import RankPart
 from kvrs.engine.worker import geometry_of
 from kvrs.scheduling.sequences import Chunk
 
 
 class ThreadRanks:
-    def __init__(self, directory: Path, settings: EngineSettings, layout: Layout) -> None:
+    def __init__(
+        self, directory: Path, settings: EngineSettings, layout: Layout, *, apart: bool = False
+    ) -> None:
+        """`apart`: each rank has memory of its own, in which it finds what it has written."""
         config, self._layout = ModelConfig.from_directory(directory), layout
         geometry = geometry_of(config, settings)
         areas = Areas.of(
@@ -36,13 +40,12 @@ class ThreadRanks:
             batch_tokens=settings.max_batch_tokens,
         )
         self.memory = FormationMemory(mmap.mmap(-1, areas.size_bytes), areas)
-        cells = torch.frombuffer(
-            mmap.mmap(-1, memory_bytes(geometry, settings.pages)), dtype=torch.uint8
-        )
-        self.pages = WholePages(geometry, settings.pages, cells)
-        self._workers = []
-        for rank in layout.ranks:
-            share = Share.of(layout, rank)
+
+        def whole() -> WholePages:
+            memory = mmap.mmap(-1, memory_bytes(geometry, settings.pages))
+            return WholePages(geometry, settings.pages, torch.frombuffer(memory, dtype=torch.uint8))
+
+        def part(share: Share, pages: WholePages) -> RankPart:
             with torch.inference_mode():
                 decoder = load_decoder(
                     config,
@@ -51,8 +54,19 @@ class ThreadRanks:
                     torch.device("cpu"),
                     share,
                 )
-            pool = CellPool(share, geometry, settings.pages, cells)
-            self._workers.append(ShareWorker(config, layout, rank, decoder, pool, self.memory))
+            memory = pages.memory.view(-1)
+            return RankPart(decoder, CellPool(share, geometry, settings.pages, memory))
+
+        self.pages = whole()
+        self._own = {rank: whole() if apart else self.pages for rank in layout.ranks}
+        self._workers = []
+        for rank, pages in self._own.items():
+            share = Share.of(layout, rank)
+            own = part(share, pages)
+            spread = part(share.spread_heads, pages) if any(share.spread) else None
+            self._workers.append(
+                ShareWorker(config, layout, rank, own.decoder, own.pool, self.memory, spread)
+            )
         self._threads = ThreadPoolExecutor(len(self._workers))
         self._batch = 0
 
@@ -65,12 +79,23 @@ class ThreadRanks:
         with torch.inference_mode():
             worker.execute(chunks, self._batch)
 
+    def gather(self, bases: Mapping[int, int]) -> None:
+        """Put pages, of each the base, together of the cells that ranks have apart."""
+        heads = self.pages.geometry.kv_heads
+        for page, base in bases.items():
+            for rank, own in self._own.items():
+                for layer, head in self._layout.cells(rank, base):
+                    cell = layer * heads + head
+                    self.pages.memory[cell, page] = own.memory[cell, page]
+
     def close(self) -> None:
         self._threads.shutdown()
 
 
 def random_layout(grain: Grain, layers: int, choose: random.Random) -> Layout:
-    """1 to 6 ranks in 1 to 4 stages; each unit of a layer at any rank of its stage."""
+    """1 to 6 ranks in 1 to 4 stages; each unit of a layer at any rank of its stage, or spread over
+    all with turns in any order.
+    """
     count = choose.randint(1, 6)
     stages = choose.randint(1, min(4, count, layers))
     numbers = choose.sample(range(10), count)
@@ -87,10 +112,18 @@ def random_layout(grain: Grain, layers: int, choose: random.Random) -> Layout:
     def deal(units: Sequence[range], stage: Stage) -> tuple[int, ...]:
         return tuple(choose.choice(stage.ranks) for _ in units)
 
+    def heads(stage: Stage) -> tuple[int, ...]:
+        chance = choose.choice((0.0, 0.4, 1.0))
+        owners = deal(grain.attention, stage)
+        return tuple(SPREAD if choose.random() < chance else owner for owner in owners)
+
+    by_layer = [stage for stage in spans for _ in stage.layers]
+    bases = [range(0)] * choose.randint(1, 5)
     return Layout(
         number=1,
         stages=tuple(spans),
-        attention=tuple(deal(grain.attention, stage) for stage in spans for _ in stage.layers),
-        mlp=tuple(deal(grain.mlp, stage) for stage in spans for _ in stage.layers),
+        attention=tuple(heads(stage) for stage in by_layer),
+        mlp=tuple(deal(grain.mlp, stage) for stage in by_layer),
         vocabulary=deal(grain.vocabulary, spans[-1]),
+        turns=tuple(deal(bases, stage) for stage in by_layer),
     )

@@ -27,7 +27,8 @@ async def test_ranks_drawn_at_random_have_the_bytes_of_one_process(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of random batches and, at the end, all KV cells, over ranks and stages drawn at
-    random, each of which loads its own units only; with and without sums by slices of rows.
+    random, each of which loads its own units only; with heads that are spread by sequences, with
+    and without sums by slices of rows, and with memory that each rank alone has.
     """
     size = write_model(name, tmp_path, seed=5)
     choose, each = random.Random(name), -(-LENGTH // size)
@@ -39,7 +40,8 @@ async def test_ranks_drawn_at_random_have_the_bytes_of_one_process(
         monkeypatch.setattr(exchange, "SLICED_ADDITIONS", turn % 2 * usual)
         layout = random_layout(config.grain, LAYERS, choose)
         validate(layout, config.units)
-        ranks = ThreadRanks(tmp_path, settings, layout)
+        ranks = ThreadRanks(tmp_path, settings, layout, apart=turn > 1)
+        bases = choose.choices(range(6), k=SEQUENCES)
         pages = choose.sample(range(settings.pages), k=SEQUENCES * each)
         held = [pages[at * each : (at + 1) * each] for at in range(SEQUENCES)]
         done = [0] * SEQUENCES
@@ -47,14 +49,16 @@ async def test_ranks_drawn_at_random_have_the_bytes_of_one_process(
             chunks = []
             for at in choose.sample(open_ones, choose.randint(1, len(open_ones))):
                 first, done[at] = done[at], min(LENGTH, done[at] + choose.choice(CHUNKS))
-                chunks.append(
-                    Chunk(token_ids[at][first : done[at]], first, held[at], choose.random() < 0.9)
-                )
+                ids, wants_logits = token_ids[at][first : done[at]], choose.random() < 0.9
+                chunks.append(Chunk(ids, first, held[at], wants_logits, bases[at]))
             logits = ranks.execute(chunks)
             # One at a time, and the row of each alone.
             expected = [worker.execute([chunk]) for chunk in chunks]
             assert same_bytes(logits, torch.cat(expected)), layout
 
+        if turn > 1:
+            owned = zip(held, bases, strict=True)
+            ranks.gather({page: base for own, base in owned for page in own})
         ours, theirs = ranks.pages.stage(pages), worker.pool.stage(pages)
         await ours.save()
         assert list(map(bytes, ours.views)) == list(map(bytes, theirs.views)), layout

@@ -297,11 +297,15 @@ async def answers_of(
     done: list[Reformed] | None = None,
     lost: list[int] | None = None,
     fields: Mapping[str, Any] = MappingProxyType({}),
+    elastic: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[list[int]]:
     """`lost`: of how many streams cells were lost."""
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", **ranks}]}]
     config = parse_config(
-        {"cluster": {"model": str(model), "engine": {"pages": 512}, "nodes": nodes}}
+        {
+            "cluster": {"model": str(model), "engine": {"pages": 512}, "nodes": nodes},
+            "elastic": dict(elastic),
+        }
     )
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
     async with asyncio.timeout(120), instance_client(make_app(instance), SECRET) as client:

@@ -64,6 +64,9 @@ class LosingRanks(ThreadRanks):
     def wait_serving(self) -> None:
         pass
 
+    def base_for(self, others: object) -> int:
+        return 0
+
     def mended(self) -> None:
         self.pool.mended()
 
@@ -97,7 +100,7 @@ class Losing:
             if owner == rank
         ]
         assert cells
-        self._ranks.pool.lose(cells)
+        self._ranks.pool.lose({0: cells})
         self.instance.core.lose_cells()
 
     async def _pulling(self, peer: Any, request: Any, *rest: Any, **named: Any) -> PullResult:

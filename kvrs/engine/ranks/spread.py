@@ -1,0 +1,130 @@
+"""The spread heads of a rank: in each layer those of the sequences that have their turn here
+(`kvrs.elastic.placing`).
+
+The rows of these sequences are a batch of their own, in tiles of their own. What they yield goes
+where all ranks of the stage read it, each row from the one rank that has computed it. Neither rows
+beside a row nor the rank change its bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, tensor
+
+from kvrs.elastic.layouts import Layout
+from kvrs.engine.kv_pool import KvStore
+from kvrs.engine.layers.step import BatchStep, build_step
+from kvrs.engine.models.decoder import Attention, Decoder, Forms
+from kvrs.engine.ranks.cells import CellPool
+from kvrs.engine.ranks.exchange import SharedMemory
+from kvrs.scheduling.sequences import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Weights of a rank's own units, or of the spread heads alone (`Share.spread_heads`), with the
+    cells of their heads.
+    """
+
+    decoder: Decoder
+    pool: CellPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The sequences of a batch that have their turn here in some layers."""
+
+    step: BatchStep
+    rows: Tensor  # [rows of the step]: the batch's row that stands in each.
+    tables: tuple[Tensor, Tensor] | None  # Of rotations.
+
+
+class SpreadHeads:
+    """Computes them, for one batch at a time."""
+
+    def __init__(self, layout: Layout, rank: int, share: RankPart, exchange: SharedMemory) -> None:
+        self._decoder, self._pool, self._exchange = share.decoder, share.pool, exchange
+        self._bases = layout.bases
+        first = share.decoder.first_layer
+        self._turns = [
+            frozenset(base for base, at in enumerate(layout.turns[layer]) if at == rank)
+            for layer in range(first, first + len(share.decoder.layers))
+        ]
+        self._chunks: Sequence[Chunk] = ()
+        self._parts: dict[frozenset[int], _Part | None] = {}  # By the bases that have their turn.
+
+    def begin(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._parts.clear()
+
+    def compute(self, rows: Tensor, layer: int) -> None:
+        """Hand over the sums of these heads, for normalised rows of the whole batch."""
+        decoder = self._decoder
+        at = layer - decoder.first_layer
+        attention, bases = decoder.layers[at].attention, self._turns[at]
+        if not attention.qkv.weights or not bases:
+            return
+        if bases not in self._parts:
+            self._parts[bases] = self._part(bases)
+        if (part := self._parts[bases]) is None:
+            return
+        step = part.step
+        # Only of this layer: in another one these cells may be those of another rank.
+        self._pool.begin_layer(layer, step.begun_pages)
+        own = rows.index_select(0, part.rows)
+        sums = attention.sums(own, layer, part.tables, step, self._pool, decoder.forms)
+        real = part.rows[: step.real_rows]
+        for number, values in enumerate(sums):
+            place = self._exchange.spread_sum(number)
+            place.index_copy_(0, real, values[: step.real_rows])
+
+    def _part(self, bases: frozenset[int]) -> _Part | None:
+        chunks: list[Chunk] = []
+        rows: list[int] = []
+        first = 0
+        for chunk in self._chunks:
+            last = first + len(chunk.token_ids)
+            if chunk.base % self._bases in bases:
+                chunks.append(chunk)
+                rows += range(first, last)
+            first = last
+        if not chunks:
+            return None
+        step = build_step(chunks, self._pool)
+        rows += [rows[0]] * (step.token_ids.shape[0] - len(rows))
+        rotary = self._decoder.rotary
+        return _Part(step, tensor(rows), None if rotary is None else rotary.at(step.positions))
+
+
+def hybrid(decoder: Decoder, spread: SpreadHeads) -> Decoder:
+    """The decoder of a rank's own heads, with the spread ones beside them."""
+    return replace(
+        decoder,
+        layers=[
+            replace(layer, attention=HybridAttention.of(layer.attention, spread))
+            for layer in decoder.layers
+        ],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HybridAttention(Attention):
+    """A rank's own heads for all rows, and the spread ones for some."""
+
+    spread: SpreadHeads
+
+    @classmethod
+    def of(cls, own: Attention, spread: SpreadHeads) -> "HybridAttention":
+        return cls(own.qkv, own.output, own.head_norm, own.head_dim, spread)
+
+    def sums(
+        self,
+        rows: Tensor,
+        layer: int,
+        tables: tuple[Tensor, Tensor] | None,
+        step: BatchStep,
+        pool: KvStore,
+        forms: Forms,
+    ) -> list[Tensor]:
+        self.spread.compute(rows, layer)
+        return Attention.sums(self, rows, layer, tables, step, pool, forms)

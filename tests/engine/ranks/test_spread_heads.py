@@ -1,0 +1,196 @@
+"""KV heads that are spread over the ranks by sequences: real ranks, real SIGKILLs."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrs.config.cluster import InstanceSettings
+from kvrs.config.elastic import ElasticSettings
+from kvrs.elastic.layouts import SPREAD, Layout
+from kvrs.elastic.reforming import Way
+from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.group import RankGroup
+from kvrs.engine.ranks.settings import layout_of
+from kvrs.engine.worker import Worker
+from kvrs.errors import RanksLostError
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import Role
+from kvrs.scheduling.sequences import Chunk
+from tests.engine.ranks.test_in_place import answers_of, kill, when_moving
+from tests.engine.ranks.test_rank_group import SETTINGS
+
+pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
+
+KV_HEADS = 5
+BASES = (0, 1, 2, 5)
+PAGES = 6
+LENGTH = 90
+CUTS = [0, 40, 41, 57, 89, 90]
+SPREADS = ElasticSettings(spread_heads=True)
+
+
+@pytest.fixture(scope="module")
+def model(
+    tiny_model: Path, random_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """As the tiny one, with five KV heads."""
+    directory = tmp_path_factory.mktemp("spread") / "tiny"
+    shutil.copytree(tiny_model, directory)
+    random = random_model(
+        "llama",
+        hidden_size=80,
+        num_attention_heads=2 * KV_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=16,
+        intermediate_size=512,
+        vocab_size=512,
+        num_hidden_layers=4,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+    )
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(random / name, directory / name)
+    return directory
+
+
+def group_of(model: Path, tp: int, pp: int = 1) -> RankGroup:
+    settings = InstanceSettings(id=InstanceId("d0"), role=Role.DECODE, tp=tp, pp=pp)
+    layout = layout_of(settings, ModelConfig.from_directory(model).units, spread=True)
+    assert layout is not None
+    return RankGroup(model, SETTINGS, layout, SPREADS)
+
+
+def batches() -> Iterator[list[Chunk]]:
+    """Sequences of several bases, all in each batch."""
+    for first, last in pairwise(CUTS):
+        yield [
+            Chunk(
+                [(11 * place * place + 5 + at) % 500 for place in range(first, last)],
+                first,
+                range(at * PAGES, (at + 1) * PAGES),
+                wants_logits=True,
+                base=base,
+            )
+            for at, base in enumerate(BASES)
+        ]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[torch.Tensor]:
+    """Of one process, sequence by sequence."""
+    worker = Worker(model, SETTINGS)
+    return [torch.cat([worker.execute([chunk]) for chunk in batch]) for batch in batches()]
+
+
+def compute(
+    group: RankGroup,
+    expected: list[torch.Tensor],
+    between: Callable[[], object] = lambda: None,
+) -> None:
+    """All batches, each as often as ranks are lost in it; `between` the second and the third."""
+    for number, (batch, logits) in enumerate(zip(batches(), expected, strict=True)):
+        if number == 2:
+            between()
+        while True:
+            try:
+                found = group.execute(batch)
+            except RanksLostError:
+                group.wait_serving()
+            else:
+                assert same_bytes(found, logits)
+                break
+
+
+def spread_heads(layout: Layout) -> int:
+    return layout.attention[0].count(SPREAD)
+
+
+def test_what_a_rank_leaves_becomes_the_memory_of_each(
+    model: Path, expected: list[torch.Tensor]
+) -> None:
+    """A killed rank's own head is spread over the others: one of them uses it where it is, the
+    others have copies of theirs, so that a lost device takes nothing from them. The cells of other
+    heads are where they were, so sequences go on. The ranks grow back to the layout that they had.
+    """
+    group = group_of(model, tp=4)
+    try:
+        assert spread_heads(group.layout) == 1
+        compute(group, expected, lambda: kill(group, 3))
+        first = group.reformer.done[0]
+        assert (first.way, first.degree) == (Way.RESHARD, 3)
+        assert first.moved["read"] == 0
+        assert first.moved["kept"] > 0 < first.moved["peer"]
+        group.lose_device(0)
+        group.mended()
+        compute(group, expected)
+        lost = next(each for each in group.reformer.done[1:] if each.way is Way.RESHARD)
+        assert lost.moved["read"] == lost.host_bytes > 0
+        while group.reforming is not None or len(group.layout.ranks) < 4:
+            compute(group, expected)
+        assert spread_heads(group.layout) == 1
+    finally:
+        group.close()
+
+
+def test_ranks_are_lost_in_mid_move(model: Path, expected: list[torch.Tensor]) -> None:
+    """Turns are mended twice, then heads are whole again."""
+    group = group_of(model, tp=4)
+    try:
+        when_moving(group, lambda: kill(group, 1))
+        compute(group, expected, lambda: kill(group, 2))
+        while group.reforming is not None or len(group.layout.ranks) < 4:
+            compute(group, expected)
+        compute(group, expected)
+    finally:
+        group.close()
+
+
+def test_stages_spread_heads_over_their_own_ranks(
+    model: Path, expected: list[torch.Tensor]
+) -> None:
+    group = group_of(model, tp=2, pp=2)
+    try:
+        compute(group, expected, lambda: kill(group, 3))
+    finally:
+        group.close()
+
+
+def test_a_device_takes_the_cells_of_its_turns_only(
+    model: Path, expected: list[torch.Tensor]
+) -> None:
+    """Of each page those of the rank's own heads, and of the spread ones those of its base."""
+    group = group_of(model, tp=4)
+    try:
+        compute(group, expected)
+        layout, whole = group.layout, group.pool.memory.clone()
+        bases = [BASES[page // PAGES] if page < len(BASES) * PAGES else 0 for page in range(64)]
+
+        assert group.lose_device(1, bases)
+
+        found = group.pool.memory.clone()
+        for page, base in enumerate(bases):
+            lost = {layer * KV_HEADS + head for layer, head in layout.cells(1, base)}
+            assert 4 <= len(lost) < 4 * KV_HEADS
+            for cell in range(4 * KV_HEADS):
+                kept = bytes(whole[cell, page].numpy())
+                assert bytes(found[cell, page].numpy()) == (
+                    bytes(len(kept)) if cell in lost else kept
+                )
+    finally:
+        group.close()
+
+
+async def test_streams_go_on_in_their_attempts(model: Path) -> None:
+    """Greedy and drawn ones, through a SIGKILL, a lost device and a rank that leaves."""
+    alone = await answers_of(model, {}, [])
+
+    through = await answers_of(
+        model, {"tp": 4}, ["kill", "lose_device", "leave"], elastic={"spread_heads": True}
+    )
+
+    assert through == alone
