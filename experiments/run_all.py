@@ -258,6 +258,13 @@ ALL = (
     _plain("link_monitor", 6, ROOT_USER),
     Experiment("link_monitor", ("simulated",), 1, "python -m experiments.link_monitor.simulated"),
     Experiment(
+        "link_monitor",
+        ("computed",),
+        22,
+        "python -m experiments.link_monitor.computed",
+        (ROOT_USER,),
+    ),
+    Experiment(
         "gossip_agents",
         ("gossip_agents",),
         14,

@@ -85,16 +85,25 @@ class VirtualLink:
         size = self._meter.probe_bytes(SOURCE, SETTINGS.probe_bytes, MAX_PROBE_BYTES)
         if self._meter.may_probe(SOURCE, size, SETTINGS.probe_interval_s, 1, self._now_s):
             self._probed_bytes += size
-            self._carry(size, self._meter.probe_begins)
+            self._carry(size, self._meter.probe_begins, unmeasured_bytes=size // 2)
 
-    def _carry(self, size_bytes: int, begin: Callable[[NodeId, float], None]) -> None:
+    def _carry(
+        self, size_bytes: int, begin: Callable[[NodeId, float], None], unmeasured_bytes: int = 0
+    ) -> None:
+        """As the puller does: of a probe, the first half is not measured."""
         begin(SOURCE, self._now_s)
+        if unmeasured_bytes:
+            self._bring(unmeasured_bytes)
+            self._meter.restart(SOURCE, self._now_s)
+        self._bring(size_bytes - unmeasured_bytes)
+        self._meter.end(SOURCE, self._now_s)
+
+    def _bring(self, size_bytes: int) -> None:
         while size_bytes > 0 and not self.is_over:
             piece = min(READ_BYTES, size_bytes)
             self._pass(self._scenario.seconds_for(piece, self._now_s))
             self._meter.add(SOURCE, piece, self._now_s)
             size_bytes -= piece
-        self._meter.end(SOURCE, self._now_s)
 
     def _pass(self, seconds: float) -> None:
         """Time goes on; what is seen of the link is looked at on the way."""

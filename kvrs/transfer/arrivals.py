@@ -4,6 +4,9 @@ finds much at once, as if the link had brought it in no time.
 
 import socket
 import struct
+import time
+from math import inf
+from typing import NamedTuple
 
 # struct tcp_info of Linux: milliseconds since the last data came, and bytes received in order.
 _LAST_DATA_MS = struct.Struct("=52xI")
@@ -12,31 +15,73 @@ _INFO_BYTES = _BYTES_RECEIVED.size
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)
 
 
+# Of clocks of 250 Hz and above.
+_TICK_S = 0.004
+
+# With less unread, no sender waits.
+_LEAST_BUFFER_BYTES = 1 << 15
+
+
+class Arrived(NamedTuple):
+    bytes: int  # Since the last look.
+    at_s: float  # When the last of all bytes arrived.
+    waited_s: float  # Before they came, the sender waited for the reader.
+
+
 class Arrivals:
-    """Bytes that have arrived at a connected TCP socket, whether they were read or not."""
+    """Bytes that have arrived at a connected TCP socket, whether they were read or not. Times are
+    of `time.monotonic`.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._seen = 0
-        self.look(0.0)
+        self._waited_s = 0.0  # Not told yet, ...
+        self._waited_until_s = -inf  # ... and when the last of it was over.
+        self.look()
 
-    def look(self, now_s: float) -> tuple[int, float] | None:
-        """The bytes that arrived since the last look, and when the last of all bytes arrived, on
-        the clock of `now_s`, to a tick of the kernel (1 to 10 ms); None: the system does not tell.
+    def reading(self, read_bytes: int) -> None:
+        """The owner, which has read so many bytes, is about to read more. If that makes room for
+        which the sender has waited, the time since the last bytes is not the link's.
         """
-        if _TCP_INFO is None:
-            return None
         try:
-            info = self._sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
+            now_s, info = time.monotonic(), self._info()
+            if info is None or info[0] - read_bytes < _LEAST_BUFFER_BYTES:
+                return
+            buffer_bytes = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        except OSError:
+            return
+        total, silent_s = info
+        if total - read_bytes >= buffer_bytes // 2:
+            self._waited_s += now_s - max(self._waited_until_s, now_s - silent_s)
+            self._waited_until_s = now_s
+
+    def look(self) -> Arrived | None:
+        """What arrived since the last look; None: the system does not tell.
+
+        The kernel counts the silence since the last bytes in ticks of its clock (1 to 10 ms). A
+        reader that keeps up knows better: what is silent for no more than a tick arrived now.
+        """
+        try:
+            now_s, info = time.monotonic(), self._info()
         except OSError:
             return None
+        if info is None:
+            return None
+        total, silent_s = info
+        new, self._seen = total - self._seen, total
+        at_s = now_s if silent_s <= _TICK_S else now_s - silent_s
+        waited_s = 0.0
+        if at_s >= self._waited_until_s:
+            waited_s, self._waited_s = self._waited_s, 0.0
+        return Arrived(new, at_s, waited_s)
+
+    def _info(self) -> tuple[int, float] | None:
+        """All bytes that ever arrived, and the seconds since the last of them."""
+        if _TCP_INFO is None:
+            return None
+        info = self._sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO_BYTES)
         if len(info) < _INFO_BYTES:
             return None
         (total,), (silent_ms,) = _BYTES_RECEIVED.unpack_from(info), _LAST_DATA_MS.unpack_from(info)
-        new, self._seen = total - self._seen, total
-        return new, now_s - silent_ms / 1000
-
-    @property
-    def buffer_bytes(self) -> int:
-        """How much can arrive before it is read."""
-        return self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        return total, silent_ms / 1000

@@ -18,9 +18,10 @@ follows |sample - rate| with 4 T, so that one step does not saturate it. A step 
 when a second sample confirms it: two in a row that agree, both far off on one side, are the new
 rate. `lower_bound` is what a decision may count on: rate - spread - rate * drift * sqrt(age).
 
-Times are those of arrival, which may lie before the bytes are read (`arrivals.py`). Probes are for
-links without traffic of their own: long enough that a rate is seen in them, and all that are sent
-over a link together take no more than a share of what it carries.
+Times are those of arrival, which may lie before the bytes are read, without those in which the
+sender waited for the reader (`arrivals.py`). Probes are for links without traffic of their own:
+long enough that a rate is seen in them, and all that are sent over a link together take no more
+than a share of what it carries. Their first half is not measured.
 """
 
 from dataclasses import dataclass
@@ -78,7 +79,6 @@ class _MeteredLink:
     measured_s: float = -inf
     probed_s: float = -inf
     blind: int = 0  # Probes in a row that showed nothing.
-    is_cut: bool = False  # The next bytes only begin a sample.
 
 
 class LinkMeter:
@@ -93,26 +93,31 @@ class LinkMeter:
         """The first byte of an answer has arrived; the bytes passed to `add` come after it."""
         link = self._links.setdefault(source, _MeteredLink())
         if link.transfers == 0:
-            link.since_s, link.last_s, link.bytes, link.is_cut = now_s, now_s, 0, False
+            link.since_s, link.last_s, link.bytes = now_s, now_s, 0
         link.transfers += 1
 
-    def add(self, source: NodeId, size_bytes: int, now_s: float, *, held_up: bool = False) -> None:
+    def add(self, source: NodeId, size_bytes: int, now_s: float, waited_s: float = 0.0) -> None:
         """Bytes, the last of which arrived at `now_s`.
 
-        held_up: the reader was so late that the sender may have waited for it: the time until more
-        arrives is not the link's.
+        waited_s: so long before them the sender waited for the reader, which is not the link's
+        time.
         """
         link = self._links[source]
         assert link.transfers > 0
-        if link.is_cut:
-            link.since_s, link.last_s, link.bytes, link.is_cut = now_s, now_s, 0, False
-            return
         link.bytes += size_bytes
         link.last_s = max(link.last_s, now_s)
+        link.since_s = min(link.since_s + waited_s, link.last_s)
         is_enough = link.bytes >= self._min_sample_bytes
-        if is_enough and (held_up or now_s - link.since_s >= _MAX_SAMPLE_S):
+        if is_enough and link.last_s - link.since_s >= _MAX_SAMPLE_S:
             self._take_sample(link)
-        link.is_cut = held_up
+
+    def restart(self, source: NodeId, now_s: float) -> None:
+        """What has arrived since the last sample shows nothing, unless it is of other transfers
+        too; bytes passed to `add` come after it.
+        """
+        link = self._links[source]
+        if link.transfers == 1:
+            link.since_s, link.last_s, link.bytes = now_s, now_s, 0
 
     def end(self, source: NodeId, now_s: float) -> None:
         """The answer is complete or was given up; `now_s` may be long after its last byte."""

@@ -29,8 +29,6 @@ _PROBE_PIECE_BYTES = 1 << 16
 
 # The kernel is asked so often what has arrived: more often costs a fast link.
 _LOOK_BYTES = 1 << 18
-# A reader that finds nothing new for longer, and a full buffer, has held up its peer.
-_LATE_S = 0.01
 
 
 @dataclass(slots=True)
@@ -227,10 +225,15 @@ class PagePuller:
             connection.stream.session.check_answer(connection.mac, answer)
             _check(answer, FrameType.PROBE_DATA, connection.request_id, 0, size_bytes)
             scratch = memoryview(bytearray(min(size_bytes, _PROBE_PIECE_BYTES)))
-            for start in range(0, size_bytes, len(scratch)):
-                piece = scratch[: size_bytes - start]
+            left_bytes, is_first_half = size_bytes, True
+            while left_bytes:
+                if is_first_half and left_bytes <= size_bytes // 2:
+                    is_first_half = False
+                    metered.restart()
+                piece = scratch[:left_bytes]
                 await connection.stream.receive_into(piece)
                 metered.read(len(piece))
+                left_bytes -= len(piece)
 
     @contextmanager
     def _metered(
@@ -267,22 +270,23 @@ class _Metered:
         if self._unseen >= _LOOK_BYTES:
             self._tell()
 
+    def restart(self) -> None:
+        """What came until now is not measured: an idle link may carry the first bytes faster
+        (token buckets) or slower (slow start) than those that follow.
+        """
+        self._meter.restart(self._source, self._look()[1])
+
     def end(self) -> None:
         self._tell()
         self._meter.end(self._source, self._clock())
 
     def _tell(self) -> None:
-        arrived, at_s, is_held_up = self._look()
-        self._meter.add(self._source, arrived, at_s, held_up=is_held_up)
+        arrived, at_s, waited_s = self._look()
+        self._meter.add(self._source, arrived, at_s, waited_s)
 
-    def _look(self) -> tuple[int, float, bool]:
-        now_s = self._clock()
+    def _look(self) -> tuple[int, float, float]:
         read, self._unseen = self._unseen, 0
-        if (seen := self._arrivals.look(now_s)) is None:
-            return read, now_s, False
-        arrived, at_s = seen
-        is_late = now_s - at_s > _LATE_S and arrived >= self._arrivals.buffer_bytes // 2
-        return arrived, at_s, is_late
+        return self._arrivals.look() or (read, self._clock(), 0.0)
 
 
 def _with_prologues(pages: Sequence[memoryview]) -> list[memoryview]:

@@ -74,6 +74,7 @@ class SocketStream:
         self._bytes_this_turn = 0
         self._session: Session | None = None
         self._arrivals: Arrivals | None = None
+        self._received_bytes = 0
         # Over a UNIX socket: came with what was received, and closed with the stream.
         self.descriptors: list[int] = []
         sock.setblocking(False)
@@ -162,7 +163,11 @@ class SocketStream:
         return await self._attempt(partial(self._scatter, views), self._readable)
 
     def _scatter(self, views: Sequence[memoryview]) -> int:
-        return _or_closed(self._sock.recvmsg_into(views)[0])
+        if self._arrivals is not None:
+            self._arrivals.reading(self._received_bytes)
+        received = self._sock.recvmsg_into(views)[0]
+        self._received_bytes += received
+        return _or_closed(received)
 
     async def _receive(self, size: int) -> bytes:
         piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
@@ -175,7 +180,9 @@ class SocketStream:
 
     def _read(self, part: memoryview) -> int:
         if not self._is_local:
-            return self._sock.recv_into(part)
+            received = self._sock.recv_into(part)
+            self._received_bytes += received
+            return received
         # Descriptors are not for processes that are forked meanwhile.
         size, others, flags, _ = self._sock.recvmsg_into(
             [part], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC

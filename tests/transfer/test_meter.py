@@ -153,16 +153,35 @@ def test_samples_that_disagree_or_are_near_are_no_step() -> None:
 
 
 def test_a_reader_that_held_up_its_peer_is_not_the_links_fault() -> None:
-    """Its buffer was full; what came before is a sample, and the wait after it is not."""
+    """What came between its turns came at the rate of the link; the waits for its turns do not
+    count.
+    """
     meter = LinkMeter(LINK, min_sample_bytes=1000)
     meter.begin(A, 0.0)
 
-    meter.add(A, 1_000_000, 0.1, held_up=True)
-    meter.add(A, 500_000, 2.0)  # Since when it has been arriving is not known.
-    meter.add(A, 1_000_000, 2.1)
-    meter.end(A, 2.1)
+    for turn in range(40):
+        meter.add(A, 100_000, 0.02 * turn + 0.01, waited_s=0.01 if turn else 0.0)
+    meter.end(A, 0.8)
 
     assert abs(meter.estimates()[A] / 1e7 - 1) < 1e-6
+
+
+@pytest.mark.parametrize(("others", "bytes_per_s"), [(0, 1e7), (1, 1.5e7)])
+def test_the_first_part_of_a_probe_is_not_measured(others: int, bytes_per_s: float) -> None:
+    """A token bucket let it pass at twice the rate. With other transfers all bytes count."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+    for _ in range(others):
+        meter.begin(A, 0.0)
+    meter.probe_begins(A, 0.0)
+
+    meter.add(A, 1_000_000, 0.05)
+    meter.restart(A, 0.05)
+    meter.add(A, 500_000, 0.1)
+    meter.end(A, 0.1)
+    for _ in range(others):
+        meter.end(A, 0.1)
+
+    assert abs(meter.estimates()[A] / bytes_per_s - 1) < 1e-6
 
 
 def test_probes_grow_with_the_rate_and_where_nothing_is_seen() -> None:
