@@ -52,7 +52,9 @@ async def _serve_store(pipe: Connection, directory: str, capacity_bytes: int) ->
         store = HostStore(there, capacity_bytes, lease_s=3600.0, clock=loop.time)
 
         def identity() -> Identity:
-            return Identity(AGENT, NODE, store.epoch, store.fingerprint, store.page_bytes)
+            return Identity(
+                AGENT, NODE, store.epoch, store.fingerprint, store.page_bytes, store.page_cells
+            )
 
         server = PageServer(
             identity, store, SECRET, TRANSFER, SendingLinks(TRANSFER, SendingFaults(), NODE), store

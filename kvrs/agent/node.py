@@ -113,6 +113,7 @@ class NodeAgent:
             epoch=self.store.epoch,
             fingerprint=self.store.fingerprint,
             page_bytes=self.store.page_bytes,
+            page_cells=self.store.page_cells,
         )
 
     def info(self) -> AgentInfo:

@@ -77,6 +77,8 @@ class Reformings:
             report.prefill_factor,
             _token_s(running),
             {live.id: live.produced_tokens for live in running},
+            report.held_pages,
+            report.held_page_s,
         )
 
 

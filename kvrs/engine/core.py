@@ -5,7 +5,7 @@ tensors. So no lock is needed, and a page changes its owner only between two bat
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from kvrs.errors import RanksLostError, TransferError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.parts import Cell
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.fair_queue import order
 from kvrs.scheduling.pace import Pace
@@ -63,7 +64,9 @@ class EngineCore(RunCore):
         self._reformed: asyncio.Future[None] | None = None  # Done once the ranks compute again.
         # Pages of streams that were computed, or had arrived, when cells were lost.
         self.missing_pages: dict[StreamId, int] = {}
-        self._has_lost_cells = False
+        self.held_pages: dict[StreamId, int] = {}  # Of these, what an agent holds.
+        # By the base of a page, until all runs have begun again.
+        self._lost_cells: dict[int, frozenset[Cell]] = {}
         self.worker = worker
         self.scheduler = scheduler
         self.pages = pages
@@ -99,15 +102,23 @@ class EngineCore(RunCore):
         self._bug = error
         self.wake()
 
-    def lose_cells(self) -> None:
-        """Cells of all pages are gone: every run begins again, in the same attempt."""
+    def lose_cells(self, cells: Mapping[int, frozenset[Cell]]) -> None:
+        """These cells of all pages are gone, by the base of a page: every run begins again, in the
+        same attempt.
+        """
         size = self.pages.page_size_tokens
         self.missing_pages = {
             sequence.stream: pages_for(sequence.computed_tokens, size)
             for sequence in self._runs
             if sequence.computed_tokens
         }
-        self._has_lost_cells = True
+        self.held_pages = {
+            run.sequence.stream: min(held, self.missing_pages.get(run.sequence.stream, 0))
+            for run in self._runs.values()
+            if (held := max(self._held_by_agents(run).values(), default=0))
+        }
+        for base, gone in cells.items():
+            self._lost_cells[base] = self._lost_cells.get(base, frozenset()) | gone
         self.wake()
 
     def wake(self) -> None:
@@ -129,7 +140,7 @@ class EngineCore(RunCore):
         loop = asyncio.get_running_loop()
         try:
             while self._bug is None:
-                if self._has_lost_cells:
+                if self._lost_cells:
                     self._begin_again()
                 self.pages.expire(self._clock())
                 for pull in self.scheduler.admit():
@@ -170,9 +181,11 @@ class EngineCore(RunCore):
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin_again(self) -> None:
-        """Let every run be computed anew, from what agents hold of it; between two batches."""
+        """Let every run be computed anew, from what is left of it here and what agents hold of the
+        rest; between two batches.
+        """
         assert self._ranks is not None, "only ranks lose cells"
-        self._has_lost_cells = False
+        lost, self._lost_cells = self._lost_cells, {}
         runs = sorted(self._runs.values(), key=lambda run: order(run.sequence))
         for run in runs:
             old = run.sequence
@@ -191,8 +204,9 @@ class EngineCore(RunCore):
             if self.checkpoints is not None and run.checkpoints:
                 self.checkpoints.began(run)
             self.scheduler.add(run.sequence)
-        # Nothing is found any more that was there before, so no other run gets it.
-        self.pages.reset_cache(pinned=True)
+        # Nothing is found any more of which cells are gone, so no other run gets it.
+        bases = self.pages.bases
+        self.pages.lose(lambda page: lost.get(bases[page], frozenset()))
         self._ranks.mended()
 
     def _held_by_agents(self, run: GenerationRun) -> dict[InstanceId, int]:

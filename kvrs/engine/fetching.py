@@ -1,11 +1,14 @@
 """Fetching pages of a sequence from peers into the pool of this engine."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from kvrs.engine.staging import PagePool
+from kvrs.engine.ranks.cells import WholePages
+from kvrs.engine.staging import PagePool, StagedPages
 from kvrs.ids import InstanceId
+from kvrs.protocol.parts import PagePart, rectangles
 from kvrs.scheduling.sequences import Pull
-from kvrs.scheduling.sources import PullSource
+from kvrs.scheduling.sources import PullSource, alike
 from kvrs.transfer.peers import Peer, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
 
@@ -22,22 +25,43 @@ class PageFetcher:
 
     async def fetch(self, pull: Pull, source: PullSource, wanted: range) -> PullResult:
         """The full pages `wanted` from one source, then the partial one if the source has it and
-        all before it arrives.
+        all before it arrives. Of pages that are here in part only the cells that are gone.
 
         Raises:
             TransferError: the pool is gone, or full. Errors of a peer stand in the result.
         """
+        pages, received_bytes, seconds = 0, 0, 0.0
+        for span, gone in alike(wanted, pull.sequence.gone):
+            size = self._pool.geometry
+            parts: list[PagePart | None] = [
+                PagePart(size.layers, size.kv_heads, part) for part in rectangles(gone)
+            ]
+            arrived = span
+            for part in parts or [None]:
+                result = await self._fetch(pull, source, arrived, wanted, part)
+                arrived = arrived[: result.full_pages]
+                received_bytes, seconds = received_bytes + result.bytes, seconds + result.seconds
+            pages += len(arrived)
+            if arrived != span:
+                break
+        return replace(result, full_pages=pages, bytes=received_bytes, seconds=seconds)
+
+    async def _fetch(
+        self, pull: Pull, source: PullSource, span: range, wanted: range, part: PagePart | None
+    ) -> PullResult:
+        """One request."""
         sequence = pull.sequence
-        has_tail = source.handoff is not None and wanted.stop == pull.tail_index
-        pages = [sequence.pages[index] for index in wanted]
-        tail_page = sequence.pages[wanted.stop] if has_tail else None
+        has_tail = source.handoff is not None and span.stop == wanted.stop == pull.tail_index
+        pages = [sequence.pages[index] for index in span]
+        tail_page = sequence.pages[span.stop] if has_tail else None
         request = PullRequest(
-            tags=tuple(sequence.tags[wanted.start : wanted.stop]),
+            tags=tuple(sequence.tags[span.start : span.stop]),
             handoff=source.handoff if has_tail else None,
             tail_index=pull.tail_index if has_tail else None,
             traffic=source.traffic,
+            part=part,
         )
-        staged = self._pool.stage(pages if tail_page is None else [*pages, tail_page])
+        staged = self._stage(pages if tail_page is None else [*pages, tail_page], part)
         try:
             result = await self._puller.pull(
                 self._registry[source.instance],
@@ -50,3 +74,9 @@ class PageFetcher:
         finally:
             staged.free()
         return result
+
+    def _stage(self, pages: list[int], part: PagePart | None) -> StagedPages:
+        if part is None:
+            return self._pool.stage(pages)
+        assert isinstance(self._pool, WholePages), "only ranks lose cells"
+        return self._pool.stage(pages, part.part)

@@ -236,6 +236,7 @@ class EngineInstance(ServedInstance):
         if now is None:
             return facts | {"degree": len(layout.ranks)}
         decode, prefill = self.ranks.reformer.factors(now.after)
+        page_s = self.prefill.extra(0, self.pages.page_size_tokens) * prefill
         report = ReformingReport(
             number=now.number,
             way=now.way,
@@ -244,11 +245,19 @@ class EngineInstance(ServedInstance):
             lost=list(now.lost),
             move_bytes=now.move_bytes,
             missing_pages=self.core.missing_pages if now.lost_cells else {},
-            page_s=self.prefill.extra(0, self.pages.page_size_tokens) * prefill,
+            page_s=page_s,
             decode_factor=decode,
             prefill_factor=prefill,
+            held_pages=self.core.held_pages if now.lost_cells else {},
+            held_page_s=self._fetch_s(now.lost_cells) or page_s,
         )
         return facts | {"degree": report.degree, "reforming": report}
+
+    def _fetch_s(self, cells: int) -> float:
+        """Of so many cells of a page that an agent holds; 0: not known."""
+        geometry = self.worker.geometry
+        rate = self.port.agents_bytes_per_s()
+        return geometry.page_bytes * cells / geometry.page_cells / rate if rate else 0.0
 
     async def start(self) -> None:
         await self.port.start()
@@ -276,8 +285,8 @@ class EngineInstance(ServedInstance):
         if rank not in self.ranks.pids:
             allowed = ", ".join(map(str, self.ranks.pids))
             raise RequestError(f"rank: got {rank}; allowed: {allowed}", param="rank")
-        if self.ranks.lose_device(rank, self.pages.bases):
-            self.core.lose_cells()
+        if cells := self.ranks.lose_device(rank, self.pages.bases):
+            self.core.lose_cells(cells)
 
     async def order_rank(self, order: RankRequest) -> str | None:
         if self.ranks is None:

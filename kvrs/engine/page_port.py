@@ -23,6 +23,8 @@ from kvrs.engine.pages import EnginePages
 from kvrs.engine.staging import PagePool
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.links import SendingLinks
@@ -95,13 +97,13 @@ class PagePort:
     `epoch` is the epoch of all pages served: raising it makes peers drop what they knew of them.
     """
 
-    def __init__(self, place: InstancePlace, fingerprint: str, page_bytes: int) -> None:
+    def __init__(self, place: InstancePlace, fingerprint: str, geometry: KvGeometry) -> None:
         self.epoch = place.epoch
         self._place = place
         self.registry = self._peers_of(place.config)
         self.checkpointer: Checkpointer | None = None  # Of the attached pool.
         self._fingerprint = fingerprint
-        self._page_bytes = page_bytes
+        self._geometry = geometry
         self._source = _AttachedPages()
         self._lends = False
         transfer = place.config.transfer
@@ -118,7 +120,8 @@ class PagePort:
             node=self._place.node.id,
             epoch=self.epoch,
             fingerprint=self._fingerprint,
-            page_bytes=self._page_bytes,
+            page_bytes=self._geometry.page_bytes,
+            page_cells=self._geometry.page_cells,
         )
 
     def attach(
@@ -182,6 +185,13 @@ class PagePort:
     def lag_pages(self) -> int:
         """Full pages of protected streams that their agents do not have yet."""
         return 0 if self.checkpointer is None else self.checkpointer.lag_pages
+
+    def agents_bytes_per_s(self) -> float:
+        """Of the slowest link from an agent, as far as they are measured; 0: none is."""
+        links = self.puller.links()
+        agents = [self.registry[name] for name in agents_of(self._place.config)]
+        nodes = {MEMORY if each.directory is not None else each.node for each in agents}
+        return min((links[node].bytes_per_s for node in nodes if node in links), default=0.0)
 
     def kv_bytes(self) -> dict[str, int]:
         """Fetched and, as checkpoints, sent since the start, by kind."""

@@ -53,7 +53,7 @@ class ServedInstance(ABC):
         # A stream may come without a prefill call before; its first event then has the prompt's
         # ids.
         self.one_call = False
-        self.port = PagePort(place, model.fingerprint, model.geometry.page_bytes)
+        self.port = PagePort(place, model.fingerprint, model.geometry)
         self.registry = self.port.registry
         self.tasks: list[asyncio.Task[None]] = []  # None of them ends by itself.
         self.news = News()  # Of load reports that are due at once.

@@ -69,6 +69,8 @@ class Staying:
             ready_s,
             event.missing_pages,
             event.page_s,
+            event.held_pages,
+            event.held_page_s,
             event.decode_factor * event.token_s,
             queue_s,
         )

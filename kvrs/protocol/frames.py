@@ -52,13 +52,14 @@ from kvrs.protocol.page_messages import (
 from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
 
-VERSION = 5
+VERSION = 6
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_NAME_BYTES = 255
 MAX_REASON_BYTES = 512
 MAX_TAGS = 1 << 16  # Of one frame: a million tokens in pages of 16.
 MAX_PAGE_BYTES = 1 << 30
+MAX_CELLS = 1 << 16  # Of a page.
 MAX_PROBE_BYTES = 1 << 24
 MAX_RANGES = 1 << 12  # Of one STORE; together they have at most MAX_TAGS pages.
 CHECKSUM_BYTES = 8
@@ -74,7 +75,7 @@ _PULL = struct.Struct("!IIBBI")  # request id, number of tags, traffic class, ha
 # six zeros: whole pages.
 _PART = struct.Struct("!6H")
 _PROBE = struct.Struct("!II")  # request id, bytes
-_IDENTITY = struct.Struct("!QI")  # epoch, bytes of a page
+_IDENTITY = struct.Struct("!QII")  # epoch, bytes of a page, its cells
 _CLAIM = struct.Struct("!QQ")  # owner epoch, attempt
 _OFFER = struct.Struct("!IQI")  # request id, reserved bytes, number of tags
 _STORE = struct.Struct("!II")  # request id, number of ranges
@@ -412,7 +413,7 @@ def decode_answer(prologue: Bytes, *expected: FrameType) -> AnswerHeader:
 def identity_bytes(identity: Identity) -> bytes:
     assert 0 < identity.page_bytes <= MAX_PAGE_BYTES, f"pages of {identity.page_bytes} bytes"
     names = _name(identity.instance) + _name(identity.node) + _name(identity.fingerprint)
-    return _IDENTITY.pack(identity.epoch, identity.page_bytes) + names
+    return _IDENTITY.pack(identity.epoch, identity.page_bytes, identity.page_cells) + names
 
 
 def _name(text: str) -> bytes:
@@ -471,13 +472,15 @@ class _Reader:
             raise TransferError(f"{self._what} holds a name that is not UTF-8") from None
 
     def identity(self) -> Identity:
-        epoch, page_bytes = _IDENTITY.unpack(self.take(_IDENTITY.size))
-        if not 0 < page_bytes <= MAX_PAGE_BYTES:
+        epoch, page_bytes, cells = _IDENTITY.unpack(self.take(_IDENTITY.size))
+        known = 0 < page_bytes <= MAX_PAGE_BYTES and 0 < cells <= MAX_CELLS
+        if not known or page_bytes % cells:
             raise TransferError(
-                f"{self._what} names pages of {page_bytes} bytes, allowed: 1 to {MAX_PAGE_BYTES}"
+                f"{self._what} names pages of {page_bytes} bytes in {cells} cells, allowed: 1 to "
+                f"{MAX_PAGE_BYTES}, in 1 to {MAX_CELLS} of the same size"
             )
         names = self.name(), self.name(), self.name()
-        return Identity(InstanceId(names[0]), NodeId(names[1]), epoch, names[2], page_bytes)
+        return Identity(InstanceId(names[0]), NodeId(names[1]), epoch, names[2], page_bytes, cells)
 
     def claim(self) -> CheckpointClaim:
         owner_epoch, attempt = _CLAIM.unpack(self.take(_CLAIM.size))

@@ -33,5 +33,9 @@ class KvGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property
+    def page_cells(self) -> int:
+        return self.layers * self.kv_heads
+
+    @property
     def page_bytes(self) -> int:
         return self.bytes_per_token * self.page_size_tokens

@@ -143,10 +143,14 @@ class ReformingReport(msgspec.Struct, frozen=True):
     move_bytes: Natural  # Of the plan.
     # Pages of each stream of which cells are lost, to be restored or computed once it is ready.
     missing_pages: dict[StreamId, Natural] = {}
-    page_s: Seconds = 0.0  # Predicted per such page.
+    page_s: Seconds = 0.0  # Predicted per such page that is computed.
     # Of the layout that will serve then: step times over those of the full one.
     decode_factor: Factor = 1.0
     prefill_factor: Factor = 1.0
+    # Of the pages with lost cells, those that agents hold: only these cells are fetched. The time
+    # is that per such page.
+    held_pages: dict[StreamId, Natural] = {}
+    held_page_s: Seconds = 0.0
 
 
 class LoadReport(msgspec.Struct, frozen=True):

@@ -33,13 +33,14 @@ class StoreCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One end of a connection. Pages move only between equal fingerprints and page sizes."""
+    """One end of a connection. Pages move only between equal fingerprints, page sizes and cells."""
 
     instance: InstanceId
     node: NodeId
     epoch: int
     fingerprint: str
     page_bytes: int
+    page_cells: int = 1  # Equal runs of bytes, of which any rectangle may be asked for.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,10 @@
 """Rectangles of (layers, KV heads): which cells of each page a process holds, or two share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+
+Cell = tuple[int, int]  # Layer, KV head.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +40,48 @@ class PagePart:
     heads: int
     part: Part
 
+    @property
+    def page_cells(self) -> int:
+        return self.layers * self.heads
+
     def bytes_of(self, page_bytes: int) -> int:
         """What of a page of that size is in the part; it is a multiple of the cells."""
-        return page_bytes // (self.layers * self.heads) * self.part.cells
+        return page_bytes // self.page_cells * self.part.cells
 
     def runs(self, page: memoryview) -> Sequence[memoryview]:
         """Where the part lies in a page: a run for each layer, or one for all where it has all
         heads.
         """
         layers, heads = self.part.layers, self.part.heads
-        cell = page.nbytes // (self.layers * self.heads)
+        cell = page.nbytes // self.page_cells
         if len(heads) == self.heads:
             row = cell * self.heads
             return [page[layers.start * row : layers.stop * row]]
         starts = [(layer * self.heads + heads.start) * cell for layer in layers]
         return [page[start : start + len(heads) * cell] for start in starts]
+
+
+def rectangles(cells: Iterable[Cell]) -> list[Part]:
+    """Parts that have these cells and no others, each once: runs of heads, over as many layers in a
+    row as have the same run.
+    """
+    heads: dict[int, list[int]] = {}
+    for layer, head in sorted(set(cells)):
+        heads.setdefault(layer, []).append(head)
+    found: list[Part] = []
+    open_: dict[range, int] = {}  # Runs of the layer before, and the layers in which they began.
+    for layer in range(min(heads, default=0), max(heads, default=-1) + 2):
+        runs = _runs(heads.get(layer, []))
+        found += [Part(range(first, layer), run) for run, first in open_.items() if run not in runs]
+        open_ = {run: open_.get(run, layer) for run in runs}
+    return found
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Numbers that rise, as runs without a gap."""
+    places = groupby(enumerate(numbers), key=lambda each: each[1] - each[0])
+    groups = [[number for _, number in group] for _, group in places]
+    return [range(group[0], group[-1] + 1) for group in groups]
 
 
 def _overlap(left: range, right: range) -> range:

@@ -5,12 +5,13 @@ their prefix, evicted least recently released first. Leases on retained pages ar
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
 from kvrs.ids import StreamId
+from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 
 # A page is in exactly one state. References are hard pins (a sequence that computes, a peer that is
@@ -19,6 +20,7 @@ from kvrs.protocol.tags import Tag
 #   state         references   leases   tag    kept in        allocated
 #   free               0          0     none   _free          first
 #   cached             0          0     yes    _cached        second, least recently released first
+#   damaged            0          0     yes    _cached        as cached
 #   soft-pinned        0         >= 1   any    _leases[...]   last: tail of the first lease to end
 #   hard-pinned      >= 1        any    any    (its owners)   never
 #
@@ -26,6 +28,8 @@ from kvrs.protocol.tags import Tag
 #   free          allocate                               hard-pinned
 #   cached        allocate (its tag is forgotten)        hard-pinned
 #   cached        match, pin                             hard-pinned
+#   cached        lose                                   damaged
+#   damaged       mend (its tag is forgotten)            hard-pinned
 #   soft-pinned   match, pin                             hard-pinned
 #   hard-pinned   last reference gone, leased            soft-pinned
 #   hard-pinned   last reference gone, else tagged       cached
@@ -33,6 +37,8 @@ from kvrs.protocol.tags import Tag
 #   soft-pinned   last lease ends, or gives the page up  cached if tagged, else free
 #
 # A soft-pinned page without a tag is the partial last page of a hand-off, found by its lease only.
+# A damaged page lacks cells: it is found by `mend` only. A page may lose cells while it is
+# hard-pinned; it is damaged once it is released.
 
 # Lease on the pages of streams that are moved away from a draining instance: their next attempts
 # fetch them at once, or not at all.
@@ -45,6 +51,50 @@ class _PageLease:
     pages: list[int]  # Leading pages that are intact: memory pressure takes them from the end.
     tokens: int
     until_s: float
+
+
+class _LeaseEnds:
+    """Leases by their end.
+
+    Entries are (until_s, number, lease). A renewal leaves the entry behind, so its time is a lower
+    bound of the lease's; the entry of a lease that is gone stays until it surfaces. The number only
+    breaks ties.
+    """
+
+    def __init__(self, leases: Mapping[StreamId, _PageLease]) -> None:
+        self._leases = leases
+        self._ends: list[tuple[float, int, _PageLease]] = []
+        self._entries_made = 0
+
+    def add(self, lease: _PageLease) -> None:
+        heappush(self._ends, self._entry(lease))
+        if (
+            len(self._ends) > 2 * len(self._leases) + 64
+        ):  # Mostly entries of leases that ended early.
+            self._ends = [self._entry(lease) for lease in self._leases.values()]
+            heapify(self._ends)
+
+    def first(self) -> _PageLease | None:
+        while self._ends:
+            until_s, _, lease = self._ends[0]
+            if self._leases.get(lease.key) is not lease:
+                heappop(self._ends)
+            elif lease.until_s != until_s:
+                heapreplace(self._ends, self._entry(lease))
+            else:
+                return lease
+        return None
+
+    def check(self) -> None:
+        alive = {id(lease) for _, _, lease in self._ends}
+        assert all(id(lease) in alive for lease in self._leases.values()), (
+            "a lease that would never end"
+        )
+        assert all(until_s <= lease.until_s for until_s, _, lease in self._ends)
+
+    def _entry(self, lease: _PageLease) -> tuple[float, int, _PageLease]:
+        self._entries_made += 1
+        return lease.until_s, self._entries_made, lease
 
 
 class PageRecords(Protocol):
@@ -71,19 +121,18 @@ class PageManager:
         self._references = [0] * pages
         self._soft_pins = [0] * pages  # How many leases hold the page.
         self._tags: list[Tag | None] = [None] * pages
-        # Of each page that is not free, that of the sequence which has filled it: pages of different
-        # bases have the cells of spread heads on different ranks, so no sequence has both.
+        # Of each page that is not free, that of the sequence which has filled it: pages of
+        # different bases have the cells of spread heads on different ranks, so no sequence has
+        # both.
         self.bases = [0] * pages
         self._page_by_tag: dict[Tag, int] = {}
+        self._damaged_by_tag: dict[Tag, int] = {}
+        self._gone: dict[int, frozenset[Cell]] = {}  # What damaged pages lack.
         self._free = list(range(pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # In order of release.
         self._hard_pinned = 0
         self._leases: dict[StreamId, _PageLease] = {}
-        # Entries are (until_s, number, lease). A renewal leaves the entry behind, so its time is a
-        # lower bound of the lease's; the entry of a lease that is gone stays until it surfaces. The
-        # number only breaks ties.
-        self._ends: list[tuple[float, int, _PageLease]] = []
-        self._entries_made = 0
+        self._ends = _LeaseEnds(self._leases)
 
     @property
     def free_pages(self) -> int:
@@ -130,6 +179,7 @@ class PageManager:
         beside one of another base.
         """
         assert self._references[page] > 0, f"page {page} is registered without a hard pin"
+        assert page not in self._gone, f"page {page} lacks cells"
         found = self._page_by_tag.setdefault(tag, page)
         if self.bases[found] != self.bases[page]:
             return page
@@ -192,12 +242,7 @@ class PageManager:
         self.unretain([key])
         lease = _PageLease(key, list(pages), tokens, until_s)
         self._leases[key] = lease
-        heappush(self._ends, self._entry(lease))
-        if (
-            len(self._ends) > 2 * len(self._leases) + 64
-        ):  # Mostly entries of leases that ended early.
-            self._ends = [self._entry(lease) for lease in self._leases.values()]
-            heapify(self._ends)
+        self._ends.add(lease)
 
     def retained_page(self, key: StreamId, index: int) -> int | None:
         """The retained page at that index, or None when it was given up or never was there."""
@@ -234,22 +279,53 @@ class PageManager:
 
     def expire(self, now_s: float) -> None:
         """End every lease that has expired."""
-        while (lease := self._first_to_end()) is not None and lease.until_s <= now_s:
+        while (lease := self._ends.first()) is not None and lease.until_s <= now_s:
             self.unretain([lease.key])
 
-    def reset_cache(self, *, pinned: bool = False) -> None:
-        """Forget everything that has no hard pin; with `pinned` let nothing be found any more,
-        since what is in all pages is gone.
-        """
+    def reset_cache(self) -> None:
+        """Forget everything that has no hard pin."""
         self.unretain(list(self._leases))
         while self._cached:
             self._free.append(self._evict_cached())
-        if pinned:
-            for page in self._page_by_tag.values():
-                self._tags[page] = None
-                if self._records is not None:
-                    self._records.clear(page)
-            self._page_by_tag.clear()
+
+    # Cells that are gone.
+
+    def lose(self, gone: Callable[[int], frozenset[Cell]]) -> None:
+        """Let no page be found any more of which cells are gone, and end all leases. Of pages that
+        were damaged before these cells are gone too. What is left of full pages is there for
+        `mend`.
+        """
+        self.unretain(list(self._leases))
+        for tag, page in [*self._page_by_tag.items()]:
+            if not gone(page):
+                continue
+            del self._page_by_tag[tag]
+            if self._records is not None:
+                self._records.clear(page)
+            before = self._damaged_by_tag.get(tag)
+            if before is not None:  # It was computed or pulled anew since, into another page.
+                self._tags[before] = None
+                del self._gone[before]
+                if before in self._cached:
+                    del self._cached[before]
+                    self._free.append(before)
+            self._damaged_by_tag[tag] = page
+        for page in self._damaged_by_tag.values():
+            self._gone[page] = self._gone.get(page, frozenset()) | gone(page)
+
+    def mend(self, tag: Tag, base: int = 0) -> tuple[int, frozenset[Cell]] | None:
+        """The damaged page of that tag and base, with a hard pin and found by none any more, and
+        the cells that it lacks; None: there is none, or it has an owner still.
+        """
+        page = self._damaged_by_tag.get(tag)
+        if page is None or self._references[page] or self.bases[page] != base:
+            return None
+        del self._damaged_by_tag[tag]
+        self._tags[page] = None
+        del self._cached[page]
+        self._references[page] = 1
+        self._hard_pinned += 1
+        return page, self._gone.pop(page)
 
     # Transitions.
 
@@ -274,8 +350,11 @@ class PageManager:
         page, _ = self._cached.popitem(last=False)
         tag = self._tags[page]
         assert tag is not None
-        del self._page_by_tag[tag]
         self._tags[page] = None
+        if self._gone.pop(page, None) is not None:
+            del self._damaged_by_tag[tag]
+            return page
+        del self._page_by_tag[tag]
         if self._records is not None:
             self._records.clear(page)
         return page
@@ -283,27 +362,12 @@ class PageManager:
     def _shorten_first_lease(self) -> None:
         # A tail page with a hard pin frees nothing and loses its soft pin all the same: else the
         # pages before it could not be taken, and the hard pin keeps the page as long as needed.
-        lease = self._first_to_end()
+        lease = self._ends.first()
         assert lease is not None, "free_pages counts a page that is in no list"
         page = lease.pages.pop()
         if not lease.pages:
             del self._leases[lease.key]
         self._drop_soft_pin(page)
-
-    def _entry(self, lease: _PageLease) -> tuple[float, int, _PageLease]:
-        self._entries_made += 1
-        return lease.until_s, self._entries_made, lease
-
-    def _first_to_end(self) -> _PageLease | None:
-        while self._ends:
-            until_s, _, lease = self._ends[0]
-            if self._leases.get(lease.key) is not lease:
-                heappop(self._ends)
-            elif lease.until_s != until_s:
-                heapreplace(self._ends, self._entry(lease))
-            else:
-                return lease
-        return None
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and that all counters agree. O(pages)."""
@@ -324,12 +388,10 @@ class PageManager:
             assert (page in self._cached) == (unpinned and tag is not None), (
                 f"page {page}: cache list is wrong"
             )
-            assert tag is None or self._page_by_tag[tag] == page, f"page {page}: tag is wrong"
-        assert len(self._page_by_tag) == sum(1 for tag in self._tags if tag is not None), (
-            "a tag leads nowhere"
-        )
-        alive = {id(lease) for _, _, lease in self._ends}
-        assert all(id(lease) in alive for lease in self._leases.values()), (
-            "a lease that would never end"
-        )
-        assert all(until_s <= lease.until_s for until_s, _, lease in self._ends)
+            by_tag = self._damaged_by_tag if page in self._gone else self._page_by_tag
+            assert tag is None or by_tag[tag] == page, f"page {page}: tag is wrong"
+        assert len(self._page_by_tag) + len(self._damaged_by_tag) == sum(
+            1 for tag in self._tags if tag is not None
+        ), "a tag leads nowhere"
+        assert sorted(self._damaged_by_tag.values()) == sorted(self._gone)
+        self._ends.check()

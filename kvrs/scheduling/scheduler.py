@@ -37,6 +37,7 @@ from kvrs.config.batch import BatchSettings
 from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.fair_queue import FairQueue, order
 from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.reservation import register, reserve
 from kvrs.scheduling.sequences import (
     Chunk,
     Pull,
@@ -44,7 +45,6 @@ from kvrs.scheduling.sequences import (
     Sequence,
     SequencePhase,
     at_least,
-    coverable_pages,
     expected_ranges,
     next_chunk,
     pages_for,
@@ -181,32 +181,25 @@ class BatchScheduler:
         return pulls
 
     def _reserve(self, sequence: Sequence) -> bool:
-        """Pages for the whole history: from the prefix cache what is there, else new ones."""
+        """Pages for the whole history."""
         free_pages, seen = self._pages.free_pages, self._seen_free_pages
         self._seen_free_pages = free_pages
         if self._blocked is sequence and free_pages <= seen:
             return False
         # Free pages seen for one head do not count for another one.
         self._blocked = None
-        found = self._pages.match(sequence.tags[: coverable_pages(sequence, self._page_size)])
-        if found:
-            sequence.base = self._pages.bases[found[0]]
-        missing = pages_for(len(sequence.token_ids), self._page_size) - len(found)
         # A page of headroom for each that produces, so that a new one does not preempt at once.
         headroom = sum(not admitted.prefill_only for admitted in self._admitted)
-        has_room = missing + headroom <= self._pages.free_pages
-        new = self._pages.allocate(missing, sequence.base) if has_room else None
-        if new is None:
-            self._pages.release(found)
+        found = reserve(self._pages, sequence, headroom)
+        if found is None:
             self._blocked = sequence
             return False
-        sequence.pages = found + new
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = len(found) * self._page_size
+            sequence.cached_tokens = found * self._page_size
         self._change(
             sequence,
-            len(found) * self._page_size,
-            awaited=expected_ranges(sequence, len(found), self._page_size),
+            found * self._page_size,
+            awaited=expected_ranges(sequence, found, self._page_size),
         )
         return True
 
@@ -237,7 +230,7 @@ class BatchScheduler:
         assert not new or any(
             one.start <= new.start and new.stop <= one.stop for one in sequence.awaited
         ), "pages arrived that were not asked for"
-        _register(self._pages, sequence, arrived)
+        register(self._pages, sequence, arrived)
         awaited = at_least(sequence.awaited, more_from * size) if more_from is not None else ()
         assert more_from is None or awaited, "more of nothing"
         self._change(
@@ -339,9 +332,7 @@ class BatchScheduler:
                 continue
             first, end = sequence.computed_tokens, sequence.computed_tokens + len(chunk.token_ids)
             self._change(sequence, end, sequence.arrived, sequence.awaited)
-            _register(
-                self._pages, sequence, range(first // self._page_size, end // self._page_size)
-            )
+            register(self._pages, sequence, range(first // self._page_size, end // self._page_size))
             self._settle(sequence)
             if end >= sequence.history_tokens:
                 self._queue.advance(sequence)
@@ -482,19 +473,3 @@ class BatchScheduler:
 
 def _runs(sequences: Iterable[Sequence]) -> bool:
     return any(sequence.phase is SequencePhase.RUNNING for sequence in sequences)
-
-
-def _register(pages: PageManager, sequence: Sequence, indexes: Iterable[int]) -> None:
-    """Register full pages of a sequence; where an equal page was registered before, the sequence
-    uses that one.
-    """
-    for index in indexes:
-        page = sequence.pages[index]
-        parent = sequence.tags[index - 1] if index else sequence.root
-        found = pages.register(page, sequence.tags[index], parent)
-        if found != page:
-            # Two copies would waste one, and a lease on ours would protect the copy that cannot be
-            # found.
-            pages.pin(found)
-            pages.release([page])
-            sequence.pages[index] = found

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrs.ids import StreamId
+from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag, next_tag
 
 
@@ -57,6 +58,8 @@ class Sequence:
     virtual_finish: int = field(default=0, init=False)
     # `pages[i]` holds the i-th page of `token_ids`.
     pages: list[int] = field(default_factory=list, init=False)
+    # What pages lack that were here before cells were lost, by index, until a pull has brought it.
+    gone: dict[int, frozenset[Cell]] = field(default_factory=dict, init=False)
     # Of all full pages of `token_ids`, computed or not.
     tags: list[Tag] = field(default_factory=list, init=False)
     # The KV of that many leading tokens is in `pages`.

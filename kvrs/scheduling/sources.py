@@ -1,9 +1,12 @@
 """Peers that probably hold pages of a history, and the order in which they are asked."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.parts import Cell
 from kvrs.scheduling.sequences import Pull
 
 
@@ -33,3 +36,14 @@ def next_source(
         if source.handoff is not None and first_page == pull.tail_index:
             return source, range(first_page, first_page)
     return None
+
+
+def alike(
+    wanted: range, gone: Mapping[int, frozenset[Cell]]
+) -> Iterator[tuple[range, frozenset[Cell]]]:
+    """Pages in a row that lack the same cells; none: they are to be fetched whole."""
+    if not wanted:
+        yield wanted, frozenset()  # Only a partial page is wanted.
+    for cells, group in groupby(wanted, key=lambda index: gone.get(index, frozenset())):
+        indexes = list(group)
+        yield range(indexes[0], indexes[-1] + 1), cells

@@ -16,13 +16,14 @@ from kvrs.protocol.instance import (
     MeasuredPrefill,
     Role,
 )
+from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.checkpoint_backlog import CheckpointBacklog
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase
-from kvrs.scheduling.sources import PullSource, next_source
+from kvrs.scheduling.sources import PullSource, alike, next_source
 from kvrs.sim.calls import Batch, SimCall, SimRun, checkpoints_of, token_at
 from kvrs.sim.checkpoint_sender import CheckpointSender
 from kvrs.sim.process import Step, require
@@ -399,6 +400,10 @@ class _Pulling:
         source, wanted = step
         if not is_first:
             self._pulled(arrived, more_from=wanted.start)
+        span, gone = next(alike(wanted, pull.sequence.gone))
+        if span != wanted:
+            self._sources.insert(0, source)  # Has more, that other cells are missing of.
+        wanted = span
         has_tail = source.handoff is not None and wanted.stop == pull.tail_index
         tags = tuple(pull.sequence.tags[wanted.start : wanted.stop])
         asked = PageRequest(
@@ -407,16 +412,37 @@ class _Pulling:
             source.epoch,
             source.handoff if has_tail else None,
             pull.tail_index if has_tail else None,
+            self._share_of(gone),
         )
 
         def page(index: int) -> None:
-            engine.received(pull.sequence.pages[wanted.start + index], tags[index])
+            number = pull.sequence.pages[wanted.start + index]
+            if gone:
+                self._verify_left(number, tags[index], gone)
+            engine.received(number, tags[index])
 
         def done(full_pages: int, tail: bool) -> None:
+            if full_pages < len(wanted) and self._sources[:1] == [source]:
+                del self._sources[0]
             self._next(range(wanted.start, wanted.start + full_pages), tail=tail)
 
         Fetch(
             self._site, engine, engine.meter, self._site.holders[source.instance], asked, page, done
+        )
+
+    def _share_of(self, gone: frozenset[Cell]) -> float:
+        """Of a page, that is asked for where these cells are gone."""
+        ranks = self._engine.ranks
+        return 1.0 if ranks is None or not gone else len(gone) / ranks.page_cells
+
+    def _verify_left(self, page: int, content: Tag, brought: frozenset[Cell]) -> None:
+        """With the cells that have come the page is whole."""
+        engine = self._engine
+        require(
+            engine.ranks is not None
+            and engine.ranks.gone(page) <= brought
+            and engine.contents.get(page) == content,
+            f"{engine.id} mends a page of which more is missing",
         )
 
     def _pulled(self, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:

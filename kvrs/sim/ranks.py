@@ -6,7 +6,7 @@ which rank has what, and when it is there.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import assert_never
 
@@ -40,6 +40,7 @@ from kvrs.elastic.units import Unit, Units
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import ReformingReport
 from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.checkpoint_backlog import CheckpointBacklog
 from kvrs.scheduling.pages import PageManager
@@ -49,6 +50,7 @@ from kvrs.scheduling.sources import PullSource
 from kvrs.sim.calls import Batch, SimRun, checkpoints_of
 from kvrs.sim.process import SimProcess, Step
 from kvrs.sim.site import Site
+from kvrs.transfer.meter import LinkMeter
 
 _UNITS = Units(
     layers=4,
@@ -62,7 +64,6 @@ _JOIN_S, _RESTART_S = 0.02, 0.15
 _GROWS_AFTER_S = 1.5
 _PAGES = 1  # That must find room beside the weights; cells take no part of the simulated memory.
 _NO_CELLS: frozenset[tuple[int, int]] = frozenset()
-Cell = tuple[int, int]  # Layer, KV head.
 
 
 class RankedEngine(SimProcess):
@@ -71,6 +72,7 @@ class RankedEngine(SimProcess):
     scheduler: BatchScheduler
     pages: PageManager
     backlog: CheckpointBacklog
+    meter: LinkMeter
     runs: dict[Sequence, SimRun]
     contents: dict[int, Tag]
     batch: Batch | None
@@ -112,6 +114,8 @@ class SimRanks:
         self._gone: dict[int, frozenset[Cell]] = {}  # Of pages that were full.
         self._start_s = 0.0  # Until the ranks of this plan run.
         self._missing: dict[StreamId, int] = {}  # Pages of streams with cells that are gone.
+        self._held: dict[StreamId, int] = {}  # Of these, what agents hold.
+        self._held_page_s = 0.0
         self._lost: list[int] = []
         self._has_lost_cells = False  # Since the last freeze.
 
@@ -132,6 +136,10 @@ class SimRanks:
     @property
     def running(self) -> tuple[int, ...]:
         return self._machine.layout.ranks
+
+    @property
+    def page_cells(self) -> int:
+        return sum(map(len, self._layout.attention))
 
     @property
     def layout_number(self) -> int:
@@ -166,12 +174,18 @@ class SimRanks:
             for run in self._engine.runs.values():
                 run.verified = False  # What it computes with is looked at again.
             self._has_lost_cells = True
-        restore_s = self._page_s()
-        at_risk = tuple(
-            StreamAtRisk(0.0 if memory_kept else pages * restore_s)
-            for pages in self._computed_pages().values()
+        computed = self._computed_pages()
+        self._missing, self._held = (
+            ({}, {}) if memory_kept else (computed, _held_pages(self._engine, computed))
         )
-        self._missing = {} if memory_kept else self._computed_pages()
+        lost_cells = len(self._cells_of(0, lost)) / self.page_cells
+        self._held_page_s = _fetch_s(self._engine, self._site, lost_cells) or self._page_s()
+        restore_s = {
+            stream: self._page_s() * (pages - self._held[stream])
+            + self._held_page_s * self._held[stream]
+            for stream, pages in self._missing.items()
+        }
+        at_risk = tuple(StreamAtRisk(restore_s.get(stream, 0.0)) for stream in computed)
         self._lost = sorted(lost)
         self._handle(RanksLost(lost, memory_kept, at_risk))
 
@@ -182,8 +196,8 @@ class SimRanks:
         return frozenset(cell for rank in own for cell in layout.cells(rank, page))
 
     def _freeze(self) -> None:
-        """With lost cells every stream begins again in the same attempt: from a checkpoint, as far
-        as there is one; the rest is computed.
+        """With lost cells every stream begins again in the same attempt: they come from a
+        checkpoint, as far as there is one; the rest is computed.
         """
         engine = self._engine
         if engine.batch is not None:
@@ -194,7 +208,7 @@ class SimRanks:
             self._site.links.drop(engine)
             for run in list(engine.runs.values()):
                 self._begin_again(run)
-            engine.pages.reset_cache(pinned=True)
+            engine.pages.lose(self.gone)
 
     def _begin_again(self, run: SimRun) -> None:
         engine, before, call = self._engine, run.sequence, run.call
@@ -236,7 +250,7 @@ class SimRanks:
         return step_s * decode_factor
 
     def _page_s(self) -> float:
-        """Of restoring or computing one page again."""
+        """Of computing one page again."""
         table, tokens = self._site.prefill, 100 * self._size
         return (table.seconds_for(tokens) - table.step_overhead_s) / 100
 
@@ -302,12 +316,14 @@ class SimRanks:
             self._missing,
             self._page_s(),
             *shares(after, _UNITS).factors(self._full),
+            held_pages=self._held,
+            held_page_s=self._held_page_s,
         )
         self._changed()
 
     def _serve(self, layout: Layout) -> None:
         stage = layout.stages[0]
-        self._layout, self.report, self._missing = layout, None, {}
+        self._layout, self.report, self._missing, self._held = layout, None, {}, {}
         self.late_factor = 1.0
         self._engine.look()
         self._changed()
@@ -317,3 +333,19 @@ class SimRanks:
 
     def _later(self, delay_s: float, event: Event) -> None:
         self._engine.later(delay_s, lambda: self._handle(event))
+
+
+def _held_pages(engine: RankedEngine, computed: Mapping[StreamId, int]) -> dict[StreamId, int]:
+    """Of the computed pages, those that the agent with most of them has."""
+    held = engine.backlog.held
+    return {
+        run.call.stream: min(max(held(run.sequence).values(), default=0), computed[run.call.stream])
+        for run in engine.runs.values()
+    }
+
+
+def _fetch_s(engine: RankedEngine, site: Site, share: float) -> float:
+    """Of that share of a page, over the slowest measured link; 0: none is."""
+    links = engine.meter.measurements(site.clock.now_s).values()
+    rate = min((link.bytes_per_s for link in links), default=0.0)
+    return site.geometry.page_bytes * share / rate if rate else 0.0

@@ -41,6 +41,7 @@ class PageRequest:
     epoch: int | None = None
     handoff: StreamId | None = None
     tail_index: int | None = None
+    page_share: float = 1.0  # Of a page's bytes, where some of its cells are asked for.
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class Fetch:
         self._asked = asked
         self._page = page
         self._done = done
+        self._page_bytes = round(site.geometry.page_bytes * asked.page_share)
         self._opened: OpenedPages | None = None
         self._pages = 0
         self._is_over = False
@@ -135,7 +137,7 @@ class Fetch:
                 self._source,
                 self._target,
                 pages,
-                self._site.geometry.page_bytes,
+                self._page_bytes,
                 self._asked.traffic,
                 self._arrived,
                 self._ended,
@@ -144,9 +146,7 @@ class Fetch:
 
     def _arrived(self, pages: int) -> bool:
         assert self._opened is not None
-        self._meter.add(
-            self._source.node, pages * self._site.geometry.page_bytes, self._site.clock.now_s
-        )
+        self._meter.add(self._source.node, pages * self._page_bytes, self._site.clock.now_s)
         for _ in range(pages):
             if self._source.corrupt_pages:
                 self._source.corrupt_pages -= 1

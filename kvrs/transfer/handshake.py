@@ -116,6 +116,8 @@ def _mismatch(other: Identity, own: Identity) -> str | None:
         return f"fingerprints differ: {other.fingerprint!r} and {own.fingerprint!r}"
     if other.page_bytes != own.page_bytes:
         return f"page_bytes differ: {other.page_bytes} and {own.page_bytes}"
+    if other.page_cells != own.page_cells:
+        return f"page_cells differ: {other.page_cells} and {own.page_cells}"
     return None
 
 

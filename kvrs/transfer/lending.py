@@ -9,9 +9,11 @@ import asyncio
 
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
+from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
 from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.protocol.mapped_pages import MAX_FILES, MappedPages, PlacedPage
 from kvrs.protocol.page_messages import PullFrame
+from kvrs.protocol.parts import PagePart
 from kvrs.transfer.peers import PageFile, PageSource, PinnedPages, Places
 from kvrs.transfer.stream import SocketStream, close_all
 
@@ -31,22 +33,22 @@ class LentFiles:
         """Answer a MAP; returns after UNMAP.
 
         Raises:
-            TransferError: a part or a tail of pages is asked for, or the client is too slow.
+            TransferError: a tail is asked for, or the client is too slow.
         """
         request = pull.request
-        if request.part is not None or request.tail_index is not None:
-            raise TransferError("MAP of a part or of a tail; allowed: whole pages")
+        if request.tail_index is not None:
+            raise TransferError("MAP of a tail; allowed: full pages, or a part of each")
         pinned = await self._source.pin(request)
         try:
-            await self._answer(pull.request_id, pinned)
+            await self._answer(pull.request_id, pinned, request.part)
             await self._stream.receive_question(FrameType.UNMAP)
         finally:
             self._source.unpin(pinned)
 
-    async def _answer(self, request_id: int, pinned: PinnedPages) -> None:
+    async def _answer(self, request_id: int, pinned: PinnedPages, part: PagePart | None) -> None:
         numbers = {file: number for number, file in enumerate(self._files)}
         places: list[PlacedPage] = []
-        checksums = pinned.checksums or await _checksums(pinned)
+        checksums = await _checksums(pinned, part)
         for (file, offset), checksum in zip(self._places(pinned), checksums, strict=True):
             places.append((numbers.setdefault(file, len(numbers)), offset, checksum))
         if len(numbers) > MAX_FILES:
@@ -67,12 +69,25 @@ class LentFiles:
         self._files += new
 
 
-async def _checksums(pinned: PinnedPages) -> list[int]:
+async def _checksums(pinned: PinnedPages, part: PagePart | None) -> list[int]:
     """Of pages that were never stored, as they are now."""
+    stored = [pinned.checksum(index, part) for index in range(len(pinned.pages))]
 
     def compute() -> list[int]:
-        return [frames.checksum(page) for page in pinned.pages]
+        return [
+            _checksum(page, part) if known is None else known
+            for page, known in zip(pinned.pages, stored, strict=True)
+        ]
 
-    if sum(page.nbytes for page in pinned.pages) <= _SMALL_BYTES:
+    unknown = (page for page, known in zip(pinned.pages, stored, strict=True) if known is None)
+    if sum(page.nbytes for page in unknown) <= _SMALL_BYTES:
         return compute()
     return await asyncio.to_thread(compute)
+
+
+def _checksum(page: memoryview, part: PagePart | None) -> int:
+    if part is None:
+        return frames.checksum(page)
+    runs = part.runs(page)
+    cells = part.part.cells // len(runs)
+    return part_checksum(b"".join([cell_checksums(run, cells) for run in runs]))

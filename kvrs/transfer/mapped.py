@@ -11,11 +11,13 @@ import asyncio
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
+from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.frames import FrameType
 from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.mapped_pages import (
@@ -25,6 +27,7 @@ from kvrs.protocol.mapped_pages import (
     decode_mapped,
 )
 from kvrs.protocol.page_messages import PullFrame, PullRequest
+from kvrs.protocol.parts import PagePart
 from kvrs.transfer.connections import LocalConnectionPool, PageConnection
 from kvrs.transfer.meter import LinkMeter
 from kvrs.transfer.peers import Identity, Peer
@@ -44,6 +47,9 @@ _PROBE_PAGE_BYTES = 1 << 18
 _PROBE_INTERVAL_S = 60.0
 
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
 class _Copy:
     """Copies pages, in order within each of its threads, until it is stopped."""
 
@@ -52,7 +58,9 @@ class _Copy:
         sources: Sequence[memoryview],
         targets: Sequence[memoryview],
         checksums: Sequence[int],
+        part: PagePart | None = None,
     ) -> None:
+        self._part = part  # Of each page; None: all of it.
         self._pages = list(zip(sources, targets, checksums, strict=True))
         self._size_bytes = sum(map(len, targets))
         threads = _THREADS if self._size_bytes > _SMALL_BYTES else 1
@@ -99,9 +107,12 @@ class _Copy:
                 return
             # A loop of vector instructions, without the lock of the interpreter. The C library's
             # copy takes twice as long for pieces below 1 MB, on CPUs that it gives string moves.
-            np.positive(np.frombuffer(source, np.uint8), out=np.frombuffer(target, np.uint8))
+            whole, copy = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+            if self._part is not None:
+                whole = _cells(whole, self._part)
+            np.positive(whole, out=copy.reshape(whole.shape))
             # Of the copy, which nothing else writes.
-            if frames.checksum(target) != due:
+            if checksum_of(target, self._part) != due:
                 return
             self._verified[number] += 1
 
@@ -142,7 +153,7 @@ class PageMapper:
         for first in range(0, max(1, len(views)), per_batch):
             batch = views[first : first + per_batch]
             tags = request.tags[first : first + per_batch]
-            asked = PullRequest(tags, traffic=request.traffic)
+            asked = PullRequest(tags, traffic=request.traffic, part=request.part)
             if await self._pull(peer, asked, batch, expected_epoch, copied) < len(batch):
                 return False
         return True
@@ -188,9 +199,11 @@ class PageMapper:
             connection.stream.session.check_answer(connection.mac, answer, payload)
             mapped = decode_mapped(bytes(payload), answer.index)
             sources = _mapped_pages(connection, mapped)
-            assert all(view.nbytes == connection.server.page_bytes for view in views)
+            page_bytes, part = connection.server.page_bytes, request.part
+            asked_bytes = page_bytes if part is None else part.bytes_of(page_bytes)
+            assert all(view.nbytes == asked_bytes for view in views)
             checksums = [checksum for _, _, checksum in mapped.pages]
-            copy = _Copy(sources, views[: answer.index], checksums)
+            copy = _Copy(sources, views[: answer.index], checksums, part)
             self._meter.begin(MEMORY, self._clock())
             try:
                 await self._metered(copy)
@@ -200,6 +213,7 @@ class PageMapper:
                 raise DamagedPageError(f"checksum of mapped page {copy.verified} is wrong")
             done = frames.encode_unmap()
             await connection.stream.send(done, connection.stream.session.seal(done))
+        self._keep_for_a_while()  # From its end on: it may have taken longer than that.
         return answer.index
 
     async def _metered(self, copy: _Copy) -> None:
@@ -215,6 +229,13 @@ class PageMapper:
         if self._expiry is not None:
             self._expiry.cancel()
         self._expiry = asyncio.get_running_loop().call_later(_IDLE_S, self._pool.drop_idle)
+
+
+def _cells(page: Bytes, part: PagePart) -> Bytes:
+    """The part of a page, `[layers, heads, bytes of a cell]`."""
+    layers, heads = part.part.layers, part.part.heads
+    cells = page.reshape(part.layers, part.heads, -1)[layers.start : layers.stop]
+    return cells[:, heads.start : heads.stop]
 
 
 def _probe_copy() -> _Copy:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.cell_checksums import part_checksum
 from kvrs.protocol.page_messages import (
     CheckpointClaim,
     HeldPages,
@@ -14,6 +15,7 @@ from kvrs.protocol.page_messages import (
     StoreCode,
     TrafficClass,
 )
+from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
 
 PAGES_SOCKET = "pages"  # In an agent's directory: its own.
@@ -65,6 +67,16 @@ class PinnedPages:
     # Of the leading pages, from when they were stored, so that later damage is found. Those of the
     # other pages are computed when they are sent.
     checksums: Sequence[int] = ()
+    # The same of each one's cells, as `cell_checksums` has them, where a part is asked for.
+    cells: Sequence[memoryview] = ()
+
+    def checksum(self, index: int, part: PagePart | None) -> int | None:
+        """Of a page, or of the part of it, as it was stored; None: it was not."""
+        if part is None:
+            return self.checksums[index] if index < len(self.checksums) else None
+        if index >= len(self.cells):
+            return None
+        return part_checksum(b"".join(part.runs(self.cells[index])))
 
 
 class PageSource(Protocol):

@@ -9,6 +9,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.ids import NodeId
 from kvrs.protocol import frames
+from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.frames import ANSWER_BYTES, AnswerHeader, FrameType
 from kvrs.protocol.instance import LinkReport
 from kvrs.protocol.page_messages import ProbeFrame, PullFrame, TrafficClass
@@ -146,7 +147,7 @@ class PagePuller:
     async def _map(self, peer: Peer, pulling: _ActivePull, expected_epoch: int | None) -> bool:
         """Copy the full pages out of the peer's memory; returns whether nothing is to be sent."""
         request, views = pulling.request, pulling.views[: len(pulling.request.tags)]
-        if request.part is not None or not views:
+        if not views:
             return False
 
         def copied(pages: int) -> None:
@@ -194,7 +195,7 @@ class PagePuller:
             _check(answer, FrameType.PAGE, connection.request_id, index, page_bytes)
             page = await filling.next()
             metered.read(page_bytes)
-            if frames.checksum(page) != answer.checksum:
+            if checksum_of(page, part) != answer.checksum:
                 raise DamagedPageError(f"checksum of page {pulling.verified} is wrong")
             session.check_answer(mac, answer, page)
             # Counted before anything else can fail: later errors do not concern this page.

@@ -13,6 +13,7 @@ from functools import partial
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
+from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
 from kvrs.protocol.page_messages import HeldPages, ProbeFrame, PullFrame, TrafficClass
 from kvrs.protocol.session import Session
@@ -204,12 +205,16 @@ class PageServer:
                 # The peer was given another epoch, or other pages: it has to connect anew.
                 return
             if frame_type is FrameType.PULL:
-                await self._answer_pull(stream, link, frames.decode_pull(body), own.page_bytes)
+                pull = frames.decode_pull(body)
+                _check_part(pull, own)
+                await self._answer_pull(stream, link, pull, own.page_bytes)
             elif frame_type is FrameType.MAP:
                 assert lent is not None
                 if not self.faults.is_idle(asyncio.get_running_loop().time()):
                     raise TransferError("faults are injected into what is sent")
-                await lent.lend(frames.decode_pull(body))
+                pull = frames.decode_pull(body)
+                _check_part(pull, own)
+                await lent.lend(pull)
             elif frame_type is FrameType.PROBE:
                 with link.sending(stream, TrafficClass.HANDOFF) as sender:
                     await _send_probe_data(sender, stream.session, frames.decode_probe(body))
@@ -219,7 +224,6 @@ class PageServer:
     async def _answer_pull(
         self, stream: SocketStream, link: SendingLink, pull: PullFrame, page_bytes: int
     ) -> None:
-        _check_part(pull, page_bytes)
         pinned = await self._source.pin(pull.request)
         try:
             with link.sending(stream, pull.request.traffic) as sender:
@@ -274,7 +278,13 @@ async def _send_pages(
     for group in groups(pages):
         buffers: list[Bytes] = []
         for index, page in group:
-            asked, checksum = _asked(page, pull, pinned.checksums[index : index + 1])
+            asked, part = page, pull.request.part
+            if part is not None:
+                runs = part.runs(page)
+                asked = runs[0] if len(runs) == 1 else memoryview(b"".join(runs))
+            checksum = pinned.checksum(index, part)
+            if checksum is None:
+                checksum = checksum_of(asked, part)
             answer = AnswerHeader(FrameType.PAGE, pull.request_id, index, checksum, len(asked))
             payload = sender.payload(asked)
             buffers += (session.answer(answer, payload), payload)
@@ -286,25 +296,13 @@ async def _send_pages(
     await sender.send(session.answer(AnswerHeader(last, pull.request_id, len(pages), 0, 0)))
 
 
-def _check_part(pull: PullFrame, page_bytes: int) -> None:
+def _check_part(pull: PullFrame, own: Identity) -> None:
     part = pull.request.part
-    if part is not None and page_bytes % (part.layers * part.heads):
+    if part is not None and part.page_cells != own.page_cells:
         raise TransferError(
             f"PULL of a part of pages of {part.layers} layers and {part.heads} heads, but a page "
-            f"has {page_bytes} bytes"
+            f"has {own.page_cells} cells"
         )
-
-
-def _asked(page: memoryview, pull: PullFrame, stored: Sequence[int]) -> tuple[memoryview, int]:
-    """What is sent of a page, and its checksum. `stored`: that of the page when it was stored."""
-    part = pull.request.part
-    if part is None:
-        return page, stored[0] if stored else frames.checksum(page)
-    runs = part.runs(page)
-    asked = runs[0] if len(runs) == 1 else memoryview(b"".join(runs))
-    # Wrong if and only if the page is not what was stored.
-    damage = frames.checksum(page) ^ stored[0] if stored else 0
-    return asked, frames.checksum(asked) ^ damage
 
 
 async def _send_probe_data(sender: Sender, session: Session, probe: ProbeFrame) -> None:

@@ -69,7 +69,14 @@ async def agent(
         store.sent = []
 
         def identity() -> Identity:
-            return Identity(AGENT, AGENTS_NODE, store.epoch, store.fingerprint, store.page_bytes)
+            return Identity(
+                AGENT,
+                AGENTS_NODE,
+                store.epoch,
+                store.fingerprint,
+                store.page_bytes,
+                store.page_cells,
+            )
 
         settings = TransferSettings()
         links = SendingLinks(settings, SendingFaults(), AGENTS_NODE)

@@ -93,7 +93,7 @@ mappings: dict[Any, dict[str, Any]] = {
     GpuJudged: produced,
     DrainReported: produced,
     DrainOrdered: produced,
-    InstanceReforming: {"missing_pages": counts} | produced,
+    InstanceReforming: {"missing_pages": counts, "held_pages": counts} | produced,
     InstanceRemoved: produced,
     CheckpointsReported: {"pages": counts},
     PagesKept: {"pages": counts},

@@ -1,9 +1,11 @@
-"""What two rectangles of cells have in common is exactly their common cells."""
+"""What two rectangles of cells have in common is exactly their common cells, and any cells are
+those of some rectangles.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.protocol.parts import Part
+from kvrs.protocol.parts import Part, rectangles
 
 
 @st.composite
@@ -34,3 +36,17 @@ def test_local_place_is_the_distance_from_the_own_corner(whole: Part, other: Par
 
     assert list(whole.layers)[layers] == list(shared.layers)
     assert list(whole.heads)[heads] == list(shared.heads)
+
+
+@given(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5))))
+def test_rectangles_have_each_cell_once_and_no_other(gone: set[tuple[int, int]]) -> None:
+    found = rectangles(gone)
+
+    assert sum(part.cells for part in found) == len(gone)
+    assert {cell for part in found for cell in cells(part)} == gone
+
+
+@given(parts())
+def test_a_rectangle_is_one(part: Part) -> None:
+    """A rank's heads that lie beside each other in all its layers are asked for at once."""
+    assert rectangles(cells(part)) == [part]

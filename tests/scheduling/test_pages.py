@@ -348,7 +348,7 @@ def test_leases_given_back_early_leave_no_litter() -> None:
         pages.retain(StreamId(str(number)), run, tokens=P, until_s=float("inf"))
         pages.unretain([StreamId(str(number))])
 
-    assert len(pages._ends) < 100
+    assert len(pages._ends._ends) < 100
     pages.check()
 
 

@@ -34,22 +34,28 @@ class Model:
     tags: dict[int, Tag] = field(default_factory=dict)
     lru: list[int] = field(default_factory=list)
     leases: dict[StreamId, ModelLease] = field(default_factory=dict)
+    # Tag and missing cells.
+    damaged: dict[int, tuple[Tag, frozenset[tuple[int, int]]]] = field(default_factory=dict)
 
     def leased(self, page: int) -> bool:
         return any(page in lease.pages for lease in self.leases.values())
+
+    @property
+    def known(self) -> set[int]:
+        return {*self.tags, *self.damaged}
 
     def free(self) -> list[int]:
         return [
             page
             for page in range(self.total)
-            if page not in self.pins and page not in self.tags and not self.leased(page)
+            if page not in self.pins and page not in self.known and not self.leased(page)
         ]
 
     def cached(self) -> list[int]:
         return [
             page
             for page in self.lru
-            if page in self.tags and page not in self.pins and not self.leased(page)
+            if page in self.known and page not in self.pins and not self.leased(page)
         ]
 
     def touch(self, pages: list[int]) -> None:
@@ -74,7 +80,9 @@ class Model:
         """Make one page free if none is."""
         while not self.free():
             if self.cached():
-                del self.tags[self.cached()[0]]
+                oldest = self.cached()[0]
+                self.tags.pop(oldest, None)
+                self.damaged.pop(oldest, None)
                 continue
             key = min(self.leases, key=lambda key: self.leases[key].until_s)
             page = self.leases[key].pages.pop()
@@ -116,7 +124,7 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(data=st.data(), family=st.sampled_from(FAMILIES))
     def register(self, data: st.DataObject, family: list[Tag]) -> None:
         run = data.draw(st.sampled_from(self.owned))
-        if any(page in self.model.tags for page in run) or any(
+        if any(page in self.model.known for page in run) or any(
             self.model.pins[page] > 1 for page in run
         ):
             return
@@ -217,6 +225,51 @@ class PagesMachine(RuleBasedStateMachine):
         self.model.tags = {
             page: tag for page, tag in self.model.tags.items() if page in self.model.pins
         }
+        self.model.damaged = {
+            page: tag for page, tag in self.model.damaged.items() if page in self.model.pins
+        }
+
+    @rule(
+        lost=st.frozensets(st.tuples(st.just(0), st.integers(0, 2)), min_size=1),
+        bases=st.sets(st.integers(0, 1), min_size=1),
+    )
+    def lose(self, lost: frozenset[tuple[int, int]], bases: set[int]) -> None:
+        """Full pages are there for `mend`, with all cells gone that were lost since they were full;
+        those that lose none are found as before.
+        """
+
+        def gone(page: int) -> frozenset[tuple[int, int]]:
+            return lost if page % 2 in bases else frozenset()
+
+        self.pages.lose(gone)
+
+        for key in list(self.model.leases):
+            self.model.end_lease(key)
+        for page, tag in [*self.model.tags.items()]:
+            if not gone(page):
+                continue
+            del self.model.tags[page]
+            older = [other for other, known in self.model.damaged.items() if known[0] == tag]
+            for other in older:
+                del self.model.damaged[other]
+            self.model.damaged[page] = tag, frozenset()
+        self.model.damaged = {
+            page: (tag, before | gone(page)) for page, (tag, before) in self.model.damaged.items()
+        }
+
+    @rule(family=st.sampled_from(FAMILIES), index=st.integers(0, 5))
+    def mend(self, family: list[Tag], index: int) -> None:
+        known = [
+            (page, gone)
+            for page, (tag, gone) in self.model.damaged.items()
+            if tag == family[index] and page not in self.model.pins
+        ]
+
+        assert self.pages.mend(family[index]) == (known[0] if known else None)
+        for page, _ in known:
+            del self.model.damaged[page]
+            self.model.pins[page] = 1
+            self.owned.append([page])
 
     def _unique_end(self, lasts_s: int) -> float:
         # Which of two leases with the same end shrinks first is not specified.
@@ -231,7 +284,7 @@ class PagesMachine(RuleBasedStateMachine):
         assert self.pages.free_pages == self.model.total - len(self.model.pins)
         assert {
             page: tag for page, tag in enumerate(self.pages._tags) if tag is not None
-        } == self.model.tags
+        } == self.model.tags | {page: tag for page, (tag, _) in self.model.damaged.items()}
         assert list(self.pages._cached) == self.model.cached()
         for key in "abcd":
             lease = self.model.leases.get(StreamId(key))

@@ -102,7 +102,10 @@ class Sink:
     def adopt(self, client: Identity) -> None:
         if not self.reserved:
             self.identity = replace(
-                self.identity, fingerprint=client.fingerprint, page_bytes=client.page_bytes
+                self.identity,
+                fingerprint=client.fingerprint,
+                page_bytes=client.page_bytes,
+                page_cells=client.page_cells,
             )
 
     def offer(

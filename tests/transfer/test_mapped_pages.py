@@ -19,11 +19,12 @@ import pytest
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol import frames
+from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import CheckpointClaim, Identity, PullRequest
 from kvrs.protocol.parts import PagePart, Part
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer import mapped
+from kvrs.transfer import lending, mapped, server
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
     PAGES_SOCKET,
@@ -50,6 +51,7 @@ CAPACITY_PAGES = 24
 N0 = NodeId("n0")
 AGENT = InstanceId("agent-n0")
 ENGINE = Identity(InstanceId("d0"), N0, 1, "model", PAGE_BYTES)
+CELLED = replace(ENGINE, page_cells=16)
 S, T = StreamId("s"), StreamId("t")
 SETTINGS = TransferSettings(stall_timeout_s=10.0)
 
@@ -81,13 +83,18 @@ class Node:
     def sent_only(self) -> Peer:
         return replace(self.peer, directory=None)
 
-    def put(self, stream: StreamId, count: int = PAGES) -> None:
+    def put(
+        self,
+        stream: StreamId,
+        count: int = PAGES,
+        page: Callable[[Tag], bytes] = content,
+    ) -> None:
         claim = CheckpointClaim(stream, 0, 1)
         self.store.offer(claim, count * PAGE_BYTES, ())
         incoming = self.store.begin(claim, 0, tags(stream, count))
         for index, view in enumerate(incoming.views):
             if view is not None:
-                view[:] = content(tags(stream, count)[index])
+                view[:] = page(tags(stream, count)[index])
                 incoming.commit(index, frames.checksum(view))
         assert incoming.end().pages == count
 
@@ -113,20 +120,23 @@ async def node(
     secret: bytes = SECRET,
     settings: TransferSettings = SETTINGS,
     store_class: type[HostStore] = HostStore,
+    kind: Identity = ENGINE,
 ) -> AsyncIterator[Node]:
     with StoreDirectory(tmp_path / "store") as directory:
         store = store_class(directory, CAPACITY_PAGES * PAGE_BYTES, 3600.0, time.monotonic)
         links = SendingLinks(settings, SendingFaults(), N0)
 
         def identity() -> Identity:
-            return Identity(AGENT, N0, store.epoch, store.fingerprint, store.page_bytes)
+            return Identity(
+                AGENT, N0, store.epoch, store.fingerprint, store.page_bytes, store.page_cells
+            )
 
         server = PageServer(identity, store, SECRET, settings, links, store)
         port = await server.start("127.0.0.1", 0)
         server.lend(listen_in(directory, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
         puller = PagePuller(lambda: engine, secret, SETTINGS, time.monotonic)
         peer = Peer(AGENT, N0, "127.0.0.1", port, directory.path)
-        store.adopt(ENGINE)
+        store.adopt(kind)
         try:
             yield Node(store, server, puller, peer)
         finally:
@@ -208,17 +218,17 @@ class Interrupted:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, after: int, act: Callable[[], None]
     ) -> None:
-        self._checksum = frames.checksum
+        self._checksum = checksum_of
         self._left = after
         self._act = act
-        monkeypatch.setattr(frames, "checksum", self._count)
+        monkeypatch.setattr(mapped, "checksum_of", self._count)
 
-    def _count(self, page: frames.Bytes) -> int:
+    def _count(self, page: frames.Bytes, part: PagePart | None) -> int:
         if threading.current_thread() is not threading.main_thread():
             self._left -= 1
             if self._left == 0:
                 self._act()
-        return self._checksum(page)
+        return self._checksum(page, part)
 
 
 async def test_a_page_that_is_evicted_while_it_is_copied_is_not_used(
@@ -431,15 +441,68 @@ async def test_a_page_that_was_damaged_at_rest_is_not_restored(tmp_path: Path) -
     assert pages == [content(tag) for tag in tags(S, 2)]
 
 
-async def test_parts_and_tails_are_sent(tmp_path: Path) -> None:
-    """An agent has no tails, and nothing that asks for parts is on its node."""
-    part = PagePart(4, 4, Part(range(1), range(4)))
+PART = PagePart(4, 4, Part(range(1, 3), range(1, 2)))
+
+
+def stored_cells(tag: Tag) -> list[bytes]:
+    """A page of which no two cells are alike."""
+    cell = PAGE_BYTES // PART.page_cells
+    return [bytes([at + 1]) * (cell - TAG_BYTES) + tag for at in range(PART.page_cells)]
+
+
+async def pull_part(each: Node, peer: Peer, count: int) -> tuple[PullResult, list[bytes]]:
+    views = [memoryview(bytearray(PART.bytes_of(PAGE_BYTES))) for _ in range(count)]
+    async with asyncio.timeout(20):
+        result = await each.puller.pull(peer, PullRequest(tags(S, count), part=PART), views, None)
+    return result, [bytes(view) for view in views[: result.full_pages]]
+
+
+@pytest.mark.parametrize("count", [2, PAGES], ids=["few", "many"])
+async def test_of_a_part_only_its_cells_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Out of memory and through a socket they are the same, and their checksums come from when the
+    pages were stored: nothing else of a page is read.
+    """
+    due = [b"".join(stored_cells(tag)[at] for at in (5, 9)) for tag in tags(S, count)]
+    async with node(tmp_path, CELLED, kind=CELLED) as each:
+        each.put(S, count, lambda tag: b"".join(stored_cells(tag)))
+        # Would be called to compute one.
+        monkeypatch.setattr(lending, "_checksum", None)
+        monkeypatch.setattr(server, "checksum_of", None)
+        copied, pages = await pull_part(each, each.mapped_only, count)
+        sent, same = await pull_part(each, each.sent_only, count)
+
+    assert pages == same == due
+    assert copied.bytes == sent.bytes == count * PAGE_BYTES // 8
+
+
+async def test_a_part_of_which_a_cell_was_damaged_at_rest_is_not_restored(tmp_path: Path) -> None:
+    """Nor is the page adopted by the next agent."""
+    async with node(tmp_path, CELLED, kind=CELLED) as each:
+        each.put(S, page=lambda tag: b"".join(stored_cells(tag)))
+        (path,) = (tmp_path / "store").glob("segment-*")
+        stored = path.read_bytes()
+        with path.open("r+b") as file:
+            file.seek(stored.index(stored_cells(tags(S, PAGES)[2])[9]))
+            file.write(b"X")
+        copied, _ = await pull_part(each, each.mapped_only, PAGES)
+        sent, _ = await pull_part(each, each.sent_only, PAGES)
+
+    assert (copied.full_pages, sent.full_pages) == (2, 2)
+    assert sent.error == "checksum of page 2 is wrong"
+
+
+async def test_tails_are_sent(tmp_path: Path) -> None:
+    """What lies behind the tokens of a partial page is not for others."""
     async with node(tmp_path) as each:
         each.put(S, 2)
-        views = [memoryview(bytearray(PAGE_BYTES // 4)) for _ in range(2)]
-        result = await each.puller.pull(each.peer, PullRequest(tags(S, 2), part=part), views, None)
+        views = [memoryview(bytearray(PAGE_BYTES)) for _ in range(2)]
+        tail = memoryview(bytearray(PAGE_BYTES))
+        asked = PullRequest(tags(S, 2), handoff=S, tail_index=2)
+        result = await each.puller.pull(each.peer, asked, views, tail)
 
-    assert (result.full_pages, result.error) == (2, None)
+    assert (result.full_pages, result.tail) == (2, False)
 
 
 async def test_pages_of_another_kind_leave_no_stale_files(tmp_path: Path) -> None:

@@ -10,13 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.protocol.frames import checksum
+from kvrs.protocol.cell_checksums import cell_checksums, checksum_of
+from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.parts import PagePart, Part
+from kvrs.transfer.handshake import admit, page_key
 from kvrs.transfer.peers import PinnedPages, PullRequest, PullResult
-from tests.transfer.storing import A, StoringAgent, agent_store, content, range_of, tags
+from kvrs.transfer.stream import SocketStream
+from tests.transfer.storing import (
+    AGENT,
+    ENGINE,
+    N1,
+    SECRET,
+    A,
+    StoringAgent,
+    agent_store,
+    content,
+    range_of,
+    tags,
+)
+from tests.transfer.test_page_port import impostor
 
 LAYERS, HEADS, CELL = 4, 8, 128  # 4,096 bytes a page.
+CELLED = replace(ENGINE, page_cells=LAYERS * HEADS)
 
 
 @pytest.mark.network
@@ -24,7 +40,7 @@ LAYERS, HEADS, CELL = 4, 8, 128  # 4,096 bytes a page.
 async def test_only_the_cells_of_the_part_arrive(heads: range) -> None:
     """In order of layers, then heads, without a gap."""
     asked = PagePart(LAYERS, HEADS, Part(range(1, 3), heads))
-    async with agent_store() as store:
+    async with agent_store(CELLED) as store:
         assert await store.pusher.store(store.peer, [range_of(A, 0, 3)]) == [
             HeldPages(StoreCode.OK, 3)
         ]
@@ -42,35 +58,82 @@ async def test_only_the_cells_of_the_part_arrive(heads: range) -> None:
 
 
 @pytest.mark.network
-async def test_a_part_of_a_page_that_was_damaged_at_rest_is_refused() -> None:
-    """Even where the damage lies in other cells: the whole page's checksum is from its arrival."""
-    asked = PagePart(LAYERS, HEADS, Part(range(1), range(8)))
-    async with agent_store() as store:
+@pytest.mark.parametrize("layer", range(LAYERS))
+async def test_a_part_is_checked_by_its_cells_as_they_were_stored(layer: int) -> None:
+    """Damage in other cells is no matter of it: they are not even read."""
+    asked = PagePart(LAYERS, HEADS, Part(range(1, 3), range(2, 5)))
+    async with agent_store(CELLED) as store:
         await store.pusher.store(store.peer, [range_of(A, 0, 1)])
-        whole, pin = await store.sink.pin(PullRequest(tags(A, 0, 1))), store.sink.pin
-        stored = [checksum(page) ^ 1 for page in whole.pages]
+        pin = store.sink.pin
+        damaged_page = bytearray(content(A, 0))
+        damaged_page[(layer * HEADS + 3) * CELL] ^= 1
 
         async def damaged(request: PullRequest) -> PinnedPages:
-            return replace(await pin(request), checksums=stored)
+            stored = memoryview(cell_checksums(content(A, 0), LAYERS * HEADS))
+            pinned = await pin(request)
+            return replace(pinned, pages=[memoryview(damaged_page)], cells=[stored])
 
         store.sink.pin = damaged  # type: ignore[method-assign]
-        result = await pulled(store, asked, [memoryview(bytearray(8 * CELL))])
+        result = await pulled(store, asked, [memoryview(bytearray(6 * CELL))])
 
-    assert result.full_pages == 0
-    assert result.error == "checksum of page 0 is wrong"
+    is_asked = layer in asked.part.layers
+    assert (result.full_pages, result.error) == (
+        (0, "checksum of page 0 is wrong") if is_asked else (1, None)
+    )
 
 
 @pytest.mark.network
-async def test_a_part_that_does_not_divide_the_page_ends_the_connection() -> None:
-    """The agent knows the pages' size, and names both."""
-    asked = PagePart(3, HEADS, Part(range(1), range(8)))
-    async with agent_store() as store:
+@pytest.mark.parametrize(
+    "asked",
+    [PagePart(3, HEADS, Part(range(1), range(8))), PagePart(LAYERS, 4, Part(range(1), range(4)))],
+    ids=["other layers", "other heads"],
+)
+async def test_a_part_of_pages_of_other_cells_ends_the_connection(asked: PagePart) -> None:
+    """Both ends have agreed on the cells of a page."""
+    async with agent_store(CELLED) as store:
         await store.pusher.store(store.peer, [range_of(A, 0, 1)])
 
-        result = await pulled(store, asked, [memoryview(bytearray(4096 // 24 * 8))])
+        result = await pulled(store, asked, [memoryview(bytearray(asked.bytes_of(4096)))])
 
     assert result.full_pages == 0
     assert "closed by the peer" in (result.error or "")
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (Part(range(1, 3), range(2, 4)), "answer out of turn"),
+        (Part(range(4), range(8)), "answer out of turn"),
+        (Part(range(1, 3), range(3, 6)), "checksum of page 0 is wrong"),
+    ],
+    ids=["short", "whole", "other cells"],
+)
+async def test_another_rectangle_than_was_asked_for_is_refused(sent: Part, error: str) -> None:
+    """An agent that answers with other cells, and the checksum of the right ones, is believed in
+    nothing.
+    """
+    due = PagePart(LAYERS, HEADS, Part(range(1, 3), range(2, 5)))
+    page = memoryview(b"".join(bytes([cell]) * CELL for cell in range(LAYERS * HEADS)))
+    payload = b"".join(PagePart(LAYERS, HEADS, sent).runs(page))
+    right = checksum_of(b"".join(due.runs(page)), due)
+
+    async def answer_wrongly(stream: SocketStream) -> None:
+        await admit(
+            stream, page_key(SECRET), lambda: replace(CELLED, instance=AGENT.instance, node=N1)
+        )
+        await stream.receive_question(FrameType.PULL)
+        answer = AnswerHeader(FrameType.PAGE, 1, 0, right, len(payload))
+        await stream.send(stream.session.answer(answer, payload), payload)
+        await stream.wait_for_data()
+
+    async with agent_store(CELLED) as store, impostor(answer_wrongly) as port:
+        request = PullRequest(tags(A, 0, 1), part=due)
+        into = [memoryview(bytearray(6 * CELL))]
+        result = await store.puller.pull(replace(store.peer, port=port), request, into, None)
+
+    assert result.full_pages == 0
+    assert error in (result.error or "")
 
 
 @given(st.data())

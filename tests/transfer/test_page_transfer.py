@@ -361,6 +361,7 @@ async def test_a_connection_does_not_outlive_the_epoch_it_was_made_in() -> None:
     [
         ({"fingerprint": "another"}, "fingerprints differ"),
         ({"page_bytes": 2 * PAGE_BYTES}, "page_bytes differ"),
+        ({"page_cells": 2}, "page_cells differ"),
     ],
 )
 async def test_pages_that_would_not_fit_are_refused_at_the_hand_shake(
@@ -373,6 +374,7 @@ async def test_pages_that_would_not_fit_are_refused_at_the_hand_shake(
         CLIENT.epoch,
         fingerprint=str(change.get("fingerprint", CLIENT.fingerprint)),
         page_bytes=int(change.get("page_bytes", CLIENT.page_bytes)),
+        page_cells=int(change.get("page_cells", CLIENT.page_cells)),
     )
     async with world(holding(2), client=client) as w:
         result = await w.puller.pull(

@@ -81,7 +81,9 @@ def test_what_is_written_after_an_adoption_is_younger(left: StoreDirectory) -> N
         (0, 4096 + 3, [5]),  # In its record's tag,
         (0, 4096 + 20, [5]),  # number,
         (0, 4096 + 28, [5]),  # checksum of the page,
-        (0, 4096 + 36, [5]),  # and in its own checksum.
+        (0, 4096 + 36, [5]),  # those of its cells,
+        (0, 4096 + 44, [5]),  # and in its own checksum.
+        (0, LAYOUT.cells_at + 7, [5]),  # In the checksum of a cell.
         (0, 10, [5]),  # In the header of its segment.
         (1, LAYOUT.pages_at + PAGE_BYTES, [0]),
     ],
@@ -114,6 +116,7 @@ def test_a_page_whose_record_was_not_written_is_not_adopted(left: StoreDirectory
         SlotLayout(PAGE_BYTES, 8, "other model"),
         SlotLayout(PAGE_BYTES // 2, 16, "model"),
         SlotLayout(PAGE_BYTES, 512, "model"),
+        SlotLayout(PAGE_BYTES, 8, "model", page_cells=4),
     ],
 )
 def test_segments_of_another_layout_are_unlinked(left: StoreDirectory, layout: SlotLayout) -> None:

@@ -7,8 +7,10 @@ finds their cells where they were.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import msgspec
 import torch
@@ -18,6 +20,7 @@ from kvrs.elastic.shares import Share
 from kvrs.engine.layers.step import pages_per_block
 from kvrs.errors import TransferError
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.parts import Cell, Part
 
 _SMALL_BYTES = 1 << 20  # Up to this size a copy takes less time than a switch to another thread.
 # Behind the pages of sequences: one that is always zero, and one for probes.
@@ -133,21 +136,28 @@ class WholePages:
         self.losses = 0
         self.is_whole = True
 
-    def stage(self, pages: Sequence[int]) -> "GatheredPages":
-        """Raises TransferError: cells are lost, and not all books know it."""
-        self.check(self.losses)
-        return GatheredPages(self, pages)
+    def stage(self, pages: Sequence[int], part: Part | None = None) -> "GatheredPages":
+        """As `PagePool.stage`; with `part` these cells of each page.
 
-    def lose(self, cells: Mapping[int, Sequence[int]], bases: Sequence[int] = ()) -> None:
+        Raises:
+            TransferError: cells are lost, and not all books know it.
+        """
+        self.check(self.losses)
+        cells = None if part is None else self._rows(product(part.layers, part.heads))
+        return GatheredPages(self, pages, cells)
+
+    def lose(self, cells: Mapping[int, Iterable[Cell]], bases: Sequence[int] = ()) -> None:
         """What is in these cells of pages is gone, by the base of a page; `bases`: of each page,
         none where all have base 0. Nothing is sent until `mended`.
         """
         self.is_whole = False
         self.losses += 1
         for base, own in cells.items():
-            if own:
-                pages = [page for page, of in enumerate(bases or [0] * self.pages) if of == base]
-                self.memory[torch.tensor(own)[:, None], torch.tensor(pages, dtype=torch.int64)] = 0
+            pages = [page for page, of in enumerate(bases or [0] * self.pages) if of == base]
+            self.memory[self._rows(own)[:, None], torch.tensor(pages, dtype=torch.int64)] = 0
+
+    def _rows(self, cells: Iterable[Cell]) -> Tensor:
+        return torch.tensor([layer * self.geometry.kv_heads + head for layer, head in cells])
 
     def mended(self) -> None:
         """No book has pages any more that were there when cells were lost."""
@@ -159,13 +169,19 @@ class WholePages:
 
 
 class GatheredPages:
-    """Copies of pages on their way between the ranks' memory and sockets."""
+    """Copies of pages, or of some of their cells, on their way between the ranks' memory and
+    sockets.
+    """
 
-    def __init__(self, pool: WholePages, pages: Sequence[int]) -> None:
+    def __init__(self, pool: WholePages, pages: Sequence[int], cells: Tensor | None) -> None:
+        """`cells`: rows of the memory; None: all."""
         self._pool, self._losses = pool, pool.losses
         self._pages = torch.tensor(pages, dtype=torch.int64)
-        # `[pages, page_bytes]`
-        self.buffer = torch.empty(len(pages), pool.geometry.page_bytes, dtype=torch.uint8)
+        self._cells = slice(None) if cells is None else cells[:, None]
+        count = pool.memory.shape[0] if cells is None else len(cells)
+        self._shape = count, pool.memory.shape[2]
+        # `[pages, bytes of a page, or of its cells]`
+        self.buffer = torch.empty(len(pages), math.prod(self._shape), dtype=torch.uint8)
         self.views = [page.numpy().data for page in self.buffer]
 
     async def save(self) -> None:
@@ -182,7 +198,7 @@ class GatheredPages:
         """The views stay valid for their holders, as any memory does."""
 
     async def _carry(self, copy: Callable[[], None], count: int) -> None:
-        if count * self._pool.geometry.page_bytes <= _SMALL_BYTES:
+        if count * self.buffer.shape[1] <= _SMALL_BYTES:
             copy()
             return
         # A cancelled call returns only when the pages are not written any more.
@@ -194,11 +210,9 @@ class GatheredPages:
             raise
 
     def _gather(self) -> None:
-        cells = self._pool.memory
-        whole = self.buffer.view(len(self._pages), *cells.shape[::2])
-        whole.copy_(cells[:, self._pages].transpose(0, 1))
+        pages = self.buffer.view(len(self._pages), *self._shape)
+        pages.copy_(self._pool.memory[self._cells, self._pages].transpose(0, 1))
 
     def _scatter(self, count: int) -> None:
-        cells = self._pool.memory
-        whole = self.buffer.view(len(self._pages), *cells.shape[::2])
-        cells[:, self._pages[:count]] = whole[:count].transpose(0, 1)
+        pages = self.buffer[:count].view(count, *self._shape)
+        self._pool.memory[self._cells, self._pages[:count]] = pages.transpose(0, 1)

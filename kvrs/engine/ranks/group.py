@@ -25,13 +25,14 @@ from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import probe_page
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.reformed import ReformingNow
-from kvrs.engine.ranks.reformer import Reformer
+from kvrs.engine.ranks.reformer import Reformer, cells_of
 from kvrs.engine.ranks.seats import END_S
 from kvrs.engine.ranks.stages import UNPREDICTED_S, StageRanks, limit_s_of
 from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
 from kvrs.errors import RanksLostError
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import LayoutInfo, RankInfo
+from kvrs.protocol.parts import Cell
 from kvrs.scheduling.sequences import Chunk
 
 _PROBE_TOKENS = 8
@@ -189,22 +190,18 @@ class RankGroup(StageRanks):
             pending[base % len(pending)] += tokens
         return least_loaded(pending)
 
-    def lose_device(self, rank: int, bases: Sequence[int] = ()) -> bool:
+    def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
         """Kill a rank and drop the memory of its cells and its units; `bases`: of each page.
-        Returns whether it had cells: a model may have fewer KV heads than ranks.
+        Returns the cells of a page by its base, of bases with any: a model may have fewer KV heads
+        than ranks.
         """
         self.lost_devices.add(rank)
         self.processes.seats[rank].kill()
-        layout, heads = self.layout, self.geometry.kv_heads
-        if rank not in layout.ranks:
-            return False
-        cells = {
-            base: [layer * heads + head for layer, head in layout.cells(rank, base)]
-            for base in {0, *bases}
-        }
-        if any(cells.values()):
+        by_base = {base: cells_of(self.layout, rank, base) for base in {0, *bases}}
+        cells = {base: own for base, own in by_base.items() if own}
+        if cells:
             self.pool.lose(cells, bases)
-        return any(cells.values())
+        return cells
 
     def close(self) -> None:
         """End all ranks, however far they are."""

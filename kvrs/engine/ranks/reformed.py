@@ -19,7 +19,7 @@ class ReformingNow:
     after: Layout
     lost: tuple[int, ...]
     move_bytes: int
-    lost_cells: bool
+    lost_cells: int  # Of a page, at most.
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat
 from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.memory import free_bytes
+from kvrs.protocol.parts import Cell
 from kvrs.scheduling.sequences import Chunk
 
 log = logging.getLogger(__name__)
@@ -312,9 +313,12 @@ class Reformer:
             after=action.plan.after,
             lost=tuple(sorted(self._group.lost)),
             move_bytes=action.plan.moved_bytes,
-            lost_cells=any(
-                has_cells(self._group.layout, rank)
-                for rank in self._group.lost_devices & self._group.lost.keys()
+            lost_cells=max(
+                sum(
+                    len(cells_of(self._group.layout, rank, base))
+                    for rank in self._group.lost_devices & self._group.lost.keys()
+                )
+                for base in range(self._group.layout.bases)
             ),
         )
         log.warning(
@@ -466,9 +470,11 @@ def _note(begun: ReformingBegun | None, part: str) -> None:
     begun.note(part)
 
 
-def has_cells(layout: Layout, rank: int) -> bool:
-    """A model may have fewer KV heads than ranks."""
-    return rank in layout.ranks and any(layout.cells(rank, base) for base in range(layout.bases))
+def cells_of(layout: Layout, rank: int, base: int) -> frozenset[Cell]:
+    """The cells of a page of that base that a rank has; none: it has no part in the layout, or no
+    KV head, since a model may have fewer than ranks.
+    """
+    return frozenset(layout.cells(rank, base)) if rank in layout.ranks else frozenset()
 
 
 def _stage_of(layout: Layout, rank: int) -> int:

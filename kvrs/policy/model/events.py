@@ -5,7 +5,7 @@ Those of every stream are structs, which are made in a tenth of the time of a fr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -112,11 +112,14 @@ class InstanceReforming:
     ready_in_s: float
     # Pages of each stream with lost cells, which are restored or computed once it is ready.
     missing_pages: Mapping[StreamId, int]
-    page_s: float  # Of one such page.
+    page_s: float  # Of one such page that is computed.
     decode_factor: float  # Step times of the layout that will serve, over those of all ranks.
     prefill_factor: float
     token_s: float  # Mean time between two tokens of a stream there, until now; 0: not known.
     produced_tokens: Mapping[StreamId, int]
+    # Of the pages with lost cells, those that agents hold, and the time to fetch the cells of one.
+    held_pages: Mapping[StreamId, int] = field(default_factory=dict)
+    held_page_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

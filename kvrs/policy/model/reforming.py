@@ -17,10 +17,14 @@ class PredictedReforming:
     ready_s: float
     missing_pages: Mapping[StreamId, int]
     page_s: float
+    held_pages: Mapping[StreamId, int]  # Of these; their lost cells are fetched.
+    held_page_s: float
     step_s: float  # Of decoding, with the ranks that will serve.
     queue_s: float  # Its queue, as it reports it beside.
     ahead_s: float = 0.0  # What restoring the streams takes that stay, as far as they are decided.
 
     def restore_s(self, stream: StreamId) -> float:
         """What it takes to have the lost cells of a stream's pages again."""
-        return self.missing_pages.get(stream, 0) * self.page_s
+        missing = self.missing_pages.get(stream, 0)
+        held = min(self.held_pages.get(stream, 0), missing)
+        return held * self.held_page_s + (missing - held) * self.page_s

@@ -31,6 +31,7 @@ class StoreState(msgspec.Struct, frozen=True):
     epoch: int
     fingerprint: str = ""
     page_bytes: int = 0  # 0: no engine has connected yet.
+    page_cells: int = 1
 
 
 def store_directory(base: str, secret: bytes, node: NodeId) -> Path:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from kvrs.ids import StreamId
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, StoreCode
 from kvrs.protocol.tags import Tag
@@ -106,7 +108,7 @@ class HostStore:
         self._is_short = False
         self._growing = asyncio.Event()
         left = directory.load_state() or StoreState(epoch=0)
-        self._state = StoreState(left.epoch + 1, left.fingerprint, left.page_bytes)
+        self._state = structs.replace(left, epoch=left.epoch + 1)
         # First, so that the next process does not take this epoch again, even if this one ends
         # here.
         directory.save_state(self._state)
@@ -130,6 +132,10 @@ class HostStore:
     @property
     def page_bytes(self) -> int:
         return self._state.page_bytes
+
+    @property
+    def page_cells(self) -> int:
+        return self._state.page_cells
 
     @property
     def reserved_bytes(self) -> int:
@@ -163,8 +169,8 @@ class HostStore:
         """Take over the fingerprint and page size of a client, unless something is reserved for
         others.
         """
-        kind = (client.fingerprint, client.page_bytes)
-        if kind == (self._state.fingerprint, self._state.page_bytes):
+        kind = (client.fingerprint, client.page_bytes, client.page_cells)
+        if kind == (self.fingerprint, self.page_bytes, self.page_cells):
             return
         self.expire()
         if self.checkpoints:
@@ -190,8 +196,12 @@ class HostStore:
         assert shelf is not None, "`adopt` comes before any request"
         slots = shelf.book.match(request.tags)
         segments = shelf.segments
+        views = [segments.view(slot) for slot in slots]
+        if request.part is not None:
+            cells = [segments.cells(slot) for slot in slots]
+            return PinnedPages(views, None, (shelf, slots), cells=cells)
         checksums = [segments.page_checksum(slot) for slot in slots]
-        return PinnedPages([segments.view(slot) for slot in slots], None, (shelf, slots), checksums)
+        return PinnedPages(views, None, (shelf, slots), checksums)
 
     def unpin(self, pinned: PinnedPages) -> None:
         assert isinstance(pinned.token, tuple)
@@ -275,12 +285,12 @@ class HostStore:
         ended = list(streams)
         if self._shelf:
             self._shelf.book.release(ended, self._clock() + lease_s)
-        self._note_all(ended)
+        _note_all(self._watchers, ended)
 
     def expire(self) -> None:
         """End every reservation that was not renewed in time."""
         if self._shelf:
-            self._note_all(self._shelf.book.expire(self._clock()))
+            _note_all(self._watchers, self._shelf.book.expire(self._clock()))
 
     def clear(self) -> None:
         """Delete everything: a clean end leaves nothing to adopt."""
@@ -297,6 +307,7 @@ class HostStore:
             self._state.page_bytes,
             self._capacity_bytes // self._state.page_bytes,
             self._state.fingerprint,
+            self._state.page_cells,
         )
         return _Shelf(
             layout.page_bytes, CheckpointBook(layout.slots), Segments(self._directory, layout)
@@ -318,6 +329,7 @@ class HostStore:
                 # Another of its writers has found room since: prefill and decode both make offers.
                 changes.denied.pop(stream, None)
 
-    def _note_all(self, streams: Iterable[StreamId]) -> None:
-        for changes in self._watchers:
-            changes.streams.update(streams)
+
+def _note_all(watchers: Iterable[UnreportedChanges], streams: Iterable[StreamId]) -> None:
+    for changes in watchers:
+        changes.streams.update(streams)

@@ -1,10 +1,10 @@
 """Slots of one page each in shared memory: files that outlive the process that fills them.
 
-A segment is a file of fixed size: a header, a table with one record per slot, and the pages. Memory
-is given to a slot when it is used for the first time. A record is written after its page and has a
-checksum of its own, and is cleared before its slot is written again. So at any moment of a kill, a
-record that can be read names a page that was whole, and the page's own checksum verifies that it
-still is.
+A segment is a file of fixed size: a header, a table with one record per slot, one with the
+checksums of each slot's cells, and the pages. Memory is given to a slot when it is used for the
+first time. A record is written after its page and the checksums of its cells, has a checksum of its
+own, and is cleared before its slot is written again. So at any moment of a kill, a record that can
+be read names a page that was whole, and the page's own checksum verifies that it still is.
 """
 
 import errno
@@ -19,7 +19,8 @@ from hashlib import blake2b
 from xxhash import xxh3_64_intdigest
 
 from kvrs.memory import free_in_groups
-from kvrs.protocol.frames import checksum
+from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
+from kvrs.protocol.frames import CHECKSUM_BYTES, checksum
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.peers import PagePlace
 from kvrs.transfer.store.directory import StoreDirectory
@@ -34,11 +35,11 @@ _MIN_SEGMENT_BYTES = 1 << 22
 _GROWTH_BYTES = 1 << 22
 
 _BLOCK_BYTES = 4096  # Pages begin at multiples of it.
-_MAGIC = b"KVRSSEG1"
-_HEADER = struct.Struct(
-    "<8sQQQ16s"
-)  # magic, number, bytes of a page, slots, digest of the fingerprint
-_RECORD = struct.Struct("<16sQQ")  # tag, number of the write, checksum of the page
+_MAGIC = b"KVRSSEG2"
+# magic, number, bytes of a page, its cells, slots, digest of the fingerprint
+_HEADER = struct.Struct("<8sQQQQ16s")
+# tag, number of the write, checksums of the page and of those of its cells
+_RECORD = struct.Struct("<16sQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD_BYTES = 64
 _NO_RECORD = bytes(_RECORD_BYTES)
@@ -55,16 +56,25 @@ class SlotLayout:
     page_bytes: int
     slots: int  # Of the whole store.
     fingerprint: str
+    page_cells: int = 1
 
     @property
     def slots_per_segment(self) -> int:
         return max(1, -(-self.slots // _SEGMENTS), _MIN_SEGMENT_BYTES // self.page_bytes)
 
     @property
+    def cells_bytes(self) -> int:
+        """Of the checksums of one slot's cells."""
+        return self.page_cells * CHECKSUM_BYTES
+
+    @property
+    def cells_at(self) -> int:
+        return _BLOCK_BYTES + self.slots_per_segment * _RECORD_BYTES
+
+    @property
     def pages_at(self) -> int:
-        return (
-            _BLOCK_BYTES + -(-self.slots_per_segment * _RECORD_BYTES // _BLOCK_BYTES) * _BLOCK_BYTES
-        )
+        end = self.cells_at + self.slots_per_segment * self.cells_bytes
+        return -(-end // _BLOCK_BYTES) * _BLOCK_BYTES
 
     @property
     def segment_bytes(self) -> int:
@@ -72,9 +82,8 @@ class SlotLayout:
 
     def header(self, number: int) -> bytes:
         digest = blake2b(self.fingerprint.encode(), digest_size=16).digest()
-        return _sealed(
-            _HEADER.pack(_MAGIC, number, self.page_bytes, self.slots_per_segment, digest)
-        )
+        sizes = self.page_bytes, self.page_cells, self.slots_per_segment
+        return _sealed(_HEADER.pack(_MAGIC, number, *sizes, digest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,17 +232,27 @@ class Segments:
         """The slot holds nothing: to be called before it is written."""
         self._record(slot)[:] = _NO_RECORD
 
+    def cells(self, slot: int) -> memoryview:
+        """The checksums of a page's cells, from when it was stored."""
+        number, index = divmod(slot, self._per_segment)
+        size = self._layout.cells_bytes
+        start = self._layout.cells_at + index * size
+        return self._segments[number].bytes[start : start + size]
+
     def write_record(self, slot: int, tag: Tag, page_checksum: int) -> None:
         """The slot holds that page: to be called after it was written."""
         self._writes += 1
-        record = _sealed(_RECORD.pack(tag, self._writes, page_checksum))
+        cells = cell_checksums(self.view(slot), self._layout.page_cells)
+        self.cells(slot)[:] = cells
+        facts = _RECORD.pack(tag, self._writes, page_checksum, part_checksum(cells))
+        record = _sealed(facts)
         self._record(slot)[: len(record)] = record
 
     def page_checksum(self, slot: int) -> int:
         """The checksum that `write_record` was given for the page in that slot."""
         number, index = divmod(slot, self._per_segment)
         start = _BLOCK_BYTES + index * _RECORD_BYTES
-        _, _, page_checksum = _RECORD.unpack_from(self._segments[number].bytes, start)
+        _, _, page_checksum, _ = _RECORD.unpack_from(self._segments[number].bytes, start)
         return int(page_checksum)
 
     def _record(self, slot: int) -> memoryview:
@@ -281,7 +300,9 @@ class Segments:
         facts = record[: _RECORD.size]
         if slot >= self._layout.slots or record != _sealed(facts):
             return None
-        tag, write, page_checksum = _RECORD.unpack(facts)
+        tag, write, page_checksum, of_cells = _RECORD.unpack(facts)
+        if part_checksum(self.cells(slot)) != of_cells:
+            return None
         return (write, slot, Tag(tag)) if checksum(self.view(slot)) == page_checksum else None
 
 

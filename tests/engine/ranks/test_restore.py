@@ -17,10 +17,12 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import even
 from kvrs.engine.instance import EngineInstance, LoadedModel, describe_model
 from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.reformer import cells_of
 from kvrs.engine.routes import make_app
 from kvrs.engine.worker import end_tokens_of, geometry_of
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import PullResult
 from tests.engine.ranks.in_threads import ThreadRanks
@@ -92,16 +94,21 @@ class Losing:
         self._ranks.may_go_on.set()
 
     def lose(self, rank: int) -> None:
-        layout, heads = self._ranks.layout, self._ranks.geometry.kv_heads
-        cells = [
-            layer * heads + head
-            for layer, owners in enumerate(layout.attention)
-            for head, owner in enumerate(owners)
-            if owner == rank
-        ]
+        cells = cells_of(self._ranks.layout, rank, 0)
         assert cells
         self._ranks.pool.lose({0: cells})
-        self.instance.core.lose_cells()
+        self.instance.core.lose_cells({0: cells})
+
+    def held(self, stream: StreamId) -> int:
+        """Pages that the agent holds as far as it has told."""
+        core = self.instance.core
+        runs = [run for sequence, run in core._runs.items() if sequence.stream == stream]
+        return max((held for run in runs for held in core._held_by_agents(run).values()), default=0)
+
+    @property
+    def restored_bytes(self) -> int:
+        """Since the start."""
+        return self.instance.port.puller.pulled_bytes[TrafficClass.RECOVERY]
 
     async def _pulling(self, peer: Any, request: Any, *rest: Any, **named: Any) -> PullResult:
         self.asked.append(range(len(request.tags)))
@@ -139,7 +146,7 @@ async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_res
     said anything yet of the stream that began again; an agent that is lost then is done without.
     """
     async with asyncio.timeout(60), AsyncExitStack() as agents:
-        store, port = await agents.enter_async_context(agent(tmp_path / "store"))
+        _, port = await agents.enter_async_context(agent(tmp_path / "store"))
         async with losing(tiny_model, port) as (engine, client):
             core = engine.instance.core
             plain = await ask(client, "plain", PROMPT, TOKENS, kvrs={"checkpoints": []})
@@ -151,7 +158,7 @@ async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_res
                 engine.asked.clear()
                 engine.stop_after(STEPS)
                 asked = asyncio.create_task(ask(client, stream, PROMPT, TOKENS))
-                await eventually(lambda: store.held(StreamId(stream)) >= 4)
+                await eventually(lambda: engine.held(StreamId(stream)) >= 4)
                 engine.may_pull.clear()
                 engine.lose(1)
                 engine.go_on()
@@ -166,6 +173,10 @@ async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_res
             assert core.missing_pages[StreamId("once")] >= len(engine.asked[0]) >= 4
             assert await tokens(once) == expected
             assert core.fetched_pages == len(engine.asked[0])
+            # Of each page the lost rank's cells and nothing else.
+            geometry = engine.instance.worker.geometry
+            lost_bytes = geometry.page_bytes // RANKS
+            assert engine.restored_bytes == len(engine.asked[0]) * lost_bytes
 
             fetched = core.fetched_pages
             twice = await lose("twice")
