@@ -9,9 +9,10 @@ import os
 import secrets
 from functools import partial
 
+from kvrs.cluster.ray_actors import ENVIRONMENT
+
 from experiments.processes import Processes, says_ready
 from kvrs.cluster.processes import HOME_ENV
-from kvrs.cluster.ray_actors import ENVIRONMENT
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 

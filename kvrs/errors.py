@@ -8,7 +8,7 @@ _ENGINE = ("jinja2", "llguidance", "numpy", "safetensors", "torch")
 EXTRAS = {
     "engine": _ENGINE,
     "report": ("matplotlib", "numpy"),
-    "cluster": (*_ENGINE, "ray"),
+    "ray": (*_ENGINE, "ray"),
     "distserve": (*_ENGINE, "filelock", "huggingface_hub", "psutil", "ray", "transformers"),
 }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from kvrs.cluster.ray_actors import ENVIRONMENT, ray_token
+from kvrs.cluster.loopback_ray import ENVIRONMENT, ray_token
 
 if TYPE_CHECKING:
     from experiments.vllm_servers import VllmServers

@@ -25,7 +25,7 @@ from rich.progress import Progress
 from experiments.distserve_overhead.side import OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS
 from experiments.record import Record
 from experiments.rig import interval
-from kvrs.cluster.ray_actors import ENVIRONMENT
+from kvrs.cluster.loopback_ray import ENVIRONMENT
 from kvrs.engine.tiny import write_tiny_model
 
 SIDES = ("plain", "patched")

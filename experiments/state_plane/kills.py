@@ -15,8 +15,8 @@ import aiohttp
 import torch
 
 from experiments.processes import Processes
-from kvrs.cluster.nursery import forked, nursery_of
-from kvrs.config.file import Config, parse_config
+from kvrs.cluster.keeper import forked, nursery_of
+from kvrs.config.file import ENV_NAME, Config, parse_config
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId
@@ -99,7 +99,7 @@ def run(kills: int, seed: int) -> dict[str, Any]:
         reference = Reference(processes.config, seed)
         with (processes.directory / "engine.log").open("a") as log:
             path = processes.directory / "config.yaml"
-            nursery = nursery_of(path, ENGINE, [processes.secret], log)
+            nursery = nursery_of(path, ENGINE, {ENV_NAME: processes.secret.decode()}, log)
             line = forked(nursery)
             for start in range(1, kills + 1):
                 line.send(f"start {start}".encode())

@@ -1,11 +1,15 @@
-"""Runs one agent until SIGTERM or Ctrl-C: `python -m kvrs.agent --config FILE --node ID`."""
+"""Runs one agent until SIGTERM or Ctrl-C: `python -m kvrs.agent --config FILE --node ID`.
+
+At SIGHUP it reads the file again for instances of its node that are new.
+"""
 
 import argparse
 import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -17,22 +21,26 @@ from kvrs.ids import NodeId
 from kvrs.logs import log_to_stderr
 
 
-def run_agent(config: Config, node: NodeId) -> None:
-    """Serve until SIGTERM or Ctrl-C; prints `ready` once requests are served.
+def run_agent(read: Callable[[], Config], node: NodeId) -> None:
+    """Serve until SIGTERM or Ctrl-C; prints `ready` once requests are served. `read` reads the
+    configuration.
 
     Raises:
         ConfigError: see `serve`; or there is no secret.
     """
+    config = read()
     log_to_stderr(**config.logs.options)
-    uvloop.run(_serve(config, node, read_secrets(config.security, os.environ)))
+    uvloop.run(_serve(config, node, read_secrets(config.security, os.environ), read))
 
 
-async def _serve(config: Config, node: NodeId, secrets: Sequence[bytes]) -> None:
+async def _serve(
+    config: Config, node: NodeId, secrets: Sequence[bytes], read: Callable[[], Config]
+) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     secret, *older = secrets
-    await serve(config, node, secret, stop, lambda: print("ready", flush=True), older)
+    await serve(config, node, secret, stop, lambda: print("ready", flush=True), older, read)
 
 
 def main() -> int:
@@ -45,7 +53,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     try:
-        run_agent(load_config(arguments.config, os.environ), arguments.node)
+        run_agent(partial(load_config, arguments.config, os.environ), arguments.node)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

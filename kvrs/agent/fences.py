@@ -5,7 +5,7 @@ renew for a whole lease.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 
 import aiohttp
 import msgspec
@@ -30,14 +30,19 @@ class FenceSender:
         self, urls: Mapping[InstanceId, str], keys: Keys, tls: Certificates | None
     ) -> None:
         """`urls` and `keys`: of the instances."""
-        self._urls = urls
-        self._keys = keys
+        self._urls = dict(urls)
+        self._keys = dict(keys)
         self._tls = tls
         self._waiting: asyncio.Queue[dict[InstanceId, list[SlotAsked]]] = asyncio.Queue()
 
     @property
-    def targets(self) -> list[InstanceId]:
-        return list(self._urls)
+    def targets(self) -> KeysView[InstanceId]:
+        return self._urls.keys()
+
+    def learn(self, urls: Mapping[InstanceId, str], keys: Keys) -> None:
+        """Further instances of the node."""
+        self._urls.update(urls)
+        self._keys.update(keys)
 
     def end(self, transfers: Iterable[SlotAsked]) -> None:
         by_target: defaultdict[InstanceId, list[SlotAsked]] = defaultdict(list)

@@ -22,7 +22,8 @@ from kvrs.gossip.facts import HolderFact
 from kvrs.gossip.membership import Membership
 from kvrs.http import naming_port
 from kvrs.protocol.instance import InstanceInfo, LoadReport
-from kvrs.proving import ProvingConnector, instance_keys
+from kvrs.protocol.secrets import DoorKey
+from kvrs.proving import Address, ProvingConnector, instance_keys
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,11 @@ class NodeGossip:
     def __init__(self, config: Config, agent: NodeAgent, ring: Sequence[bytes]) -> None:
         self._agent = agent
         self._config = config
-        self._keys = instance_keys(ring[0], agent.node.instances)
-        self._publisher = RecordPublisher(instance.id for instance in agent.node.instances)
+        self._secret = ring[0]
+        self._keys: dict[Address, DoorKey] = {}
+        self._publisher = RecordPublisher()
+        self._group: asyncio.TaskGroup | None = None
+        self._http: aiohttp.ClientSession | None = None
         self.membership = Membership(agent.node.id, config.gossip, ring)
         # The health of GPUs is read at every publication.
         self._monitor = GpuMonitor(open_sensor, lambda _: None, time.monotonic)
@@ -58,16 +62,24 @@ class NodeGossip:
         """Watch and publish until cancelled; an exception is an internal error."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S)
         async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(
+            self._http = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=ProvingConnector(self._keys, self._agent.tls), timeout=timeout
                 )
             )
-            group = await stack.enter_async_context(asyncio.TaskGroup())
-            for instance in self._agent.node.instances:
-                group.create_task(self._watch(http, instance))
-            group.create_task(self._monitor.run())
-            group.create_task(self._publish())
+            self._group = await stack.enter_async_context(asyncio.TaskGroup())
+            self.learn()
+            self._group.create_task(self._monitor.run())
+            self._group.create_task(self._publish())
+
+    def learn(self) -> None:
+        """Watch the agent's instances that are new."""
+        self._keys.update(instance_keys(self._secret, self._agent.node.instances))
+        if self._group is None or self._http is None:
+            return
+        for instance in self._agent.node.instances:
+            if self._publisher.add(instance.id):
+                self._group.create_task(self._watch(self._http, instance))
 
     async def close(self) -> None:
         await self.membership.close()

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 from contextlib import suppress
 
 from kvrs.agent.fences import FenceSender
@@ -16,7 +16,7 @@ from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
-from kvrs.proving import instance_keys
+from kvrs.proving import Keys, instance_keys
 from kvrs.tls import load_certificates
 from kvrs.transfer.anchors.server import AnchorServer
 from kvrs.transfer.links import SendingLinks
@@ -83,8 +83,8 @@ class NodeAgent:
         # It restarts with the machine, but so do the targets, which are processes of it.
         self.slots = SlotTable(config.policy.slots_max, first_token=time.monotonic_ns())
         self.tls = load_certificates("security.tls", config.security.tls)
-        urls = {instance.id: config.url_of(instance) for instance in self.node.instances}
-        self.fences = FenceSender(urls, instance_keys(secret, self.node.instances), self.tls)
+        self._secret = secret
+        self.fences = FenceSender(*self._instances_of(config), self.tls)
         self.anchors: AnchorServer | None = None  # None: instances own their memory.
         if config.state_plane.enabled:
             self.anchors = AnchorServer(
@@ -97,9 +97,23 @@ class NodeAgent:
         self._page_port = 0
 
     @property
-    def targets(self) -> list[InstanceId]:
+    def targets(self) -> KeysView[InstanceId]:
         """The instances that the slots are for."""
         return self.fences.targets
+
+    def learn(self, config: Config) -> None:
+        """Serve further instances of this node, which another configuration has.
+
+        Raises:
+            ConfigError: it has no such node.
+        """
+        self.node = node_of(config, self.node.id)
+        self.fences.learn(*self._instances_of(config))
+
+    def _instances_of(self, config: Config) -> tuple[dict[InstanceId, str], Keys]:
+        instances = self.node.instances
+        urls = {instance.id: config.url_of(instance) for instance in instances}
+        return urls, instance_keys(self._secret, instances)
 
     @property
     def capacity_bytes(self) -> int:

@@ -78,13 +78,19 @@ class _Published:
 class RecordPublisher:
     """The facts of one node: what is known of its instances and links, and what was published."""
 
-    def __init__(self, instances: Iterable[InstanceId]) -> None:
-        self._instances = {name: _Instance() for name in instances}
+    def __init__(self) -> None:
+        self._instances: dict[InstanceId, _Instance] = {}
         self._links: dict[NodeId, _Link] = {}
         self._published: dict[Key, _Published] = {}
         self._polled_s: float | None = None
 
     # Observations of the agent.
+
+    def add(self, name: InstanceId) -> bool:
+        """Whether it is new."""
+        is_new = name not in self._instances
+        self._instances.setdefault(name, _Instance())
+        return is_new
 
     def on_info(self, name: InstanceId, info: InstanceInfo, now_s: float) -> None:
         instance = self._instances[name]

@@ -1,7 +1,10 @@
 """The process of one agent."""
 
 import asyncio
+import logging
+import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvrs.agent.gossip import NodeGossip
 from kvrs.agent.node import NodeAgent, open_directory
@@ -9,11 +12,14 @@ from kvrs.agent.routes import make_app
 from kvrs.config.file import Config
 from kvrs.connections import ConnectionLimits
 from kvrs.descriptors import raise_descriptor_limit
+from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port
 from kvrs.ids import NodeId
 from kvrs.protocol.secrets import Door, door_keys
 from kvrs.transfer.fault_route import add_fault_route
+
+log = logging.getLogger(__name__)
 
 
 async def serve(
@@ -23,9 +29,11 @@ async def serve(
     stop: asyncio.Event,
     ready: Callable[[], None],
     older: Sequence[bytes] = (),
+    read: Callable[[], Config] | None = None,
 ) -> None:
     """Serve until `stop` is set, then remove all pages; `ready` is called once pages and requests
-    are served. `older`: secrets that are accepted beside the one in use.
+    are served. `older`: secrets that are accepted beside the one in use. At SIGHUP the node's
+    instances of the configuration that `read` returns are served, too.
 
     After any other end the pages stay for the next agent of this node.
 
@@ -35,6 +43,9 @@ async def serve(
     with open_directory(config, node, secret) as directory:
         agent = NodeAgent(config, node, secret, directory, older)
         gossip = NodeGossip(config, agent, [secret, *older]) if config.gossip.enabled else None
+        if read is not None:
+            learn = partial(_learn, agent, gossip, read)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, learn)
         try:
             await _serve(config, agent, gossip, [secret, *older], stop, ready)
         finally:
@@ -42,6 +53,18 @@ async def serve(
                 agent.store.clear()
             if stop.is_set() and agent.anchors is not None:
                 agent.anchors.clear()
+
+
+def _learn(agent: NodeAgent, gossip: NodeGossip | None, read: Callable[[], Config]) -> None:
+    try:
+        agent.learn(read())
+    except ConfigError as error:
+        for fault in error.faults:
+            log.error("not reloaded", extra={"cause": fault})
+        return
+    if gossip is not None:
+        gossip.learn()
+    log.info("reloaded", extra={"instances": len(agent.targets)})
 
 
 async def _serve(

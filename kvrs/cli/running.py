@@ -35,7 +35,7 @@ def demo(
     out: opt.Out = Path("out/demo"),
 ) -> None:
     """Start a cluster, kill a decode instance under load, compare every stream token by token."""
-    check_extras("cluster", "report")
+    check_extras("engine", "report")
     from kvrs.demo import DemoOptions, run_demo
 
     options = DemoOptions(
@@ -85,7 +85,7 @@ def up(
         of_instances,
     )
     settings = read_config()
-    check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else "cluster")
+    check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else "engine")
     upkeep = Upkeep(say, read_config)
     # From here on every ending signal takes the same path, which always cleans up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -212,7 +212,8 @@ def agent(
     """Run the agent of one node; it keeps checkpoints of KV in host memory."""
     from kvrs.agent.__main__ import run_agent
 
-    settings = load_config(config, os.environ)
+    read = partial(load_config, config, os.environ)
+    settings = read()
     known = {each.id: each.agent for each in settings.cluster.nodes}
     if (given := known.get(NodeId(node))) is not None and not (given.port and given.page_port):
         raise ConfigError(
@@ -221,4 +222,4 @@ def agent(
                 f"at which other processes reach it"
             ]
         )
-    run_agent(settings, NodeId(node))
+    run_agent(read, NodeId(node))

@@ -1,4 +1,4 @@
-"""Brings a whole cluster up on this machine: Ray, instances and agents as Ray actors, and the
+"""Brings a whole cluster up on this machine: instances and agents under a supervisor, and the
 proxies in front of them.
 
 All files of a run are in one private directory, and the agents' segments in another one below
@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvrs.cluster.fault_injection import closing_process, members_of, open_processes, rows_of
+from kvrs.cluster.fleet import Nodes, with_added
 from kvrs.cluster.guard import start_guard
+from kvrs.cluster.keepers import Keepers, LaunchError, wait_ready
+from kvrs.cluster.loopback_ray import LoopbackRay
 from kvrs.cluster.ports import resolve_all, several_proxies
 from kvrs.cluster.processes import START_TIMEOUT_S, Process, Progress, check_home, processes_of
 from kvrs.cluster.proxies import ProxyProcess
-from kvrs.cluster.ray_actors import ENVIRONMENT, LaunchError, RayActors, ray_token
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.cluster.segments import make_segments, own_segments
 from kvrs.cluster.signals import EndingSignals
+from kvrs.config.cluster import Backend
 from kvrs.config.file import (
     ENV_NAME,
     Config,
@@ -33,7 +36,6 @@ from kvrs.config.file import (
     read_admin_tokens,
     read_secret,
 )
-from kvrs.config.proxy import ProxySettings
 from kvrs.engine.ranks.settings import check_layouts
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
@@ -64,6 +66,7 @@ class Cluster:
     """A running cluster; a context manager that leaves nothing behind."""
 
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
+    _fleet: Nodes = ()  # As the proxies had it last.
 
     def __init__(self, config: Config, progress: Progress, proxies: int = 1) -> None:
         """Raises ConfigError: these proxies, or this backend, cannot be started."""
@@ -81,7 +84,9 @@ class Cluster:
         self._proxy_settings = [config.proxy, *(other.proxy for other in others)]
         self._signals = EndingSignals()
         self._run = RunDirectory()
-        self._actors = RayActors(self.processes, self._run, self._progress)
+        self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
+        self._environment = {"OMP_NUM_THREADS": "1"}
+        self.keepers = Keepers(self._run, self._environment)
         self._progress(f"logs are in {self.run_directory} while it runs")
         self.config, segments = own_segments(config, self.run_directory)
         self._guard = start_guard(self.run_directory, *segments)
@@ -96,8 +101,8 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the proxies, then Ray with the instances; the guard ends what is left and removes the
-        run directory.
+        """End the proxies, then the instances; the guard ends what is left and removes the run
+        directory.
         """
         self._signals.ignore()
         try:
@@ -106,7 +111,8 @@ class Cluster:
             give_up_s = time.monotonic() + STOP_TIMEOUT_S
             for proxy in self.proxies:
                 proxy.wait(give_up_s - time.monotonic())
-            self._actors.stop()
+            self.keepers.stop()
+            self._ray.stop()
         finally:
             assert self._guard.stdin is not None
             self._guard.stdin.close()
@@ -195,7 +201,7 @@ class Cluster:
 
     def end(self, name: InstanceId) -> None:
         """Have an instance, DistServe server or agent drain and end. It is started again."""
-        self._actors.end(name)
+        self.keepers.end(name)
 
     def wait_all_up(self, timeout_s: float = START_TIMEOUT_S) -> float:
         """Wait until every proxy sees every instance, agent and other proxy up; the seconds it
@@ -228,22 +234,20 @@ class Cluster:
         return down
 
     def _start(self) -> None:
-        os.environ.update(
-            ENVIRONMENT, RAY_AUTH_TOKEN=ray_token(), RAY_TMPDIR=str(self.run_directory)
-        )
         self.secret = _shared_secret(self.config.security)
         tokens = read_admin_tokens(self.config.security, os.environ)
         self._admin_token = tokens[0] if tokens else None
         self._write_config()
         check_layouts(self.config)
-        self._progress("starting Ray on loopback")
-        self._actors.start(self.config)
-        self._signals.interrupt()
-        self._actors.create(self.config_path)
+        if self.config.cluster.backend is Backend.DISTSERVE:
+            self._progress("starting Ray on loopback")
+            self._environment["RAY_ADDRESS"] = self._ray.start()
+            self._signals.interrupt()
         kinds = Counter(process.kind for process in self.processes.values())
         counts = " and ".join(f"{count} {kind}s" for kind, count in kinds.items())
         self._progress(f"starting {counts}")
-        self._actors.wait_ready()
+        self.keepers.start(self.processes.values(), self.config, self.config_path)
+        wait_ready(self.processes, self.keepers.status, self._run.log_tail, self._progress)
         self._progress(
             "starting the proxy"
             if len(self._proxy_settings) == 1
@@ -266,7 +270,7 @@ class Cluster:
                 )
             cluster = cluster.model_copy(update={"model": str(model)})
         self.config = self.config.model_copy(update={"cluster": cluster})
-        self.config_path = self.run_directory / "config.yaml"
+        self.config_path = self._run.config_path()
         self._write_files()
 
     def renew(self, config: Config) -> None:
@@ -307,20 +311,37 @@ class Cluster:
             proxy.settings = settings
         self._write_files()
 
-    def _write_files(self) -> None:
-        self.config_path.write_text(dump_config(self.config))
-        for settings in self._proxy_settings:
-            self._config_path_of(settings).write_text(
-                dump_config(self.config.model_copy(update={"proxy": settings}))
-            )
+    def follow_fleet(self) -> None:
+        """Tell all processes, and proxies that start later, of instances and agents that were
+        added at a proxy since: they fetch pages from these, and send checkpoints there.
+        """
+        for proxy in self.proxies:
+            try:
+                nodes = proxy.admin.nodes()
+            except AdminError:
+                continue
+            if nodes != self._fleet:
+                self._fleet = nodes
+                try:
+                    self._write_files()
+                except ConfigError as error:  # A port of a process of ours, which was removed.
+                    self._progress(f"instances are not told of others: {error}")
+                else:
+                    self.keepers.learn()
+            return
 
-    def _config_path_of(self, proxy: ProxySettings) -> Path:
-        return self.run_directory / f"{proxy.id}.yaml"
+    def _write_files(self) -> None:
+        config = with_added(self.config, self._fleet)
+        self.config_path.write_text(dump_config(config))
+        for settings in self._proxy_settings:
+            self._run.config_path(settings.id).write_text(
+                dump_config(config.model_copy(update={"proxy": settings}))
+            )
 
     def _start_proxies(self) -> None:
         for settings in self._proxy_settings:
             # The environment's settings are in the file already, each proxy's own beside them.
-            config_path = str(self._config_path_of(settings))
+            config_path = str(self._run.config_path(settings.id))
             command = ("-m", "kvrs", "proxy", "--no-env", "--config", config_path)
             spawn = partial(self._run.spawn, settings.id, *command)
             self.proxies.append(
@@ -345,14 +366,14 @@ class Cluster:
                 time.sleep(0.05)
 
     def check(self) -> None:
-        """Raises LaunchError, or ProxyError: Ray has ended, no proxy can be restarted, or one has
-        never served.
+        """Raises LaunchError, or ProxyError: DistServe's Ray has ended, no proxy can be restarted,
+        or one has never served.
         """
         none_serves = all(proxy.fault is not None for proxy in self.proxies)
         for proxy in self.proxies:
             if none_serves or not proxy.served():
                 proxy.check()
-        self._actors.check()
+        self._ray.check()
 
     def keep_logs(self, directory: Path) -> None:
         self._run.keep_logs(directory)

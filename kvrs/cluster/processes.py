@@ -1,4 +1,4 @@
-"""The processes of a cluster beside the proxies: what is started as actors of Ray, by backend."""
+"""The processes of a cluster beside the proxies, by backend."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.processes import START_TIMEOUT_S, Kind, Process
-from kvrs.cluster.starts import forget_fault, start_fault
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminError
@@ -38,7 +37,7 @@ class RollingRestart:
 
         Raises:
             RestartError: a process failed to restart.
-            LaunchError, ProxyError: no proxy serves any more, or Ray has ended.
+            LaunchError, ProxyError: no proxy serves any more, or DistServe's Ray has ended.
         """
         cluster = self._cluster
         # Wait for processes that are being restarted already.
@@ -81,11 +80,10 @@ class RollingRestart:
 
         if not self._until(is_known, process.label, START_TIMEOUT_S):
             return False
-        forget_fault(cluster.run_directory, process.name)
         cluster.end(process.name)
 
         def is_new() -> bool:
-            if fault := start_fault(cluster.run_directory, process.name):
+            if fault := cluster.keepers.fault(process.name):
                 raise RestartError(f"{process.label}: {fault}")
             found = {number: self._pids(number, process) for number in former}
             return all(found[number] and not former[number] & found[number] for number in former)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import IO
 
 # Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
 _LONGEST = 40
@@ -22,10 +23,17 @@ class RunDirectory:
 
     def spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A Python process with a log file of this run. Ctrl-C at a terminal does not reach it."""
-        with self._log(log_name).open("ab") as log:
+        with self.open_log(log_name) as log:
             return subprocess.Popen(
                 [sys.executable, *arguments], stdout=log, stderr=log, process_group=0
             )
+
+    def config_path(self, proxy: str = "config") -> Path:
+        """Of the configuration of a proxy; without one, of all other processes."""
+        return self.path / f"{proxy}.yaml"
+
+    def open_log(self, name: str) -> IO[str]:
+        return self._log(name).open("a", buffering=1)
 
     def log_tail(self, name: str) -> str:
         path = self._log(name)

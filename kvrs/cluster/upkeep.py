@@ -34,6 +34,7 @@ class Upkeep:
         self._pids = _pids(cluster)
         while not self.stop.wait(LOOK_INTERVAL_S):
             cluster.check()
+            cluster.follow_fleet()
             self._report_faults(cluster)
             self._report_ends(cluster)
             if self._requested:

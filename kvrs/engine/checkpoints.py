@@ -63,7 +63,8 @@ class Checkpointer:
         self._pages = pages
         self._pool = pool
         self._pusher = pusher
-        self._agents = agents
+        self._agents = dict(agents)
+        self._senders: asyncio.TaskGroup | None = None
         self._settings = settings
         self._clock = clock
         self._released = released  # A sequence may be waiting for the pages that were being sent.
@@ -73,6 +74,14 @@ class Checkpointer:
         self._wakes = {agent: asyncio.Event() for agent in agents}
         self._room = asyncio.Event()
         self.pinned_pages = 0
+
+    def learn(self, agents: Mapping[InstanceId, Peer]) -> None:
+        """Send to further agents, or to those that are known at another address."""
+        known, self._agents = self._agents, {**self._agents, **agents}
+        for agent in agents.keys() - known.keys():
+            self._wakes[agent] = asyncio.Event()
+            if self._senders is not None:
+                self._senders.create_task(self._serve(agent))
 
     # What the batch loop calls.
 
@@ -134,22 +143,22 @@ class Checkpointer:
         """Serve all agents until cancelled, each by a task of its own: one that stalls delays no
         other.
         """
-        async with asyncio.TaskGroup() as senders:
-            for peer in self._agents.values():
-                senders.create_task(self._serve(peer))
+        async with asyncio.TaskGroup() as self._senders:
+            for agent in self._agents:
+                self._senders.create_task(self._serve(agent))
             await asyncio.get_running_loop().create_future()
 
-    async def _serve(self, peer: Peer) -> None:
+    async def _serve(self, agent: InstanceId) -> None:
         pause_s, more = RETRY_S, False
         while True:
-            await self._due(peer.instance)
+            await self._due(agent)
             if not more:
                 await asyncio.sleep(self._settings.gather_s)
             try:
-                sent, more = await self._round(peer)
+                sent, more = await self._round(self._agents[agent])
             except TransferError as error:
-                log.info("checkpoints wait for %s: %s", peer.instance, error)
-                self._backlog.lost(peer.instance)
+                log.info("checkpoints wait for %s: %s", agent, error)
+                self._backlog.lost(agent)
                 more = False
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)

@@ -97,6 +97,7 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
+                process_group=0,  # Ctrl-C at a terminal is for the process that needs it.
             )
 
 

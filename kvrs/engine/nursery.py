@@ -5,7 +5,8 @@ and forks, which takes milliseconds. Each message on its line brings a descripto
 process; that process loads the model and serves when it is told the number of its start. Until then
 it is a spare, with its weights mapped.
 
-    to a process:  "start N", "stop" (drain and end); a closed line ends it at once
+    to a process:  "start N"; then "stop" (drain and end), "learn" (read the file again for peers
+                   that are new); a closed line ends it at once
     from it:       "ready", once it takes requests; "fault TEXT", before it ends, where a start of
                    the same configuration would end likewise
 
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -72,13 +74,25 @@ class Spare:
         ring = read_secrets(config.security, os.environ)
         ready = partial(self._tell, "ready")
         await serve(
-            config, self._instance, start, ring[0], self._stop, ready, None, ring[1:], loaded
+            config,
+            self._instance,
+            start,
+            ring[0],
+            self._stop,
+            ready,
+            older=ring[1:],
+            loaded=loaded,
+            read=self._config,
         )
 
     def _heard(self) -> None:
-        if not self._line.recv(MAX_MESSAGE_BYTES):
+        word = self._line.recv(MAX_MESSAGE_BYTES)
+        if not word:
             os._exit(1)  # As if it had been killed: its memory stays as it is.
-        self._stop.set()
+        if word == b"learn":
+            signal.raise_signal(signal.SIGHUP)
+        else:
+            self._stop.set()
 
 
 def main() -> None:

@@ -152,10 +152,12 @@ class PagePort:
         return PageFetcher(pool, self.puller, self.registry), self.checkpointer
 
     def learn(self, config: Config) -> None:
-        """Fetch from further instances and agents, which another configuration has. Checkpoints go
-        to the agents of the first one.
+        """Fetch from further instances and agents, and send checkpoints to further agents, which
+        another configuration has; or to known ones at other addresses.
         """
         self.registry.update(self._peers_of(config))
+        if self.checkpointer is not None:
+            self.checkpointer.learn(agents_of(config))
 
     def _peers_of(self, config: Config) -> dict[InstanceId, Peer]:
         """Where pages come from; the memory of the own node's processes is on this host: that of

@@ -53,11 +53,11 @@ async def serve(
         ConfigError: a port is in use.
     """
     instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret, older, loaded)
+    if read is not None:  # At once: no change of the file is missed.
+        learn = partial(_learn, instance, read)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, learn)
     async with serve_http(instance, allow_faults=config.cluster.allow_faults) as app:
         keep_what_is_there()
-        if read is not None:
-            learn = partial(_learn, instance, read)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, learn)
         ready()
         stopping = asyncio.ensure_future(
             _drained(instance, app, stop, at_once or asyncio.Event(), config.cluster.drain_s)

@@ -110,6 +110,22 @@ class AdminClient:
         """
         return self.read("overview", "instances", "streams", "recoveries", "policy")
 
+    def nodes(self) -> Any:
+        """`cluster.nodes` as the proxy has them now, with the orders of operators.
+
+        Raises:
+            AdminError: as `state`.
+        """
+        return self.read("instances", "nodes")["nodes"]
+
+    def reload(self) -> None:
+        """Have the proxy read its file again.
+
+        Raises:
+            AdminError: there is no answer, or it refuses.
+        """
+        self._ask("POST", "/kvrs/v1/reload", _TIMEOUT_S)
+
     def read(self, what: str, *keys: str) -> Any:
         """`/kvrs/v1/WHAT`, which has these keys.
 
@@ -133,10 +149,13 @@ class AdminClient:
         Raises:
             AdminError: there is no answer, or another one.
         """
+        return self._ask("GET", path, timeout_s)
+
+    def _ask(self, method: str, path: str, timeout_s: float) -> bytes:
         url = self.url + path
         with closing(self._connect(url, timeout_s)) as connection:
             try:
-                connection.request("GET", self._path + path, headers=self._headers)
+                connection.request(method, self._path + path, headers=self._headers)
                 response = connection.getresponse()
                 body = response.read()
             except ssl.SSLError as error:  # The server asks for a certificate.

@@ -45,7 +45,8 @@ class PollingAgent:
     """Polls as the agent does, four times per second."""
 
     def __init__(self) -> None:
-        self.publisher = RecordPublisher([D0, P0])
+        self.publisher = RecordPublisher()
+        assert [self.publisher.add(name) for name in (D0, P0, D0)] == [True, True, False]
         self.now_s = 100.0
         self.slots = {D0: (32, 0.0), P0: (32, 0.0)}
         self.gpus = [GPU]

@@ -14,9 +14,10 @@ import pytest
 
 from kvrs.cluster import proxies
 from kvrs.cluster.launcher import Cluster
+from kvrs.cluster.loopback_ray import LoopbackRay
 from kvrs.cluster.proxies import ProxyError, ProxyProcess
-from kvrs.cluster.ray_actors import RayActors
 from kvrs.cluster.run_directory import RunDirectory
+from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
 from kvrs.load.admin import AdminError
 from tests.free_ports import free_ports
@@ -165,7 +166,7 @@ def test_a_failing_proxy_is_restarted_from_time_to_time_while_others_serve(
     former = spawned.until_served()
     cluster, others = Cluster.__new__(Cluster), ProxyProcess(ProxySettings(), spawned, lambda: "")
     cluster.proxies = [spawned.kept, others]
-    cluster._actors = RayActors({}, RunDirectory(), print)
+    cluster._ray = LoopbackRay(Config(), RunDirectory())
     others._served.set()
 
     spawned.kept.signal(signal.SIGKILL)

@@ -3,18 +3,15 @@
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrs.cluster import ports
 from kvrs.cluster.ports import FIRST_PORT, LAST_PORT, resolve_all, resolve_ports, several_proxies
-from kvrs.cluster.starts import next_start
 from kvrs.config.cluster import demo_nodes
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId
 
 pytestmark = [pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -180,11 +177,6 @@ def test_one_proxy_is_as_in_the_file() -> None:
 
     assert (found.proxy.id, found.proxy.event_log, found.proxy.peer_port) == ("mine", "log", 0)
     assert found.proxy.peers == config.proxy.peers
-
-
-def test_an_epoch_rises_with_every_start(tmp_path: Path) -> None:
-    """Whatever the clock does: the count is kept in the run directory."""
-    assert [next_start(tmp_path, InstanceId("d0")) for _ in range(3)] == [1, 2, 3]
 
 
 def test_ports_are_chosen_on_ipv6_hosts_too() -> None:

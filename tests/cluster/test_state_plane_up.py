@@ -5,8 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,9 +16,7 @@ import pytest
 
 from kvrs.cluster.fault_injection import check_faults, inject_faults, rows_of
 from kvrs.cluster.launcher import Cluster
-from kvrs.cluster.nursery import Keeper
 from kvrs.config.file import parse_config
-from kvrs.errors import ConfigError
 from kvrs.faults.language import FaultSchedule, parse_faults
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminPort
@@ -168,47 +164,3 @@ def test_a_drained_process_is_followed_by_a_spare(cluster: Cluster) -> None:
     assert go_on(cluster, end=True) == expected
     until(lambda: not cluster.down() and pid_of(cluster) != before)
     assert Stream(cluster).read() == expected
-
-
-class Played:
-    """Processes that do as they are told: one answer each to the number of its start."""
-
-    def __init__(self, *answers: str | None) -> None:
-        self._answers = list(answers)
-        self.started: list[str] = []
-
-    def make(self) -> socket.socket:
-        if not self._answers:
-            raise KeyboardInterrupt
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        threading.Thread(target=self._play, args=(theirs, self._answers.pop(0))).start()
-        return ours
-
-    def _play(self, line: socket.socket, answer: str | None) -> None:
-        with line:
-            self.started.append(line.recv(100).decode())
-            if answer is not None:
-                line.send(answer.encode())
-
-
-def kept(played: Played, with_spare: bool = True) -> int:
-    """How often it was ready, until no more processes can be made."""
-    numbers, ready = iter(range(1, 100)), []
-    keeper = Keeper(played.make, lambda: next(numbers), lambda: ready.append(1), with_spare)
-    with contextlib.suppress(KeyboardInterrupt):
-        keeper.run()
-    return len(ready)
-
-
-def test_a_first_process_that_cannot_serve_is_a_fault_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="port: 80 is in use"):
-        kept(Played("fault port: 80 is in use"))
-
-
-@pytest.mark.parametrize("with_spare", [True, False], ids=["with a spare", "without"])
-def test_a_later_process_that_cannot_serve_is_followed_by_another(with_spare: bool) -> None:
-    """Also one that ends without a word. Each start has a higher number."""
-    played = Played("ready", "fault no room", None, "ready")
-
-    assert kept(played, with_spare) == 2
-    assert [start for start in played.started if start] == [f"start {n}" for n in range(1, 5)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distserve_patches import checkout, upstream
-from kvrs.cluster.ray_actors import ENVIRONMENT
+from kvrs.cluster.loopback_ray import ENVIRONMENT
 from kvrs.engine.tiny import write_tiny_model
 
 LOGICAL_GPUS = 8

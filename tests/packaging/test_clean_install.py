@@ -96,7 +96,7 @@ def test_commands_of_the_base_work(install: Install, tmp_path: Path) -> None:
     ):
         ended = install.run("kvrs", *command)
         assert ended.returncode == 0, ended.stderr
-    assert "pip install 'kvrs[cluster,report]'" in install.run("kvrs", "demo").stderr
+    assert "pip install 'kvrs[engine,report]'" in install.run("kvrs", "demo").stderr
 
 
 def test_the_public_api_can_be_imported(install: Install) -> None:

@@ -68,8 +68,8 @@ def test_everything_but_the_engine_and_the_cluster_is_imported_without_the_extra
 @pytest.mark.parametrize(
     ("arguments", "extras"),
     [
-        (["demo"], "cluster,report"),
-        (["up"], "cluster"),
+        (["demo"], "engine,report"),
+        (["up"], "engine"),
         (["up", "--backend", "distserve"], "distserve"),
         (["profile", "--out", "p.json"], "engine"),
     ],

@@ -136,6 +136,7 @@ class Admin:
         app.router.add_get("/kvrs/v1/state", self._state)
         app.router.add_get("/kvrs/v1/overview", self._overview)
         app.router.add_post("/kvrs/v1/reload", self._reload)
+        app.router.add_get("/kvrs/v1/instances", self._instances)
         app.router.add_post("/kvrs/v1/instances", self._add_instance)
         app.router.add_delete("/kvrs/v1/instances/{id}", self._remove_instance)
         app.router.add_post("/kvrs/v1/drain/{id}", self._drain)
@@ -177,6 +178,11 @@ class Admin:
     async def _reload(self, _: web.Request) -> web.Response:
         """Take over what has changed in the file: 400 with every fault where it has any."""
         return await self._answer(self._source.reload())
+
+    async def _instances(self, _: web.Request) -> web.Response:
+        """The fleet in use, as `cluster.nodes` of a file."""
+        body = msgspec.json.encode({"nodes": nodes_of(self._reloads.config)})
+        return web.Response(body=body, content_type="application/json")
 
     async def _add_instance(self, request: web.Request) -> web.Response:
         """All proxies use it from now on; it is kept as the file would have it."""

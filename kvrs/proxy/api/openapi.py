@@ -217,6 +217,11 @@ def clients_document() -> dict[str, Any]:
     )
 
 
+_FLEET = {
+    "type": "object",
+    "required": ["nodes"],
+    "properties": {"nodes": {"type": "array", "items": {"type": "object"}}},
+}
 _PAGE = {
     "summary": "A page that shows the overview",
     "responses": {
@@ -235,7 +240,8 @@ def admin_document() -> dict[str, Any]:
             "/ui": {"get": _PAGE},
             "/kvrs/v1/reload": {"post": _operation("Read the file again", _RELOAD)},
             "/kvrs/v1/instances": {
-                "post": _operation("Add an instance to a node", _RELOAD, _INSTANCE)
+                "get": _operation("The fleet, as cluster.nodes of a file", _FLEET),
+                "post": _operation("Add an instance to a node", _RELOAD, _INSTANCE),
             },
             "/kvrs/v1/instances/{id}": {
                 "parameters": [_ID_IN_PATH],

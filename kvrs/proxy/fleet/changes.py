@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
-from kvrs.control.fleet import KnownAgent, KnownInstance
+from kvrs.control.fleet import Health, KnownAgent, KnownInstance
 from kvrs.control.topology import Topology
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
@@ -20,7 +20,7 @@ from kvrs.proxy.backends.cluster import open_backend
 from kvrs.proxy.fleet.failing_gpus import FailingGpus
 from kvrs.proxy.reload import Apply, ReloadingPart
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.supervision import TaskKind, keep_running
 from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
@@ -113,17 +113,33 @@ class Fleet:
             if name in self._topology.leaving:
                 yield f"{what} is still being removed; allowed: when it is gone"
             elif name in known and _place(*known[name]) != _place(node, instance):
+                yield f"{what} has another node or role; allowed: as it was, or another id"
+            elif name in known and self._is_up_elsewhere(known[name][1], instance):
                 yield (
-                    f"{what} has another node, role or address; allowed: as it was, or another id"
+                    f"{what} is up and has another address; allowed: as it was, another id, or "
+                    f"when it is down"
                 )
         agents = {node.agent_id: node.agent for node in before.cluster.nodes}
+        of_agents = self._driver.control.agents
         for node in after.cluster.nodes if after.agents_run else ():
             what = f"cluster.nodes: the agent of node {node.id!r}"
             if node.agent.port == 0:
                 yield f"{what} has no port; allowed: the port it listens on"
-            if node.agent_id in agents and agents[node.agent_id].url != node.agent.url:
-                yield f"{what} has another address; allowed: as it was, or another node"
+            former = agents.get(node.agent_id)
+            if (
+                former is not None
+                and former.url != node.agent.url
+                and of_agents.known[node.agent_id].health is Health.UP
+            ):
+                yield (
+                    f"{what} is up and has another address; allowed: as it was, another node, or "
+                    f"when it is down"
+                )
         yield from self._unserved([*(known.keys() - wanted.keys())])
+
+    def _is_up_elsewhere(self, before: InstanceSettings, after: InstanceSettings) -> bool:
+        known = self._driver.control.instances.known[after.id]
+        return before.url != after.url and known.health is Health.UP
 
     def _unserved(self, removed: list[InstanceId]) -> Iterator[str]:
         """Streams that run need instances that are up, not such as may come up."""
@@ -141,19 +157,25 @@ class Fleet:
         control, now_s = self._driver.control, self._driver.clock()
         known, wanted = _instances(self._config), _instances(after)
         agents = {each.id: each for each in control.agents.present()}
+        agent_urls = {node.agent_id: node.agent.url for node in self._config.cluster.nodes}
         self._config = after
         for name, (node, instance) in wanted.items():
             if name not in known:
                 self._add(after, node, instance)
+            elif known[name][1].url != instance.url:
+                self._move(after, node, instance)
         for name in known.keys() - wanted.keys():
             log.info("instance leaves", extra={"instance": name})
             self._topology.remove(name, after.cluster.drain_s, now_s)
             self._any_leaves.set()
         for node in after.cluster.nodes if after.agents_run else ():
-            if agents.pop(node.agent_id, None) is None:
+            agent = agents.pop(node.agent_id, None)
+            if agent is None:
                 self._links.agent_backends[node.agent_id] = self._links.new_agent(node)
                 self._metrics.agents.add(node.agent_id)
                 self._watch(control.agents.add(node.agent_id, node.id))
+            elif agent_urls[node.agent_id] != node.agent.url:
+                self._move_agent(agent, node)
         for agent in agents.values():
             self._unwatch(agent.id)
             self._topology.remove_agent(agent, now_s)
@@ -166,6 +188,25 @@ class Fleet:
         links.backends[instance.id] = open_backend(config, links.engines, node, instance)
         self._metrics.add_workers({instance.id: instance.role})
         self._watch(self._topology.add(instance.id, node.id, instance.role))
+
+    def _move(self, config: Config, node: NodeSettings, instance: InstanceSettings) -> None:
+        """It is down, and comes back at another address."""
+        log.info("instance moved", extra={"instance": instance.id, "url": instance.url})
+        known, links = self._driver.control.instances.known[instance.id], self._links
+        self._unwatch(instance.id)
+        if known.health is Health.UP:  # Since this was looked at.
+            self._driver.instance_lost(known, "it is at another address", DeathCause.FAILED)
+        links.engines.admit(instance_keys(links.secret, [instance]))
+        links.backends[instance.id] = open_backend(config, links.engines, node, instance)
+        self._watch(known)
+
+    def _move_agent(self, known: KnownAgent, node: NodeSettings) -> None:
+        log.info("agent moved", extra={"instance": known.id, "url": node.agent.url})
+        self._unwatch(known.id)
+        if known.health is Health.UP:
+            self._driver.agent_lost(known, "it is at another address", DeathCause.FAILED)
+        self._links.agent_backends[known.id] = self._links.new_agent(node)
+        self._watch(known)
 
     def _watch(self, known: KnownInstance | KnownAgent) -> None:
         driver, settings, gossip_view = self._driver, self._settings, self._gossip_view
@@ -195,4 +236,4 @@ def _instances(config: Config) -> dict[InstanceId, tuple[NodeSettings, InstanceS
 
 
 def _place(node: NodeSettings, instance: InstanceSettings) -> tuple[object, ...]:
-    return node.id, instance.role, instance.url
+    return node.id, instance.role

@@ -191,11 +191,43 @@ async def test_a_reload_takes_over_nodes_with_their_agents(
             release(system)
 
             assert (added, removed, moved) == (200, 200, 400)
-            assert "instance 'd1' has another node, role or address" in str(answer)
+            assert "instance 'd1' is up and has another address" in str(answer)
             assert await all_exact(asked)
             health = await system.health()
             assert "agent-n0" not in health
             assert health["agent-n1"] == health["agent-n2"] == "up"
+    finally:
+        await agent.close()
+
+
+async def test_what_is_down_comes_back_at_another_address(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """Its machine is gone, and another one has its place: it serves again under its id."""
+    path = tmp_path / "kvrs.yaml"
+
+    def read() -> Config:
+        return load_config(path)
+
+    system = await build(read=read, backup={"mode": "remote"})
+    document = system.proxy._config.model_dump(mode="json")
+    await system.instances["d1"].kill()
+    await system.agents["agent-n1"].close()
+    await system.until_health(**{"d1": "down", "agent-n1": "down"})
+    agent = ScriptedAgent("agent-n1", "n1")
+    await agent.start()
+    try:
+        async with further(system, "d1") as (row,):
+            node = document["cluster"]["nodes"][1]
+            (one,) = (each for each in node["instances"] if each["id"] == "d1")
+            one["port"], node["agent"]["port"] = row["port"], agent.port
+            path.write_bytes(msgspec.json.encode(document))
+            status, _ = await ask(system, "POST", "reload")
+            await system.until_health(**{"d1": "up", "agent-n1": "up"})
+            await asyncio.gather(*(system.ask(REQUEST) for _ in range(8)))
+
+            assert status == 200
+            assert "POST /v1/completions" in system.instances["d1"].calls
     finally:
         await agent.close()
 

@@ -1,0 +1,155 @@
+"""Keeps the processes of one machine: instances, servers of DistServe and agents."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from kvrs.cluster.keeper import Keeper, Make, Spawner, forked, nursery_of
+from kvrs.cluster.processes import Kind, Process, Progress
+from kvrs.cluster.run_directory import RunDirectory
+from kvrs.config.file import Config
+from kvrs.engine.forking import Nursery
+from kvrs.errors import KvrsError
+from kvrs.ids import InstanceId
+
+# How often a process is started, in all, that ends during its start without a reason of its own.
+STARTS = 3
+LOOK_INTERVAL_S = 0.05
+_JOIN_S = 5.0
+
+
+class LaunchError(KvrsError):
+    """The cluster did not come up; the message names the process and ends with its last log
+    lines.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """Of one process."""
+
+    has_served: bool
+    starts: int
+    fault: str | None  # Why it cannot serve, as it is configured.
+
+
+class Keepers:
+    """`start`, then a keeper for each process until `stop`."""
+
+    def __init__(self, run: RunDirectory, environment: Mapping[str, str]) -> None:
+        self._run = run
+        self._environment = environment
+        self._keepers: dict[InstanceId, Keeper] = {}
+        self._nurseries: list[tuple[Nursery, IO[str]]] = []  # And their log files.
+
+    def start(
+        self, processes: Iterable[Process], config: Config, config_path: Path, starts: int = 0
+    ) -> None:
+        """`starts`: how many there have been of each."""
+        for process in processes:
+            if _is_forked(config, process):
+                make, with_spare = self._forking(process, config_path), config.state_plane.enabled
+            else:
+                make, with_spare = self._spawning(process, config_path), False
+            keeper = Keeper(process.name, make, with_spare=with_spare, starts=starts)
+            self._keepers[process.name] = keeper
+            keeper.start()
+
+    def _forking(self, process: Process, config_path: Path) -> Make:
+        log = self._run.open_log(process.name)
+        nursery = nursery_of(config_path, process.name, self._environment, log)
+        self._nurseries.append((nursery, log))
+        return partial(forked, nursery)
+
+    def _spawning(self, process: Process, config_path: Path) -> Make:
+        def spawn(line: int) -> subprocess.Popen[bytes]:
+            arguments = ("--config", str(config_path), "--name", process.name, "--line", str(line))
+            with self._run.open_log(process.name) as log:
+                return subprocess.Popen(
+                    [sys.executable, "-m", "kvrs.cluster.hosted", *arguments],
+                    env=os.environ | self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[line],
+                    process_group=0,
+                )
+
+        return Spawner(spawn).make
+
+    def status(self) -> dict[InstanceId, ProcessStatus]:
+        return {
+            name: ProcessStatus(keeper.has_served, keeper.starts, keeper.fault)
+            for name, keeper in self._keepers.items()
+        }
+
+    def fault(self, name: InstanceId) -> str | None:
+        """Why a process cannot serve, as it is configured now."""
+        return self._keepers[name].fault
+
+    def end(self, name: InstanceId) -> None:
+        """Have a process drain and end. It is started again."""
+        self._keepers[name].stop()
+
+    def learn(self) -> None:
+        """Have all processes read their file again."""
+        for keeper in self._keepers.values():
+            keeper.learn()
+
+    def stop(self) -> None:
+        """End all processes, at once."""
+        for keeper in self._keepers.values():
+            keeper.close()
+        for keeper in self._keepers.values():
+            keeper.join(_JOIN_S)
+        for nursery, log in self._nurseries:
+            nursery.close()
+            log.close()
+
+
+def _is_forked(config: Config, process: Process) -> bool:
+    """Whether it is an instance of one process. The memory of ranks ends with their instance."""
+    ranks = {instance.id: instance.ranks for _, instance in config.cluster.instances()}
+    return process.kind is Kind.INSTANCE and ranks[process.name] == 1
+
+
+def wait_ready(
+    processes: Mapping[InstanceId, Process],
+    status: Callable[[], Mapping[InstanceId, ProcessStatus]],
+    log_tail: Callable[[InstanceId], str],
+    progress: Progress,
+    starts: int = 0,
+) -> None:
+    """Wait until all have served. `starts`: how many there had been of each.
+
+    Raises:
+        LaunchError: one does not start.
+    """
+    waiting = dict(processes)
+    timeout_s = max(process.start_timeout_s for process in processes.values())
+    deadline_s = time.monotonic() + timeout_s
+    while waiting:
+        for name, one in status().items():
+            if (process := waiting.get(name)) is None:
+                continue
+            if one.has_served:
+                del waiting[name]
+                progress(f"{process.label} is up")
+            elif one.fault is not None:
+                lines = one.fault.splitlines()
+                raise LaunchError("\n".join(f"{process.label}: {line}" for line in lines))
+            elif one.starts - starts > STARTS:
+                raise LaunchError(
+                    f"{process.label} ended {STARTS} times while it started\n{log_tail(name)}"
+                )
+            elif time.monotonic() > deadline_s:
+                raise LaunchError(
+                    f"{process.label} did not start within {timeout_s:.0f} s\n{log_tail(name)}"
+                )
+        time.sleep(LOOK_INTERVAL_S)

@@ -1,0 +1,131 @@
+"""An instance that is added to a running cluster, and KV between it and those that were there."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvrs.cluster.fleet import with_added
+from kvrs.config.file import ENV_NAME, parse_config
+from tests.cluster.launches import Launch
+from tests.free_ports import free_ports
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+WAIT_S = 120.0
+PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(100)]
+PACE = "opt-13b-a100-vllm-tp1"  # About 20 ms per token: the stream lasts while it is moved.
+
+
+@pytest.fixture
+def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    monkeypatch.setenv(ENV_NAME, secrets.token_hex(32))
+    config = tmp_path / "cluster.yaml"
+    roles = {"p0": "prefill", "d0": "decode"}
+    node = {"id": "n0", "instances": [{"id": name, "role": role} for name, role in roles.items()]}
+    cluster = {"nodes": [node], "engine": {"pages": 512, "pace": PACE}}
+    config.write_text(yaml.safe_dump({"cluster": cluster, "proxy": {"self_test": False}}))
+    launch = Launch(tmp_path, "--config", str(config))
+    launch.wait_for_output("kvrs is up", WAIT_S)
+    yield launch
+    launch.process.terminate()
+    launch.process.wait(WAIT_S)
+
+
+def ask(method: str, url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        return json.load(answer)
+
+
+def until(holds: Callable[[], Any]) -> Any:
+    give_up_s = time.monotonic() + WAIT_S
+    while not (found := holds()):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
+    return found
+
+
+def test_an_instance_that_was_there_fetches_pages_from_one_that_was_added(
+    up: Launch, tmp_path: Path
+) -> None:
+    """A stream that leaves the new instance takes its KV along."""
+    client, admin = up.urls
+    port, page_port = free_ports(2)
+    added = {"id": "d1", "role": "decode", "port": port, "page_port": page_port}
+    document = yaml.safe_load((up.run_directory / "config.yaml").read_text())
+    document["cluster"]["nodes"][0]["instances"].append(added)
+    own = tmp_path / "with-d1.yaml"
+    own.write_text(yaml.safe_dump(document))
+    arguments = ["--config", str(own), "--instance", "d1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def row(name: str) -> Any:
+        rows = ask("GET", f"{admin}/kvrs/v1/state")["instances"]
+        return next((each for each in rows if each["id"] == name), None)
+
+    def fetched() -> int:
+        return int(row("d0")["load"]["kv_bytes"].get("recovery", 0))
+
+    request = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvrs.engine", *arguments], env=environment
+    ) as engine:
+        try:
+            ask("POST", f"{admin}/kvrs/v1/instances", {"node": "n0", **added})
+            until(lambda: (row("d1") or {}).get("health") == "up")
+            until(lambda: "id: d1" in (up.run_directory / "config.yaml").read_text())
+            ask("POST", f"{admin}/kvrs/v1/drain/d0?drain_s=0")
+            before = fetched()
+            with ThreadPoolExecutor(1) as clients:
+                asked = clients.submit(ask, "POST", f"{client}/v1/completions", request)
+                until(
+                    lambda: [
+                        each
+                        for each in ask("GET", f"{admin}/kvrs/v1/state")["streams"]
+                        if each["output_tokens"] > 20
+                    ]
+                )
+                ask("DELETE", f"{admin}/kvrs/v1/drain/d0")
+                ask("POST", f"{admin}/kvrs/v1/drain/d1?drain_s=0")
+                got = asked.result()["choices"][0]["text"]
+            moved = until(lambda: ask("GET", f"{admin}/kvrs/v1/state")["recoveries"])
+            expected = ask("POST", f"{client}/v1/completions", request)["choices"][0]["text"]
+        finally:
+            engine.kill()
+
+    assert [(each["from"], each["to"], each["outcome"]) for each in moved] == [
+        ("d1", "d0", "resumed")
+    ]
+    assert moved[0]["option"] in ("migrate", "restore", "split")
+    assert fetched() > before
+    assert got == expected
+
+
+def test_what_was_added_lies_beside_the_own_nodes_which_stay() -> None:
+    """Also those that were removed: their processes run until the end, and are started again."""
+    instances = [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]
+    config = parse_config({"cluster": {"nodes": [{"id": "n0", "instances": instances}]}})
+    new = [{"id": "d1", "role": "decode", "port": 1}, {"id": "d2", "role": "decode", "port": 2}]
+    fleet = [
+        {"id": "n0", "instances": [instances[0], new[0]]},
+        {"id": "n1", "instances": [new[1]]},
+    ]
+
+    nodes = with_added(config, fleet).cluster.nodes
+
+    found = [(node.id, each.id, each.port) for node in nodes for each in node.instances]
+    assert found == [("n0", "p0", 0), ("n0", "d0", 0), ("n0", "d1", 1), ("n1", "d2", 2)]
+    assert with_added(config, []) is config
