@@ -206,7 +206,7 @@ async def _begin(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except web.HTTPClientError as fault:  # No such path or method, or a body that is too large.
         response = error(fault.status, f"{request.method} {request.path:.200}: {fault.reason}")
-        for name in ("Allow", "X-Request-Id"):
+        for name in ("Allow", "X-Request-Id", "Access-Control-Allow-Origin", "Vary"):
             if name in fault.headers:
                 response.headers[name] = fault.headers[name]
         return response

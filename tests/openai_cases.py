@@ -115,7 +115,6 @@ _OF_BOTH: dict[str, dict[str, Any]] = {
 }
 # By which field a kind of request is refused here alone.
 _REFUSED = {
-    "usage-each": "stream_options",
     "field-of-nobody": "min_characters",
 }
 _OF_TEXT: dict[str, dict[str, Any]] = {

@@ -1,10 +1,12 @@
 """Section `proxy` of the configuration."""
 
+import re
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvrs.config.settings import Host, Settings
 from kvrs.config.tls import TlsSettings
@@ -12,8 +14,19 @@ from kvrs.config.tls import TlsSettings
 MOST_WORKERS = 16
 MOST_PEERS = 32
 MOST_PORT = 65535
+MOST_ORIGINS = 256
 MOST_ID = 64  # Characters.
 LEAST_MIRROR_BYTES = 1 << 20
+
+
+ANY_ORIGIN = "*"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", re.ASCII)
+
+
+def _origin(text: str) -> str:
+    if text != ANY_ORIGIN and not _ORIGIN.fullmatch(text):
+        raise PydanticCustomError("origin", "allowed: *, or SCHEME://HOST[:PORT] without a path")
+    return text
 
 
 class Inexact(StrEnum):
@@ -77,11 +90,17 @@ class ProxySettings(Settings):
     own.
     """
     port: int = Field(default=8000, ge=0, le=65535)
-    """For clients: /v1/completions, /v1/models, /healthz, /readyz. 0: any free port."""
+    """For clients: /v1/completions, /v1/models, /health, /readyz. 0: any free port."""
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
     """Processes that share the clients' port (docs/proxies.md#workers)."""
     allow_anonymous: bool = False
     """Beyond loopback without keys: for a gateway in front that authenticates clients."""
+    allowed_origins: list[Annotated[str, AfterValidator(_origin)]] = Field(
+        default=[], max_length=MOST_ORIGINS
+    )
+    """Web pages that may use the clients' port (CORS), as https://chat.example.org; *: all. Their
+    requests need keys as others do.
+    """
     tls: TlsSettings | None = None
     """Of the clients' port (docs/security.md#tls). null: plain HTTP."""
     admin_host: Host = "127.0.0.1"

@@ -47,6 +47,21 @@ class Answer(Protocol):
     ) -> msgspec.Struct: ...
 
 
+class _Counts:
+    """Tokens of a stream up to each of its events, where the client wants them there."""
+
+    def __init__(self, asked: CompletionRequest | ChatRequest, run: GenerationRun) -> None:
+        sequence = run.sequence
+        self._is_wanted = asked.wants_each_usage
+        self._prompt = sequence.prompt_tokens
+        self._produced = sequence.history_tokens - sequence.prompt_tokens
+
+    def after(self, token_ids: Sequence[int]) -> Usage | msgspec.UnsetType:
+        """With these, which the event has. Those of later events may be produced already."""
+        self._produced += len(token_ids)
+        return usage_of(self._prompt, self._produced, None) if self._is_wanted else msgspec.UNSET
+
+
 class CompletionAnswer:
     def __init__(
         self,
@@ -64,6 +79,7 @@ class CompletionAnswer:
         self._pieces = pieces
         self._names_prompt = names_prompt
         self._head = (f"cmpl-{run.sequence.stream}", created, model)
+        self._counts = _Counts(asked, run)
 
     def opening(self) -> None:
         return None
@@ -72,7 +88,7 @@ class CompletionAnswer:
         choice = self._choice(step)
         if self._names_prompt:
             choice.prompt_token_ids, self._names_prompt = prompt_ids_of(self._run), False
-        return Completion(*self._head, [choice])
+        return Completion(*self._head, [choice], usage=self._counts.after(step.token_ids))
 
     def usage_event(self) -> Completion:
         return Completion(*self._head, [], usage=_usage(self._run))
@@ -130,15 +146,15 @@ class ChatAnswer:
         self._pieces = pieces
         self._names_prompt = names_prompt
         self._head = (f"chatcmpl-{run.sequence.stream}", created, model)
+        self._counts = _Counts(asked, run)
 
     def opening(self) -> ChatChunk | None:
         sequence = self._run.sequence
         # A continued stream goes on in a message that was opened before.
         if sequence.history_tokens > sequence.prompt_tokens:
             return None
-        chunk = ChatChunk(
-            *self._head, [ChatChunkChoice(delta=ChatDelta(role="assistant", content=""))]
-        )
+        opened = ChatChunkChoice(delta=ChatDelta(role="assistant", content=""))
+        chunk = ChatChunk(*self._head, [opened], usage=self._counts.after([]))
         if self._names_prompt:
             chunk.prompt_token_ids = prompt_ids_of(self._run)
         return chunk
@@ -151,7 +167,7 @@ class ChatAnswer:
             stop_reason=step.stop_reason,
             token_ids=step.token_ids if self._asked.return_token_ids else msgspec.UNSET,
         )
-        return ChatChunk(*self._head, [choice])
+        return ChatChunk(*self._head, [choice], usage=self._counts.after(step.token_ids))
 
     def usage_event(self) -> ChatChunk:
         return ChatChunk(*self._head, [], usage=_usage(self._run))

@@ -156,16 +156,17 @@ class InstanceHandlers:
         self._instance.core.submit(run)
         try:
             if asked.stream:
-                wants_usage = asked.stream_options is not None and bool(
-                    asked.stream_options.include_usage
-                )
-                return await self._stream(request, run, answer, wants_usage)
+                return await self._stream(request, asked, run, answer)
             return await self._whole(run, answer)
         finally:
             self._instance.core.abort(run)
 
     async def _stream(
-        self, request: web.Request, run: GenerationRun, answer: Answer, wants_usage: bool
+        self,
+        request: web.Request,
+        asked: CompletionRequest | ChatRequest,
+        run: GenerationRun,
+        answer: Answer,
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
@@ -176,7 +177,7 @@ class InstanceHandlers:
         while (output := await run.outputs.get()) is not None:
             waiting += self._event(answer.event(output))
             if output.finish_reason is not None:
-                if wants_usage:
+                if asked.wants_usage:
                     waiting += self._event(answer.usage_event())
                 break
             await response.write(waiting)

@@ -242,6 +242,29 @@ async def test_usage_has_the_tokens_that_the_prefix_cache_had(tiny_model: Path) 
     assert json.loads(usage.removeprefix("data: "))["usage"] == cached[1]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_every_event_has_the_counts_up_to_it(tiny_model: Path, path: str) -> None:
+    """Of the tokens that it and the events before it have, though more are computed by then."""
+    body = {
+        **({"messages": MESSAGES} if path == CHAT else {"prompt": [5, 6, 7]}),
+        "max_tokens": 5,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    async with serving(tiny_model) as (_, client):
+        text = await (await client.post(path, json=body)).text()
+    *events, last = [json.loads(each[6:]) for each in text.split("\n\n")[:-2]]
+
+    had = 0
+    for event in events:
+        had += len(event["choices"][0].get("token_ids", ()))
+        assert event["usage"]["completion_tokens"] == had
+        assert event["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] > 0
+    assert had == last["usage"]["completion_tokens"] == 5
+
+
 async def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:
     """The error names what is allowed instead; ids need no template."""
     write_tiny_model(tmp_path / "model", seed=0)

@@ -179,7 +179,8 @@ def test_null_equals_an_absent_field(body: Any) -> None:
     nulls = dict.fromkeys(set(silent.__struct_fields__) - {"prompt", "messages"})
 
     assert parse(body(**nulls)) == silent
-    assert parse(body(**{**nulls, "n": 2, "stream_options": {"include_usage": None}})).n == 2
+    streams = {"stream": True, "stream_options": {"include_usage": None}}
+    assert parse(body(**{**nulls, "n": 2, **streams})).n == 2
     with pytest.raises(RequestError) as refusal:
         parse(body(**{**nulls, "top_p": "x"}))
     assert refusal.value.param == "top_p"
@@ -201,12 +202,29 @@ def test_what_is_passed_on_undecoded_must_be_text_too() -> None:
             parse_chat_request(body)
 
 
-def test_a_usage_in_every_event_is_refused() -> None:
-    """What would change the events is not ignored."""
-    with pytest.raises(RequestError) as refusal:
-        parse_completion_request(completion(stream_options={"continuous_usage_stats": True}))
+def test_a_usage_in_every_event_comes_with_that_at_the_end() -> None:
+    """As vLLM has it: alone the option does nothing."""
+    each = {"continuous_usage_stats": True}
+    for options, wants in (
+        (each | {"include_usage": True}, True),
+        (each, False),
+        ({"include_usage": True}, False),
+    ):
+        body = completion(stream_options=options, stream=True)
 
-    assert refusal.value.param == "stream_options.continuous_usage_stats"
+        assert parse_completion_request(body).wants_each_usage == wants
+
+
+@pytest.mark.parametrize("body", [completion, chat])
+def test_options_of_a_stream_need_a_stream(body: Any) -> None:
+    """As OpenAI and vLLM have it; none is no fault."""
+    parse = parse_completion_request if body is completion else parse_chat_request
+
+    assert not parse(body(stream_options={})).stream
+    for options in ({"include_usage": None}, {"include_usage": False}):
+        with pytest.raises(RequestError) as refusal:
+            parse(body(stream_options=options))
+        assert refusal.value.param == "stream_options"
 
 
 def test_the_newer_name_of_max_tokens_counts() -> None:

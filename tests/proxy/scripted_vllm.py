@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs.protocol.openai.chunks import DONE, sse
-from kvrs.protocol.openai.fields import VLLM, WHOLE
+from kvrs.protocol.openai.fields import VLLM, ApiKind, whole
 from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -181,7 +181,9 @@ class ScriptedVllm(ScriptedServer):
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        if not WHOLE.isdisjoint(msgspec.json.decode(body)):
+        fields = msgspec.json.decode(body)
+        api = ApiKind.CHAT if "messages" in fields else ApiKind.COMPLETIONS
+        if "echo" in fields or not whole(api).isdisjoint(fields):
             return await self._pass(request)
         self.bodies.append(msgspec.json.decode(body))
         fields = {

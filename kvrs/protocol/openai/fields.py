@@ -136,7 +136,7 @@ FIELDS: tuple[BodyField, ...] = (
     # What the answer says.
     BodyField("n", *_EVERYWHERE),
     BodyField("echo", *_EVERYWHERE, _COMPLETIONS),
-    BodyField("echo", *_NOWHERE, _CHAT, neutral=(False,)),
+    BodyField("echo", *_VLLM_WHOLE, _CHAT, neutral=(False,)),
     BodyField("stream", *_EVERYWHERE),
     BodyField("stream_options", *_EVERYWHERE),
     BodyField("stream_interval", *_VLLM_ONLY, of_output=True),
@@ -179,6 +179,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("session_id", *_NEUTRAL),
     BodyField("return_token_offsets", *_NEUTRAL),
     BodyField("return_mm_kwargs", *_NEUTRAL),
+    BodyField("mm_payload", *_NEUTRAL),
     # Which instance works on a stream, for whom, and with what KV.
     BodyField("kvrs", *_INTERNAL),
     BodyField("kv_transfer_params", *_INTERNAL),
@@ -198,7 +199,6 @@ FIELDS: tuple[BodyField, ...] = (
     ),
 )
 
-WHOLE = frozenset(row.name for row in FIELDS if row.vllm is Treatment.WHOLE)
 NOT_FOR_PREFILL = frozenset(row.name for row in FIELDS if row.of_output)
 NOT_FOR_IDS = frozenset(row.name for row in FIELDS if row.of_text)
 # Left out of a chat that is continued as a completion.
@@ -214,6 +214,12 @@ def rows(api: ApiKind) -> Mapping[str, BodyField]:
     """The row of each field at one endpoint; of fields of the other one only, theirs."""
     here = {row.name: row for row in FIELDS if row.api in (None, api)}
     return {row.name: row for row in FIELDS} | here
+
+
+@cache
+def whole(api: ApiKind) -> frozenset[str]:
+    """The fields with which one engine answers the whole request."""
+    return frozenset(name for name, row in rows(api).items() if row.vllm is Treatment.WHOLE)
 
 
 @cache

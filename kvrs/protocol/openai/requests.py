@@ -10,7 +10,7 @@ import msgspec
 
 from kvrs.errors import RequestError
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
-from kvrs.protocol.openai.fields import EMBEDDED, ApiKind, check_fields, not_supported, takes
+from kvrs.protocol.openai.fields import EMBEDDED, VLLM, ApiKind, check_fields, takes
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
 from kvrs.protocol.token_ids import packed
 
@@ -32,7 +32,6 @@ _NULL = msgspec.Raw(b"null")
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
-    # Refused, unless it is false: tokens are counted at the end.
     continuous_usage_stats: bool | None = None
 
 
@@ -68,6 +67,18 @@ class _SamplingRequest(msgspec.Struct, kw_only=True):
     @property
     def temperature(self) -> float:
         return 1.0 if self.given_temperature is None else self.given_temperature
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the client wants a last event with token counts."""
+        options = self.stream_options
+        return self.stream and options is not None and bool(options.include_usage)
+
+    @property
+    def wants_each_usage(self) -> bool:
+        """Whether every other event has those of its choice so far, too."""
+        options = self.stream_options
+        return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -149,8 +160,12 @@ _CHAT = msgspec.json.Decoder(ChatRequest)
 _MESSAGES = msgspec.json.Decoder(list[_Message])
 
 _NO_TOOLS = re.compile(rb"null|\[\s*\]")
+_EMPTY_OBJECT = re.compile(rb"\{\s*\}")
 HIGHEST_ID = (1 << 32) - 1  # They are kept in 4 bytes each.
 _MISSING = re.compile("Object missing required field `(.*)`")
+
+# With `echo`: by an engine that answers the whole request.
+ECHOED_BY_ENGINE = ("logprobs", "truncate_prompt_tokens")
 
 # field: (lowest, highest) allowed value
 RANGES: dict[str, tuple[float, float]] = {
@@ -192,7 +207,8 @@ def read_completion(
     further prompts, each to be read by `read_prompt`.
     """
     request, fields, more = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
-    _check(request, fields)
+    echoes_only = backend == VLLM and request.echo and request.max_tokens == 0
+    _check(request, fields, "max_tokens" if echoes_only else None)
     _check_range("logprobs", request.logprobs, *LOGPROBS_RANGE)
     if request.n * (1 + len(more)) > MAX_STREAMS:
         raise RequestError(
@@ -201,8 +217,8 @@ def read_completion(
             param="prompt",
         )
     _check_prompt(request.prompt)
-    for other in ("logprobs", "truncate_prompt_tokens"):
-        if request.echo and other in fields:
+    for other in ECHOED_BY_ENGINE:
+        if request.echo and other in fields and backend != VLLM:
             raise RequestError(
                 f"echo together with {other} is not supported: use one of them", param="echo"
             )
@@ -254,7 +270,7 @@ def read_chat(
         _check_range("max_tokens", request.max_tokens, *RANGES["max_tokens"])
     _check(request, fields)
     _check_range("top_logprobs", request.top_logprobs, *LOGPROBS_RANGE)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     is_guided = "structured_outputs" in takes(ApiKind.CHAT, backend)
     if request.tool_choice not in (None, "none", "auto") and not is_guided:
@@ -341,11 +357,14 @@ def decode_as(decoder: msgspec.json.Decoder[Decoded], body: bytes, field: str = 
         raise RequestError(f"the body is not valid JSON: {error}") from None
 
 
-def _check(request: CompletionRequest | ChatRequest, given: Fields) -> None:
-    if request.stream_options is not None and request.stream_options.continuous_usage_stats:
-        raise not_supported("stream_options.continuous_usage_stats", b"true", (False,))
+def _check(
+    request: CompletionRequest | ChatRequest, given: Fields, in_any_range: str | None = None
+) -> None:
+    options = bytes(given.get("stream_options", b"{}"))
+    if not request.stream and not _EMPTY_OBJECT.fullmatch(options):
+        raise RequestError("stream_options needs stream=true", param="stream_options")
     for name in given:  # Defaults are in range.
-        if (allowed := RANGES.get(name)) is not None:
+        if (allowed := RANGES.get(name)) is not None and name != in_any_range:
             _check_range(name, getattr(request, name), *allowed)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise RequestError(

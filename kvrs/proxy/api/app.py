@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -27,14 +27,15 @@ from kvrs.proxy.api.answers import (
     bug_response,
     error_response,
     errors_as_openai,
-    json_response,
-    refusal,
 )
 from kvrs.proxy.api.bodies import read_body
 from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
+from kvrs.proxy.api.endings import Response, end_stream, missing_end, whole_response
 from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient, read_generate
+from kvrs.proxy.api.health import add_health
 from kvrs.proxy.api.models import add_models, check_model
 from kvrs.proxy.api.openapi import add_document, clients_document
+from kvrs.proxy.api.pages import AllowedPages
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import TENANT, Tenants, Use
@@ -49,20 +50,25 @@ from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.keep_alive import KeepAlives
 from kvrs.proxy.streams.live import Failed, Outcome
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
+from kvrs.proxy.streams.responses import WholeClient, answer
 from kvrs.proxy.wire.budget import ByteBudget, Held
 from kvrs.proxy.wire.deadlines import deadlines_of
 from kvrs.proxy.wire.downstream import ClientRequest, Sent, StreamedResponse
 from kvrs.proxy.wire.exactness import inexact_features, tokens_at_risk
-from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, ParsedRequest, read, salted
-from kvrs.proxy.wire.whole import check_whole, whole_fields
+from kvrs.proxy.wire.requests import (
+    CHAT,
+    COMPLETIONS,
+    INVOCATIONS,
+    ParsedRequest,
+    read,
+    read_either,
+    salted,
+)
+from kvrs.proxy.wire.whole import asks_for_whole, check_whole, whole_fields
 
 log = logging.getLogger(__name__)
 
 _FLUSH_TIMEOUT_S = 1.0  # For the mirror to receive all events of a failed stream.
-
-Response = web.Response | StreamedResponse
-
 
 Parsed = TypeVar("Parsed")
 
@@ -109,32 +115,36 @@ class ClientApi:
         self.keep_alives = KeepAlives(settings.keep_alive_s)
         client_key = secrets.token_bytes(16)
         self._passed = Passed(self, backend, driver, large)
+        origins = settings.allowed_origins
+        self._pages = AllowedPages(origins) if origins else None
         self._marked = lru_cache(maxsize=1024)(partial(_marked, client_key))
         self.budget = ByteBudget(settings.body_budget_bytes)
         metrics.admission.request_bytes.set_function(lambda: self.budget.held_bytes)
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[errors_as_openai, self._tenants.authenticate])
+        pages = [] if self._pages is None else [self._pages.middleware()]
+        app = web.Application(middlewares=[*pages, errors_as_openai, self._tenants.authenticate])
         for path, parse in self._readers():
             app.router.add_post(path, partial(self._serve_in_full, parse))
         parts = (self._backend, self._settings, self._driver, self._mirror, self._tenants)
         ResponsesApi(self, *parts).add_to(app)
         self._passed.add_to(app)
-        add_models(app, self._driver.control.instances, lambda: self.draining)
+        add_models(app, self._driver.control.instances)
+        add_health(app, self._backend, self._driver, lambda: self.draining)
         add_document(app, clients_document())
         return app
 
     def direct(self) -> DirectServer:
         """The same requests without aiohttp's server."""
-        return DirectServer(
-            {path: partial(self._serve_directly, parse) for path, parse in self._readers()}
-        )
+        paths = {path: partial(self._serve_directly, parse) for path, parse in self._readers()}
+        return DirectServer(paths) if self._pages is None else self._pages.direct(paths)
 
     def _readers(self) -> Iterator[tuple[str, Callable[..., ParsedRequest]]]:
         for path, parse in (
             (COMPLETIONS.path, partial(read, COMPLETIONS)),
             (CHAT.path, partial(read, CHAT)),
             (generate.PATH, read_generate),
+            (INVOCATIONS, read_either),
         ):
             yield path, partial(parse, backend=self._backend)
 
@@ -173,8 +183,10 @@ class ClientApi:
                         outcome, response = await self._respond(admitted)
                     else:
                         outcome = await self._stream(admitted, client)
-                        missing = _missing_end(admitted) if outcome == Complete() else []
-                        response = await _end_stream(client, outcome, missing)
+                        missing: list[bytes] = []
+                        if outcome == Complete():
+                            missing = missing_end(admitted.journals, admitted.merger)
+                        response = await end_stream(client, outcome, missing)
             except asyncio.CancelledError:
                 counts["client_gone"].inc()
                 raise
@@ -231,7 +243,8 @@ class ClientApi:
         deadlines = deadlines_of(request.headers)
         is_generate = request.path == generate.PATH
         echoes: list[str | None] = [None] * parsed.streams
-        if parsed.echo or (is_generate and not parsed.request.stream):
+        echoes_here = parsed.echo and asks_for_whole(parsed) is None
+        if echoes_here or (is_generate and not parsed.request.stream):
             echoes = [await self._echo(one) for one in parsed.prompts for _ in range(one.request.n)]
         self._check_room(parsed.streams)
         await self._take_streams(use, parsed, resume)
@@ -250,7 +263,7 @@ class ClientApi:
                 for one in parsed.prompts
                 for journal in self._open_journals(one, inexact, deadlines, client_id)
             ]
-            journals[0].wants_usage = parsed.wants_usage and len(journals) == 1
+            journals[0].wants_usage = parsed.request.wants_usage and len(journals) == 1
         for journal in journals:
             journal.tenant = use.tenant.mark
         use.begin(journals, is_resumed=found is not None)
@@ -402,12 +415,12 @@ class ClientApi:
             gathered = WholeGenerateClient(self._clock)
             outcome = await self._driver.run(journals[0], gathered)
             prompt = admitted.echoes[0] or ""
-            return outcome, _whole(admitted, outcome, lambda: gathered.answer(prompt))
+            answer_of = partial(gathered.answer, prompt)
+            return outcome, whole_response(outcome, answer_of, admitted.headers)
         clients = [WholeClient() for _ in journals]
         outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
-        return outcome, _whole(
-            admitted, outcome, lambda: answer(parsed, journals, clients, admitted.echoes)
-        )
+        make = partial(answer, parsed, journals, clients, admitted.echoes)
+        return outcome, whole_response(outcome, make, admitted.headers)
 
     async def _respond_by_one(self, admitted: Admitted, fields: Fields) -> tuple[Outcome, Response]:
         """One engine answers; another one where it dies."""
@@ -436,10 +449,9 @@ class ClientApi:
                 await keyed.flushed(_FLUSH_TIMEOUT_S)
             keyed.close()  # No event follows the end of the response.
             if admitted.client is not None:
-                return outcome, await _end_stream(admitted.client, outcome, [])
-            return outcome, _whole(
-                admitted, outcome, lambda: answer(admitted.parsed, [journal], [gathered], [echo])
-            )
+                return outcome, await end_stream(admitted.client, outcome, [])
+            make = partial(answer, admitted.parsed, [journal], [gathered], [echo])
+            return outcome, whole_response(outcome, make, admitted.headers)
         finally:
             self._mirror.close(keyed)
 
@@ -455,40 +467,6 @@ class ClientApi:
                 message = "Last-Event-ID lies behind the end of the stream"
                 return Failed(400, error_body(message, code="beyond_end"))
         return keyed.failure or outcome
-
-
-def _missing_end(admitted: Admitted) -> list[bytes]:
-    """The events that a complete response still lacks."""
-    parsed, journals, merger = admitted.parsed, admitted.journals, admitted.merger
-    if len(journals) == 1:
-        return journals[0].missing_end()
-    assert merger is not None
-    assert merger.head is not None
-    usage = [parsed.endpoint.event(merger.head, [], total_usage(journals))]
-    return usage if parsed.wants_usage else []
-
-
-async def _end_stream(client: SseClient, outcome: Outcome, missing: Sequence[bytes]) -> Response:
-    """End a streamed response, after the events that it still lacks."""
-    match outcome:
-        case Complete():
-            return await client.end(missing)
-        case Failed() if client.response is None:
-            return refusal(outcome)
-        case Failed():
-            return await client.fail(outcome.body)
-        case _:
-            assert_never(outcome)
-
-
-def _whole(admitted: Admitted, outcome: Outcome, make_body: Callable[[], bytes]) -> Response:
-    match outcome:
-        case Complete():
-            return json_response(make_body(), headers=admitted.headers)
-        case Failed():
-            return refusal(outcome)
-        case _:
-            assert_never(outcome)
 
 
 def _marked(key: bytes, name: str) -> str:

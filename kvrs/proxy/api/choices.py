@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvrs.control.live import Complete
-from kvrs.protocol.openai.chunks import Choice
+from kvrs.protocol.openai.chunks import Choice, usage_of
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Outcome
@@ -54,10 +54,14 @@ class ChoiceClient:
         self._inner.send(merged)
 
     def _echoed(self, head: bytes, text: str) -> bytes:
+        journal = self._journal
         choice = Choice(text=text, index=self._index)
-        if self._journal.wants_ids:
+        if journal.wants_ids:
             choice.token_ids = []
-        return self._journal.parsed.endpoint.event(head, [choice])
+        parsed, usage = journal.parsed, None
+        if parsed.request.wants_each_usage:
+            usage = usage_of(journal.prompt_tokens, 0, None)
+        return parsed.endpoint.event(head, [choice], usage)
 
 
 def run_together(

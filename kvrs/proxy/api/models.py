@@ -1,7 +1,6 @@
-"""The model that is served, and the health of the proxy."""
+"""The model that is served."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ def check_model(instances: Instances, model: str | None) -> None:
         )
 
 
-def add_models(app: web.Application, instances: Instances, draining: Callable[[], bool]) -> None:
+def add_models(app: web.Application, instances: Instances) -> None:
     created = int(time.time())
 
     def described(model: str) -> dict[str, Any]:
@@ -47,17 +46,5 @@ def add_models(app: web.Application, instances: Instances, draining: Callable[[]
             )
         return json_response(msgspec.json.encode(described(name)))
 
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def readyz(_: web.Request) -> web.Response:
-        if draining():
-            return web.Response(text="shutting down\n", status=503)
-        if instances.ready():
-            return web.Response(text="ready\n")
-        return web.Response(text="no instance is up\n", status=503)
-
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{model:.+}", model)
-    app.router.add_get("/healthz", healthz)
-    app.router.add_get("/readyz", readyz)

@@ -21,6 +21,7 @@ from kvrs.protocol.openai.responses import PATH as RESPONSES
 from kvrs.protocol.openai.responses import response_schema
 from kvrs.proxy.api.generate import ALLOWED
 from kvrs.proxy.api.passed import FIELDS as PASSED
+from kvrs.proxy.wire.requests import INVOCATIONS
 
 PATH = "/openapi.json"
 
@@ -57,6 +58,16 @@ _ANSWER = {
         "choices": {"type": "array", "items": {"type": "object"}},
         "usage": {"type": "object"},
     },
+}
+_VERSION = {
+    "type": "object",
+    "required": ["version"],
+    "properties": {"version": {"type": "string"}},
+}
+_LOAD = {
+    "type": "object",
+    "required": ["server_load"],
+    "properties": {"server_load": {"type": "integer", "minimum": 0}},
 }
 _RESPONSE = {
     "type": "object",
@@ -186,6 +197,13 @@ def clients_document() -> dict[str, Any]:
                 "post": _operation("End a response that runs in the background", _RESPONSE),
             },
             "/generate": {"post": _streamed("DistServe's endpoint", _TEXT, _generate())},
+            INVOCATIONS: {
+                "post": _streamed(
+                    "A completion, or a chat where it has messages",
+                    _ANSWER,
+                    {"anyOf": [_request(CompletionRequest), _request(ChatRequest)]},
+                )
+            },
             **{path: {"post": _passed(path)} for path in PASSED},
             "/v1/models": {
                 "get": _operation(
@@ -213,6 +231,13 @@ def clients_document() -> dict[str, Any]:
             },
             "/healthz": {"get": _operation("Whether the process runs", None)},
             "/readyz": {"get": _operation("Whether a stream could start now", None)},
+            "/health": {"get": _operation("As /readyz, without a text", None)},
+            "/ping": {
+                "get": _operation("As /health", None),
+                "post": _operation("As /health", None),
+            },
+            "/version": {"get": _operation("The version of the engine", _VERSION)},
+            "/load": {"get": _operation("How many streams are open", _LOAD)},
         },
     )
 

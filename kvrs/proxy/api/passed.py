@@ -16,7 +16,7 @@ from kvrs.errors import ConfigError, RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.large_work import LargeWork
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.protocol.openai.fields import VLLM
+from kvrs.protocol.openai.fields import VLLM, ApiKind, takes
 from kvrs.protocol.openai.requests import HIGHEST_ID, Fields, decode_as
 from kvrs.protocol.openai.structure import check_structure
 from kvrs.protocol.token_ids import encode
@@ -38,24 +38,35 @@ _OF_CHAT = (
     *("continue_final_message", "media_io_kwargs", "mm_processor_kwargs"),
 )
 _OF_POOLING = ("user", "use_activation", "activation", "softmax")
-_SCORE = (
-    *("text_1", "text_2", "queries", "documents", "data_1", "data_2"),
+_OF_SCORING = (
+    *("max_tokens_per_query", "max_tokens_per_doc", "instruction", "chat_template_kwargs"),
     *("mm_processor_kwargs", *_OF_TEXT, *_OF_POOLING),
 )
-_RERANK = ("query", "documents", "top_n", "mm_processor_kwargs", *_OF_TEXT, *_OF_POOLING)
+_SCORE = ("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2", *_OF_SCORING)
+_RERANK = ("query", "documents", "top_n", *_OF_SCORING)
+_EMBED = (
+    *("input", "encoding_format", "embed_dtype", "endianness", "dimensions", "normalize"),
+    *(*_OF_TEXT, *_OF_POOLING, *_OF_CHAT),
+)
 # What a client may set, beside `model`: as of streams, no other field reaches an engine.
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 FIELDS: Mapping[str, tuple[str, ...]] = {
     TOKENIZE: ("prompt", "add_special_tokens", "return_token_strs", *_OF_CHAT),
     DETOKENIZE: ("tokens",),
-    "/v1/embeddings": (
-        *("input", "encoding_format", "dimensions", "normalize"),
-        *(*_OF_TEXT, *_OF_POOLING, *_OF_CHAT),
+    "/v1/completions/render": takes(ApiKind.COMPLETIONS, VLLM),
+    "/v1/chat/completions/render": takes(ApiKind.CHAT, VLLM),
+    "/v1/messages/count_tokens": (
+        *("messages", "system", "tools", "tool_choice", "thinking", "output_config"),
+        "chat_template_kwargs",
     ),
+    "/v1/embeddings": _EMBED,
+    "/pooling": (*_EMBED, "task", "data"),
+    "/classify": ("input", *_OF_TEXT, *_OF_POOLING, *_OF_CHAT),
     "/score": _SCORE,
     "/v1/score": _SCORE,
     "/rerank": _RERANK,
     "/v1/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
 }
 _FIELDS: msgspec.json.Decoder[Fields] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BYTES_PER_TOKEN = 4

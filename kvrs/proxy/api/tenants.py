@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _LONGEST_KEY_BYTES = 512
-_OPEN_PATHS = ("/healthz", "/readyz")
+_OPEN_PATHS = ("/healthz", "/readyz", "/health", "/ping")
 _UNLIMITED = TenantSettings(keys=["0" * 64])
 
 

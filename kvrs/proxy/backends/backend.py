@@ -67,6 +67,10 @@ class Backend(Protocol):
     @property
     def url(self) -> str: ...
 
+    @property
+    def engine_version(self) -> str | None:
+        """As the process that was met last names it; None: it is kvrs, or none was met."""
+
     # Identity and load.
 
     async def info(self) -> InstanceInfo:

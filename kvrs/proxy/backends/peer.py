@@ -118,6 +118,7 @@ class Peer:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self.url = url
+        self.engine_version: str | None = None
 
     async def leases(self, update: LeaseUpdate) -> LeaseAnswer:
         return await self.control("POST", "/kvrs/v1/leases", update, LeaseAnswer)

@@ -142,6 +142,7 @@ class VllmBackend(OpenAiPeer):
     async def _meet(self, epoch: int, metrics: VllmMetrics) -> InstanceInfo:
         identity = self._identity
         version = await self.control("GET", "/version", None, _Version)
+        self.engine_version = version.version
         listed = await self.control("GET", "/v1/models", None, _Models)
         model = next((model for model in listed.data if model.parent is None), None)
         if model is None:

@@ -85,7 +85,7 @@ def reopened(record: Record, parsed: ParsedRequest, now_s: float) -> Journal:
         parsed=parsed,
         arrived_s=now_s - header.age_s,
         seed=header.seed,
-        wants_usage=parsed.wants_usage,
+        wants_usage=parsed.request.wants_usage,
         prompt_ids=unpack_ids(record.prompt_ids) if record.prompt_ids else parsed.prompt_ids,
         cached_tokens=state.cached_tokens,
         output_ids=record.output_ids,

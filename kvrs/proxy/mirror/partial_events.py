@@ -25,9 +25,9 @@ def rest_of(
     the whole.
     """
     assert journal.head is not None
-    choices = CHUNK.decode(event.data).choices
-    assert choices
-    whole, own = choices[0], unpack_ids(event.ids).tolist()
+    received = CHUNK.decode(event.data)
+    assert received.choices
+    whole, own = received.choices[0], unpack_ids(event.ids).tolist()
     continuation = Continuation(
         replace(journal, output_ids=packed([*ids, *own[:has]]), text_sent=None), tokenizer
     )
@@ -43,5 +43,5 @@ def rest_of(
         choice.logprobs = {name: values and values[has:] for name, values in logprobs.items()}
     if journal.wants_ids:
         choice.token_ids = missing
-    data = journal.parsed.endpoint.event(journal.head, [choice])
+    data = journal.parsed.endpoint.event(journal.head, [choice], received.usage)
     return StreamEvent(event.seq, pack_ids(missing), data)

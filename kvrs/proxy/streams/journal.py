@@ -143,6 +143,11 @@ class Journal:
     def usage(self) -> Usage:
         return usage_of(self.prompt_tokens, len(self.output_ids), self.cached_tokens)
 
+    @property
+    def usage_so_far(self) -> Usage:
+        """As events within the stream have it: what was cached is said at its end."""
+        return usage_of(self.prompt_tokens, len(self.output_ids), None)
+
     def wrote(self, now_s: float) -> None:
         """Record that token ids were written to the client now."""
         if self.last_write_s is None:

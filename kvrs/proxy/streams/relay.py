@@ -32,6 +32,7 @@ from kvrs.proxy.wire.sse import (
     head_of,
     next_token_ids,
     prompt_ids_of,
+    with_usage,
 )
 from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
 
@@ -61,8 +62,16 @@ class Relay:
     """
 
     __slots__ = (
-        *("_attempt", "_client", "_clock", "_completed", "_continuation", "_counts_text"),
-        *("_delivered", "_first_event", "_flow", "_foreign_head", "_head_bytes", "_is_first"),
+        *("_attempt", "_client", "_clock", "_completed", "_continuation", "_counts_each"),
+        *(
+            "_counts_text",
+            "_delivered",
+            "_first_event",
+            "_flow",
+            "_foreign_head",
+            "_head_bytes",
+            "_is_first",
+        ),
         *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_resumed"),
         *("_splitter", "_template", "is_complete", "silence"),
     )
@@ -97,7 +106,8 @@ class Relay:
         self._splitter = EventSplitter()
         self._template: EventTemplate | None = None
         self._path: TokenPath | None = None  # Of events that fit it.
-        self._lessons = 0 if self._reads_all else _MOST_LESSONS
+        self._counts_each = journal.parsed.request.wants_each_usage
+        self._lessons = 0 if self._reads_all or self._counts_each else _MOST_LESSONS
         self._is_first = not journal.output_ids
         self._first_event = True
         # A later attempt's events carry another time of creation: exchange it.
@@ -196,7 +206,14 @@ class Relay:
         self._note_resumed()
         if self._journal.marks is not None:
             self._journal.marks.append(self._journal.seq)
-        self._client.send([event])
+        self._client.send([self._counted(event) if self._counts_each else event])
+
+    def _counted(self, event: bytes) -> bytes:
+        """The event with the stream's counts up to it, of all attempts; the last one has its
+        own.
+        """
+        journal = self._journal
+        return event if journal.usage_sent else with_usage(event, journal.usage_so_far)
 
     def _pass_on(self, payloads: list[bytes]) -> bool:
         """Relay the events of one chunk in one write; whether the stream is complete."""
@@ -210,7 +227,7 @@ class Relay:
                 if done:
                     break
                 if (event := self._take(payload)) is not None:
-                    events.append(event)
+                    events.append(self._counted(event) if self._counts_each else event)
                     if self._journal.marks is not None:
                         self._journal.marks.append(self._journal.seq)
                 # The proxy found the end itself; the rest of the engine's events is not needed.

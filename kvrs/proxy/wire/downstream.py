@@ -14,7 +14,7 @@ from aiohttp.http import SERVER_SOFTWARE
 
 from kvrs.direct import DirectConnection, DirectRequest
 from kvrs.http_connection import HttpConnection
-from kvrs.proxy.wire.request_context import REQUEST_ID, request_id_of
+from kvrs.proxy.wire.request_context import header_lines, noted_lines
 
 # More than this unsent: the client does not read as fast as the engine writes.
 UNSENT_BYTES = 64 << 10
@@ -62,9 +62,7 @@ class StreamedResponse:
         transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
         if self._connection is not None:
             self._connection.room_changed = room_changed
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        if (request_id := request_id_of(request)) is not None:
-            lines += f"{REQUEST_ID}: {request_id}\r\n"
+        lines = header_lines(headers) + noted_lines(request)
         if self._is_chunked:
             lines += _CHUNKED if self.keeps_open else _CHUNKED + _LAST_OF_CONNECTION
         version = f"HTTP/{request.version.major}.{request.version.minor}"

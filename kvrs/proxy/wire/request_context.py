@@ -14,6 +14,8 @@ from kvrs.ids import StreamId
 REQUEST_ID = "X-Request-Id"
 TRACEPARENT = "traceparent"
 REQUEST_ID_KEY = web.RequestKey("request_id", str)
+# Further headers of the response, for those that write their head themselves.
+HEADERS_KEY: web.RequestKey[Mapping[str, str]] = web.RequestKey("headers", Mapping[str, str])
 
 # What may stand in a header and in a log without quotes.
 _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
@@ -46,10 +48,18 @@ class RequestContext:
 CURRENT: ContextVar[RequestContext | None] = ContextVar("CURRENT", default=None)
 
 
-def request_id_of(request: web.Request | DirectRequest) -> str | None:
-    """None: at a port where nothing is noted."""
+def noted_lines(request: web.Request | DirectRequest) -> str:
+    """Lines for the head of the response, of what is noted of a request; at other ports that is
+    nothing.
+    """
     state = request.state if isinstance(request, DirectRequest) else request
-    return state.get(REQUEST_ID_KEY)
+    request_id, headers = state.get(REQUEST_ID_KEY), state.get(HEADERS_KEY)
+    lines = "" if request_id is None else f"{REQUEST_ID}: {request_id}\r\n"
+    return lines if headers is None else lines + header_lines(headers)
+
+
+def header_lines(headers: Mapping[str, str]) -> str:
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
 
 
 def context_of(headers: Mapping[str, str]) -> RequestContext:

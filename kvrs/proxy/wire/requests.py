@@ -19,16 +19,19 @@ from kvrs.protocol.openai.fields import EMBEDDED, ApiKind
 from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
+    decode_as,
     read_chat,
     read_completion,
     read_prompt,
 )
-from kvrs.protocol.openai.structure import MAX_ELEMENTS
+from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.budget import Held
 from kvrs.text.output import TextDelta
 
+# Takes the body of either endpoint, as SageMaker sends them.
+INVOCATIONS = "/invocations"
 # For the estimated length of a text prompt, until prefill has counted its tokens.
 _BYTES_PER_TOKEN = 4
 _BYTES_PER_ID = 4
@@ -206,12 +209,6 @@ class ParsedRequest:
     def echo(self) -> bool:
         return isinstance(self.request, CompletionRequest) and self.request.echo
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether the client wants a last event with token counts."""
-        options = self.request.stream_options
-        return self.request.stream and options is not None and bool(options.include_usage)
-
 
 def read(
     endpoint: Endpoint, body: bytes, backend: str = EMBEDDED, max_elements: int = MAX_ELEMENTS
@@ -237,6 +234,22 @@ def read(
             for prompt in prompts
         )
     return parsed
+
+
+class _Kind(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_KIND = msgspec.json.Decoder(_Kind)
+
+
+def read_either(
+    body: bytes, backend: str = EMBEDDED, max_elements: int = MAX_ELEMENTS
+) -> ParsedRequest:
+    """As `read`, of the endpoint that the body is for: with messages it is a chat."""
+    check_structure(body, max_elements=max_elements)
+    is_chat = bytes(decode_as(_KIND, body).messages) != b"null"
+    return read(CHAT if is_chat else COMPLETIONS, body, backend, max_elements)
 
 
 def _parsed(

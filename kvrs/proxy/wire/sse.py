@@ -13,6 +13,7 @@ import msgspec
 
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import TokenId
+from kvrs.protocol.openai.chunks import Usage
 from kvrs.protocol.token_ids import packed
 
 # The first event of a plain engine holds the ids of the whole prompt, of up to 7 bytes each: two
@@ -159,6 +160,11 @@ def head_of(data: bytes) -> bytes:
     if at < 0:
         raise UpstreamError("sent an event without choices")
     return data[:at]
+
+
+def with_usage(data: bytes, usage: Usage) -> bytes:
+    """An event with token counts at its end."""
+    return b"".join((data[:-1], b',"usage":', msgspec.json.encode(usage), b"}"))
 
 
 def number_choice(data: bytes, index: int) -> bytes:

@@ -26,11 +26,14 @@ async def test_vllm_answers_and_another_one_where_one_dies(vllms: Builder, path:
             server.passed, server.dies_passing = (path,), server.id != "d1"
 
     system = await vllms(prepare=prepare)
-    asked: Any = {
-        "/tokenize": {"messages": [{"role": "user", "content": "a"}]},
-        "/detokenize": {"tokens": [1, 2]},
-        "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "float"},
-    }.get(path, {"documents": ["b"]})
+    of_any = {
+        "messages": [{"role": "user", "content": "a"}],
+        "prompt": "a",
+        "tokens": [1, 2],
+        "documents": ["b"],
+    }
+    asked = {name: value for name, value in of_any.items() if name in FIELDS[path]}
+    assert asked
 
     status, body = await posted(system, path, **asked)
 
@@ -77,8 +80,12 @@ async def test_no_instance_is_a_status_to_retry_on(vllms: Builder) -> None:
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1},
         ),
+        ("/v1/completions", {"prompt": [[5, 6], [7]], "echo": True, "logprobs": 0}),
+        ("/v1/completions", {"prompt": "a", "echo": True, "max_tokens": 0}),
+        ("/v1/completions", {"prompt": [5], "echo": True, "truncate_prompt_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "echo": True}),
     ],
-    ids=["two", "beams", "text", "chat"],
+    ids=["two", "beams", "text", "chat", "echo", "echo-only", "echo-truncated", "chat-echo"],
 )
 async def test_what_needs_one_engine_is_answered_by_one(
     vllms: Builder, path: str, fields: dict[str, Any]
@@ -90,7 +97,7 @@ async def test_what_needs_one_engine_is_answered_by_one(
             server.dies_passing = server.id != "d1"
 
     system = await vllms(prepare=prepare)
-    asked = fields | {"max_tokens": 3, "temperature": 0}
+    asked = {"max_tokens": 3, "temperature": 0} | fields
 
     status, body = await posted(system, path, **asked)
     reached = [got for server in system.servers.values() for got in server.bodies]
@@ -101,6 +108,6 @@ async def test_what_needs_one_engine_is_answered_by_one(
 
     assert (status, body) == (200, {"path": path, "got": asked})
     assert all(got == asked for got in reached)
-    (name,) = {"prompt_logprobs", "use_beam_search"} & asked.keys()
+    name = next(name for name in ("prompt_logprobs", "use_beam_search", "echo") if name in asked)
     assert (refused[0][0], refused[0][1]["error"]["param"]) == (400, name)
     assert refused[1] == (status, body)

@@ -3,7 +3,7 @@ connection.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -454,7 +454,15 @@ async def test_a_key_that_cannot_be_honoured_is_rejected(
 @pytest.mark.parametrize(
     ("fields", "tokens"),
     [
-        ({"prompt": [1, 2, 3], "logprobs": 1, "return_token_ids": True}, 6),
+        (
+            {
+                "prompt": [1, 2, 3],
+                "logprobs": 1,
+                "return_token_ids": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            },
+            6,
+        ),
         ({"prompt": [1, 2, 3], "temperature": 1, "seed": 5, "max_tokens": 30}, 20),
         ({"prompt": [1, 2, 3], "stop": ["zzz", text_of(expected_ids([1, 2, 3], 8)[-1])]}, 6),
         (
@@ -491,10 +499,21 @@ async def test_a_client_that_has_a_part_of_an_event_gets_the_rest_of_it(
         await reader.read_all(1)
 
         assert joined(reader) == joined(whole)
+        assert all(has == counted for has, counted in counts(reader))
         assert reader.errors == []
         here.system.script.tokens_per_event, here.system.script.gate = 1, None
         await here.start(0)
         await here.know_each_other()
+
+
+def counts(reader: Reader) -> Iterator[tuple[int, int]]:
+    """At each event with token ids and counts: the ids so far, and what it says of them."""
+    has = 0
+    for event in map(msgspec.json.decode, reader.events):
+        for choice in event["choices"]:
+            has += len(choice.get("token_ids", ()))
+            if "usage" in event and "token_ids" in choice:
+                yield has, event["usage"]["completion_tokens"]
 
 
 def joined(reader: Reader) -> dict[str, Any]:

@@ -151,6 +151,52 @@ async def test_events_of_several_tokens_are_counted_by_ids(build: ProxyClusterBu
     )
 
 
+EACH_USAGE = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize("tokens_per_event", [1, 2])
+async def test_every_event_counts_all_tokens_that_the_client_has(
+    build: ProxyClusterBuilder, tokens_per_event: int
+) -> None:
+    """Also those of the attempts before; the last event alone has its own form."""
+    system = await build()
+    system.script.tokens_per_event = tokens_per_event
+    for faults in ({}, {2: Fault.RESET, 4: Fault.ERROR}):
+        system.script.faults = dict(faults)
+
+        body = await stream(system, stream_options=EACH_USAGE, return_token_ids=True)
+
+        *events, last = map(msgspec.json.decode, _payloads(body))
+        had = 0
+        for event in events:
+            had += len(event["choices"][0]["token_ids"])
+            counts = event["usage"]
+            assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(PROMPT), had)
+            assert counts["total_tokens"] == len(PROMPT) + had
+        assert (had, last["choices"]) == (TOKENS, [])
+        assert last["usage"]["completion_tokens"] == TOKENS
+        assert body.count(b'"usage"') == len(events) + 1
+        assert not system.script.faults
+
+
+async def test_the_counts_of_an_event_are_those_of_its_choice(build: ProxyClusterBuilder) -> None:
+    """Those at the end are of all choices; an echo has no tokens of the output."""
+    system = await build(pairs=1)
+
+    body = await stream(system, prompt="ab", n=2, echo=True, stream_options=EACH_USAGE)
+
+    *events, last = map(msgspec.json.decode, _payloads(body))
+    for index in range(2):
+        counts = [
+            event["usage"]["completion_tokens"]
+            for event in events
+            if event["choices"][0]["index"] == index
+        ]
+        assert counts == [*range(TOKENS + 1)]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {2}
+    assert last["usage"]["completion_tokens"] == 2 * TOKENS
+
+
 async def test_an_early_stop_survives_a_recovery(build: ProxyClusterBuilder) -> None:
     """The finish reason is the engine's own."""
     system = await build()

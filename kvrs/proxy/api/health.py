@@ -1,0 +1,54 @@
+"""Whether the proxy can serve, in its own words and in those of vLLM, and how much it serves."""
+
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from kvrs import __version__
+from kvrs.errors import RequestError
+from kvrs.protocol.openai.fields import VLLM
+from kvrs.proxy.api.answers import json_response
+from kvrs.proxy.streams.driver import Driver
+
+
+def add_health(
+    app: web.Application, backend: str, driver: Driver, draining: Callable[[], bool]
+) -> None:
+    instances = driver.control.instances
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        if draining():
+            return web.Response(text="shutting down\n", status=503)
+        if instances.ready():
+            return web.Response(text="ready\n")
+        return web.Response(text="no instance is up\n", status=503)
+
+    async def health(_: web.Request) -> web.Response:
+        """As `readyz`, without a text."""
+        return web.Response(text="", status=200 if instances.ready() and not draining() else 503)
+
+    async def version(_: web.Request) -> web.Response:
+        """Of the engine."""
+        found: str | None = __version__
+        if backend == VLLM:
+            of_each = (driver.backends[name].engine_version for name in instances.known)
+            found = next(filter(None, of_each), None)
+        if found is None:
+            raise RequestError("the version is not known yet: no instance is up", status=503)
+        return json_response(msgspec.json.encode({"version": found}))
+
+    async def load(_: web.Request) -> web.Response:
+        """Open streams."""
+        return json_response(msgspec.json.encode({"server_load": len(driver.streams)}))
+
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/health", health)
+    app.router.add_get("/ping", health)
+    app.router.add_post("/ping", health)
+    app.router.add_get("/version", version)
+    app.router.add_get("/load", load)
