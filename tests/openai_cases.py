@@ -112,9 +112,58 @@ _OF_BOTH: dict[str, dict[str, Any]] = {
     "wrong-probabilities": {"prompt_logprobs": -2},
     "beams": {"use_beam_search": True, "n": 2},
     "field-of-nobody": {"min_characters": 10},
+    "each-alone": {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    "each-without-stream": {"stream_options": {"continuous_usage_stats": True}},
+    "two-with-usage": {
+        "n": 2,
+        "temperature": 1.0,
+        "seed": 42,
+        "stream": True,
+        "stream_options": USAGE | {"continuous_usage_stats": True},
+    },
+    "token-ids-stream": {"return_token_ids": True, "stream": True},
+    "interval": {"stream": True, "stream_interval": 3},
+    "cut-right": {"truncate_prompt_tokens": 3, "truncation_side": "right"},
+    "first-of-several-stops": {"stop": [*"bcdfghij"]},
+    "stop-with-ids": {"stop": ["an"], "return_token_ids": True},
+    "least-before-stop": {"stop": ["a"], "min_tokens": 4},
+    "salt": {"cache_salt": "some-salt"},
+    "no-salt": {"cache_salt": ""},
+    "session": {"session_id": "s", "return_token_offsets": False, "mm_payload": "none"},
+    "first": {"priority": 0},
+    "later": {"priority": 5},
+    "request-id": {"request_id": "mine"},
+    "further-arguments": {"vllm_xargs": {"a": 1}},
+    "repetition": {
+        "repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3}
+    },
+    "spaces": {"skip_special_tokens": False, "spaces_between_special_tokens": False},
+    "bad-regex": {"structured_outputs": {"regex": "[.*"}},
+    "regex-of-no-text": {"structured_outputs": {"regex": {"1": "a"}}},
+    "bad-grammar": {"structured_outputs": {"grammar": "root ::= nothing here"}},
+    "bad-schema": {
+        "structured_outputs": {"json": {"type": "object", "properties": {"foo": "bar"}}}
+    },
+    "two-constraints": {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+    "by-choice-stream": {
+        "structured_outputs": {"choice": ["ka", "lo"]},
+        "ignore_eos": False,
+        "stream": True,
+    },
+    "no-schema": {"response_format": {"type": "json_schema"}},
+    "beams-stream": {"use_beam_search": True, "n": 2, "stream": True},
+    "prompt-probabilities-0": {"prompt_logprobs": 0},
+    "all-prompt-probabilities": {"prompt_logprobs": -1},
+    "prompt-probabilities-stream": {"prompt_logprobs": 1, "stream": True},
+    "old-constraint": {"guided_choice": ["ka", "lo"]},
 }
 # By which field a kind of request is refused here alone.
 _REFUSED = {
+    "later": "priority",
+    "request-id": "request_id",
+    "further-arguments": "vllm_xargs",
+    "old-constraint": "guided_choice",
+    "beams-stream": "use_beam_search",
     "field-of-nobody": "min_characters",
 }
 _OF_TEXT: dict[str, dict[str, Any]] = {
@@ -131,6 +180,31 @@ _OF_TEXT: dict[str, dict[str, Any]] = {
     "too-many-probabilities": {"prompt": IDS, "logprobs": 30},
     "echo": {"prompt": WORDS, "echo": True},
     "echo-stream": {"prompt": WORDS, "echo": True, "stream": True},
+    "echo-ids": {"prompt": WORDS, "echo": True, "return_token_ids": True},
+    "echo-ids-stream": {"prompt": IDS, "echo": True, "return_token_ids": True, "stream": True},
+    "echo-two": {"prompt": [IDS, [7, 8]], "echo": True, "n": 2, "temperature": 1.0, "seed": 1},
+    "echo-probabilities-0": {"prompt": IDS, "echo": True, "logprobs": 0},
+    "echo-probabilities": {"prompt": WORDS, "echo": True, "logprobs": 1},
+    "echo-all": {
+        "prompt": WORDS,
+        "echo": True,
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    },
+    "echo-only": {"prompt": IDS, "echo": True, "max_tokens": 0, "logprobs": 1},
+    "echo-only-plain": {"prompt": WORDS, "echo": True, "max_tokens": 0},
+    "nothing-at-all": {"prompt": WORDS, "max_tokens": 0},
+    "suffix": {"prompt": WORDS, "suffix": "el"},
+    "probabilities-of-two": {"prompt": IDS, "logprobs": 1, "n": 2, "temperature": 1.0, "seed": 1},
+    "names-as-ids": {"prompt": IDS, "logprobs": 1, "return_tokens_as_token_ids": True},
+    "probabilities-of-ids": {"prompt": IDS, "logprobs": 1, "logprob_token_ids": [7, 8]},
+    "of-ids-alone": {"prompt": IDS, "logprob_token_ids": [7, 8]},
+    "too-many-stream": {"prompt": IDS, "logprobs": 30, "stream": True},
+    "without-special": {"prompt": WORDS, "add_special_tokens": False},
+    "negative-id": {"prompt": [5, -1]},
+    "chat-at-completions": {"messages": MESSAGES},
     "id-of-no-token": {"prompt": [5, 999999]},
     "too-long": {"prompt": [5] * 100_000},
 }
@@ -149,6 +223,77 @@ _OF_CHAT: dict[str, dict[str, Any]] = {
     },
     "chat-too-many": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 30},
     "chat-top-alone": {"messages": MESSAGES, "top_logprobs": 3},
+    "chat-top-0-alone": {"messages": MESSAGES, "top_logprobs": 0},
+    "chat-all-probabilities": {"messages": MESSAGES, "logprobs": True, "top_logprobs": -1},
+    "chat-too-many-stream": {
+        "messages": MESSAGES,
+        "logprobs": True,
+        "top_logprobs": 30,
+        "stream": True,
+    },
+    "chat-of-ids": {"messages": MESSAGES, "logprobs": True, "logprob_token_ids": [7, 8]},
+    "chat-echo": {
+        "messages": [*MESSAGES, {"role": "assistant", "content": "an dra"}],
+        "echo": True,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
+    "chat-echo-of-user": {"messages": MESSAGES, "echo": True},
+    "chat-no-echo": {"messages": MESSAGES, "echo": False},
+    "further-field-of-message": {
+        "messages": [{"role": "user", "content": WORDS, "extra_field": "0"}]
+    },
+    "nameless-role": {"messages": [{"content": WORDS}]},
+    "parts-of-no-kind": {"messages": [{"role": "user", "content": [{"text": WORDS}]}]},
+    "tool-turns": {
+        "messages": [
+            {"role": "user", "content": WORDS},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "a",
+                        "type": "function",
+                        "function": {"name": "look", "arguments": "{}"},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "el an"},
+        ]
+    },
+    "no-tools": {"messages": MESSAGES, "tools": []},
+    "auto-without-tools": {"messages": MESSAGES, "tool_choice": "auto"},
+    "no-choice-of-tools": {"messages": MESSAGES, "tools": [TOOL], "tool_choice": None},
+    "tools-required-stream": {
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_tokens": 64,
+        "stream": True,
+    },
+    "tool-by-name-stream": {
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": NAMED,
+        "max_tokens": 48,
+        "stream": True,
+    },
+    "tool-or-constraint": {
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "tool_choice": NAMED,
+        "structured_outputs": {"regex": "a"},
+    },
+    "own-template": {"messages": MESSAGES, "chat_template": "{{ messages[-1].content }}"},
+    "documents": {"messages": MESSAGES, "documents": [{"title": "a", "text": "vor"}]},
+    "effort": {"messages": MESSAGES, "reasoning_effort": "low"},
+    "no-effort": {"messages": MESSAGES, "reasoning_effort": "endless"},
+    "hidden-reasoning": {"messages": MESSAGES, "include_reasoning": False},
+    "special-of-chat": {"messages": MESSAGES, "add_special_tokens": True},
+    "prompt-text": {"messages": MESSAGES, "return_prompt_text": True},
+    "last-alone": {"messages": MESSAGES, "continue_final_message": True},
+    "text-at-chat": {"prompt": WORDS},
     "tools": {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto"},
     "tools-none": {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "none"},
     "tools-required": {
@@ -242,7 +387,7 @@ def missing(alone: Any, behind: Any, where: str = "") -> list[str]:
             for name, value in alone.items()
             for each in missing(value, behind.get(name), f"{where}.{name}")
         ]
-    if alone is None or alone == behind or {alone, behind} == {"int", "float"}:
+    if alone in (None, behind) or (alone, behind) in (("int", "float"), ("float", "int")):
         return []
     return [f"{where}: {alone}, and here {behind}"]
 

@@ -22,6 +22,8 @@ BY_PROXY = dict.fromkeys(
     (
         *("text-two-seeded", "text-two-seeded-stream", "chat-two-seeded", "chat-two-seeded-stream"),
         *("two-prompts", "two-of-ids", "two-prompts-stream", "two-of-two", "echo", "echo-stream"),
+        *("text-two-with-usage", "chat-two-with-usage", "probabilities-of-two"),
+        *("echo-ids", "echo-ids-stream", "echo-two"),
     ),
     200,
 ) | {"text-no-model": 404, "chat-no-model": 404}

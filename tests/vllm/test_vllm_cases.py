@@ -1,9 +1,22 @@
 """Requests of vLLM's own OpenAI tests, to a server alone and to the same servers behind kvrs."""
 
+import json
+from typing import Any
+
 import pytest
 
 from experiments.vllm_servers import VllmServers
-from tests.openai_cases import CASES, Answer, ask, missing
+from tests.openai_cases import (
+    CASES,
+    CHAT,
+    COMPLETIONS,
+    IDS,
+    MESSAGES,
+    WORDS,
+    Answer,
+    ask,
+    missing,
+)
 from tests.vllm.test_vllm_proxy import open_front
 
 pytestmark = [
@@ -11,6 +24,28 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.xdist_group("clusters"),
+]
+
+ASKED: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+CHAT_BODY, TEXT_BODY = ASKED | {"messages": MESSAGES}, ASKED | {"prompt": WORDS}
+# Path, and the body of a POST; None: a GET.
+BESIDE: list[tuple[str, dict[str, Any] | None]] = [
+    ("/health", None),
+    ("/ping", None),
+    ("/ping", {}),
+    ("/version", None),
+    ("/load", None),
+    ("/tokenize", {"prompt": WORDS, "return_token_strs": True}),
+    ("/tokenize", {"messages": MESSAGES}),
+    ("/detokenize", {"tokens": IDS}),
+    ("/detokenize", {"tokens": [-1]}),
+    ("/v1/messages/count_tokens", {"messages": [MESSAGES[1]]}),
+    # Tasks that the model has not.
+    ("/v1/embeddings", {"input": WORDS}),
+    ("/pooling", {"input": WORDS}),
+    ("/classify", {"input": WORDS}),
+    ("/score", {"text_1": WORDS, "text_2": WORDS}),
+    ("/v2/rerank", {"query": WORDS, "documents": [WORDS]}),
 ]
 
 
@@ -34,6 +69,32 @@ async def test_answers_behind_kvrs_are_those_of_vllm_alone(vllm_servers: VllmSer
                 faults[case.name] = fault
 
     assert not faults
+
+
+async def test_other_paths_are_answered_as_by_vllm_alone(vllm_servers: VllmServers) -> None:
+    """The same bytes, but for errors, of which the status is the same; and an invocation is what it
+    is at its endpoint.
+    """
+    async with open_front(vllm_servers, vllm_servers.config) as front:
+        behind = f"http://127.0.0.1:{front.proxy.port}"
+        for path, fields in BESIDE:
+            answers = []
+            for url in (vllm_servers.url("d0"), behind):
+                body = None if fields is None else {"model": vllm_servers.model} | fields
+                method = "GET" if body is None else "POST"
+                async with front.http.request(method, url + path, json=body) as answer:
+                    raw = await answer.read()
+                    answers.append((answer.status, raw if answer.status == 200 else b""))
+            assert answers[0] == answers[1], path
+        async with front.http.get(f"{behind}/v1/models") as answer:
+            (listed,) = json.loads(await answer.read())["data"]
+        assert (listed["id"], listed["max_model_len"]) == (vllm_servers.model, 2048)
+
+        for path, body in ((CHAT, CHAT_BODY), (COMPLETIONS, TEXT_BODY)):
+            there = await ask(front.http, vllm_servers.url("d0"), "/invocations", body)
+            here = await ask(front.http, behind, "/invocations", body)
+            assert differences(there, here) == []
+            assert here.said == (await ask(front.http, behind, path, body)).said
 
 
 def differences(alone: Answer, behind: Answer) -> list[object]:

@@ -55,6 +55,7 @@ class BodyField:
     )
     neutral: tuple[Any, ...] = ()
     instead: str = ""  # Another field, which does the same.
+    null_counts: bool = False  # At vLLM a null is another thing than no field.
 
     def treatment(self, backend: str) -> Treatment:
         match backend:
@@ -81,7 +82,7 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("prompt", *_EVERYWHERE, _COMPLETIONS),
     BodyField("messages", *_EVERYWHERE, _CHAT),
     BodyField("tools", *_EVERYWHERE, _CHAT),
-    BodyField("tool_choice", *_EVERYWHERE, _CHAT),
+    BodyField("tool_choice", *_EVERYWHERE, _CHAT, null_counts=True),
     BodyField("parallel_tool_calls", *_EVERYWHERE, _CHAT),
     BodyField("reasoning_effort", *_EVERYWHERE, _CHAT),
     BodyField("chat_template_kwargs", *_EVERYWHERE, _CHAT),
@@ -147,7 +148,8 @@ FIELDS: tuple[BodyField, ...] = (
     BodyField("return_tokens_as_token_ids", *_VLLM_ONLY, of_output=True, neutral=(False,)),
     BodyField("prompt_logprobs", *_VLLM_WHOLE),
     BodyField("return_token_ids", *_EVERYWHERE),
-    BodyField("return_prompt_text", *_NOWHERE, neutral=(False,)),
+    BodyField("return_prompt_text", *_NOWHERE, _COMPLETIONS, neutral=(False,)),
+    BodyField("return_prompt_text", *_VLLM_WHOLE, _CHAT, neutral=(False,)),
     BodyField("routed_experts_prompt_start", *_NOWHERE, neutral=(0,)),
     BodyField("include_reasoning", *_VLLM_ONLY, _CHAT, seam=_INEXACT, neutral=(True,)),
     BodyField(
@@ -205,6 +207,8 @@ NOT_FOR_IDS = frozenset(row.name for row in FIELDS if row.of_text)
 NOT_FOR_COMPLETIONS = frozenset(row.name for row in FIELDS if row.api is ApiKind.CHAT)
 NOT_AFTER_SEAM = frozenset(row.name for row in FIELDS if row.seam is Seam.LEFT_OUT)
 
+_NULLS_OF_VLLM = frozenset(row.name for row in FIELDS if row.null_counts)
+
 _LONGEST_NEUTRAL_BYTES = 64
 _ANY = msgspec.json.Decoder()
 
@@ -259,6 +263,8 @@ def check_fields(
     for name, value in given.items():
         # The same as an absent field, but not every engine accepts it.
         if len(value) == 4 and bytes(value) == b"null":
+            if backend == VLLM and name in _NULLS_OF_VLLM:
+                kept[name] = value
             continue
         if name in as_they_are:
             kept[name] = value

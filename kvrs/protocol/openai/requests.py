@@ -118,7 +118,7 @@ class ChatRequest(_SamplingRequest, kw_only=True):
 
     messages: msgspec.Raw
     max_tokens: int | None = None  # None: what the prompt leaves of the engine's `max_model_len`.
-    # The newer name of `max_tokens`; parsing moves its value there.
+    # The newer name of `max_tokens`, which counts; parsing moves its value there.
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -259,13 +259,6 @@ def read_chat(
     """As `parse_chat_request`, with the fields that concern the backend, undecoded."""
     request, fields, no_prompts = _read(_CHAT, body, ApiKind.CHAT, backend, max_elements)
     if request.max_completion_tokens is not None:
-        if request.max_tokens not in (None, request.max_completion_tokens):
-            raise RequestError(
-                f"max_completion_tokens ({request.max_completion_tokens}) and its older "
-                f"name max_tokens ({request.max_tokens}) "
-                "contradict each other",
-                param="max_completion_tokens",
-            )
         request.max_tokens, request.max_completion_tokens = request.max_completion_tokens, None
         _check_range("max_tokens", request.max_tokens, *RANGES["max_tokens"])
     _check(request, fields)

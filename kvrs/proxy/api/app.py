@@ -342,6 +342,8 @@ class ClientApi:
 
     async def _echo(self, parsed: ParsedRequest) -> str:
         assert isinstance(parsed.request, CompletionRequest)
+        if self._backend == VLLM and parsed.request.return_token_ids:
+            return ""  # As vLLM has it: the ids of the prompt take the place of its text.
         if isinstance(parsed.request.prompt, str):
             return parsed.request.prompt
         try:

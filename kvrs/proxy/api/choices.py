@@ -8,7 +8,7 @@ from kvrs.protocol.openai.chunks import Choice, usage_of
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Outcome
-from kvrs.proxy.wire.sse import number_choice
+from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, cut_list, number_choice
 
 
 class Merger:
@@ -49,6 +49,8 @@ class ChoiceClient:
             self._merger.head + number_choice(event[len(head) :], self._index) for event in events
         ]
         if self._echo is not None:
+            # The first event has the ids of the prompt.
+            merged[0] = cut_list(merged[0], PROMPT_TOKEN_IDS)
             merged.insert(0, self._echoed(self._merger.head, self._echo))
             self._echo = None
         self._inner.send(merged)
@@ -56,6 +58,7 @@ class ChoiceClient:
     def _echoed(self, head: bytes, text: str) -> bytes:
         journal = self._journal
         choice = Choice(text=text, index=self._index)
+        choice.prompt_token_ids = [*(journal.prompt_ids or ())]
         if journal.wants_ids:
             choice.token_ids = []
         parsed, usage = journal.parsed, None

@@ -16,7 +16,7 @@ from kvrs.errors import ConfigError, RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.large_work import LargeWork
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.protocol.openai.fields import VLLM, ApiKind, takes
+from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.openai.requests import HIGHEST_ID, Fields, decode_as
 from kvrs.protocol.openai.structure import check_structure
 from kvrs.protocol.token_ids import encode
@@ -53,8 +53,6 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 FIELDS: Mapping[str, tuple[str, ...]] = {
     TOKENIZE: ("prompt", "add_special_tokens", "return_token_strs", *_OF_CHAT),
     DETOKENIZE: ("tokens",),
-    "/v1/completions/render": takes(ApiKind.COMPLETIONS, VLLM),
-    "/v1/chat/completions/render": takes(ApiKind.CHAT, VLLM),
     "/v1/messages/count_tokens": (
         *("messages", "system", "tools", "tool_choice", "thinking", "output_config"),
         "chat_template_kwargs",
