@@ -4,6 +4,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 from ray.exceptions import RayActorError
@@ -49,6 +50,9 @@ class StagePool:
         self._swapped_out = swapped_out
         # In pieces, so that a long transfer does not hold up a short one.
         self._pages_per_call = max(1, SEGMENT_BYTES // geometry.page_bytes)
+        # What is asked for in the same moment, and the call that will export it.
+        self._asked: list[tuple[Sequence[int], Sequence[int]]] = []
+        self._exporting: asyncio.Task[None] | None = None
 
     @classmethod
     def of(cls, blocks: "PagedBlockManager") -> Self:
@@ -76,6 +80,18 @@ class StagePool:
         self.slots.close()
 
     async def export_pages(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Together with what else is exported in this moment: a call costs every worker and the
+        server far more than the pages, and checkpoints go to two agents at a time.
+        """
+        self._asked.append((slots, pages))
+        if self._exporting is None:
+            self._exporting = asyncio.create_task(self._export())
+        await self._exporting
+
+    async def _export(self) -> None:
+        await asyncio.sleep(0)
+        asked, self._asked, self._exporting = self._asked, [], None
+        slots, pages = (list(chain.from_iterable(each)) for each in zip(*asked, strict=True))
         await self._in_pieces("export_pages", slots, pages)
 
     async def import_pages(self, slots: Sequence[int], pages: Sequence[int]) -> None:

@@ -34,9 +34,9 @@ By intention, or not built; everything else of the five mechanisms is as publish
   the costs of `rom` cannot tell targets apart.
 - KVRS, 32 slots: for recoveries. A hand-off takes none, so that no new request waits for one.
 - KVRS, ABORT: off unless `slo.abort` is set, as in `kvrs up --preset kvrs`.
-- KVRS on DistServe: one call prefills and decodes, so that a hand-off stays in its server and
-  `policy.handoff` changes nothing there. Missing: load skew and crossover on it, and policies
-  other than `auto` under kills.
+- KVRS on DistServe: one call prefills and decodes. `policy.handoff` is weighed when a stream
+  begins, not when its prefill is done: one that is to decode elsewhere gets two calls, and is
+  weighed again between them.
 - KVRS and LUMEN, each victim for itself: `auto` counts what a choice costs the other victims
   ([0059](decisions/0059-victims-of-one-event-spare-their-target.md)); `rom` and the fixed policies
   do not.
@@ -68,26 +68,22 @@ These runs need a checkout of DistServe, which is not part of the project ([dist
 says which and how): `export DISTSERVE_HOME=DIR`, then
 
 - Are streams exact under every death? `distserve_kill_series.run`, 5 minutes; kept, of an old
-  commit. Under the paper's policies: `--policy rom`, `always_migrate`, `always_recompute`; never
-  run.
-- What does host backup cost? `distserve_kill_series.run --backup both`, in turns with `off`, five
-  times each, 50 minutes. What is kept are two single runs that cannot be compared: with backup the
-  run without deaths is slower too.
+  commit. Under the other policies: `--policy rom`, `always_migrate`, `always_recompute`,
+  `always_restore` (with `--backup both`).
+- What does host backup cost? `distserve_overhead.backup`, 6 minutes: `off`, `local` and `both` in
+  turns over the same processes, CPU by kind of process. What `distserve_kill_series` keeps are two
+  single runs that cannot be compared. Its README says why `both` is slower, and what was mended.
 - What do the patches cost? `distserve_overhead.run`, 10 minutes. The kept result is void: it had no
   warm-up. The script has one now, and void rules.
-- All of it that is stale: `run_all --stale --only distserve_kill_series distserve_overhead`.
+- Is a hand-off to another server worth it under skew, and from which queue on? `load_skew.run` and
+  `load_skew.rates`, `hand_off_crossover.run`, each with `--distserve`.
+- Migrate or recompute, decided by the tables that the stages measure themselves: `crossover.run
+  --distserve`. `rom` is wrong there where a stage reads many known tokens one a step.
+- All of it that is stale: `run_all --stale --only distserve_kill_series distserve_overhead
+  load_skew crossover hand_off_crossover`.
 
 What no command answers yet:
 
-- **Load skew and the crossover of hand-offs on DistServe.** One call prefills and decodes within a
-  server, so there is no hand-off to choose. It would be an attempt at another server that fetches
-  the pages once the context stage is done, as a recovery does; the policy's `own_prefill` rule
-  keeps it out.
-- **Migrate or recompute on DistServe.** `crossover` starts embedded engines. DistServe's instances
-  speak the same protocol, but decode the tail one step a token, so the crossover would be another;
-  the rig would have to start servers in place of engines.
-- **Profiled tables.** Each stage measures itself at its start, so a named table is refused: it
-  would hide the cost of the forced steps.
 - **A GPU.** Copies of pages between device and host run there only.
 """
 

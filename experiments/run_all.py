@@ -318,6 +318,13 @@ ALL = (
     ),
     _plain("distserve_overhead", 10, DISTSERVE),
     Experiment(
+        "distserve_overhead",
+        ("backup",),
+        6,
+        "python -m experiments.distserve_overhead.backup",
+        (DISTSERVE,),
+    ),
+    Experiment(
         "vllm_kill_series",
         ("kill_series",),
         15,

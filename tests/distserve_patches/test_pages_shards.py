@@ -93,6 +93,21 @@ async def test_a_big_transfer_goes_in_pieces_that_let_others_in_between(
     assert stage.calls == ["export_pages"] * 6
 
 
+async def test_pages_for_two_agents_go_out_in_one_call() -> None:
+    """What is asked for in the same moment: a call to the workers costs more than the pages."""
+    stage, embedded = filled(), embedded_pool()
+    staged = [stage.pool.stage(pages) for pages in ([0, 1], [1, 2])]
+
+    await asyncio.gather(*(each.save() for each in staged))
+
+    assert stage.calls == ["export_pages"]
+    assert [bytes(view) for each in staged for view in each.views] == [
+        bytes(embedded.view(page)) for page in (0, 1, 1, 2)
+    ]
+    await stage.pool.stage([3]).save()
+    assert stage.calls == ["export_pages", "export_pages"]
+
+
 async def test_pages_are_written_only_when_nothing_is_being_swapped_out_of_them() -> None:
     """Calls that move pages pass those that wait for a step, so the one before has to be known to
     be through.
