@@ -147,7 +147,7 @@ ALL = (
         state_plane_kills="--part kills",
     ),
     _plain("in_place", 15),
-    _plain("rank_balance", 4),
+    _plain("rank_balance", 12),
     *_kinds(
         "anchortp_recovery",
         10,

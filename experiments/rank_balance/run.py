@@ -1,4 +1,4 @@
-"""CPU time of each rank at 8, 7, 6 and 5 ranks, in layouts that balance heads and in the naive one.
+"""CPU time of each rank at 8, 7, 6 and 5 ranks, in naive layouts and in those that balance heads.
 
 A machine with a processor for each rank is as fast as its busiest rank, so tokens per CPU second of
 that rank stand for its throughput. No rank sleeps, and waiting takes no CPU time.
@@ -18,7 +18,8 @@ from experiments.record import Record
 from kvrs.config.elastic import ElasticSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic import on_demand
-from kvrs.elastic.layouts import Layout, even, staged, uneven
+from kvrs.elastic.layouts import Layout, even, hybrid, staged, uneven
+from kvrs.elastic.placing import least_loaded
 from kvrs.elastic.units import Units
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
@@ -27,10 +28,16 @@ from kvrs.scheduling.sequences import Chunk
 FULL = 8
 LEFT = (7, 6, 5)
 BAR = 0.95
-# RaidServe, figure 11: decode of hybrid over naive; and the most that counting heads allows.
-PUBLISHED = {5: 1.16, 6: 1.51, 7: 1.78}
+# RaidServe, figure 11: throughput of hybrid over naive, by ranks.
+PUBLISHED = {
+    "decode": {5: 1.16, 6: 1.51, 7: 1.78},
+    "prefill": {5: 1.00, 6: 1.16, 7: 1.25},
+}
 LAYERS = 8
 PAGE_TOKENS = 16
+
+
+TILE = 16  # Rows of a product.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +48,21 @@ class Sizes:
 
 
 def layouts_of(units: Units) -> Iterator[tuple[str, int, Layout]]:
-    """Naive: contiguous shares, the same in every layer. Ours: what an instance comes to."""
+    """Naive: contiguous shares, the same in every layer. Hybrid: heads that are left over are
+    spread by sequences. Whole: they go to one rank each, from layer to layer to another one, as an
+    instance comes to it that does not spread heads.
+    """
     full = even(units, FULL)
     yield "even", FULL, full
     for left in LEFT:
-        yield "naive", left, uneven(units, staged(units.layers, [range(left)]))
+        stages = staged(units.layers, [range(left)])
+        yield "naive", left, uneven(units, stages)
+        yield "hybrid", left, hybrid(units, stages)
         layout = full
         for lost in range(FULL - 1, left - 1, -1):
             groups = on_demand.survivors(layout, [lost])
             layout = on_demand.reshaped(layout, units, groups, spread=False)
-        yield "ours", left, layout
+        yield "whole", left, layout
 
 
 def measured(model: Path, layout: Layout, sizes: Sizes) -> dict[str, Any]:
@@ -59,40 +71,48 @@ def measured(model: Path, layout: Layout, sizes: Sizes) -> dict[str, Any]:
         pages=sizes.sequences * pages_of(sizes) + 2,
         max_model_len=sizes.context_tokens + sizes.steps + PAGE_TOKENS,
         max_running=sizes.sequences,
-        max_batch_tokens=max(512, sizes.context_tokens),
+        max_batch_tokens=max(512, sizes.sequences * TILE),
     )
     group = RankGroup(model, settings, layout, ElasticSettings(enabled=False))
+    bases = bases_of(layout, sizes)
     try:
         first = dict(group.worked_s)
-        for sequence in range(sizes.sequences):
-            group.execute([prompt_of(sequence, sizes)])
+        for at in range(0, sizes.context_tokens, TILE):
+            group.execute([prompt_of(each, base, at, sizes) for each, base in enumerate(bases)])
         filled = dict(group.worked_s)
         for step in range(sizes.steps):
-            group.execute([token_of(each, step, sizes) for each in range(sizes.sequences)])
+            group.execute([token_of(each, base, step, sizes) for each, base in enumerate(bases)])
         last = dict(group.worked_s)
     finally:
         group.close()
-    heads = {
-        rank: sum(len(layout.heads(rank, layer)) for layer in range(LAYERS))
-        for rank in layout.ranks
-    }
-    tiles = {
-        rank: sum(len(layout.tiles(rank, layer)) for layer in range(LAYERS))
-        for rank in layout.ranks
-    }
     return {
-        "heads": list(heads.values()),
-        "tiles": list(tiles.values()),
+        "loads": [
+            [load_of(layout, rank, layer, bases) for layer in range(LAYERS)]
+            for rank in layout.ranks
+        ],
         "prefill_s": [filled[rank] - first[rank] for rank in layout.ranks],
         "decode_s": [last[rank] - filled[rank] for rank in layout.ranks],
-        "most_by_layer": [
-            [
-                max(len(layout.heads(rank, layer)) for rank in layout.ranks),
-                max(len(layout.tiles(rank, layer)) for rank in layout.ranks),
-            ]
-            for layer in range(LAYERS)
-        ],
     }
+
+
+def bases_of(layout: Layout, sizes: Sizes) -> list[int]:
+    """As requests of one length are routed that arrive one after the other."""
+    pending = dict.fromkeys(range(layout.bases), 0)
+    bases = []
+    for _ in range(sizes.sequences):
+        bases.append(least_loaded(pending))
+        pending[bases[-1]] += sizes.context_tokens
+    return bases
+
+
+def load_of(layout: Layout, rank: int, layer: int, bases: Sequence[int]) -> list[float]:
+    """What a rank does in a layer: heads over all sequences (of spread ones a share), products of
+    spread heads, which each have a cost of their own, and tiles.
+    """
+    spread = len(layout.spread(layer))
+    turns = sum(layout.turn(layer, base) == rank for base in bases) if spread else 0
+    heads = len(layout.heads(rank, layer)) + spread * turns / len(bases)
+    return [heads, float(spread * bool(turns)), float(len(layout.tiles(rank, layer)))]
 
 
 def pages_of(sizes: Sizes) -> int:
@@ -104,42 +124,47 @@ def _pages(sequence: int, sizes: Sizes) -> list[int]:
     return list(range(sequence * count, (sequence + 1) * count))
 
 
-def prompt_of(sequence: int, sizes: Sizes) -> Chunk:
-    ids = [(17 * at * at + 31 * sequence) % VOCAB for at in range(sizes.context_tokens)]
-    return Chunk(ids, 0, _pages(sequence, sizes), wants_logits=False)
+def prompt_of(sequence: int, base: int, first: int, sizes: Sizes) -> Chunk:
+    """A piece of a prompt."""
+    last = min(first + TILE, sizes.context_tokens)
+    ids = [(17 * at * at + 31 * sequence) % VOCAB for at in range(first, last)]
+    return Chunk(ids, first, _pages(sequence, sizes), wants_logits=False, base=base)
 
 
-def token_of(sequence: int, step: int, sizes: Sizes) -> Chunk:
+def token_of(sequence: int, base: int, step: int, sizes: Sizes) -> Chunk:
     at = sizes.context_tokens + step
-    return Chunk([(7 * at + sequence) % VOCAB], at, _pages(sequence, sizes), wants_logits=True)
+    ids = [(7 * at + sequence) % VOCAB]
+    return Chunk(ids, at, _pages(sequence, sizes), wants_logits=True, base=base)
 
 
-def by_layer_s(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """Of each layout the CPU seconds of its busiest rank, layer by layer: ranks meet in each. From
-    costs of a head, of a tile and of the rest that fit all ranks of all layouts.
+def by_layer_s(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[float], float]:
+    """Of each layout the CPU seconds of its busiest rank of attention and of MLP, layer by layer:
+    ranks meet behind both. From costs that fit all ranks of all layouts: of a head, of products of
+    spread heads, of a tile and of the rest. Also the largest error of the fit, of a rank's seconds.
     """
-    facts = [
-        (1.0, heads, tiles)
-        for row in rows
-        for heads, tiles in zip(row["heads"], row["tiles"], strict=True)
-    ]
-    seconds = [each for row in rows for each in row[key]]
-    (rest, head, tile), *_ = np.linalg.lstsq(np.array(facts), np.array(seconds), rcond=None)
-    return [
-        float(rest + sum(head * heads + tile * tiles for heads, tiles in row["most_by_layer"]))
-        for row in rows
-    ]
+    facts = np.array([[1.0, *np.sum(loads, 0)] for row in rows for loads in row["loads"]])
+    seconds = np.array([each for row in rows for each in row[key]])
+    costs, *_ = np.linalg.lstsq(facts, seconds, rcond=None)
+    rest, head, spread, tile = costs
+    error = float(np.max(np.abs(facts @ costs - seconds) / seconds))
+    found = []
+    for row in rows:
+        loads = np.array(row["loads"])  # [ranks, layers, 3]
+        attention = (loads[..., 0] * head + loads[..., 1] * spread).max(0).sum()
+        found.append(float(rest + attention + (loads[..., 2] * tile).max(0).sum()))
+    return found, error
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=12, help="decode steps of 16 sequences")
-    parser.add_argument("--context", type=int, default=448)
+    parser.add_argument("--sequences", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=8, help="decode steps of all sequences")
+    parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     record = Record(options.seed)
-    sizes = Sizes(16, options.context, options.steps)
+    sizes = Sizes(options.sequences, options.context, options.steps)
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "random"
         write_random_llama(model, options.seed, layers=LAYERS, kv_heads=FULL)
@@ -148,14 +173,16 @@ def main() -> None:
         for name, ranks, layout in layouts_of(units):
             rows.append({"layout": name, "ranks": ranks} | measured(model, layout, sizes))
             print(name, ranks, [round(each, 2) for each in rows[-1]["decode_s"]], flush=True)
-    for key in ("decode", "prefill"):
-        for row, layer_s in zip(rows, by_layer_s(rows, f"{key}_s"), strict=True):
-            row[f"{key}_busiest_s"], row[f"{key}_by_layer_s"] = max(row[f"{key}_s"]), layer_s
-    text = as_text(rows, sizes)
+    errors = {}
+    for phase in PUBLISHED:
+        by_layer, errors[phase] = by_layer_s(rows, f"{phase}_s")
+        for row, layer_s in zip(rows, by_layer, strict=True):
+            row[f"{phase}_busiest_s"], row[f"{phase}_by_layer_s"] = max(row[f"{phase}_s"]), layer_s
+    text = as_text(rows, sizes, errors)
     print(text)
-    void = record.keep(options.out, "rank_balance", {"rows": rows}, text)
-    (ours,) = (row for row in rows if (row["layout"], row["ranks"]) == ("ours", LEFT[0]))
-    missed = share_of_even(ours, rows[0], "decode_busiest_s") < BAR
+    void = record.keep(options.out, "rank_balance", {"rows": rows, "errors": errors}, text)
+    (whole,) = (row for row in rows if (row["layout"], row["ranks"]) == ("whole", LEFT[0]))
+    missed = share_of_even(whole, rows[0], "decode_busiest_s") < BAR
     raise SystemExit(1 if void or missed else 0)
 
 
@@ -164,32 +191,33 @@ def share_of_even(row: dict[str, Any], full: dict[str, Any], key: str) -> float:
     return float(full[key] / row[key] * full["ranks"] / row["ranks"])
 
 
-def as_text(rows: Sequence[dict[str, Any]], sizes: Sizes) -> str:
+def as_text(rows: Sequence[dict[str, Any]], sizes: Sizes, errors: dict[str, float]) -> str:
     full, *others = rows
     naive = {row["ranks"]: row for row in others if row["layout"] == "naive"}
     lines = [
         f"{sizes.sequences} sequences of {sizes.context_tokens} tokens, {sizes.steps} decode "
         f"steps; a model of {FULL} KV heads",
         "CPU seconds of the busiest rank: in sum (measured), and layer by layer (fitted to it)",
-        "",
-        f"{'':<15}{'decode: sum':>12}{'of n/8':>8}{'over naive':>12}{'layers':>9}{'of n/8':>8}"
-        f"{'over naive':>12}{'RaidServe':>11}{'prefill: sum':>14}{'of n/8':>8}",
     ]
-    for row in rows:
-        cells = [f"{row['layout']} at {row['ranks']}".ljust(15)]
-        for key in ("decode_busiest_s", "decode_by_layer_s"):
-            over = "-"
-            if row["layout"] == "ours":
-                over = f"{naive[row['ranks']][key] / row[key]:.2f}"
-            width = 12 if key == "decode_busiest_s" else 9
-            cells.append(f"{row[key]:>{width}.2f}{share_of_even(row, full, key):>8.2f}{over:>12}")
-        published = PUBLISHED.get(row["ranks"]) if row["layout"] == "ours" else None
-        cells.append(f"{'-' if published is None else published:>11}")
-        key = "prefill_busiest_s"
-        cells.append(f"{row[key]:>14.2f}{share_of_even(row, full, key):>8.2f}")
-        lines.append("".join(cells))
-    lines += ["", f"bar: at {LEFT[0]} ranks {BAR} of {LEFT[0]}/{FULL}, in sum"]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    for phase, published in PUBLISHED.items():
+        lines += [
+            "",
+            f"{phase:<15}{'in sum':>9}{'of n/8':>8}{'over naive':>12}{'layers':>9}{'of n/8':>8}"
+            f"{'over naive':>12}{'RaidServe':>11}",
+        ]
+        for row in rows:
+            cells = [f"{row['layout']} at {row['ranks']}".ljust(15)]
+            for key in (f"{phase}_busiest_s", f"{phase}_by_layer_s"):
+                over = "-"
+                if row["ranks"] in naive:
+                    over = f"{naive[row['ranks']][key] / row[key]:.2f}"
+                cells.append(f"{row[key]:>9.2f}{share_of_even(row, full, key):>8.2f}{over:>12}")
+            is_theirs = row["layout"] == "hybrid"
+            beside = f"{published[row['ranks']]:.2f}" if is_theirs else "-"
+            lines.append("".join(cells) + f"{beside:>11}")
+        lines.append(f"largest error of the fit, of a rank: {errors[phase]:.0%}")
+    lines += ["", f"bar: decode of whole at {LEFT[0]} ranks, in sum: {BAR} of {LEFT[0]}/{FULL}"]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
