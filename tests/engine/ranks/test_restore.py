@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.elastic.layouts import even
+from kvrs.elastic.layouts import hybrid, staged
 from kvrs.engine.instance import EngineInstance, LoadedModel, describe_model
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.reformer import cells_of
@@ -23,6 +23,7 @@ from kvrs.engine.worker import end_tokens_of, geometry_of
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.parts import Cell
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import PullResult
 from tests.engine.ranks.in_threads import ThreadRanks
@@ -34,15 +35,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 PROMPT, TOKENS = prompt_of(3, 100), 80
 STEPS = 20
-RANKS = 2
+BASE = 1  # Of all streams.
 
 
 class LosingRanks(ThreadRanks):
-    """A worker of two ranks that can lose the cells of one; its ranks compute on at once."""
+    """A worker of ranks that can lose the cells of one; the others compute on at once."""
 
-    def __init__(self, model: Path, settings: EngineSettings) -> None:
+    def __init__(self, model: Path, settings: EngineSettings, ranks: int) -> None:
         config = ModelConfig.from_directory(model)
-        self.layout = even(config.units_of_ranks, RANKS)
+        units = config.units_of_ranks
+        self.layout = hybrid(units, staged(units.layers, [range(ranks)]))
         super().__init__(model, settings, self.layout)
         self.settings, self.geometry = settings, geometry_of(config, settings)
         self.vocab_size, self.eos_token_ids = config.vocab, end_tokens_of(config)
@@ -67,7 +69,7 @@ class LosingRanks(ThreadRanks):
         pass
 
     def base_for(self, others: object) -> int:
-        return 0
+        return BASE
 
     def mended(self) -> None:
         self.pool.mended()
@@ -79,6 +81,7 @@ class Losing:
     def __init__(self, instance: EngineInstance, ranks: LosingRanks) -> None:
         self.instance, self._ranks = instance, ranks
         self.asked: list[range] = []
+        self.lost: frozenset[Cell] = frozenset()  # The last time, of each page.
         self.may_pull = asyncio.Event()
         self.may_pull.set()
         self._pull = instance.port.puller.pull
@@ -94,10 +97,11 @@ class Losing:
         self._ranks.may_go_on.set()
 
     def lose(self, rank: int) -> None:
-        cells = cells_of(self._ranks.layout, rank, 0)
-        assert cells
-        self._ranks.pool.lose({0: cells})
-        self.instance.core.lose_cells({0: cells})
+        cells = {BASE: cells_of(self._ranks.layout, rank, BASE)}
+        self.lost = cells[BASE]
+        assert self.lost
+        self._ranks.pool.lose(cells, self.instance.pages.bases)
+        self.instance.core.lose_cells(cells)
 
     def held(self, stream: StreamId) -> int:
         """Pages that the agent holds as far as it has told."""
@@ -118,11 +122,11 @@ class Losing:
 
 @asynccontextmanager
 async def losing(
-    model: Path, agent_port: int
+    model: Path, agent_port: int, count: int
 ) -> AsyncIterator[tuple[Losing, aiohttp.ClientSession]]:
     # An engine measures itself when it starts: up to its longest stream.
     config = cluster(model, agent_port, engine={"pages": 64, "max_model_len": 256})
-    ranks = LosingRanks(model, config.cluster.engine)
+    ranks = LosingRanks(model, config.cluster.engine, count)
     loaded = LoadedModel(ranks, describe_model(config, model, ranks))
     instance = EngineInstance(config, InstanceId("d0"), 1, SECRET, loaded=loaded)
     instance.core._ranks = ranks
@@ -138,16 +142,18 @@ async def losing(
     assert instance.pages.free_pages == instance.pages.pages
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_restored(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, ranks: int
 ) -> None:
     """What the agent holds is fetched and the rest computed, with the tokens of a stream that has
     lost nothing. Cells that are lost in mid-restore are fetched again, although the agent has not
     said anything yet of the stream that began again; an agent that is lost then is done without.
+    Two ranks have a head each; three have both spread, and the streams' base says by which layers.
     """
     async with asyncio.timeout(60), AsyncExitStack() as agents:
         _, port = await agents.enter_async_context(agent(tmp_path / "store"))
-        async with losing(tiny_model, port) as (engine, client):
+        async with losing(tiny_model, port, ranks) as (engine, client):
             core = engine.instance.core
             plain = await ask(client, "plain", PROMPT, TOKENS, kvrs={"checkpoints": []})
             expected = plain["choices"][0]["token_ids"]
@@ -175,7 +181,8 @@ async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_res
             assert core.fetched_pages == len(engine.asked[0])
             # Of each page the lost rank's cells and nothing else.
             geometry = engine.instance.worker.geometry
-            lost_bytes = geometry.page_bytes // RANKS
+            lost_bytes = geometry.page_bytes * len(engine.lost) // geometry.page_cells
+            assert lost_bytes < geometry.page_bytes
             assert engine.restored_bytes == len(engine.asked[0]) * lost_bytes
 
             fetched = core.fetched_pages
