@@ -13,9 +13,12 @@ import pytest
 
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
+from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import HeldPages, StoreCode
+from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
+from kvrs.transfer import mapped
 from kvrs.transfer.store.directory import store_directory
 from tests.agent.agents import N0, SECRET, AgentProcess, Engine, document, page, processes, tags
 
@@ -95,18 +98,18 @@ async def test_a_kill_while_pages_are_copied_leaves_right_pages(
     """
     agent = AgentProcess(tmp_path, document(tmp_path))
     mine = tags(1, 32)
-    checksum, left = frames.checksum, count(-3)
+    left = count(-3)
 
-    def kill(page: frames.Bytes) -> int:
+    def kill(page: frames.Bytes, part: PagePart | None) -> int:
         if threading.current_thread() is not threading.main_thread() and next(left) == 0:
             agent.end(signal.SIGKILL)
-        return checksum(page)
+        return checksum_of(page, part)
 
     with processes(agent):
         async with Engine(agent.config, at=N0) as engine:
             await engine.offer("s", 32)
             await engine.store("s", 0, mine)
-            monkeypatch.setattr(frames, "checksum", kill)
+            monkeypatch.setattr(mapped, "checksum_of", kill)
             cut = await engine.fetch(mine)
             assert agent.process is None
             agent.start()
