@@ -9,12 +9,20 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from experiments.in_place.holding import (
+    AGENT,
+    NODE,
+    RESERVED_BYTES,
+    CellsWatch,
+    FetchedCells,
+    agent_of,
+)
 from experiments.record import Record
 from kvrs.config.file import parse_config
 from kvrs.elastic.reforming import Way
@@ -25,10 +33,12 @@ from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import RankRequest
 from kvrs.report.metrics import percentile
+from tests.free_ports import free_ports
 from tests.ports import instance_client
 
 SECRET = b"a secret of the experiment, long enough"
 LEAST_RANKS = 2
+MOST_AMPLIFICATION = 1.05  # Bytes of KV fetched after losses, over those of the lost cells.
 PHASES = ("plan", "move", "join", "probe")  # Of a re-forming.
 
 
@@ -46,6 +56,7 @@ class Passed:
     answers: list[Answer]
     done: list[Reformed]
     faults: Counter[str]
+    cells: FetchedCells = field(default_factory=FetchedCells)
 
 
 async def main() -> None:
@@ -69,19 +80,30 @@ async def main() -> None:
     tokens = figures["tokens"]
     bad = figures["unfinished"] or any(tokens[key] for key in ("lost", "repeated", "different"))
     bad = bad or figures["leaves"]["host_bytes"] or not figures["bytes"]["as_planned"]
+    bad = bad or figures["cells"]["fetched_over_lost"] > MOST_AMPLIFICATION
     raise SystemExit(1 if bad or void else 0)
 
 
 async def serve(model: Path, ranks: int, options: argparse.Namespace) -> Passed:
     place = {"id": "e0", "role": "both", "tp": ranks}
+    own, agents = free_ports(2)
     cluster = {
         "model": str(model),
         "engine": {"pages": 2048},
-        "nodes": [{"id": "n0", "instances": [place]}],
+        "nodes": [
+            {
+                "id": NODE,
+                "instances": [place | {"page_port": own}],
+                "agent": {"page_port": agents},
+            }
+        ],
     }
-    instance = EngineInstance(parse_config({"cluster": cluster}), InstanceId("e0"), 1, SECRET)
-    async with instance_client(make_app(instance), SECRET) as client:
+    backup = {"mode": "local", "directory": str(model.parent)}
+    config = parse_config({"cluster": cluster, "backup": backup})
+    instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
+    async with agent_of(config, SECRET), instance_client(make_app(instance), SECRET) as client:
         await instance.start()
+        watch = CellsWatch(instance)
         choose, faults = random.Random(options.seed), Counter[str]()
         driver = asyncio.create_task(drive(instance, choose, faults)) if ranks > 1 else None
         try:
@@ -92,11 +114,12 @@ async def serve(model: Path, ranks: int, options: argparse.Namespace) -> Passed:
             if driver is not None:
                 driver.cancel()
                 await asyncio.gather(driver, return_exceptions=True)
+            watch.note()
             done = instance.ranks.reformer.done if instance.ranks is not None else []
             await instance.close()
         if driver is not None and not driver.cancelled() and driver.exception() is not None:
             raise driver.exception() or AssertionError
-        return Passed(list(answers), done, faults)
+        return Passed(list(answers), done, faults, watch.found)
 
 
 async def drive(instance: EngineInstance, choose: random.Random, faults: Counter[str]) -> None:
@@ -163,6 +186,12 @@ async def stream(client: aiohttp.ClientSession, number: int, at_s: float) -> Ans
         "seed": number,
         "stream": True,
     }
+    body["kvrs"] = {
+        "stream": f"s{number}",
+        "attempt": 1,
+        "prompt_tokens": len(body["prompt"]),
+        "checkpoints": [{"agent": AGENT, "reserved_bytes": RESERVED_BYTES}],
+    }
     await asyncio.sleep(at_s)
     async with client.post("/v1/completions", json=body) as response:
         response.raise_for_status()
@@ -203,6 +232,7 @@ def figures_of(alone: Passed, through: Passed, ranks: int) -> dict[str, Any]:
         },
         "faults": dict(through.faults),
         "leaves": leaves_of(through.done, ranks),
+        "cells": cells_of(through.cells),
         "phases_s": {part: spread([done.phases_s[part] for done in paused]) for part in PHASES},
         "re-formings": Counter(done.way.value for done in through.done),
         "pause_s": spread(pauses_s),
@@ -222,6 +252,12 @@ def figures_of(alone: Passed, through: Passed, ranks: int) -> dict[str, Any]:
             ),
         },
     }
+
+
+def cells_of(found: FetchedCells) -> dict[str, Any]:
+    """KV that was fetched from the node's agent after cells were lost."""
+    ratio = found.fetched_bytes / found.lost_bytes if found.lost_bytes else 0.0
+    return asdict(found) | {"fetched_over_lost": ratio}
 
 
 def leaves_of(done: list[Reformed], ranks: int) -> dict[str, Any]:
@@ -250,7 +286,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def as_text(figures: dict[str, Any]) -> str:
     tokens, moved, pause = figures["tokens"], figures["bytes"], figures["pause_s"]
     gap, alone = figures["longest_gap_s"], figures["longest_gap_alone_s"]
-    left = figures["leaves"]
+    left, cells = figures["leaves"], figures["cells"]
     phases = ", ".join(
         f"{part} {each.get('p50', 0) * 1e3:.0f} ms" for part, each in figures["phases_s"].items()
     )
@@ -268,6 +304,9 @@ def as_text(figures: dict[str, Any]) -> str:
         f"of it p50: {phases}\n"
         f"left on purpose {left['count']} times: {left['host_bytes']:,} bytes from the host, "
         f"{left['peer_bytes']:,} between ranks; pause p50 {left['pause_s'].get('p50', 0):.3f} s\n"
+        f"KV from the agent after {cells['losses']} losses of cells: {cells['fetched_bytes']:,} "
+        f"bytes for {cells['pages']:,} pages of {cells['whole_bytes']:,}, "
+        f"{cells['fetched_over_lost']:.3f} x the cells that were lost of them\n"
         f"longest gap of a stream: p50 {gap['p50']:.3f} s, p99 {gap['p99']:.3f} s; one process "
         f"without faults: p50 {alone['p50']:.3f} s, p99 {alone['p99']:.3f} s\n"
         f"weights from the host {moved['host']:,} bytes (planned {moved['planned_host']:,}), read "
