@@ -239,6 +239,24 @@ def test_streams_wait_for_those_before_them() -> None:
     assert len(left) >= 2
 
 
+def test_of_pages_that_an_agent_holds_only_the_lost_cells_cost() -> None:
+    """The pages behind them are computed."""
+    harness = two_pairs("s")
+    event = reforming(
+        "d0",
+        0.01,
+        missing_pages={S: 10},
+        page_s=0.01,
+        held_pages={S: 8},
+        held_page_s=0.001,
+    )
+
+    stays = only(harness.handle(event, at_s=1.0), Recovered)
+
+    assert stays.option is Option.IN_PLACE
+    assert stays.predicted_s == pytest.approx(0.01 + 8 * 0.001 + 2 * 0.01)
+
+
 def test_streams_that_leave_together_are_charged_what_they_cost_each_other() -> None:
     """A split is sooner for the first of eight, but the others wait for what it has the target
     compute.

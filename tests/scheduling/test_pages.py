@@ -337,6 +337,29 @@ def test_reset_forgets_everything_without_a_hard_pin() -> None:
     assert held(pages, TAGS[:2]) == len(used)
 
 
+def test_what_is_left_of_a_page_goes_to_one_owner_of_its_base() -> None:
+    """It is found by none before its cells are there again, and can be taken as any cached page."""
+    pages = PageManager(3, P)
+    run = pages.allocate(3, base=1)
+    assert run is not None
+    for page, tag in zip(run, TAGS[:3], strict=True):
+        pages.register(page, tag)
+    pages.release(run)
+    gone = {run[0]: frozenset({(0, 1)}), run[1]: frozenset({(0, 1), (2, 0)})}
+
+    pages.lose(lambda page: gone.get(page, frozenset()))
+
+    assert (held(pages, TAGS[:1]), held(pages, TAGS[2:3])) == (0, 1)
+    assert pages.mend(TAGS[0], base=0) is None
+    assert pages.mend(TAGS[0], base=1) == (run[0], gone[run[0]])
+    assert pages.mend(TAGS[0], base=1) is None
+    pages.register(run[0], TAGS[0])
+    assert held(pages, TAGS[:1]) == 1
+    pages.allocate(2)
+    assert pages.mend(TAGS[1], base=1) is None
+    pages.check()
+
+
 def test_leases_given_back_early_leave_no_litter() -> None:
     """The normal end of a stream gives its lease back; the order of ends must not grow for ever by
     it.

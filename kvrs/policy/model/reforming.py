@@ -23,8 +23,12 @@ class PredictedReforming:
     queue_s: float  # Its queue, as it reports it beside.
     ahead_s: float = 0.0  # What restoring the streams takes that stay, as far as they are decided.
 
+    def pages_of(self, stream: StreamId) -> tuple[int, int]:
+        """Pages with lost cells, and those of them of which only the cells are fetched."""
+        missing = self.missing_pages.get(stream, 0)
+        return missing, min(self.held_pages.get(stream, 0), missing)
+
     def restore_s(self, stream: StreamId) -> float:
         """What it takes to have the lost cells of a stream's pages again."""
-        missing = self.missing_pages.get(stream, 0)
-        held = min(self.held_pages.get(stream, 0), missing)
+        missing, held = self.pages_of(stream)
         return held * self.held_page_s + (missing - held) * self.page_s

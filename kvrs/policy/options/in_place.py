@@ -74,8 +74,9 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     yield Term("step", reforming.step_s, "of decoding with the ranks that are left")
     ahead_s = estimate.queue_s - ready_s - reforming.step_s
     yield Term("ahead", ahead_s, "lost cells of the streams before it")
-    pages = reforming.missing_pages.get(case.stream.id, 0)
-    yield Term("restore", estimate.transfer_s, f"lost cells of {pages:,} of its pages")
+    pages, held = reforming.pages_of(case.stream.id)
+    what = f"lost cells of {held:,} of its pages, and {pages - held:,} pages computed"
+    yield Term("restore", estimate.transfer_s, what)
     yield Term("rest", estimate.compute_s, "what the attempt had still to do")
 
 
