@@ -101,13 +101,31 @@ class Processes:
             process.wait()
 
     def start(self, *names: str) -> None:
-        """Start these instances and agents, or start them again after a kill; returns before they
-        are ready.
+        """Start these instances, hosts of stages and agents, or start them again after a kill;
+        returns before they are ready.
         """
         nodes = {str(node.agent_id): node.id for node in self.config.cluster.nodes}
+        hosts = {
+            str(instance.stage_host_id(stage)): (instance.id, stage)
+            for _, instance in self.config.cluster.instances()
+            for stage in instance.remote_stages
+        }
         for name in names:
             if (former := self._running.get(name)) is not None:
                 former.wait()
+            if name in hosts:
+                instance, stage = hosts[name]
+                self._spawn(
+                    name,
+                    "kvrs.engine.ranks.host",
+                    "--config",
+                    str(self._config_path),
+                    "--instance",
+                    instance,
+                    "--stage",
+                    str(stage),
+                )
+                continue
             if name in nodes:
                 # Its epoch is kept beside its segments.
                 self._spawn(

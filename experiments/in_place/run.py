@@ -115,7 +115,7 @@ async def serve(model: Path, ranks: int, options: argparse.Namespace) -> Passed:
                 driver.cancel()
                 await asyncio.gather(driver, return_exceptions=True)
             watch.note()
-            done = instance.ranks.reformer.done if instance.ranks is not None else []
+            done = instance.group.reformer.done if instance.group is not None else []
             await instance.close()
         if driver is not None and not driver.cancelled() and driver.exception() is not None:
             raise driver.exception() or AssertionError
@@ -124,7 +124,7 @@ async def serve(model: Path, ranks: int, options: argparse.Namespace) -> Passed:
 
 async def drive(instance: EngineInstance, choose: random.Random, faults: Counter[str]) -> None:
     """Lose ranks, one after the other, until the least are left; wait for all, and again."""
-    group = instance.ranks
+    group = instance.group
     assert group is not None
     while True:
         while len(group.pids) > LEAST_RANKS:
@@ -138,7 +138,7 @@ async def drive(instance: EngineInstance, choose: random.Random, faults: Counter
 
 
 async def lose(instance: EngineInstance, choose: random.Random, faults: Counter[str]) -> None:
-    group = instance.ranks
+    group = instance.group
     assert group is not None
     if len(group.pids) <= LEAST_RANKS:
         return
@@ -161,7 +161,7 @@ async def lose(instance: EngineInstance, choose: random.Random, faults: Counter[
 
 async def leave(instance: EngineInstance, rank: int, faults: Counter[str]) -> None:
     """On purpose, and back once it has gone."""
-    group = instance.ranks
+    group = instance.group
     assert group is not None
     ordered = RankRequest(rank, True, instance.epoch)
     if await instance.order_rank(ordered) is not None:

@@ -1,5 +1,6 @@
 """Runs one process of a cluster for its keeper: `python -m kvrs.cluster.hosted --config FILE --name
-ID --line FD`; an instance of several ranks, a server of DistServe, or the agent of a node.
+ID --line FD`; an instance of several ranks, the host of a stage of one, a server of DistServe, or
+the agent of a node.
 
 What it hears and says on its line is in `keeper.py`. Instances of one process are forked by a
 nursery instead (`kvrs.engine.nursery`).
@@ -48,6 +49,9 @@ class _Hosted:
             case Kind.INSTANCE:
                 collect_nothing_yet()
                 asyncio.run(self._serve_instance(config, secrets))
+            case Kind.STAGE:
+                collect_nothing_yet()
+                asyncio.run(self._serve_stage(config, secrets))
             case Kind.AGENT:
                 collect_nothing_yet()
                 import uvloop
@@ -88,6 +92,16 @@ class _Hosted:
         await serve(
             config, name, self._start, secret, stop, self._ready, older=older, read=self._read
         )
+
+    async def _serve_stage(self, config: Config, secrets: list[bytes]) -> None:
+        """It ends with the process of the instance that it serves."""
+        from kvrs.engine.ranks.host import StageHost, find_stage  # Loads torch.
+
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads its file at its start only.
+        stop, (secret, *older) = asyncio.Event(), secrets
+        asyncio.get_running_loop().add_reader(self._line, self._heard, stop.set)
+        host = StageHost(config, *find_stage(config, self._process.name), secret, older)
+        await host.serve(self._ready, stop)
 
     async def _serve_agent(self, config: Config, secrets: list[bytes]) -> None:
         """Its epoch is stored beside its segments."""

@@ -108,6 +108,10 @@ def _wanted(config: Config, document: Any, sections: list[Any]) -> list[tuple[An
                 (instance, key, f"instance {instance['id']}: {key}")
                 for key in ("port", "page_port")
             ]
+            wanted += [
+                (host, "port", f"instance {instance['id']}: stage_hosts: port")
+                for host in instance["stage_hosts"]
+            ]
         if config.agents_run:
             wanted += [
                 (node["agent"], key, f"agent of node {node['id']}: {key}")

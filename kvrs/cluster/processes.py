@@ -20,6 +20,7 @@ Progress = Callable[[str], None]  # Takes a line about what is done.
 
 class Kind(StrEnum):
     INSTANCE = "instance"  # Of the embedded engine.
+    STAGE = "stage host"  # Of an instance whose process is on another node.
     AGENT = "agent"
     SERVER = "DistServe server"  # Both instances of its node.
 
@@ -35,6 +36,8 @@ class Process:
         match self.kind:
             case Kind.INSTANCE:
                 return f"instance {self.name}"
+            case Kind.STAGE:
+                return f"stage host {self.name}"
             case Kind.AGENT:
                 return str(self.name)
             case Kind.SERVER:
@@ -59,6 +62,8 @@ def _processes(config: Config) -> Iterator[Process]:
         case Backend.EMBEDDED:
             for node, instance in cluster.instances():
                 yield Process(instance.id, node.id, Kind.INSTANCE)
+                for stage, host in instance.remote_stages.items():
+                    yield Process(instance.stage_host_id(stage), host.node, Kind.STAGE)
         case Backend.DISTSERVE:
             for node in cluster.nodes:
                 yield Process(InstanceId(f"server-{node.id}"), node.id, Kind.SERVER)

@@ -23,6 +23,11 @@ def faults_of_ports(
         for each in listeners
         for address in ((each.host, each.port), (each.pages_at, each.page_port))
     ]
+    addresses += [
+        (stage.host, stage.port)
+        for _, instance in cluster.instances()
+        for stage in instance.stage_hosts
+    ]
     addresses += [(proxy.host, proxy.port), (proxy.admin_host, proxy.admin_port)]
     if proxy.peer_port:
         own = range(proxy.peer_port, proxy.peer_port + proxy.workers)

@@ -33,6 +33,17 @@ class DistServeSettings(Settings):
     """DistServe's own, as on its command line; `--model` is `cluster.model`."""
 
 
+class StageHostSettings(Settings):
+    node: NodeId = Field(min_length=1, max_length=64)
+    """Where the stage's ranks run."""
+    host: Host = "127.0.0.1"
+    """Of its port, as the instance reaches it."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Where the instance sends batches and pages. 0: any free port, chosen once by `kvrs up`."""
+    bind: Host | None = None
+    """Where its port listens. null: at `host`."""
+
+
 class InstanceSettings(Settings):
     id: InstanceId = Field(min_length=1, max_length=64)
     """Its name, unique in the cluster."""
@@ -61,6 +72,10 @@ class InstanceSettings(Settings):
     """The layers [first, end) of each stage, in place of equally many. null: by `pp`."""
     shares: list[Annotated[int, Field(ge=1)]] | None = None
     """The shares of a stage's ranks in each layer, as [3, 1]. null: equal ones."""
+    stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MOST_RANKS - 1)
+    """For each of the last stages, in their order, the process on another node that has its ranks.
+    The stages before are on the instance's own node. Such an instance ends with any of its ranks.
+    """
 
     @model_validator(mode="after")
     def _has_ranks(self) -> "InstanceSettings":
@@ -71,6 +86,12 @@ class InstanceSettings(Settings):
         if self.shares is not None and len(self.shares) != self.tp:
             raise PydanticCustomError(
                 "shares", f"{len(self.shares)} shares with tp {self.tp}; allowed: one for each rank"
+            )
+        if self.stage_hosts and len(self.stage_hosts) >= self.stage_count:
+            raise PydanticCustomError(
+                "stage_hosts",
+                f"{len(self.stage_hosts)} stage_hosts with {self.stage_count} stages; allowed: at "
+                f"most {self.stage_count - 1}, the first stage is on the instance's own node",
             )
         if (ranks := self.tp * self.stage_count) > MOST_RANKS:
             raise PydanticCustomError(
@@ -85,6 +106,21 @@ class InstanceSettings(Settings):
     @property
     def ranks(self) -> int:
         return self.tp * self.stage_count
+
+    @property
+    def remote_stages(self) -> dict[int, StageHostSettings]:
+        """Of the stages on other nodes, by number."""
+        return dict(enumerate(self.stage_hosts, self.stage_count - len(self.stage_hosts)))
+
+    def stage_host_id(self, stage: int) -> InstanceId:
+        """The host of a stage as a process, and as the peer of the instance."""
+        return InstanceId(f"{self.id}-stage-{stage}")
+
+    def stage_nodes(self, own: NodeId) -> list[NodeId]:
+        """The node of each stage, of an instance of node `own`."""
+        remote = self.remote_stages
+        stages = range(self.stage_count)
+        return [remote[stage].node if stage in remote else own for stage in stages]
 
     @property
     def pages_at(self) -> str:
@@ -102,8 +138,8 @@ class InstanceSettings(Settings):
 class NodeSettings(Settings):
     id: NodeId = Field(min_length=1, max_length=64)
     """Its name, unique in the cluster."""
-    instances: list[InstanceSettings] = Field(min_length=1)
-    """The engines on this node."""
+    instances: list[InstanceSettings] = Field(default=[])
+    """The engines on this node: at least one, or a stage of another node's (`stage_hosts`)."""
     agent: AgentSettings = AgentSettings()
     """The node's agent, which runs with backup or gossip."""
 

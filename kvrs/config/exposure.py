@@ -43,6 +43,12 @@ def notes(config: Config) -> Iterator[str]:
             "note: cluster.backend: vllm instances cannot prove their identity: a process at the "
             "address of a dead one gets prompts and the API key (docs/security.md)"
         )
+    for _, instance in config.cluster.instances():
+        if instance.stage_hosts and config.elastic.enabled:
+            yield (
+                f"note: elastic.enabled: instance {instance.id!r} has stages on other nodes: it "
+                f"does not re-form, and ends with any of its ranks (docs/operating.md)"
+            )
 
 
 def faults_of_proxy(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
@@ -79,6 +85,11 @@ def _hosts_with_secret(config: Config) -> Iterator[tuple[str, str]]:
             hosts += [
                 (f"cluster.nodes: instance {instance.id!r}: {key}", getattr(instance, key))
                 for key in ("host", "page_host", "bind")
+            ]
+            hosts += [
+                (f"cluster.nodes: instance {instance.id!r}: stage {stage}: {key}", value)
+                for stage, host in instance.remote_stages.items()
+                for key, value in (("host", host.host), ("bind", host.bind))
             ]
         hosts += [
             (f"cluster.nodes: agent of node {node.id!r}: {key}", getattr(node.agent, key))

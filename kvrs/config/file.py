@@ -266,8 +266,17 @@ def _repeated(names: Iterable[str]) -> list[tuple[str, int]]:
 
 def _faults_of_names(config: Config) -> Iterator[str]:
     nodes = config.cluster.nodes
+    used = {host.node for _, one in config.cluster.instances() for host in one.stage_hosts}
+    for node in nodes:
+        if not node.instances and node.id not in used:
+            yield (
+                f"cluster.nodes: node {node.id!r} has no instances; allowed: at least one, or a "
+                f"stage of another node's (stage_hosts)"
+            )
     holders = [instance.id for _, instance in config.cluster.instances()]
     holders += [node.agent_id for node in nodes]
+    for _, instance in config.cluster.instances():
+        holders += [instance.stage_host_id(stage) for stage in instance.remote_stages]
     for what, names in (("node", [node.id for node in nodes]), ("instance", holders)):
         for name, count in _repeated(names):
             yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
@@ -294,6 +303,23 @@ def _faults_of_ranks(config: Config) -> Iterator[str]:
             yield f"{several}; allowed with cluster.engine.device: {cluster.engine.device}: 1"
         if instance.ranks > 1 and config.elastic.min_ranks > instance.ranks:
             yield f"{several}; allowed with elastic.min_ranks: {config.elastic.min_ranks}: as many"
+        if instance.stage_hosts:
+            yield from _faults_of_stage_hosts(config, instance)
+
+
+def _faults_of_stage_hosts(config: Config, instance: InstanceSettings) -> Iterator[str]:
+    nodes = {node.id for node in config.cluster.nodes}
+    for stage, host in instance.remote_stages.items():
+        if host.node not in nodes:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has stage {stage} on node "
+                f"{host.node!r}; allowed: {', '.join(sorted(nodes))}"
+            )
+    if config.elastic.min_ranks > 1:
+        yield (
+            f"elastic.min_ranks: got {config.elastic.min_ranks}; allowed with instance "
+            f"{instance.id!r}, which has stages on other nodes and does not re-form: 1"
+        )
 
 
 def _faults_of_roles(config: Config) -> Iterator[str]:

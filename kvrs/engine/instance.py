@@ -20,6 +20,7 @@ from kvrs.engine.core import EngineCore
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
+from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedInstance, ServedModel
@@ -81,19 +82,21 @@ class LoadedModel:
         anchored = None
         if config.state_plane.enabled and layout is None:
             anchored = AnchoredMemory(config, node.id, instance_id, secret)
-        worker: ModelWorker = (
-            Worker(directory, engine, anchored)
-            if layout is None
-            else RankGroup(
+        worker: ModelWorker
+        if layout is None:
+            worker = Worker(directory, engine, anchored)
+        elif settings.stage_hosts:
+            worker = RanksOnNodes(config, node.id, settings, layout, secret)
+        else:
+            worker = RankGroup(
                 directory, engine, layout, config.elastic, config.policy.lookahead_tokens
             )
-        )
         loaded_s = 0.0 if engine.pace is None else Pace(engine.pace).load_s
         try:
             time.sleep(max(0.0, loaded_s - (time.monotonic() - started_s)))
             return cls(worker, describe_model(config, directory, worker))
         except BaseException:
-            if isinstance(worker, RankGroup):
+            if isinstance(worker, RankGroup | RanksOnNodes):
                 worker.close()
             raise
 
@@ -188,8 +191,13 @@ class EngineInstance(ServedInstance):
         return self._core.pages
 
     @property
-    def ranks(self) -> RankGroup | None:
+    def ranks(self) -> RankGroup | RanksOnNodes | None:
         """None: the instance is one process."""
+        return self.worker if isinstance(self.worker, RankGroup | RanksOnNodes) else None
+
+    @property
+    def group(self) -> RankGroup | None:
+        """Ranks that re-form. None: one process, or ranks on several nodes."""
         return self.worker if isinstance(self.worker, RankGroup) else None
 
     @property
@@ -200,7 +208,13 @@ class EngineInstance(ServedInstance):
     def info(self) -> InstanceInfo:
         info = self._describe(self.prefill, CAPABILITIES, self.worker.gpus)
         if self.ranks is not None:
-            ranks, layout = describe_ranks(self.ranks, info.node)
+            nodes = self.settings.stage_nodes(info.node)
+            ranks, layout = describe_ranks(
+                self.ranks.layout,
+                self.ranks.pids,
+                nodes,
+                re_forms=self.group is not None and self._place.config.elastic.enabled,
+            )
             return msgspec.structs.replace(info, ranks=ranks, layout=layout)
         if self.anchored is not None:
             return msgspec.structs.replace(info, kept=self.anchored.kept_now(self.pages))
@@ -231,11 +245,11 @@ class EngineInstance(ServedInstance):
         """What a load report says of ranks."""
         if self.ranks is None:
             return {}
-        now, layout = self.ranks.reforming, self.ranks.layout
+        layout = self.ranks.layout
         facts = {"layout_number": layout.number, "full_degree": len(self.ranks.full.ranks)}
-        if now is None:
+        if self.group is None or (now := self.group.reforming) is None:
             return facts | {"degree": len(layout.ranks)}
-        decode, prefill = self.ranks.reformer.factors(now.after)
+        decode, prefill = self.group.reformer.factors(now.after)
         page_s = self.prefill.extra(0, self.pages.page_size_tokens) * prefill
         report = ReformingReport(
             number=now.number,
@@ -264,7 +278,8 @@ class EngineInstance(ServedInstance):
         loop = asyncio.get_running_loop()
         if self.ranks is not None:
             self.ranks.on_end = lambda lost: loop.call_soon_threadsafe(self.core.fail, lost)
-            self.ranks.on_change = lambda: loop.call_soon_threadsafe(self.news.tell)
+        if self.group is not None:
+            self.group.on_change = lambda: loop.call_soon_threadsafe(self.news.tell)
         self.tasks = [
             loop.create_task(work)
             for work in (self.core.run(), self.port.probe(), self.checkpointer.run())
@@ -293,7 +308,9 @@ class EngineInstance(ServedInstance):
             return await super().order_rank(order)
         if order.epoch != self.epoch:
             return f"epoch: got {order.epoch}; allowed: {self.epoch}"
-        ordered = self.ranks.reformer.order(order.rank, leaves=order.leaves)
+        if self.group is None:
+            return "its stages are on several nodes; allowed: an instance of one node"
+        ordered = self.group.reformer.order(order.rank, leaves=order.leaves)
         return await asyncio.wrap_future(ordered)
 
     async def close(self) -> None:

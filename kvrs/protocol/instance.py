@@ -81,6 +81,8 @@ class LayoutInfo(msgspec.Struct, frozen=True):
 
     number: Natural  # Rises with every change.
     stages: list[tuple[int, int]]  # The layers [first, end) of each.
+    # Whether the others go on without a rank that is lost; otherwise the instance ends.
+    re_forms: bool = True
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):

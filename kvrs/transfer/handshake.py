@@ -22,6 +22,10 @@ from kvrs.transfer.peers import Peer
 from kvrs.transfer.stream import SocketStream
 
 
+class PeerRefusedError(TransferError):
+    """The two ends do not belong together, and a further attempt would end in the same way."""
+
+
 def page_key(secret: bytes) -> bytes:
     assert len(secret) >= MIN_SECRET_BYTES, (
         f"a secret of {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed"
@@ -75,7 +79,8 @@ async def introduce(stream: SocketStream, key: bytes, own: Identity, peer: Peer)
     """The client's part. Returns the identity of the server: `peer`, with pages like `own`.
 
     Raises:
-        TransferError: it refused, does not have the secret, or is another one.
+        PeerRefusedError: it refused, does not have the secret, or is another one.
+        TransferError: the connection was lost.
     """
     _, body = await stream.receive_frame(FrameType.CHALLENGE)
     nonce = frames.decode_challenge(body)
@@ -86,18 +91,18 @@ async def introduce(stream: SocketStream, key: bytes, own: Identity, peer: Peer)
     await stream.send(frames.encode_hello(hello))
     answer, body = await stream.receive_frame(FrameType.WELCOME, FrameType.REFUSED)
     if answer is FrameType.REFUSED:
-        raise TransferError(f"refused by the peer: {frames.decode_refused(body)}")
+        raise PeerRefusedError(f"refused by the peer: {frames.decode_refused(body)}")
     welcome = frames.decode_welcome(body)
     if not hmac.compare_digest(welcome.mac, _server_mac(key, nonce, hello, welcome.server)):
-        raise TransferError("the peer does not know the secret")
+        raise PeerRefusedError("the peer does not know the secret")
     server = welcome.server
     if (server.instance, server.node) != (peer.instance, peer.node):
-        raise TransferError(
+        raise PeerRefusedError(
             f"the peer is {server.instance!r} on {server.node!r}, not {peer.instance!r} "
             f"on {peer.node!r}"
         )
     if reason := _mismatch(server, own):
-        raise TransferError(reason)
+        raise PeerRefusedError(reason)
     stream.begin(Session(_session_secret(key, nonce, hello, server), is_client=True))
     return server
 

@@ -112,12 +112,12 @@ def test_the_state_shows_ranks_and_layout(cluster: Cluster) -> None:
     stages = row_of(cluster, "d1")
     pair = row_of(cluster, "d0")
 
-    assert pair["layout"] == {"number": 1, "stages": [[0, 4]]}
+    assert pair["layout"] == {"number": 1, "stages": [[0, 4]], "re_forms": True}
     assert [(one["rank"], one["stage"], one["heads"]) for one in pair["ranks"]] == [
         (0, 0, [0]),
         (1, 0, [1]),
     ]
-    assert stages["layout"] == {"number": 1, "stages": [[0, 3], [3, 4]]}
+    assert stages["layout"] == {"number": 1, "stages": [[0, 3], [3, 4]], "re_forms": True}
     assert [one["stage"] for one in stages["ranks"]] == [0, 1]
     assert len({one["pid"] for one in (*pair["ranks"], *stages["ranks"])}) == 4
     assert row_of(cluster, "p0")["ranks"] == []

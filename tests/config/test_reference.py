@@ -56,7 +56,7 @@ def test_the_schema_takes_what_the_program_takes() -> None:
         {"proxy": {"prot": 1}},
         {"proxy": {"port": 70000}},
         {"policy": {"name": "fastest"}},
-        {"cluster": {"nodes": [{"id": "n0"}]}},
+        {"cluster": {"nodes": [{"id": "n0", "instances": [{"id": "p0"}]}]}},
     ],
 )
 def test_the_schema_refuses_what_the_program_refuses(document: Any) -> None:

@@ -1,19 +1,20 @@
 """Processes among which an instance is divided.
 
-All are on one node, because everything that they share is memory which the head maps. Tensor
-parallelism over a network would not pay: two sums in each layer. Stages on several nodes would, and
-no bit would change, since rows between stages are float32 already. They need, in this order:
+Those of a stage are on one node, and share memory which its head maps: tensor parallelism over a
+network would not pay, two sums in each layer. Stages can be on several nodes. `stages.py` is what
+both cases share: the ranks of some stages, in a formation which rows enter and leave as they do
+between stages. `group.py` has all stages on one node, and re-forms them. `nodes.py` puts together
+groups of stages with one contract (`local.py`): those of its own node, and one for each host of a
+stage on another node (`host.py`, which `remote.py` reaches over the messages of `link.py`).
 
-- Layouts of some layers. `Share` takes its first and last stage from the layout, plans and
-  `Reforming` demand an owner for every unit of the model, and a cell's column in memory is counted
-  from layer 0.
-- A head for each node: what `RankGroup` does for all stages, for those of its node, with rows that
-  enter and leave its formation as they do between stages. It owns cells, units and formations
-  there, re-forms alone, and is an actor of its own, with a port, in the launcher's list.
-- A worker that is several of them: orders and rows over the stream and hand-shake of the page port,
-  with epoch and number of the batch; the root of the weights from the hashes of all
-  (`digests.root_of`); pages put together by layers, in which each node's cells are one run.
-- Death without shared memory: the end of a connection, and the limit of a batch for a cut link. A
-  lost node is a lost stage, for which nothing is left on the others: another instance's stage would
-  have to stand in, or the instance ends.
+An instance on several nodes does not re-form. It would need:
+
+- A re-forming in each node's group, which plans and `Reforming` cannot describe: they demand an
+  owner for every unit of the model. The process of the instance would have to agree with the hosts
+  on epochs.
+- For a lost node, which is a lost stage, with nothing left of it on the others, another instance's
+  stage in its place.
+
+Rows go from one stage to the next by way of the process of the instance, which is one hop more than
+needed where two stages that follow each other are both elsewhere.
 """

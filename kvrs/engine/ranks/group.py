@@ -7,7 +7,7 @@ their units, so both outlive a rank's process, and pages are sent and received w
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from kvrs.config.elastic import ElasticSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.moving import LinkRates
-from kvrs.elastic.placing import least_loaded
 from kvrs.elastic.reforming import Costs, Reforming, Room
 from kvrs.elastic.shares import Share
 from kvrs.engine.models.digests import Note, root_of
@@ -27,7 +26,7 @@ from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.reformed import ReformingNow
 from kvrs.engine.ranks.reformer import Reformer, cells_of
 from kvrs.engine.ranks.seats import END_S
-from kvrs.engine.ranks.stages import UNPREDICTED_S, StageRanks, limit_s_of
+from kvrs.engine.ranks.stages import UNPREDICTED_S, StageRanks, base_beside, limit_s_of
 from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
 from kvrs.errors import RanksLostError
 from kvrs.ids import NodeId
@@ -38,9 +37,10 @@ from kvrs.scheduling.sequences import Chunk
 _PROBE_TOKENS = 8
 
 
-def describe_ranks(group: "RankGroup", node: NodeId) -> tuple[list[RankInfo], LayoutInfo]:
-    """The ranks as others see them; all are on one node."""
-    layout, pids = group.layout, group.pids
+def describe_ranks(
+    layout: Layout, pids: Mapping[int, int], nodes: Sequence[NodeId], *, re_forms: bool
+) -> tuple[list[RankInfo], LayoutInfo]:
+    """The ranks as others see them. `nodes`: of each stage."""
     stages = [(stage.first, stage.last) for stage in layout.stages]
     ranks = []
     for rank in layout.ranks:
@@ -49,8 +49,8 @@ def describe_ranks(group: "RankGroup", node: NodeId) -> tuple[list[RankInfo], La
         share = Share.of(layout, rank)
         stage = layout.stages.index(layout.stage_of(rank))
         heads = sorted({head for own in (*share.heads, *share.spread) for head in own})
-        ranks.append(RankInfo(rank, stage, pids[rank], node, share.units, heads))
-    return ranks, LayoutInfo(layout.number, stages)
+        ranks.append(RankInfo(rank, stage, pids[rank], nodes[stage], share.units, heads))
+    return ranks, LayoutInfo(layout.number, stages, re_forms)
 
 
 class RankGroup(StageRanks):
@@ -183,12 +183,7 @@ class RankGroup(StageRanks):
         """The base of a new sequence beside others, of each its base and its tokens to compute
         (RaidServe's routing).
         """
-        if not self._has_bases:
-            return 0
-        pending = dict.fromkeys(range(self.layout.bases), 0)
-        for base, tokens in others:
-            pending[base % len(pending)] += tokens
-        return least_loaded(pending)
+        return base_beside(self.layout, others) if self._has_bases else 0
 
     def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
         """Kill a rank and drop the memory of its cells and its units; `bases`: of each page.

@@ -3,7 +3,7 @@ KV cells, and their start.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
+from kvrs.elastic.placing import least_loaded
 from kvrs.elastic.plans import HOST, Move
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.cells import WholePages, memory_bytes, of_layers
@@ -129,6 +130,16 @@ class StageRanks:
                     self.processes.fetched(told.seat, fetched)
                 case Joined():
                     pass
+
+
+def base_beside(layout: Layout, others: Iterable[tuple[int, int]]) -> int:
+    """The base of a new sequence beside others, of each its base and its tokens to compute
+    (RaidServe's routing).
+    """
+    pending = dict.fromkeys(range(layout.bases), 0)
+    for base, tokens in others:
+        pending[base % len(pending)] += tokens
+    return least_loaded(pending)
 
 
 def limit_s_of(predict: Predict | None, chunks: Sequence[Chunk]) -> float:

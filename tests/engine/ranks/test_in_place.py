@@ -328,8 +328,8 @@ async def answers_of(
                 else:
                     instance.lose_device(rank)
                 await asyncio.sleep(0.2)
-            if done is not None and instance.ranks is not None:
-                done += instance.ranks.reformer.done
+            if done is not None and instance.group is not None:
+                done += instance.group.reformer.done
             if lost is not None:
                 lost.append(len(instance.core.missing_pages))
             return list(await asyncio.gather(*tasks))

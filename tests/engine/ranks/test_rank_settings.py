@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 
+from kvrs.cluster.ports import resolve_ports
 from kvrs.config.cluster import InstanceSettings
+from kvrs.config.exposure import check_exposure, notes
 from kvrs.config.file import parse_config
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.seats import Shared
 from kvrs.engine.ranks.settings import check_layouts, layout_of
 from kvrs.errors import ConfigError, KvrsError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 
 def document(model: Path | None = None, **ranks: Any) -> dict[str, Any]:
@@ -51,6 +53,18 @@ def test_a_model_that_cannot_be_divided_so_is_refused(
         ({"pp": 3, "stages": [[0, 2], [2, 4]]}, "pp is 3 with 2 stages; allowed: one of them"),
         ({"tp": 16, "pp": 8}, "128 ranks, which are tp times the stages; allowed: 64"),
         ({"stages": [[0, 2, 4]]}, "stages.0: got a list"),
+        (
+            {"pp": 2, "stage_hosts": [{"node": "n0"}, {"node": "n0"}]},
+            "2 stage_hosts with 2 stages; allowed: at most 1, the first stage is on the instance's",
+        ),
+        (
+            {"tp": 2, "stage_hosts": [{"node": "n0"}]},
+            "1 stage_hosts with 1 stages; allowed: at most 0",
+        ),
+        (
+            {"pp": 2, "stage_hosts": [{"node": "n7"}]},
+            "instance 'b0' has stage 1 on node 'n7'; allowed: n0",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
@@ -61,6 +75,51 @@ def test_settings_that_contradict_each_other_are_refused(
         parse_config(document(**ranks))
 
     assert any(reason in line for line in refused.value.faults), refused.value.faults
+
+
+def test_an_instance_on_several_nodes_does_not_re_form() -> None:
+    """A number of ranks with which it would wait has no meaning; `kvrs config check` says that the
+    rest of the section has none either.
+    """
+    divided = document(pp=2, stage_hosts=[{"node": "n0"}])
+
+    assert any("instance 'b0' has stages on other" in line for line in notes(parse_config(divided)))
+    with pytest.raises(ConfigError, match=r"elastic\.min_ranks: got 2; allowed with .*'b0'.*: 1"):
+        parse_config(divided | {"elastic": {"min_ranks": 2}})
+
+
+def test_ports_of_stage_hosts_are_addresses_of_the_cluster() -> None:
+    """Used once, and beyond loopback only with a secret; `kvrs up` chooses those that are 0."""
+    divided = document(pp=2, port=9000, stage_hosts=[{"node": "n0", "port": 9000}])
+    with pytest.raises(ConfigError, match=r"port 127\.0\.0\.1:9000 is used 2 times"):
+        parse_config(divided)
+
+    open_to_all = document(pp=2, stage_hosts=[{"node": "n0", "bind": "0.0.0.0"}])
+    with pytest.raises(ConfigError, match=r"stage 1: bind: got '0\.0\.0\.0' without a secret"):
+        check_exposure(parse_config(open_to_all), {})
+
+    chosen = resolve_ports(parse_config(document(pp=2, stage_hosts=[{"node": "n0"}])))
+    (host,) = chosen.cluster.nodes[0].instances[0].stage_hosts
+    assert host.port > 0
+
+
+def test_a_node_has_an_instance_or_a_stage() -> None:
+    divided = document(pp=2, stage_hosts=[{"node": "n1"}])
+    divided["cluster"]["nodes"].append({"id": "n1"})
+    assert parse_config(divided).cluster.nodes[1].instances == []
+
+    divided["cluster"]["nodes"].append({"id": "n2"})
+    with pytest.raises(ConfigError, match="node 'n2' has no instances; allowed: at least one, or"):
+        parse_config(divided)
+
+
+def test_a_host_of_a_stage_has_a_name_of_its_own() -> None:
+    divided = document(pp=2, stage_hosts=[{"node": "n0"}])
+    taken = {"id": "b0-stage-1", "role": "both"}
+    divided["cluster"]["nodes"][0]["instances"].append(taken)
+
+    with pytest.raises(ConfigError, match="instance id 'b0-stage-1' is used 2 times"):
+        parse_config(divided)
 
 
 def test_ranks_are_those_of_the_embedded_engine_on_processors() -> None:

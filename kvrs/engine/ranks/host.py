@@ -1,0 +1,310 @@
+"""The host of a stage: a process that has the ranks of one stage of an instance whose process is on
+another node.
+
+`python -m kvrs.engine.ranks.host --config FILE --instance ID --stage N` loads the stage and then
+waits for the instance at the port of `stage_hosts`. It serves one process of the instance and ends
+with it, and with any of its ranks; what started it starts it again, so a new process of the
+instance finds a new host. A process that connects while another one is served is a later one: the
+host ends, for one that is new.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrs.config.file import Config, load_config, read_secrets
+from kvrs.engine.instance import find_instance
+from kvrs.engine.layers.tiles import padded_rows
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.link import (
+    Begin,
+    ComputeStage,
+    EndRank,
+    PagesDone,
+    ReadPages,
+    StageChannel,
+    StageComputed,
+    StageLink,
+    StageLost,
+    ToStage,
+    WritePages,
+    facts_digest,
+    most_page_payload,
+    stage_key,
+)
+from kvrs.engine.ranks.local import LocalStages
+from kvrs.engine.ranks.settings import layout_of
+from kvrs.engine.ranks.wire import chunks_of
+from kvrs.engine.worker import geometry_of
+from kvrs.errors import (
+    ConfigError,
+    KvrsError,
+    MissingExtraError,
+    RanksLostError,
+    TransferError,
+)
+from kvrs.garbage import collect_nothing_yet, keep_what_is_there
+from kvrs.http import naming_port
+from kvrs.ids import InstanceId
+from kvrs.logs import log_to_stderr
+from kvrs.transfer.handshake import admit
+from kvrs.transfer.peers import Identity
+from kvrs.transfer.server import HANDSHAKE_TIMEOUT_S
+from kvrs.transfer.stream import SocketStream, page_socket
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 64
+_MOST_STRANGERS = 32  # Connections in their hand-shake; for one more the oldest is closed.
+_FLOAT_BYTES = 4
+_START = 1  # The epoch of a host: it serves one process only.
+
+
+def find_stage(config: Config, host: InstanceId) -> tuple[InstanceId, int]:
+    """The instance and the number of the stage of a host."""
+    return next(
+        (instance.id, stage)
+        for _, instance in config.cluster.instances()
+        for stage in instance.remote_stages
+        if instance.stage_host_id(stage) == host
+    )
+
+
+class StageHost:
+    def __init__(
+        self,
+        config: Config,
+        instance_id: InstanceId,
+        stage: int,
+        secret: bytes,
+        older: Sequence[bytes] = (),
+    ) -> None:
+        """Load the stage, in the calling thread.
+
+        Raises:
+            ConfigError: there is no such stage, or directory or settings are wrong.
+            KvrsError: there is not enough memory, a rank has ended, or the ranks differ.
+        """
+        node, instance = find_instance(config, instance_id)
+        if (place := instance.remote_stages.get(stage)) is None:
+            allowed = ", ".join(map(str, instance.remote_stages)) or "none"
+            raise ConfigError(
+                [f"instance {instance_id!r}: no stage_hosts for stage {stage}; allowed: {allowed}"]
+            )
+        if config.cluster.model is None:
+            raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
+        directory, settings = Path(config.cluster.model), config.cluster.engine
+        model = ModelConfig.from_directory(directory)
+        layout = layout_of(instance, model.units, spread=config.elastic.spread_heads)
+        assert layout is not None, "an instance with stage_hosts has several ranks"
+        self._place, self._instance, self._node = place, instance, node.id
+        self._name = instance.stage_host_id(stage)
+        self._keys = [stage_key(each) for each in (secret, *older)]
+        self._stall_timeout_s = config.transfer.stall_timeout_s
+        self._stages = LocalStages(directory, settings, layout, range(stage, stage + 1))
+        self._identity = Identity(
+            self._name,
+            place.node,
+            _START,
+            facts_digest(model, settings, layout),
+            geometry_of(model, settings).page_bytes,
+        )
+        self._row_floats = model.hidden
+        rows_bytes = padded_rows(settings.max_batch_tokens) * model.hidden * _FLOAT_BYTES
+        self._most_bytes = max(rows_bytes, most_page_payload(self._stages.pool.geometry.page_bytes))
+        self._strangers: list[asyncio.Task[None]] = []  # In their hand-shake, the oldest first.
+        self._connections: set[asyncio.Task[None]] = set()
+        self._served: int | None = None  # The epoch of the process that is served.
+        self._batches: StageLink | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
+
+    async def serve(self, ready: Callable[[], object], stop: asyncio.Event) -> None:
+        """Until `stop`, or the end of what is served or of a rank. `ready` is called once
+        connections are accepted.
+
+        Raises:
+            ConfigError: the port is in use.
+            KvrsError: a rank has ended, or the process of the instance.
+        """
+        loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[KvrsError] = loop.create_future()
+        self._stages.on_end = lambda lost: loop.call_soon_threadsafe(self._finish, lost)
+        host, port = self._place.bind or self._place.host, self._place.port
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            with page_socket(host) as listener:
+                with naming_port(f"instance {self._instance.id}", "stage_hosts", host, port):
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    listener.bind((host, port))
+                    listener.listen(_BACKLOG)
+                accepting = asyncio.create_task(self._accept(listener))
+                self._connections.add(accepting)
+                ready()
+                ends: list[asyncio.Future[Any]] = [stopped, accepting, self._end]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if accepting.done():
+                accepting.result()
+            if self._end.done():
+                await self._tell(self._end.result())
+                raise self._end.result()
+        finally:
+            stopped.cancel()
+            for task in self._connections:
+                task.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+            self._stages.close()
+            self._thread.shutdown()
+
+    def _finish(self, error: KvrsError) -> None:
+        if not self._end.done():
+            self._end.set_result(error)
+
+    async def _tell(self, error: KvrsError) -> None:
+        if self._batches is not None and isinstance(error, RanksLostError):
+            with suppress(TransferError):
+                reason = str(error).removeprefix(f"rank {', '.join(map(str, error.ranks))} ")
+                await self._batches.send(StageLost(list(error.ranks), reason))
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(listener)
+            if len(self._strangers) >= _MOST_STRANGERS:
+                self._strangers.pop(0).cancel()
+            task = asyncio.create_task(self._serve_one(sock))
+            self._strangers.append(task)
+            self._connections.add(task)
+            task.add_done_callback(partial(self._closed, sock))
+
+    def _closed(self, sock: socket.socket, task: "asyncio.Task[None]") -> None:
+        sock.close()
+        self._connections.discard(task)
+        if task in self._strangers:
+            self._strangers.remove(task)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            self._finish(KvrsError(f"a connection ended in a bug: {bug!r}"))
+            log.error("connection of a stage closed by a bug", exc_info=bug)
+
+    async def _serve_one(self, sock: socket.socket) -> None:
+        stream = SocketStream(sock, self._stall_timeout_s)
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                key, *older = self._keys
+                _, client = await admit(stream, key, lambda: self._identity, older=older)
+                link = StageLink(stream, ToStage, self._most_bytes)
+                begin, _ = await link.receive()
+        except (TransferError, TimeoutError, OSError) as error:
+            log.warning("connection of a stage refused", extra={"cause": str(error)})
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        if task in self._strangers:
+            self._strangers.remove(task)
+        if self._served not in (None, client.epoch):
+            self._finish(KvrsError("another process of the instance has connected"))
+            return
+        self._served = client.epoch
+        try:
+            if not isinstance(begin, Begin):
+                raise TransferError(f"a message out of turn: {type(begin).__name__}")
+            if begin.channel is StageChannel.BATCHES:
+                await self._serve_batches(link)
+            else:
+                await self._serve_pages(link)
+        except (TransferError, OSError) as error:
+            self._finish(KvrsError(f"the instance's process is gone: {error}"))
+        except RanksLostError as lost:
+            self._finish(lost)
+
+    async def _serve_batches(self, link: StageLink) -> None:
+        self._batches = link
+        await link.send(self._stages.ready)
+        loop = asyncio.get_running_loop()
+        while True:
+            order, payload = await link.receive()
+            if not isinstance(order, ComputeStage):
+                raise TransferError(f"a message out of turn: {type(order).__name__}")
+            chunks = chunks_of(order.chunks)
+            count = padded_rows(sum(len(chunk.token_ids) for chunk in chunks))
+            if not chunks or len(payload) != count * self._row_floats * _FLOAT_BYTES:
+                raise TransferError(f"{len(payload)} bytes of rows for {count} rows")
+            rows = payload.view(torch.float32).view(count, self._row_floats)
+            found = await loop.run_in_executor(
+                self._thread, self._stages.execute, chunks, rows, order.limit_s
+            )
+            await link.send(StageComputed(order.batch), found)
+
+    async def _serve_pages(self, link: StageLink) -> None:
+        part_bytes = self._stages.pool.geometry.page_bytes
+        while True:
+            order, payload = await link.receive()
+            match order:
+                case ReadPages(pages=pages):
+                    self._check_pages(pages)
+                    await link.send(PagesDone(), await self._stages.read(pages))
+                case WritePages(pages=pages):
+                    self._check_pages(pages)
+                    if len(payload) != len(pages) * part_bytes:
+                        raise TransferError(f"{len(payload)} bytes for {len(pages)} pages")
+                    await self._stages.write(pages, payload.view(len(pages), part_bytes))
+                    await link.send(PagesDone())
+                case EndRank(rank=rank):
+                    if rank in self._stages.ready.pids:
+                        self._stages.kill_rank(rank)
+                    await link.send(PagesDone())
+                case _:
+                    raise TransferError(f"a message out of turn: {type(order).__name__}")
+
+    def _check_pages(self, pages: list[int]) -> None:
+        most = self._stages.pool.pages
+        if not pages or min(pages) < 0 or max(pages) >= most:
+            raise TransferError(f"pages {pages[:8]}; allowed: 0 to {most - 1}")
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, os.environ)
+    log_to_stderr(**config.logs.options)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    secret, *older = read_secrets(config.security, os.environ)
+    host = StageHost(config, arguments.instance, arguments.stage, secret, older)
+    keep_what_is_there()
+    await host.serve(lambda: print("ready", flush=True), stop)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvrs.engine.ranks.host", description="Run one stage of an instance."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="YAML file with all ports given")
+    parser.add_argument(
+        "--instance", type=InstanceId, required=True, help="id of the instance in cluster.nodes"
+    )
+    parser.add_argument("--stage", type=int, required=True, help="number of the stage, from 0")
+    collect_nothing_yet()
+    try:
+        asyncio.run(_serve(parser.parse_args()))
+    except (ConfigError, MissingExtraError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KvrsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""What the process of an instance and the host of a stage on another node send each other.
+
+Two connections, both with the hand-shake of page ports (`kvrs.transfer.handshake`) under a key of
+their own: one for batches, one for pages. The client begins with `Begin`. A message is a header
+(the sizes of message and payload), the message and its mac, then the payload and its mac. Sizes are
+compared with bounds before memory is allocated for them, and a payload's only once the mac of its
+message was checked.
+"""
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kvrs.config.engine import EngineSettings
+from kvrs.elastic.layouts import Layout
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.wire import WireChunk
+from kvrs.errors import TransferError
+from kvrs.protocol.secrets import derive
+from kvrs.protocol.session import SESSION_MAC_BYTES
+from kvrs.transfer.stream import SocketStream, StalledError
+
+_VERSION = 1
+_HEADER = struct.Struct("<IQ")
+_MOST_MESSAGE_BYTES = 1 << 26
+# Pages are sent in groups of about so many bytes, of one page at least.
+_GROUP_BYTES = 1 << 22
+
+
+class StageChannel(StrEnum):
+    BATCHES = "batches"
+    PAGES = "pages"
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    channel: StageChannel
+
+
+class ComputeStage(msgspec.Struct, frozen=True, tag="compute"):
+    """Compute a batch within `limit_s`. Its payload: the rows of the stage before. The answer is
+    `StageComputed`.
+    """
+
+    batch: int
+    chunks: list[WireChunk]
+    limit_s: float
+
+
+class ReadPages(msgspec.Struct, frozen=True, tag="read"):
+    """Send the stage's part of these pages, as payload of `PagesDone`."""
+
+    pages: list[int]
+
+
+class WritePages(msgspec.Struct, frozen=True, tag="write"):
+    """Put the payload into the stage's part of these pages. The answer is `PagesDone`."""
+
+    pages: list[int]
+
+
+class EndRank(msgspec.Struct, frozen=True, tag="end"):
+    """Kill a rank, a fault. The answer is `PagesDone`."""
+
+    rank: int
+
+
+ToStage = Begin | ComputeStage | ReadPages | WritePages | EndRank
+
+
+class StageReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Answer to `Begin` for batches: what the stage's ranks have loaded."""
+
+    arithmetic: bytes
+    hashes: dict[str, bytes]
+    root: bytes | None  # That the node has noted beside the model's files.
+    pids: dict[int, int]
+
+
+class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
+    """Payload: rows behind the stage, or logits behind the last one."""
+
+    batch: int
+
+
+class StageLost(msgspec.Struct, frozen=True, tag="lost"):
+    """The stage has lost ranks and computes no more; in the middle of a batch, or between two."""
+
+    ranks: list[int]
+    reason: str
+
+
+class PagesDone(msgspec.Struct, frozen=True, tag="done"):
+    """A payload only after `ReadPages`."""
+
+
+FromStage = StageReady | StageComputed | StageLost | PagesDone
+
+
+def stage_key(secret: bytes) -> bytes:
+    return derive(secret, b"kvrs-stages")
+
+
+def facts_digest(config: ModelConfig, settings: EngineSettings, layout: Layout) -> str:
+    """Equal at both ends exactly when they mean the same by a batch, a row and a page; in place of
+    a fingerprint, which only all stages together have.
+    """
+    facts = [_VERSION, config, settings.model_dump(mode="json"), layout]
+    encoded = msgspec.json.encode(facts, order="sorted")
+    return hashlib.blake2b(encoded, digest_size=16, person=b"kvrs-stage").hexdigest()
+
+
+def page_groups(pages: Sequence[int], page_bytes: int) -> list[range]:
+    """Places of pages that are sent together."""
+    count = max(1, _GROUP_BYTES // page_bytes)
+    return [range(at, min(at + count, len(pages))) for at in range(0, len(pages), count)]
+
+
+def most_page_payload(page_bytes: int) -> int:
+    return max(_GROUP_BYTES, page_bytes)
+
+
+class StageLink:
+    """One end of a connection after its hand-shake. One task receives at a time."""
+
+    def __init__(self, stream: SocketStream, kinds: Any, most_payload_bytes: int) -> None:
+        """`kinds`: the messages that may come."""
+        self.stream = stream
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+        self._most_payload_bytes = most_payload_bytes
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: ToStage | FromStage, payload: Tensor | None = None) -> None:
+        """`payload`: of any kind of number, contiguous.
+
+        Raises:
+            TransferError: the connection is lost, or nothing is taken at the other end.
+        """
+        body = msgspec.msgpack.encode(message)
+        data = b"" if payload is None else payload.view(-1).view(torch.uint8).numpy().data
+        start = _HEADER.pack(len(body), len(data)) + body
+        async with self._sending:
+            seal = self.stream.session.seal
+            await self.stream.send(start, seal(start))
+            if data:
+                await self.stream.send(data, seal(data))
+
+    async def receive(self, timeout_s: float | None = None) -> tuple[Any, Tensor]:
+        """The next message, and its payload as bytes, perhaps none. Waits until it begins, without
+        limit if there is none.
+
+        Raises:
+            TransferError: the connection is lost, stalls in a message, or what came is none.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.stream.wait_for_data()
+        except TimeoutError:
+            raise StalledError(f"no answer within {timeout_s} s") from None
+        header = await self._read(_HEADER.size)
+        size, payload_bytes = _HEADER.unpack(header)
+        if not 0 < size <= _MOST_MESSAGE_BYTES:
+            raise TransferError(f"a message of {size} bytes; allowed: 1 to {_MOST_MESSAGE_BYTES}")
+        if payload_bytes > self._most_payload_bytes:
+            raise TransferError(
+                f"a payload of {payload_bytes} bytes; allowed: at most {self._most_payload_bytes}"
+            )
+        body = await self._read(size)
+        session = self.stream.session
+        session.check(await self._read(SESSION_MAC_BYTES), header + body)
+        payload = torch.empty(payload_bytes, dtype=torch.uint8)
+        if payload_bytes:
+            await self.stream.receive_into(payload.numpy().data)
+            session.check(await self._read(SESSION_MAC_BYTES), payload.numpy().data)
+        try:
+            return self._decoder.decode(body), payload
+        except msgspec.DecodeError as error:
+            raise TransferError(f"no message of a stage: {error}") from None
+
+    async def _read(self, size: int) -> bytes:
+        body = bytearray(size)
+        await self.stream.receive_into(memoryview(body))
+        return bytes(body)

@@ -1,0 +1,237 @@
+"""An instance of which stages are on different nodes, as one worker.
+
+The instance's own node has the first stages. A batch goes from stage to stage as rows, which are
+the float32 that ranks of one node hand on in memory, so no bit changes; the instance's process
+passes them on. A page is put together from the parts of all nodes.
+
+Nothing of such an instance is formed again: with any of its ranks, a stage's host or its connection
+the whole instance ends, and its streams go elsewhere.
+"""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrs.config.cluster import InstanceSettings
+from kvrs.config.file import Config
+from kvrs.elastic.layouts import Layout
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.models.digests import root_of
+from kvrs.engine.ranks.formation import Predict
+from kvrs.engine.ranks.link import facts_digest, stage_key
+from kvrs.engine.ranks.local import LocalStages, StageGroup
+from kvrs.engine.ranks.remote import RemoteStage, StageAt
+from kvrs.engine.ranks.stages import base_beside, limit_s_of
+from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
+from kvrs.errors import KvrsError, RanksLostError
+from kvrs.ids import NodeId
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.parts import Cell
+from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.peers import Identity, Peer
+
+
+class RanksOnNodes:
+    """The face of a `Worker`, over groups of stages. `execute` is called by one thread at a
+    time.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        node: NodeId,
+        instance: InstanceSettings,
+        layout: Layout,
+        secret: bytes,
+    ) -> None:
+        """Start the ranks of the own node, and wait until those of the others can compute.
+
+        Raises:
+            ConfigError: directory or settings are wrong.
+            KvrsError: there is not enough memory, a stage cannot be used, or the stages differ.
+        """
+        assert config.cluster.model is not None, "the caller has looked"
+        directory, settings = Path(config.cluster.model), config.cluster.engine
+        model = ModelConfig.from_directory(directory)
+        self.settings, self.layout, self.full = settings, layout, layout
+        self.geometry = geometry_of(model, settings)
+        self.vocab_size, self.eos_token_ids = model.vocab, end_tokens_of(model)
+        self.max_positions = min(settings.max_model_len, model.max_positions)
+        self.gpus: list[str] | None = []
+        self._has_bases = config.elastic.spread_heads
+        self.predict: Predict | None = None
+        # Called from another thread: the instance cannot go on.
+        self.on_end: Callable[[RanksLostError], object] | None = None
+        self._ended = threading.Condition()
+        self._end: RanksLostError | None = None
+        self.groups: list[StageGroup] = []
+        own = Identity(
+            instance.id,
+            node,
+            # Of this process, which the hosts of its stages end with.
+            secrets.randbits(63),
+            facts_digest(model, settings, layout),
+            self.geometry.page_bytes,
+        )
+        try:
+            remote = instance.remote_stages
+            local = range(len(layout.stages) - len(remote))
+            self.groups.append(LocalStages(directory, settings, layout, local))
+            for stage, host in remote.items():
+                peer = Peer(instance.stage_host_id(stage), host.node, host.host, host.port)
+                at = StageAt(peer, own, stage_key(secret), config.transfer.stall_timeout_s)
+                self.groups.append(RemoteStage(at, model, settings, layout, stage))
+            self.fingerprint = self._fingerprint(model)
+        except BaseException:
+            self.close()
+            raise
+        for group in self.groups:
+            group.on_end = self._lost
+        self.pool = PartedPool(self.geometry, self.groups)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: pid for group in self.groups for rank, pid in group.ready.pids.items()}
+
+    def execute(self, chunks: Sequence[Chunk]) -> Tensor:
+        """As `Worker.execute`.
+
+        Raises:
+            RanksLostError: the batch is not computed, nor will any other be.
+        """
+        assert chunks, "a batch has at least one chunk"
+        limit_s = limit_s_of(self.predict, chunks)
+        until_s = time.monotonic() + limit_s
+        rows: Tensor | None = None
+        try:
+            for group in self.groups:
+                rows = group.execute(chunks, rows, max(0.0, until_s - time.monotonic()))
+        except RanksLostError as lost:
+            self._lost(lost)
+            raise
+        assert rows is not None, "an instance has stages"
+        return rows
+
+    def wait_serving(self) -> None:
+        """Raises RanksLostError: nothing computes again."""
+        with self._ended:
+            self._ended.wait_for(lambda: self._end is not None)
+        assert self._end is not None, "it has just been set"
+        raise self._end
+
+    def mended(self) -> None:
+        """No cells are lost without the instance."""
+
+    def base_for(self, others: Iterable[tuple[int, int]]) -> int:
+        """As `RankGroup.base_for`."""
+        return base_beside(self.layout, others) if self._has_bases else 0
+
+    def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
+        """Kill a rank; its memory goes with the instance. Returns no cells: none are computed
+        again.
+        """
+        next(group for group in self.groups if rank in group.ready.pids).kill_rank(rank)
+        return {}
+
+    def close(self) -> None:
+        """End the ranks of this node; the hosts of the other stages end with their connections."""
+        with self._ended:
+            self._end = self._end or RanksLostError(self.layout.ranks, "has ended")
+            self._ended.notify_all()
+        for group in self.groups:
+            group.close()
+
+    def _lost(self, error: RanksLostError) -> None:
+        with self._ended:
+            if self._end is not None:
+                return
+            self._end = error
+            self._ended.notify_all()
+        for group in self.groups:
+            group.end()
+        if self.on_end is not None:
+            self.on_end(error)
+
+    def _fingerprint(self, model: ModelConfig) -> str:
+        """Of the units of all nodes, as one process has it.
+
+        Raises:
+            KvrsError: the nodes do not compute alike, or have other weights.
+        """
+        first, *others = (group.ready for group in self.groups)
+        for group, ready in zip(self.groups[1:], others, strict=True):
+            if ready.arithmetic != first.arithmetic:
+                raise KvrsError(
+                    f"stage {group.stages.start} computes with other results than stage 0; "
+                    f"allowed: nodes of one arithmetic"
+                )
+        hashes = {name: leaf for each in (first, *others) for name, leaf in each.hashes.items()}
+        root = root_of(hashes, model.layers)
+        for group in self.groups:
+            # Each node has read its own layers only: what was noted there is of the whole model.
+            if group.ready.root not in (None, root):
+                raise KvrsError(
+                    f"stage {group.stages.start} has the weights of another model than the other "
+                    f"stages; allowed: the same files on all nodes"
+                )
+        return fingerprint_of(first.arithmetic, root)
+
+
+class PartedPool:
+    """A `PagePool` of whole pages over the parts of several nodes."""
+
+    def __init__(self, geometry: KvGeometry, groups: Sequence[StageGroup]) -> None:
+        self.geometry = geometry
+        self.parts = []
+        layer_bytes = geometry.page_bytes // geometry.layers
+        for group in groups:
+            layers = group.layers
+            columns = slice(layers.start * layer_bytes, layers.stop * layer_bytes)
+            self.parts.append((group, columns))
+
+    def stage(self, pages: Sequence[int]) -> "PartedPages":
+        return PartedPages(self, pages)
+
+
+class PartedPages:
+    """Copies of pages on their way between the nodes of an instance and sockets."""
+
+    def __init__(self, pool: PartedPool, pages: Sequence[int]) -> None:
+        self._pool, self._pages = pool, list(pages)
+        self._buffer = torch.empty(len(pages), pool.geometry.page_bytes, dtype=torch.uint8)
+        self.views = [page.numpy().data for page in self._buffer]
+
+    async def save(self) -> None:
+        async def read(group: StageGroup, columns: slice) -> None:
+            self._buffer[:, columns] = await group.read(self._pages)
+
+        await _all([read(*part) for part in self._pool.parts])
+
+    async def restore(self, count: int) -> None:
+        async def write(group: StageGroup, columns: slice) -> None:
+            await group.write(self._pages[:count], self._buffer[:count, columns])
+
+        await _all([write(*part) for part in self._pool.parts])
+
+    def free(self) -> None:
+        """The views stay valid for their holders, as any memory does."""
+
+
+async def _all(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """A cancelled call returns only when all have ended."""
+    work = asyncio.gather(*parts, return_exceptions=True)
+    try:
+        found = await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
+    for each in found:
+        if each is not None:
+            raise each

@@ -1,0 +1,102 @@
+"""Clusters in which both sides of a hand-off have stages on two nodes."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvrs.cluster.launcher import Cluster
+from kvrs.config.file import parse_config
+from kvrs.engine.tiny import write_tiny_model
+from tests.cluster.test_ranks_up import complete, greedy, row_of
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+STREAMS = 4
+SEEDS = [None, 7] * (STREAMS // 2)
+DIVIDED = {"pp": 2, "stage_hosts": [{"node": "n1"}]}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    nodes = [
+        {
+            "id": "n0",
+            "instances": [
+                {"id": "p0", "role": "prefill", **DIVIDED},
+                {"id": "d0", "role": "decode", **DIVIDED},
+            ],
+        },
+        {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
+    ]
+    document = {
+        "cluster": {"nodes": nodes, "engine": {"pages": 512}},
+        "proxy": {"port": 0, "admin_port": 0},
+    }
+    with Cluster(parse_config(document), lambda line: None) as running:
+        yield running
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def until_streaming(cluster: Cluster, name: str) -> None:
+    """Until the instance decodes."""
+    async with asyncio.timeout(120):
+        while not (row_of(cluster, name)["load"] or {}).get("running"):
+            await asyncio.sleep(0.01)
+
+
+def test_the_state_shows_the_node_of_each_rank(cluster: Cluster) -> None:
+    row = row_of(cluster, "d0")
+
+    assert row["layout"] == {"number": 1, "stages": [[0, 2], [2, 4]], "re_forms": False}
+    assert [(one["rank"], one["stage"], one["node"]) for one in row["ranks"]] == [
+        (0, 0, "n0"),
+        (1, 1, "n1"),
+    ]
+    assert parent_of(row["ranks"][0]["pid"]) == row["pid"]
+    assert parent_of(row["ranks"][1]["pid"]) != row["pid"]
+
+
+def test_the_tokens_are_those_of_one_process(cluster: Cluster, tmp_path: Path) -> None:
+    """Pages put together at one instance of two nodes are taken apart at another one."""
+    write_tiny_model(tmp_path, seed=0)
+    expected = greedy(tmp_path)
+
+    with ThreadPoolExecutor(STREAMS) as clients:
+        answers = list(clients.map(lambda _: complete(cluster), range(STREAMS)))
+
+    assert answers == [expected] * STREAMS
+    assert row_of(cluster, "d0")["load"]["fetched_pages"] > 0
+    assert row_of(cluster, "d1")["load"]["fetched_pages"] > 0
+
+
+@pytest.mark.parametrize("victim", ["rank", "host"])
+async def test_streams_of_a_lost_stage_go_elsewhere(cluster: Cluster, victim: str) -> None:
+    """Greedy and seeded, from the instance that has lost it to the other one; then it is there
+    again, with other processes on both nodes.
+    """
+    expected = {seed: complete(cluster, seed) for seed in (None, 7)}
+    before = row_of(cluster, "d0")
+    lost = before["ranks"][1]["pid"]
+    already = len(cluster.state()["recoveries"])
+    with ThreadPoolExecutor(STREAMS) as clients:
+        answers = clients.map(lambda seed: complete(cluster, seed), SEEDS)
+        await until_streaming(cluster, "d0")
+        os.kill(lost if victim == "rank" else parent_of(lost), signal.SIGKILL)
+        got = list(answers)
+    recovered = cluster.state()["recoveries"][already:]
+
+    assert got == [expected[seed] for seed in SEEDS]
+    assert {(row["from"], row["to"]) for row in recovered} >= {("d0", "d1")}
+    async with asyncio.timeout(120):
+        while (after := row_of(cluster, "d0"))["health"] != "up" or after["pid"] == before["pid"]:
+            await asyncio.sleep(0.1)
+    old, new = ({one["pid"] for one in row["ranks"]} for row in (before, after))
+    assert not old & new

@@ -1,0 +1,70 @@
+"""An instance of which stages are on two nodes: hosts of stages as processes, on loopback."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvrs.config.file import ENV_NAME, Config, dump_config, parse_config
+from kvrs.elastic.layouts import Layout
+from kvrs.engine.instance import find_instance
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.nodes import RanksOnNodes
+from kvrs.engine.ranks.settings import layout_of
+from kvrs.ids import InstanceId
+from tests.free_ports import free_ports
+
+SECRET = b"a secret of the tests, long enough"
+D0 = InstanceId("d0")
+
+
+def config_of(model: Path, port: int = 0, **engine: Any) -> Config:
+    """d0 with its first stage on n0 and its second on n1, where p0 is."""
+    host = {"node": "n1", "port": port or free_ports(1)[0]}
+    divided = {"id": "d0", "role": "decode", "pp": 2, "stage_hosts": [host]}
+    nodes = [
+        {"id": "n0", "instances": [divided]},
+        {"id": "n1", "instances": [{"id": "p0", "role": "prefill"}]},
+    ]
+    settings = {"pages": 64, **engine}
+    return parse_config({"cluster": {"model": str(model), "engine": settings, "nodes": nodes}})
+
+
+def model_of(config: Config) -> Path:
+    assert config.cluster.model is not None
+    return Path(config.cluster.model)
+
+
+def layout_in(config: Config) -> Layout:
+    _, settings = find_instance(config, D0)
+    layout = layout_of(settings, ModelConfig.from_directory(model_of(config)).units)
+    assert layout is not None
+    return layout
+
+
+@contextmanager
+def hosting(config: Config, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """The host of d0's second stage, which listens."""
+    path = directory / "stage.yaml"
+    path.write_text(dump_config(config))
+    command = [sys.executable, "-m", "kvrs.engine.ranks.host", "--config", str(path)]
+    with subprocess.Popen(
+        [*command, "--instance", D0, "--stage", "1"],
+        env=os.environ | {ENV_NAME: SECRET.decode(), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as host:
+        try:
+            assert host.stdout is not None
+            assert host.stdout.readline() == "ready\n"
+            yield host
+        finally:
+            host.kill()
+
+
+def head_of(config: Config, secret: bytes = SECRET) -> RanksOnNodes:
+    node, settings = find_instance(config, D0)
+    return RanksOnNodes(config, node.id, settings, layout_in(config), secret)

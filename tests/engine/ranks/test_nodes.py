@@ -1,0 +1,303 @@
+"""Stages of one instance on two nodes: real processes, connections over loopback."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvrs.config.file import Config
+from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.link import (
+    PagesDone,
+    ReadPages,
+    StageLink,
+    ToStage,
+    facts_digest,
+    stage_key,
+)
+from kvrs.engine.ranks.local import LocalStages, StageGroup
+from kvrs.engine.ranks.remote import RemoteStage, StageAt
+from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.worker import Worker, geometry_of
+from kvrs.errors import DamagedPageError, KvrsError, RanksLostError, TransferError
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.session import SESSION_MAC_BYTES, Session
+from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.stream import SocketStream
+from tests.engine.ranks.on_nodes import D0, SECRET, config_of, head_of, hosting, layout_in, model_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
+
+TOKENS = [(7 * at * at + 3) % 500 for at in range(120)]
+CUTS = [0, 50, 51, 67, 119, 120]
+LIMIT_S = 60.0
+
+
+def chunks() -> list[Chunk]:
+    return [
+        Chunk(TOKENS[first:last], first, range(20, 30), wants_logits=True)
+        for first, last in pairwise(CUTS)
+    ]
+
+
+def connected(config: Config) -> RemoteStage:
+    """The second stage, from a process of the instance."""
+    model, settings, layout = (
+        ModelConfig.from_directory(model_of(config)),
+        config.cluster.engine,
+        layout_in(config),
+    )
+    own = Identity(
+        D0,
+        NodeId("n0"),
+        7,
+        facts_digest(model, settings, layout),
+        geometry_of(model, settings).page_bytes,
+    )
+    (host,) = config.cluster.nodes[0].instances[0].stage_hosts
+    peer = Peer(InstanceId("d0-stage-1"), host.node, host.host, host.port)
+    return RemoteStage(StageAt(peer, own, stage_key(SECRET), 10.0), model, settings, layout, 1)
+
+
+# The contract of a group of stages.
+
+
+@pytest.fixture(scope="module")
+def first_stage(tiny_model: Path) -> Iterator[LocalStages]:
+    config = config_of(tiny_model)
+    group = LocalStages(tiny_model, config.cluster.engine, layout_in(config), range(1))
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module", params=["local", "remote"])
+def second_stage(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StageGroup]:
+    config = config_of(tiny_model)
+    with ExitStack() as stack:
+        group: StageGroup
+        if request.param == "local":
+            group = LocalStages(tiny_model, config.cluster.engine, layout_in(config), range(1, 2))
+        else:
+            stack.enter_context(hosting(config, tmp_path_factory.mktemp("host")))
+            group = connected(config)
+        stack.callback(group.close)
+        yield group
+
+
+def through(first: StageGroup, second: StageGroup, chunk: Chunk) -> Tensor:
+    return second.execute([chunk], first.execute([chunk], None, LIMIT_S), LIMIT_S)
+
+
+async def test_a_stage_has_the_bytes_of_one_process(
+    tiny_model: Path, first_stage: LocalStages, second_stage: StageGroup
+) -> None:
+    """Logits from the rows of the stage before; its part of a page is one run of the whole one,
+    and comes back where it was put.
+    """
+    worker = Worker(tiny_model, first_stage.settings)
+    for chunk in chunks():
+        expected = worker.execute([chunk])
+        assert same_bytes(through(first_stage, second_stage, chunk), expected)
+
+    pages = [20, 23, 27]
+    theirs = worker.pool.stage(pages)
+    await theirs.save()
+    part = await second_stage.read(pages)
+    size = part.shape[1]
+    assert [bytes(view[-size:]) for view in theirs.views] == [
+        bytes(row.numpy().data) for row in part
+    ]
+    await second_stage.write([1, 2, 3], part)
+    assert same_bytes(await second_stage.read([3, 1]), part[[2, 0]])
+
+
+def test_a_killed_rank_ends_a_stage_for_good(
+    first_stage: LocalStages, second_stage: StageGroup
+) -> None:
+    """It is told once, at once and without a batch."""
+    ended: list[RanksLostError] = []
+    told = threading.Event()
+
+    def on_end(lost: RanksLostError) -> None:
+        ended.append(lost)
+        told.set()
+
+    second_stage.on_end = on_end
+    rows = first_stage.execute([chunks()[0]], None, LIMIT_S)
+
+    second_stage.kill_rank(1)
+    told.wait()
+
+    with pytest.raises(RanksLostError):
+        second_stage.execute([chunks()[0]], rows, LIMIT_S)
+    assert [(lost.ranks, str(lost)) for lost in ended] == [((1,), "rank 1 has died")]
+
+
+# The instance.
+
+
+async def test_an_instance_on_two_nodes_has_the_bytes_of_one_process(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Logits, fingerprint and pages, which are put together from the cells of both. It ends with
+    the host of its stage, and the other way round.
+    """
+    config = config_of(tiny_model)
+    worker = Worker(tiny_model, config.cluster.engine)
+    with hosting(config, tmp_path) as host:
+        head = head_of(config)
+        try:
+            assert head.fingerprint == worker.fingerprint
+            first, *rest, last = chunks()
+            for chunk in (first, *rest):
+                assert same_bytes(head.execute([chunk]), worker.execute([chunk]))
+            pages = list(range(20, 28))
+            ours, theirs = head.pool.stage(pages), worker.pool.stage(pages)
+            await ours.save()
+            await theirs.save()
+            assert list(map(bytes, ours.views)) == list(map(bytes, theirs.views))
+            moved = head.pool.stage([number + 20 for number in pages])
+            for view, other in zip(moved.views, theirs.views, strict=True):
+                view[:] = other
+            await moved.restore(len(pages))
+            there = Chunk(last.token_ids, last.first_position, range(40, 50), wants_logits=True)
+            assert same_bytes(head.execute([there]), worker.execute([last]))
+
+            host.kill()
+            with pytest.raises(RanksLostError, match="rank 1 is lost with its node n1"):
+                head.wait_serving()
+            with pytest.raises(TransferError):
+                await ours.save()
+        finally:
+            head.close()
+
+
+def test_a_host_that_hangs_is_lost_at_the_limit_of_a_batch(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its connection stands. Its ranks end with it."""
+    config = config_of(tiny_model)
+    with hosting(config, tmp_path) as host:
+        head = head_of(config)
+        try:
+            head.execute([chunks()[0]])
+            head.predict = lambda chunks: 0.01
+            os.kill(host.pid, signal.SIGSTOP)
+            with pytest.raises(RanksLostError, match=r"rank 1 has not answered for 1\.\d s"):
+                head.execute([chunks()[1]])
+            ranks = [head.pids[1]]
+        finally:
+            head.close()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        threading.Event().wait(0.02)
+
+
+def test_what_does_not_belong_together_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    """A wrong secret, other settings, other weights: nothing is served, and a host that has refused
+    goes on.
+    """
+    other = tmp_path / "other"
+    other.mkdir()
+    write_tiny_model(other, seed=1)
+    config = config_of(tiny_model)
+    # What it hashes is noted beside the files of the whole model.
+    Worker(tiny_model, config.cluster.engine)
+    (host,) = config.cluster.nodes[0].instances[0].stage_hosts
+    with hosting(config, tmp_path):
+        with pytest.raises(KvrsError, match=r"stage 1 on node 'n1' .* authentication failed"):
+            head_of(config, b"another secret, as long as that one")
+        with pytest.raises(KvrsError, match=r"fingerprints differ: .*; allowed: the same secret"):
+            head_of(config_of(tiny_model, host.port, pages=65))
+        with pytest.raises(KvrsError, match="stage 1 has the weights of another model"):
+            head_of(config_of(other, host.port))
+
+
+# The link.
+
+
+@contextmanager
+def ends() -> Iterator[tuple[StageLink, StageLink, socket.socket, socket.socket]]:
+    """Both ends of a connection, and their sockets."""
+    here, there = socket.socketpair()
+    with here, there:
+        one, other = SocketStream(here, 5.0), SocketStream(there, 5.0)
+        one.begin(Session(bytes(32), is_client=True))
+        other.begin(Session(bytes(32), is_client=False))
+        yield StageLink(one, PagesDone, 100), StageLink(other, ToStage, 100), here, there
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        pytest.param(b"\0" * 12, r"a message of 0 bytes; allowed: 1 to", id="no-message"),
+        pytest.param(
+            (1 << 31).to_bytes(4, "little") + bytes(8),
+            rf"a message of {1 << 31} bytes; allowed",
+            id="message",
+        ),
+        pytest.param(
+            b"\5\0\0\0" + (1 << 60).to_bytes(8, "little"),
+            rf"a payload of {1 << 60} bytes; allowed: at most 100",
+            id="payload",
+        ),
+    ],
+)
+async def test_a_length_that_lies_is_refused_before_memory_is_taken(
+    start: bytes, reason: str
+) -> None:
+    with ends() as (_, receiver, under, _):
+        under.sendall(start)
+        with pytest.raises(TransferError, match=reason):
+            await receiver.receive()
+
+
+async def test_a_message_comes_as_it_was_sent() -> None:
+    with ends() as (sender, receiver, _, _):
+        await sender.send(ReadPages([1, 2]), torch.arange(8))
+        await sender.send(ReadPages([3]))
+        order, payload = await receiver.receive()
+        after, nothing = await receiver.receive()
+
+    assert (order, payload.view(torch.int64).tolist()) == (ReadPages([1, 2]), list(range(8)))
+    assert (after, len(nothing)) == (ReadPages([3]), 0)
+
+
+@pytest.mark.parametrize("place", [13, -SESSION_MAC_BYTES - 1], ids=["message", "payload"])
+async def test_what_was_changed_on_its_way_is_refused(place: int) -> None:
+    """Message and payload each have a mac."""
+    with ends() as (sender, _, _, taking), ends() as (_, receiver, giving, _):
+        await sender.send(ReadPages([1, 2]), torch.arange(8))
+        taken = bytearray(taking.recv(1000))
+        taken[place] ^= 1
+        giving.sendall(taken)
+        with pytest.raises(DamagedPageError):
+            await receiver.receive(10)
+
+
+def test_the_host_is_for_a_stage_that_has_one(tiny_model: Path) -> None:
+    """Raised before anything is loaded."""
+    from kvrs.engine.ranks.host import StageHost
+
+    with pytest.raises(KvrsError, match=r"no stage_hosts for stage 0; allowed: 1"):
+        StageHost(config_of(tiny_model), D0, 0, SECRET)
+
+
+def test_ranks_of_nodes_are_those_of_the_layout(tiny_model: Path) -> None:
+    """Named as they are in the state: by the node of their stage."""
+    config = config_of(tiny_model)
+    instance = config.cluster.nodes[0].instances[0]
+
+    assert instance.stage_nodes(NodeId("n0")) == ["n0", "n1"]
+    assert list(instance.remote_stages) == [1]
