@@ -54,6 +54,20 @@ async def test_a_task_runs_within_the_calls_that_begin_it_and_give_what_it_waits
     assert (ended.times, ended.result, ended.error) == (1, "end", None)
 
 
+@pytest.mark.parametrize("result", [None, "come", (1, 2), StopIteration(3)], ids=repr)
+async def test_what_waits_holds_the_future_alone(result: Any) -> None:
+    """No generator beside it, for as long as it waits; the result is passed on as it is."""
+    future: EagerFuture[Any] = EagerFuture(asyncio.get_running_loop())
+    work: Any = _wait_for(future)
+    _, ended = begun(work)
+
+    held = work.cr_await
+    future.set_result(result)
+
+    assert held is future
+    assert (ended.times, ended.result, ended.error) == (1, result, None)
+
+
 async def test_an_error_is_raised_where_it_is_waited_for() -> None:
     future = new_future()
 
