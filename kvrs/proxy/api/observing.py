@@ -9,11 +9,12 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
 from kvrs.logs import Row, log_rows
 from kvrs.proxy.api.tenants import TENANT
+from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
 from kvrs.proxy.tracing.spans import RequestTrace, Tracer
 from kvrs.proxy.wire.request_context import (
     CURRENT,
@@ -64,13 +65,13 @@ class RequestObserver:
         logs_access: bool,
         tracer: Tracer | None = None,
     ) -> None:
-        self._responses = Counter(
+        self._responses = TallySeries(
             "kvrs_http_responses",
             "Responses to requests of clients, by path and status; 499: the client was gone.",
-            ["path", "code"],
             registry=registry,
+            labels=["path", "code"],
         )
-        self._series: dict[tuple[str, int], Counter] = {}
+        self._series: dict[tuple[str, int], Tally] = {}
         self._clock = clock
         self._access = AccessLog(time.time) if logs_access else None
         self._tracer = tracer
@@ -138,7 +139,7 @@ class RequestObserver:
     ) -> None:
         series = self._series.get((path, status))
         if series is None:
-            series = self._series[path, status] = self._responses.labels(path, _code(status))
+            series = self._series[path, status] = self._responses.of(path, _code(status))
         series.inc()
         if isinstance(context.trace, RequestTrace):
             context.trace.end(path, status)

@@ -34,7 +34,14 @@ from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.backends.peer import descriptor_waits
 from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
-from kvrs.proxy.streams.stream_metrics import SECONDS, DurationSeries, StreamMetrics, durations_of
+from kvrs.proxy.streams.stream_metrics import (
+    SECONDS,
+    DurationSeries,
+    StreamMetrics,
+    Tally,
+    TallySeries,
+    durations_of,
+)
 from kvrs.proxy.watch.supervision import TaskKind
 
 # Without a series `_created` for each counter and histogram.
@@ -45,12 +52,12 @@ KV_KINDS = tuple(traffic.label for traffic in TrafficClass)
 OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
 
 
-def _requests(registry: CollectorRegistry) -> dict[str, Counter]:
+def _requests(registry: CollectorRegistry) -> dict[str, Tally]:
     """The series of one counter, looked up once because every request counts."""
-    counter = Counter(
-        "kvrs_requests", "Requests of clients by outcome.", ["outcome"], registry=registry
+    counter = TallySeries(
+        "kvrs_requests", "Requests of clients by outcome.", registry=registry, labels=["outcome"]
     )
-    return {outcome: counter.labels(outcome) for outcome in OUTCOMES_OF_REQUESTS}
+    return {outcome: counter.of(outcome) for outcome in OUTCOMES_OF_REQUESTS}
 
 
 class DeathCause(StrEnum):

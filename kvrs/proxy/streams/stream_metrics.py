@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, product, repeat
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -44,6 +44,50 @@ class Durations:
     def observe(self, seconds: float) -> None:
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.sum_s += seconds
+
+
+class Tally:
+    """One series of a counter or a gauge."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def inc(self, amount: int = 1) -> None:
+        self.value += amount
+
+
+class TallySeries(Collector):
+    """A counter, or a gauge, that is changed without locks: every stream does so six times."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        *,
+        registry: CollectorRegistry,
+        labels: Sequence[str] = (),
+        is_counter: bool = True,
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = labels
+        self._kind, self._suffix = ("counter", "_total") if is_counter else ("gauge", "")
+        self._tallies: dict[tuple[str, ...], Tally] = {}
+        registry.register(self)
+
+    def of(self, *values: str) -> Tally:
+        """The series with these values of the labels, which exists from now on."""
+        return self._tallies.setdefault(values, Tally())
+
+    def collect(self) -> Iterator[Metric]:
+        family, name = Metric(self._name, self._documentation, self._kind), self._name
+        family.samples = [
+            Sample(name + self._suffix, dict(zip(self._labels, values, strict=True)), tally.value)
+            for values, tally in self._tallies.items()
+        ]
+        yield family
 
 
 class DurationSeries(Collector):
@@ -108,8 +152,9 @@ class _Part:
 class StreamMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         histogram = partial(durations_of, registry)
-        counter = partial(Counter, registry=registry)
-        self.active = Gauge("kvrs_streams_active", "Streams that are open now.", registry=registry)
+        counter = partial(TallySeries, registry=registry)
+        active = "kvrs_streams_active", "Streams that are open now."
+        self.active = counter(*active, is_counter=False).of()
         self.waiting = Gauge(
             "kvrs_streams_waiting",
             "Open streams that have no place at a worker now.",
@@ -144,20 +189,20 @@ class StreamMetrics:
         self._stages = stages.by_value
         self._prompt_tokens = counter(
             "kvrs_prompt_tokens", "Tokens of the prompts of streams that have ended."
-        )
+        ).of()
         ended = counter(
             "kvrs_streams_ended",
             "Streams that have ended; exact: those that could be continued exactly all along.",
-            ["finish_reason", "exact"],
+            labels=["finish_reason", "exact"],
         )
         self._ended = {
-            (reason, exact): ended.labels(reason, exact)
+            (reason, exact): ended.of(reason, exact)
             for reason, exact in product(FINISH_REASONS, ("yes", "no"))
         }
 
     def ended(self, live: OpenStream, now_s: float) -> None:
         journal = live.journal
-        self.active.dec()
+        self.active.inc(-1)
         reason = journal.finish_reason if journal.finish_reason in FINISH_REASONS else "none"
         self._ended[reason or "none", "no" if journal.inexact else "yes"].inc()
         for stage, seconds in live.stage_seconds(now_s).items():

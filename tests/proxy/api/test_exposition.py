@@ -1,5 +1,7 @@
 """Metrics as text, of which only what has changed is rendered again."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.proxy.api.exposition import Exposition
 from kvrs.proxy.streams.metrics import DeathCause, Metrics
-from kvrs.proxy.streams.stream_metrics import DurationSeries
+from kvrs.proxy.streams.stream_metrics import DurationSeries, TallySeries
 
 OPEN = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 LABELS = st.sampled_from(["a", 'quoted "x"', "two\nlines", "back\\slash", "ü"])
@@ -41,6 +43,32 @@ def test_text_is_that_of_the_library_after_every_change(
         exposition.render(registry, "")
 
         assert exposition.render(registry, accept) == (encode(registry), content_type)
+
+
+@given(st.lists(st.tuples(LABELS, st.integers(1, 1 << 40)), max_size=12))
+@pytest.mark.parametrize("labels", [(), ("worker",)], ids=["one", "labelled"])
+@pytest.mark.parametrize("accept", [OPEN, ""], ids=["openmetrics", "text"])
+def test_tallies_read_as_counters_and_gauges_of_the_library(
+    accept: str, labels: Sequence[str], steps: list[tuple[str, int]]
+) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    count = TallySeries("deaths", "Deaths.", registry=ours, labels=labels)
+    level = TallySeries("open", "Open.", registry=ours, labels=labels, is_counter=False)
+    counter = Counter("deaths", "Deaths.", labels, registry=theirs)
+    gauge = Gauge("open", "Open.", labels, registry=theirs)
+    if not labels:
+        count.of()
+        level.of()
+    for label, amount in steps:
+        values = [label] * len(labels)
+        count.of(*values).inc(amount)
+        level.of(*values).inc(-amount)
+        (counter.labels(*values) if labels else counter).inc(amount)
+        (gauge.labels(*values) if labels else gauge).dec(amount)
+    encode, content_type = choose_encoder(accept)
+
+    assert encode(ours) == encode(theirs)
+    assert Exposition().render(ours, accept) == (encode(theirs), content_type)
 
 
 def test_the_metrics_of_a_proxy_are_rendered_as_by_the_library() -> None:
