@@ -1,7 +1,10 @@
 """The way of the usual token: shorter, and the same in everything that can be seen."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from struct import pack
+from types import FrameType
 from typing import Any, cast
 
 import msgspec
@@ -24,7 +27,8 @@ from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.wire.http_response import HttpResponse
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.sse import head_of
-from kvrs.proxy.wire.upstream import Need
+from kvrs.proxy.wire.upstream import Need, Upstream
+from kvrs.trunk import Trunk
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 SETTINGS = settings(max_examples=400, deadline=None)
@@ -309,6 +313,37 @@ def test_a_token_that_must_not_come_is_left_to_the_long_way(
     assert way.said == [said]
     assert way.wire.sent == sent
     assert len(way.journal.output_ids) == 3
+
+
+async def test_a_token_takes_five_calls_from_trunk_to_client() -> None:
+    """What its CPU in Python depends on."""
+    loop, wire = asyncio.get_running_loop(), Wire()
+    way = Way(loop, journal_of(is_chat=False), is_short=True)
+    trunk, upstream = Trunk(None, lambda: None), Upstream(loop, lambda *_: None, in_trunk=True)
+    trunk.connection_made(cast(asyncio.Transport, wire))
+    trunk.connect(upstream)
+    await upstream.send(b"request", b"", way.relay)
+    usual = chunk(sse(event("a", [7], name="name", is_chat=False)))
+    for data in (HEAD, usual, usual, usual):
+        trunk.data_received(pack(">II", 1, len(data)) + data)
+    called: list[str] = []
+
+    def note(frame: FrameType, what: str, _: Any) -> None:
+        if what == "call" and frame.f_code.co_filename != __file__:
+            called.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    trunk.data_received(pack(">II", 1, len(usual)) + usual)
+    sys.setprofile(None)
+
+    assert called == [
+        "Trunk.data_received",
+        "TrunkConnection.received",
+        "Upstream.data_received",
+        "TokenPath.take",
+        "Journal.wrote",
+    ]
+    assert len(way.journal.output_ids) == 4
 
 
 def test_a_client_without_room_stops_the_engines_bytes(
