@@ -102,6 +102,18 @@ def test_a_hand_off_is_redirected_when_the_own_queue_is_longer_than_the_transfer
     assert told.policy.snapshot()["instances"][2]["decode_streams"] == 1
 
 
+def test_rom_counts_no_link_within_the_prefills_node() -> None:
+    """However slow it was measured to be; `auto` does."""
+    for handoff in (Handoff.ROM, Handoff.AUTO):
+        told = harness(handoff)
+        told.handle(LoadReported(D0, 0.3))
+        told.handle(LinkMeasured(N0, N0, 1e9))
+
+        redirects = of(told.handle(PrefillDone(A, 1, 1477)), Redirect)
+
+        assert bool(redirects) is (handoff is Handoff.AUTO)
+
+
 def test_a_redirected_recovery_is_not_learned_from() -> None:
     """What was predicted is not what happened: there was another queue before it, and another
     link.
