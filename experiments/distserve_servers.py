@@ -9,9 +9,8 @@ import os
 import secrets
 from functools import partial
 
-from kvrs.cluster.ray_actors import ENVIRONMENT
-
 from experiments.processes import Processes, says_ready
+from kvrs.cluster.loopback_ray import ENVIRONMENT
 from kvrs.cluster.processes import HOME_ENV
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config

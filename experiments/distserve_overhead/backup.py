@@ -11,7 +11,6 @@ import asyncio
 import random
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,9 +87,9 @@ class Cpu:
         for node in nodes:
             self._kinds[processes.pid(node.agent_id)] = AGENTS
 
-    def read(self, proxy: int) -> Counter[str]:
+    def read(self, proxy: int) -> dict[str, float]:
         """Seconds since the processes began."""
-        seconds: Counter[str] = Counter()
+        seconds = dict.fromkeys(KINDS, 0.0)
         for pid, kind in (*self._kinds.items(), (proxy, PROXY)):
             seconds[kind] += sum(_threads_s(pid).values())
         for server in self._servers:

@@ -291,9 +291,10 @@ def test_a_decode_instance_without_its_prefill_is_one_that_fetches(pulls: bool) 
     """
     config = make_config([P0, D1], PolicySettings(), SloSettings(), BackupSettings())
     instances, known = Instances(config), Driver(own_prefill=True).control.instances.known
-    assert known[D1].info is not None
+    described = known[D1].info
+    assert described is not None
     capabilities = [Capability.PULL_PAGES] if pulls else []
-    info = msgspec.structs.replace(known[D1].info, capabilities=capabilities)
+    info = msgspec.structs.replace(described, capabilities=capabilities)
 
     fault = instances.fault(instances.known[D1], info, streams_open=False)
 

@@ -211,10 +211,11 @@ def test_a_step_lasts_as_long_as_that_of_the_profile(
     """A prompt by the prefill table, tokens by the decode table; the weights take their time,
     too.
     """
-    profile, ends_s = "opt-13b-a100-distserve-tp1", []
+    profile = "opt-13b-a100-distserve-tp1"
+    ends_s: list[float] = []
     monkeypatch.setattr(model, "_pace", Pace(profile))
     monkeypatch.setattr(model, "_sleep_until", ends_s.append)
-    monkeypatch.setattr(model.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
 
     with Stage(tiny_model, (2, 1)) as stage:
         (token,) = stage.step([PROMPT], [0], [[5, 2, 11, 1]])
