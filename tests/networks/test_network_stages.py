@@ -1,0 +1,131 @@
+"""An instance with a stage on another host, whose link is cut.
+
+n0: p0, d0      n1: the second stage of d0      n2: d1      f0: the proxy
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Self
+
+import aiohttp
+import pytest
+
+from experiments.processes import Processes
+from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
+from tests.networks.network_cluster import Network
+
+pytestmark = [pytest.mark.network, pytest.mark.process, pytest.mark.usefixtures("possible")]
+
+HTTP, PAGES, STAGE, ADMIN = 8000, 9000, 9100, 8001
+HOSTS = {"p0": "n0", "d0": "n0", "d0-stage-1": "n1", "d1": "n2", "proxy": "f0"}
+PACE = "opt-13b-a100-vllm-tp1"  # About 20 ms per token: streams last long enough for the fault.
+PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(50)]
+TOKENS = 150
+ADMIN_TOKEN = "a token for these tests only"
+STREAMS = 6
+
+
+class StagesOnHosts(Processes):
+    """The caller makes and removes the network."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        super().__init__(self._config())
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._environment[ADMIN_ENV_NAME] = ADMIN_TOKEN
+        return self
+
+    def _config(self) -> Config:
+        at = self.network.addresses
+
+        def instance(name: str, role: str, **more: Any) -> dict[str, Any]:
+            number = int(name == "d0")  # Of those on one host.
+            ports = {"port": HTTP + 10 * number, "page_port": PAGES + number}
+            return {"id": name, "role": role, "host": at[HOSTS[name]], **ports, **more}
+
+        stage = {"node": "n1", "host": at["n1"], "port": STAGE}
+        divided = instance("d0", "decode", pp=2, stage_hosts=[stage])
+        nodes = [
+            {"id": "n0", "instances": [instance("p0", "prefill"), divided]},
+            {"id": "n1"},
+            {"id": "n2", "instances": [instance("d1", "decode")]},
+        ]
+        proxy = {"host": at["f0"], "admin_host": at["f0"], "port": HTTP, "admin_port": ADMIN}
+        return parse_config(
+            {
+                "proxy": {**proxy, "allow_anonymous": True},
+                "cluster": {"nodes": nodes, "engine": {"pace": PACE, "pages": 512}},
+            }
+        )
+
+    def _resolved(self, config: Config) -> Config:
+        return config  # On hosts of their own all ports are free.
+
+    def _placed(self, name: str, command: list[str]) -> list[str]:
+        return self.network.command_at(HOSTS[name], *command)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.network.addresses['f0']}"
+
+
+@pytest.fixture
+def cluster() -> Iterator[StagesOnHosts]:
+    with Network("n0", "n1", "n2", "f0") as network, StagesOnHosts(network) as cluster:
+        names = [name for name in HOSTS if name != "proxy"]
+        cluster.start(*names)
+        cluster.wait_ready(*names)
+        cluster.start_proxy()
+        yield cluster
+        for name in names:  # What drains would wait for transfers.
+            cluster.kill(name)
+
+
+async def complete(client: aiohttp.ClientSession, cluster: StagesOnHosts, seed: int) -> list[int]:
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "seed": seed}
+    body |= {"return_token_ids": True, "temperature": 0.9 if seed else 0.0}
+    async with client.post(f"{cluster.url}:{HTTP}/v1/completions", json=body) as answer:
+        content = await answer.json()
+        assert answer.status == 200, content
+        token_ids: list[int] = content["choices"][0]["token_ids"]
+        return token_ids
+
+
+async def row_of(client: aiohttp.ClientSession, cluster: StagesOnHosts, name: str) -> Any:
+    headers = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
+    url = f"{cluster.url}:{ADMIN}/kvrs/v1/state"
+    async with client.get(url, headers=headers) as answer:
+        (row,) = (row for row in (await answer.json())["instances"] if row["id"] == name)
+        return row
+
+
+async def test_streams_of_an_instance_that_a_cut_link_divides_go_elsewhere(
+    cluster: StagesOnHosts,
+) -> None:
+    """No connection closes; the limit of a batch ends the instance. Greedy and seeded streams have
+    all their tokens, once and the right ones. After the link is whole again a new process of the
+    instance and a new host serve as the others do.
+    """
+    async with asyncio.timeout(300), aiohttp.ClientSession() as client:
+        expected = [await complete(client, cluster, seed) for seed in range(STREAMS)]
+        before = await row_of(client, cluster, "d0")
+        assert [rank["node"] for rank in before["ranks"]] == ["n0", "n1"]
+        streams = [asyncio.create_task(complete(client, cluster, seed)) for seed in range(STREAMS)]
+        while not (await row_of(client, cluster, "d0"))["load"]["running"]:
+            await asyncio.sleep(0.02)
+
+        cluster.network.sever(["n0"], ["n1"])
+
+        assert await asyncio.gather(*streams) == expected
+        while (await row_of(client, cluster, "d0"))["health"] == "up":
+            await asyncio.sleep(0.05)
+
+        cluster.network.heal()
+        cluster.start("d0", "d0-stage-1")
+        while (after := await row_of(client, cluster, "d0"))["health"] != "up":
+            await asyncio.sleep(0.1)
+        assert after["pid"] != before["pid"]
+        streams = [asyncio.create_task(complete(client, cluster, seed)) for seed in range(STREAMS)]
+        assert await asyncio.gather(*streams) == expected
