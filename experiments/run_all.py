@@ -129,6 +129,7 @@ ALL = (
     _plain("decision", 1),
     _plain("request_path", 1),
     _plain("malloc_trim", 3),
+    _plain("supervision", 3),
     _plain("anchortp_plans", 1),
     _plain("cost_ladder", 3),
     _plain("layout_speed", 1),

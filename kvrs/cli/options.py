@@ -86,6 +86,12 @@ DistserveHome = Annotated[
 Proxies = Annotated[
     int, typer.Option(min=1, max=8, help="How many proxies, each 10 ports above the one before it")
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", help="Put the file's nodes on machines of this Ray cluster, running"
+    ),
+]
 Tp = Annotated[
     int | None,
     typer.Option(min=1, max=64, help="Ranks per stage of every instance (tensor parallel) [1]"),

@@ -65,6 +65,7 @@ def up(
     preset: opt.Preset = None,
     tp: opt.Tp = None,
     pp: opt.Pp = None,
+    ray: opt.Ray = None,
 ) -> None:
     """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
     from kvrs.cluster.launcher import Cluster
@@ -85,14 +86,15 @@ def up(
         of_instances,
     )
     settings = read_config()
-    check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else "engine")
+    needed = "engine" if ray is None else "ray"
+    check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else needed)
     upkeep = Upkeep(say, read_config)
     # From here on every ending signal takes the same path, which always cleans up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: upkeep.stop.set())
     # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind.
     signal.signal(signal.SIGUSR1, lambda *_: upkeep.restart())
-    with Cluster(settings, say, proxies) as cluster:
+    with Cluster(settings, say, proxies, ray) as cluster:
         for proxy, (url, admin_url) in enumerate(
             zip(cluster.urls, cluster.admin_urls, strict=True)
         ):

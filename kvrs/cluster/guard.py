@@ -43,11 +43,15 @@ def _holds(process: Path, prefix: str) -> bool:
     return False
 
 
-def start_guard(*directories: Path) -> subprocess.Popen[bytes]:
+def start_guard(*directories: Path, apart: bool = False) -> subprocess.Popen[bytes]:
     """Start the guard of the run directory and of other directories to remove; it waits until its
-    standard input is closed.
+    standard input is closed. `apart`: it is no child of this process, which may be ended with all
+    its children.
     """
     command = [sys.executable, "-m", "kvrs.cluster.guard", *map(str, directories)]
+    if apart:
+        # A shell gives what it starts in the background no input of its own accord.
+        command = ["sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *command]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import IO
 
 from kvrs.cluster.keeper import Keeper, Make, Spawner, forked, nursery_of
 from kvrs.cluster.processes import Kind, Process, Progress
 from kvrs.cluster.run_directory import RunDirectory
-from kvrs.config.file import Config
+from kvrs.config.file import Config, dump_config
 from kvrs.engine.forking import Nursery
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
@@ -48,28 +47,27 @@ class Keepers:
         self._keepers: dict[InstanceId, Keeper] = {}
         self._nurseries: list[tuple[Nursery, IO[str]]] = []  # And their log files.
 
-    def start(
-        self, processes: Iterable[Process], config: Config, config_path: Path, starts: int = 0
-    ) -> None:
-        """`starts`: how many there have been of each."""
+    def start(self, processes: Iterable[Process], config: Config, starts: int = 0) -> None:
+        """With what `learn` was given. `starts`: how many there have been of each."""
         for process in processes:
             if _is_forked(config, process):
-                make, with_spare = self._forking(process, config_path), config.state_plane.enabled
+                make, with_spare = self._forking(process), config.state_plane.enabled
             else:
-                make, with_spare = self._spawning(process, config_path), False
+                make, with_spare = self._spawning(process), False
             keeper = Keeper(process.name, make, with_spare=with_spare, starts=starts)
             self._keepers[process.name] = keeper
             keeper.start()
 
-    def _forking(self, process: Process, config_path: Path) -> Make:
+    def _forking(self, process: Process) -> Make:
         log = self._run.open_log(process.name)
-        nursery = nursery_of(config_path, process.name, self._environment, log)
+        nursery = nursery_of(self._run.config_path(), process.name, self._environment, log)
         self._nurseries.append((nursery, log))
         return partial(forked, nursery)
 
-    def _spawning(self, process: Process, config_path: Path) -> Make:
+    def _spawning(self, process: Process) -> Make:
         def spawn(line: int) -> subprocess.Popen[bytes]:
-            arguments = ("--config", str(config_path), "--name", process.name, "--line", str(line))
+            config = str(self._run.config_path())
+            arguments = ("--config", config, "--name", process.name, "--line", str(line))
             with self._run.open_log(process.name) as log:
                 return subprocess.Popen(
                     [sys.executable, "-m", "kvrs.cluster.hosted", *arguments],
@@ -97,8 +95,9 @@ class Keepers:
         """Have a process drain and end. It is started again."""
         self._keepers[name].stop()
 
-    def learn(self) -> None:
-        """Have all processes read their file again."""
+    def learn(self, config: Config) -> None:
+        """Have all processes read this configuration."""
+        self._run.config_path().write_text(dump_config(config))
         for keeper in self._keepers.values():
             keeper.learn()
 

@@ -1,5 +1,5 @@
-"""Brings a whole cluster up on this machine: instances and agents under a supervisor, and the
-proxies in front of them.
+"""Brings a whole cluster up: the proxies on this machine, and behind them instances and agents,
+here or on the machines of a Ray cluster.
 
 All files of a run are in one private directory, and the agents' segments in another one below
 `backup.directory`; a guard process ends and removes what is left when this process is gone.
@@ -21,9 +21,11 @@ from kvrs.cluster.fleet import Nodes, with_added
 from kvrs.cluster.guard import start_guard
 from kvrs.cluster.keepers import Keepers, LaunchError, wait_ready
 from kvrs.cluster.loopback_ray import LoopbackRay
+from kvrs.cluster.placing import faults_of_ray, faults_without_ray
 from kvrs.cluster.ports import resolve_all, several_proxies
 from kvrs.cluster.processes import START_TIMEOUT_S, Process, Progress, check_home, processes_of
 from kvrs.cluster.proxies import ProxyProcess
+from kvrs.cluster.remote_keepers import RemoteKeepers
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.cluster.segments import make_segments, own_segments
 from kvrs.cluster.signals import EndingSignals
@@ -68,8 +70,16 @@ class Cluster:
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
     _fleet: Nodes = ()  # As the proxies had it last.
 
-    def __init__(self, config: Config, progress: Progress, proxies: int = 1) -> None:
-        """Raises ConfigError: these proxies, or this backend, cannot be started."""
+    def __init__(
+        self, config: Config, progress: Progress, proxies: int = 1, ray: str | None = None
+    ) -> None:
+        """`ray`: the address of a Ray cluster, of which the machines have the nodes.
+
+        Raises:
+            ConfigError: these proxies, or this backend, cannot be started.
+        """
+        if faults := [*(faults_of_ray(config) if ray else faults_without_ray(config))]:
+            raise ConfigError(faults)
         self._asked = config
         self._proxy_settings = several_proxies(config.proxy, proxies)
         self._progress = progress
@@ -77,18 +87,26 @@ class Cluster:
             process.name: process for process in processes_of(config)
         }
         self.proxies: list[ProxyProcess] = []
+        self._remote = None if ray is None else RemoteKeepers(ray, progress)
+        self._behind: set[int] = set()  # Proxies that have not read their last file.
 
     def __enter__(self) -> Self:
         check_home(self._asked, os.environ)
-        config, *others = resolve_all(self._asked, self._proxy_settings)
+        config, *others = resolve_all(
+            self._asked, self._proxy_settings, nodes_too=self._remote is None
+        )
         self._proxy_settings = [config.proxy, *(other.proxy for other in others)]
         self._signals = EndingSignals()
         self._run = RunDirectory()
         self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
         self._environment = {"OMP_NUM_THREADS": "1"}
-        self.keepers = Keepers(self._run, self._environment)
+        here = Keepers(self._run, self._environment)
+        self.keepers: Keepers | RemoteKeepers = self._remote or here
         self._progress(f"logs are in {self.run_directory} while it runs")
-        self.config, segments = own_segments(config, self.run_directory)
+        self.config = config
+        segments: list[Path] = []
+        if self._remote is None:
+            self.config, segments = own_segments(config, self.run_directory)
         self._guard = start_guard(self.run_directory, *segments)
         try:
             self._signals.interrupt()
@@ -234,11 +252,19 @@ class Cluster:
         return down
 
     def _start(self) -> None:
-        self.secret = _shared_secret(self.config.security)
+        if self._remote is None:
+            self.secret = _shared_secret(self.config.security)
+        else:  # Each machine has it.
+            self.secret = read_secret(self.config.security, os.environ)
         tokens = read_admin_tokens(self.config.security, os.environ)
         self._admin_token = tokens[0] if tokens else None
-        self._write_config()
-        check_layouts(self.config)
+        if self._remote is None:
+            self._name_model()
+            check_layouts(self.config)
+        else:
+            self.config = self._remote.join(self.config)
+            self._signals.interrupt()
+        self._write_files()
         if self.config.cluster.backend is Backend.DISTSERVE:
             self._progress("starting Ray on loopback")
             self._environment["RAY_ADDRESS"] = self._ray.start()
@@ -246,8 +272,9 @@ class Cluster:
         kinds = Counter(process.kind for process in self.processes.values())
         counts = " and ".join(f"{count} {kind}s" for kind, count in kinds.items())
         self._progress(f"starting {counts}")
-        self.keepers.start(self.processes.values(), self.config, self.config_path)
-        wait_ready(self.processes, self.keepers.status, self._run.log_tail, self._progress)
+        self.keepers.start(self.processes.values(), self.config)
+        log_tail = self._run.log_tail if self._remote is None else self._remote.log_tail
+        wait_ready(self.processes, self.keepers.status, log_tail, self._progress)
         self._progress(
             "starting the proxy"
             if len(self._proxy_settings) == 1
@@ -256,8 +283,8 @@ class Cluster:
         self._start_proxies()
         self.wait_all_up()
 
-    def _write_config(self) -> None:
-        """One resolved file for all instances and agents of the run, and one for each proxy."""
+    def _name_model(self) -> None:
+        """With a model that all instances of the run have."""
         cluster = self.config.cluster
         if cluster.model is None:
             self._progress("generating a tiny random model")
@@ -270,8 +297,6 @@ class Cluster:
                 )
             cluster = cluster.model_copy(update={"model": str(model)})
         self.config = self.config.model_copy(update={"cluster": cluster})
-        self.config_path = self._run.config_path()
-        self._write_files()
 
     def renew(self, config: Config) -> None:
         """Start processes with another configuration of this cluster from now on.
@@ -313,8 +338,20 @@ class Cluster:
 
     def follow_fleet(self) -> None:
         """Tell all processes, and proxies that start later, of instances and agents that were
-        added at a proxy since: they fetch pages from these, and send checkpoints there.
+        added at a proxy since: they fetch pages from these, and send checkpoints there. Nodes that
+        were lost with their machines are placed again, and the proxies told.
+
+        Raises:
+            LaunchError: Ray does not answer any more.
         """
+        if self._remote is not None and (config := self._remote.look(self.config)) is not None:
+            self.config = config
+            self._write_files()
+            self._behind = {*range(len(self.proxies))}
+        for number in [*self._behind]:
+            with contextlib.suppress(AdminError):  # It may not know yet that they were lost.
+                self.proxies[number].admin.reload()
+                self._behind.discard(number)
         for proxy in self.proxies:
             try:
                 nodes = proxy.admin.nodes()
@@ -326,13 +363,11 @@ class Cluster:
                     self._write_files()
                 except ConfigError as error:  # A port of a process of ours, which was removed.
                     self._progress(f"instances are not told of others: {error}")
-                else:
-                    self.keepers.learn()
             return
 
     def _write_files(self) -> None:
         config = with_added(self.config, self._fleet)
-        self.config_path.write_text(dump_config(config))
+        self.keepers.learn(config)
         for settings in self._proxy_settings:
             self._run.config_path(settings.id).write_text(
                 dump_config(config.model_copy(update={"proxy": settings}))

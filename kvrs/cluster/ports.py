@@ -67,16 +67,19 @@ def resolve_ports(config: Config) -> Config:
     return resolve_all(config, [config.proxy])[0]
 
 
-def resolve_all(config: Config, proxies: Sequence[ProxySettings]) -> list[Config]:
+def resolve_all(
+    config: Config, proxies: Sequence[ProxySettings], *, nodes_too: bool = True
+) -> list[Config]:
     """The same for several proxies of one cluster: a configuration for each, in which the others
-    are its peers.
+    are its peers. Without `nodes_too` instances and agents are on other machines.
 
     Raises:
         ConfigError: a given port is in use, or given twice; the message names it.
     """
     document = config.model_dump(mode="json")
     sections = [proxy.model_dump(mode="json") for proxy in proxies]
-    _choose(_wanted(config, document, sections))
+    nodes = document["cluster"]["nodes"] if nodes_too else []
+    _choose(_wanted(config, nodes, sections))
     for section in sections if len(sections) > 1 else ():
         section["peers"] = [
             {
@@ -91,7 +94,7 @@ def resolve_all(config: Config, proxies: Sequence[ProxySettings]) -> list[Config
     return [parse_config(document | {"proxy": section}) for section in sections]
 
 
-def _wanted(config: Config, document: Any, sections: list[Any]) -> list[tuple[Any, str, str]]:
+def _wanted(config: Config, nodes: list[Any], sections: list[Any]) -> list[tuple[Any, str, str]]:
     """Every port to listen on: its section, its key there, and a label."""
     with_gossip = ("gossip_port",) if config.gossip.enabled else ()
     wanted = []
@@ -102,7 +105,7 @@ def _wanted(config: Config, document: Any, sections: list[Any]) -> list[tuple[An
             (section, key, f"{owner}{key}")
             for key in ("port", "admin_port", *with_peers, *with_gossip)
         ]
-    for node in document["cluster"]["nodes"]:
+    for node in nodes:
         for instance in node["instances"]:
             wanted += [
                 (instance, key, f"instance {instance['id']}: {key}")

@@ -142,6 +142,10 @@ class NodeSettings(Settings):
     """The engines on this node: at least one, or a stage of another node's (`stage_hosts`)."""
     agent: AgentSettings = AgentSettings()
     """The node's agent, which runs with backup or gossip."""
+    ray: str | None = Field(default=None, min_length=1, max_length=256)
+    """For `kvrs up --ray`: a resource of Ray. The node lies on any machine that has it, in place of
+    the one at `host`, and takes 1 of it.
+    """
 
     @property
     def agent_id(self) -> InstanceId:

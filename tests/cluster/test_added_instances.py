@@ -119,7 +119,7 @@ def test_what_was_added_lies_beside_the_own_nodes_which_stay() -> None:
     instances = [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]
     config = parse_config({"cluster": {"nodes": [{"id": "n0", "instances": instances}]}})
     new = [{"id": "d1", "role": "decode", "port": 1}, {"id": "d2", "role": "decode", "port": 2}]
-    fleet = [
+    fleet: list[dict[str, Any]] = [
         {"id": "n0", "instances": [instances[0], new[0]]},
         {"id": "n1", "instances": [new[1]]},
     ]

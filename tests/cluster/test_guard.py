@@ -1,10 +1,12 @@
 """The guard ends the processes that a launcher left behind, and no others."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvrs.cluster.guard import members, start_guard
@@ -55,6 +57,33 @@ def test_a_launcher_that_vanishes_takes_its_processes_along(
     assert guard.wait(30) == 0
     assert holder.wait(1) != 0
     assert not run_directory.exists()
+
+
+def test_a_guard_apart_waits_for_the_end_as_well(
+    run_directory: Path, holder: subprocess.Popen[str]
+) -> None:
+    """It is no child of the launcher, which Ray ends with all its children."""
+    guard = start_guard(run_directory, apart=True)
+    assert guard.stdin is not None
+    assert guard.wait(30) == 0
+
+    (apart,) = (each for each in psutil.process_iter() if _is_guard_of(each, run_directory))
+    reads = Path(f"/proc/{apart.pid}/fd/0").readlink()
+    guard.stdin.close()
+
+    assert str(reads).startswith("pipe:")
+    assert apart.ppid() != os.getpid()
+    assert holder.wait(30) != 0
+    assert apart.wait(30) in (0, None)
+    assert not run_directory.exists()
+
+
+def _is_guard_of(process: psutil.Process, run_directory: Path) -> bool:
+    try:
+        command: list[str] = process.cmdline()
+    except psutil.Error:
+        return False
+    return command[1:] == ["-m", "kvrs.cluster.guard", str(run_directory)]
 
 
 def test_the_guard_spares_other_processes_and_the_launcher_that_waits_for_it(

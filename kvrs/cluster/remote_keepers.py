@@ -1,0 +1,201 @@
+"""Processes on the machines of a Ray cluster that runs already."""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvrs.cluster.keepers import LaunchError, ProcessStatus
+from kvrs.cluster.node_keeper import NodeKeeper, mark_of
+from kvrs.cluster.placing import Machine, faults_of_ray, host_of, moved, place
+from kvrs.cluster.processes import START_TIMEOUT_S, Process, Progress
+from kvrs.config.cluster import NodeSettings
+from kvrs.config.file import Config, dump_config, read_secret
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId, NodeId
+
+_ANSWER_S = 10.0
+# At another machine the number of starts goes on above all that were seen.
+_STARTS_UNSEEN = 1000
+
+
+class RemoteKeepers:
+    """`join`, then `start`, then `look` now and again until `stop`. Calls come from one thread."""
+
+    def __init__(self, address: str, progress: Progress) -> None:
+        self._address, self._progress = address, progress
+        self._placed: dict[NodeId, Machine] = {}
+        self._actors: dict[NodeId, Any] = {}
+        self._status: dict[InstanceId, ProcessStatus] = {}
+        self._nodes: list[NodeSettings] = []
+        self._node_of: dict[InstanceId, NodeId] = {}
+        self._document = ""
+        self._mark = ""
+        self._runs = False
+
+    def join(self, config: Config) -> Config:
+        """Join Ray, and place all nodes; the configuration with their addresses.
+
+        Raises:
+            ConfigError: it cannot run there, or a node has no machine.
+            LaunchError: Ray does not answer.
+        """
+        if faults := [*faults_of_ray(config)]:
+            raise ConfigError(faults)
+        self._mark = mark_of(read_secret(config.security, os.environ))
+        import ray
+
+        try:
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.CRITICAL)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise LaunchError(f"no Ray at {self._address}: {error}") from None
+        self._runs = True
+        self._nodes = config.cluster.nodes
+        self._placed = place(self._nodes, _machines(), {})
+        if lacking := [node for node in self._nodes if node.id not in self._placed]:
+            known = ", ".join(sorted(machine.address for machine in _machines()))
+            raise ConfigError(
+                [
+                    f"cluster.nodes: node {node.id!r}: no machine of Ray has {_wanted(node)}; "
+                    f"machines: {known}"
+                    for node in lacking
+                ]
+            )
+        for node, machine in self._placed.items():
+            self._progress(f"node {node} lies on {machine.address}")
+        return moved(config, self._placed)
+
+    def start(self, processes: Iterable[Process], config: Config) -> None:
+        """Raises LaunchError: a machine cannot start its processes."""
+        self._node_of = {process.name: process.node for process in processes}
+        self._document = dump_config(config)
+        self._create(self._placed, 0)
+
+    def _create(self, placed: Mapping[NodeId, Machine], starts: int) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        started = {}
+        for node, machine in placed.items():
+            at = NodeAffinitySchedulingStrategy(machine.id, soft=False)
+            # Not restarted by Ray: it may be placed on another machine.
+            options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": at}
+            actor = self._actors[node] = ray.remote(NodeKeeper).options(**options).remote(node)
+            started[node] = actor.start.remote(self._document, starts, self._mark)
+        for node, reference in started.items():
+            where = f"node {node} at {placed[node].address}"
+            try:
+                fault = ray.get(reference, timeout=START_TIMEOUT_S)
+            except ray.exceptions.RayError as error:
+                raise LaunchError(f"{where}: {_last_line(error)}") from None
+            if fault is not None:
+                raise LaunchError("\n".join(f"{where}: {line}" for line in fault.splitlines()))
+
+    def look(self, config: Config) -> Config | None:
+        """The configuration with other addresses, where a node that was lost lies elsewhere now or
+        on its machine again; its processes start.
+
+        Raises:
+            LaunchError: Ray does not answer any more.
+        """
+        machines = _machines()
+        alive = {machine.id for machine in machines}
+        self.status()
+        lost = [
+            node
+            for node, machine in self._placed.items()
+            if machine.id not in alive or node not in self._actors
+        ]
+        for node in lost:
+            self._progress(f"node {node} is lost with {self._placed.pop(node).address}")
+            self._actors.pop(node, None)
+        found = place(self._nodes, machines, self._placed)
+        if not found:
+            return None
+        self._placed |= found
+        config = moved(config, found)
+        self._document = dump_config(config)
+        starts = max((each.starts for each in self._status.values()), default=0) + _STARTS_UNSEEN
+        for node, machine in found.items():
+            self._progress(f"node {node} lies on {machine.address} now")
+        try:
+            self._create(found, starts)
+        except LaunchError as error:
+            for node in found:
+                del self._placed[node]
+            self._progress(str(error))
+            return None
+        return config
+
+    def status(self) -> dict[InstanceId, ProcessStatus]:
+        """Of what is not reached, the last one."""
+        import ray
+
+        asked = {node: actor.status.remote() for node, actor in self._actors.items()}
+        for node, reference in asked.items():
+            try:
+                self._status |= ray.get(reference, timeout=_ANSWER_S)
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except ray.exceptions.RayError:  # The actor is gone.
+                del self._actors[node]
+        return dict(self._status)
+
+    def fault(self, name: InstanceId) -> str | None:
+        """Why a process cannot serve, as it is configured now."""
+        return self.status()[name].fault
+
+    def log_tail(self, name: InstanceId) -> str:
+        import ray
+
+        node = self._node_of[name]
+        if (actor := self._actors.get(node)) is None:
+            return "(its machine is gone)"
+        try:
+            return str(ray.get(actor.log_tail.remote(name), timeout=_ANSWER_S))
+        except ray.exceptions.RayError:
+            return "(its machine does not answer)"
+
+    def end(self, name: InstanceId) -> None:
+        """Have a process drain and end. It is started again."""
+        if (actor := self._actors.get(self._node_of[name])) is not None:
+            actor.end.remote(name)
+
+    def learn(self, config: Config) -> None:
+        """Have all processes read this configuration."""
+        self._document = dump_config(config)
+        for actor in self._actors.values():
+            actor.learn.remote(self._document)
+
+    def stop(self) -> None:
+        """End all processes."""
+        if not self._runs:
+            return
+        import ray
+
+        stopping = [actor.stop.remote() for actor in self._actors.values()]
+        ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_S) if stopping else None
+        ray.shutdown()
+
+
+def _machines() -> list[Machine]:
+    import ray
+
+    try:
+        rows = ray.nodes()
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, OSError) as error:
+        raise LaunchError(f"Ray does not answer any more: {_last_line(error)}") from None
+    return [
+        Machine(row["NodeID"], row["NodeManagerAddress"], row["Resources"])
+        for row in rows
+        if row["Alive"]
+    ]
+
+
+def _wanted(node: NodeSettings) -> str:
+    return f"the address {host_of(node)}" if node.ray is None else f"room for {node.ray!r}"
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
