@@ -81,8 +81,11 @@ class RankProcesses:
         self._lent: dict[tuple[int, Unit], int] = {}
         self._nursery = Nursery(["kvrs.engine.ranks.nursery", str(os.getpid())], {})
 
-    def start(self, rank: int, layout: Layout, stage: int) -> RankSeat:
-        """A new process for a rank of that stage, in no seat yet.
+    def start(
+        self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
+    ) -> RankSeat:
+        """A new process for a rank of that stage, in no seat yet; `proves_ahead`: what it may need
+        after a loss too, for which it takes longer.
 
         Raises:
             KvrsError: there can be none.
@@ -97,6 +100,7 @@ class RankProcesses:
             last=layers.stop,
             is_first=stage == 0,
             is_last=stage == len(layout.stages) - 1,
+            layout=layout if proves_ahead else None,
         )
         _order(seat, order, [seat.lives.descriptor, self._cells.descriptor])
         return seat

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from kvrs.elastic.layouts import Layout
+from kvrs.elastic.on_demand import reshaped, survivors
 from kvrs.elastic.shares import Share
-from kvrs.elastic.units import Unit
+from kvrs.elastic.units import Unit, UnitKind
 from kvrs.engine.allocator import keep_freed_memory
-from kvrs.engine.layers.proofs import Proofs
+from kvrs.engine.layers.proofs import Proofs, sample
 from kvrs.engine.layers.step import build_step
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.decoder import Decoder
@@ -250,6 +251,30 @@ class _Loaded:
                 arithmetic_of(self._config, self._geometry, device),
                 leaves(self._common, nothing),
             )
+        if order.layout is not None:
+            self._prove_ahead(order.layout)
+
+    def _prove_ahead(self, layout: Layout) -> None:
+        """The forms of a layout, and of those that the loss of one other rank makes of it: so that
+        a re-forming does not wait for them. Proofs are of shapes, so any numbers do for weights.
+        """
+        units = self._config.units_of_ranks
+        spread = any(Share.of(layout, self._rank).spread)
+        blocks = [unit for unit in units.all() if unit.kind != UnitKind.COMMON]
+        most = max(self._unit_blocks.places([unit])[1] for unit in blocks)
+        numbers = sample(1, -(-most // 4), torch.device("cpu")).view(torch.uint8).view(-1)
+
+        def block_of(unit: Unit) -> UnitBlock:
+            return self._unit_blocks.block(unit, numbers, 0)
+
+        left = [survivors(layout, [rank]) for rank in layout.ranks if rank != self._rank]
+        after = [reshaped(layout, units, each, spread=spread) for each in left if all(each)]
+        for each in (layout, *after):
+            with torch.inference_mode():
+                share = Share.of(each, self._rank)
+                for part in (share, share.spread_heads) if any(share.spread) else (share,):
+                    whole = assemble(self._common, part, self._config, block_of)
+                    proven(whole, self._proofs)
 
     def fetch(self, order: FetchUnits, memories: Sequence[Tensor]) -> Iterator[Fetched]:
         """Raises ConfigError: files have changed, or cannot be read."""

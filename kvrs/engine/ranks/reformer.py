@@ -356,7 +356,8 @@ class Reformer:
                 self._end(f"was started {_MOST_STARTS} times and has died each time", [rank])
                 return False
             stage = _stage_of(self._group.full, rank)
-            seat = self._processes.start(rank, self._group.full, stage)
+            # At once: the others wait for it.
+            seat = self._processes.start(rank, self._group.full, stage, proves_ahead=False)
         old = self._processes.seats.pop(rank, None)
         self._group.lost.pop(rank, None)
         self._group.lost_devices.discard(rank)

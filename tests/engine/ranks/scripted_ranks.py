@@ -90,7 +90,9 @@ class ScriptedProcesses:
 
     # What a reformer calls.
 
-    def start(self, rank: int, layout: Layout, stage: int) -> ScriptedSeat:
+    def start(
+        self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
+    ) -> ScriptedSeat:
         self.starts[rank] += 1
         seat = self._seat(rank)
         hook = self.hooks.pop("load", None)
