@@ -143,6 +143,22 @@ def test_shares_divide_a_layer_unevenly(tiny_model: Path) -> None:
     assert [len(layout.tiles(rank, 0)) for rank in (0, 1)] == [3, 1]
 
 
+def test_heads_that_are_left_over_are_spread_where_that_is_asked_for(tiny_model: Path) -> None:
+    """Two heads on three ranks; not where shares are asked for, which say who has what."""
+    units = ModelConfig.from_directory(tiny_model).units
+    three = {"id": "d0", "role": "decode", "tp": 3}
+    uneven = InstanceSettings.model_validate(three | {"shares": [2, 1, 1]}, strict=False)
+
+    spread = layout_of(InstanceSettings.model_validate(three, strict=False), units, spread=True)
+    whole = layout_of(InstanceSettings.model_validate(three, strict=False), units)
+    by_shares = layout_of(uneven, units, spread=True)
+
+    assert spread is not None
+    assert whole is not None
+    assert by_shares is not None
+    assert [layout.spread(0) for layout in (spread, whole, by_shares)] == [(0, 1), (), ()]
+
+
 def test_memory_that_is_not_there_is_refused_with_its_bytes() -> None:
     """At the start, not when a page of it is touched."""
     with pytest.raises(KvrsError, match=rf"no room for {1 << 60} bytes of shared memory"):

@@ -163,9 +163,14 @@ def test_stages_spread_heads_over_their_own_ranks(
 def test_a_device_takes_the_cells_of_its_turns_only(
     model: Path, expected: list[torch.Tensor]
 ) -> None:
-    """Of each page those of the rank's own heads, and of the spread ones those of its base."""
+    """Of each page those of the rank's own heads, and of the spread ones those of its base, which
+    is that of the sequences with fewest tokens to compute.
+    """
     group = group_of(model, tp=4)
     try:
+        assert group.base_for([]) == 0
+        assert group.base_for([(0, 300), (1, 20), (2, 25), (3, 20)]) == 1
+        assert group.base_for([(0, 1), (1, 20), (2, 25), (3, 20), (4, 30)]) == 1
         compute(group, expected)
         layout, whole = group.layout, group.pool.memory.clone()
         bases = [BASES[page // PAGES] if page < len(BASES) * PAGES else 0 for page in range(64)]
