@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from experiments.record import Record
-from kvrs.scheduling.shares import PrefillCost, Waiting, shared_out
+from kvrs.scheduling.shares import PrefillCost, Waiting, in_line, shared_out
 
 BUDGET_TOKENS, SEQUENCES, RANKS = 2048, 64, 7
 LIMIT_MS = 0.2
@@ -27,14 +27,6 @@ def line(draw: random.Random, lengths: tuple[int, int]) -> list[Waiting]:
         Waiting(draw.randrange(RANKS), draw.randrange(16_000), draw.randint(*lengths))
         for _ in range(SEQUENCES)
     ]
-
-
-def by_arrival(waiting: list[Waiting]) -> list[int]:
-    left, taken = BUDGET_TOKENS, []
-    for each in waiting:
-        taken.append(min(each.tokens, left))
-        left -= taken[-1]
-    return taken
 
 
 def imbalance(waiting: list[Waiting], taken: list[int]) -> float:
@@ -57,7 +49,7 @@ def measure(seed: int, rounds: int) -> dict[str, dict[str, float]]:
             taken = shared_out(waiting, BUDGET_TOKENS, COST)
             times_ms.append((time.thread_time_ns() - started_ns) / 1e6)
             ours.append(imbalance(waiting, taken))
-            arrival.append(imbalance(waiting, by_arrival(waiting)))
+            arrival.append(imbalance(waiting, in_line(waiting, BUDGET_TOKENS)))
         cuts = statistics.quantiles(times_ms, n=100)
         rows[name] = {
             "p50_ms": cuts[49],

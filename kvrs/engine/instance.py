@@ -22,6 +22,7 @@ from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
 from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.ranks.settings import layout_of
+from kvrs.engine.ranks.spread import PrefillShares
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedInstance, ServedModel
 from kvrs.engine.warm_up import measure_prefill, prefill_table
@@ -41,6 +42,7 @@ from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Queue
+from kvrs.scheduling.shares import Share, in_line
 from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks
@@ -145,9 +147,10 @@ class EngineInstance(ServedInstance):
     def _make_core(self, pace: Pace | None) -> EngineCore:
         """Measure prefill, and put together what computes and what moves pages."""
         config, engine, kept = self._place.config, self.worker.settings, self.anchored
+        share: Share = in_line
         if self.ranks is not None:
             own = measure_prefill(self.worker, self.max_model_len)
-            self.ranks.predict = partial(predicted_s, own)
+            self.ranks.predict, share = partial(predicted_s, own), PrefillShares(self.ranks, own)
             self.prefill = own if pace is None else pace.prefill
         elif pace is not None:
             self.prefill = pace.prefill
@@ -170,7 +173,7 @@ class EngineInstance(ServedInstance):
         )
         return EngineCore(
             self.worker,
-            BatchScheduler(engine, pages),
+            BatchScheduler(engine, pages, share),
             pages,
             fetcher,
             clock=time.monotonic,

@@ -50,6 +50,7 @@ from kvrs.scheduling.sequences import (
     pages_for,
     pull_of,
 )
+from kvrs.scheduling.shares import Share, Waiting, in_line
 
 
 class BatchScheduler:
@@ -62,12 +63,13 @@ class BatchScheduler:
     more to do.
     """
 
-    def __init__(self, settings: BatchSettings, pages: PageManager) -> None:
+    def __init__(self, settings: BatchSettings, pages: PageManager, share: Share = in_line) -> None:
+        """`share`: of the prefill of a batch; of any the first in line gets a token at least."""
         assert settings.page_size_tokens == pages.page_size_tokens
         self._max_batch_tokens = settings.max_batch_tokens
         self._max_running = settings.max_running
         self._page_size = settings.page_size_tokens
-        self._pages = pages
+        self._pages, self._share = pages, share
         self._queue = FairQueue()
         self._admitted: list[Sequence] = []  # PULLING, SPLIT and RUNNING.
         # Of the PULLING and SPLIT, and of those that were aborted as such.
@@ -268,16 +270,18 @@ class BatchScheduler:
             if sequence.phase is SequencePhase.RUNNING and self._has_page(sequence):
                 batch.append((sequence, next_chunk(sequence, 1, self._page_size)))
                 budget -= 1
-        for sequence in [
+        prefilling = [
             one
             for one in self._admitted
             if one.phase is not SequencePhase.PULLING and one.uncomputed_tokens > 1
-        ]:
-            if budget == 0:
-                break
-            tokens = min(budget, sequence.computable_tokens)
-            batch.append((sequence, next_chunk(sequence, tokens, self._page_size)))
-            budget -= tokens
+        ]
+        waiting = [
+            Waiting(one.base, one.computed_tokens, one.computable_tokens) for one in prefilling
+        ]
+        shares = self._share(waiting, budget) if waiting and budget else []
+        for sequence, tokens in zip(prefilling, shares, strict=False):
+            if tokens:
+                batch.append((sequence, next_chunk(sequence, tokens, self._page_size)))
         self._in_flight = frozenset(sequence for sequence, _ in batch)
         return batch
 

@@ -14,7 +14,7 @@ are equal; of equally loaded ranks that comes first whose sequence stands first 
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
@@ -36,6 +36,19 @@ class Waiting:
     rank: int
     first: int
     tokens: int
+
+
+# Of each sequence that prefills, how many tokens are in a batch of so many at most.
+Share = Callable[[Sequence[Waiting], int], list[int]]
+
+
+def in_line(waiting: Sequence[Waiting], budget: int) -> list[int]:
+    """First come, first served."""
+    taken = []
+    for each in waiting:
+        taken.append(min(each.tokens, budget))
+        budget -= taken[-1]
+    return taken
 
 
 def shared_out(waiting: Sequence[Waiting], budget: int, cost: PrefillCost) -> list[int]:

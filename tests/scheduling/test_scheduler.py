@@ -1,13 +1,17 @@
 """Claims about the batch scheduler, one by one."""
 
+from functools import partial
+
 import pytest
 
+from kvrs.config.batch import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import page_tags
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Sequence, SequencePhase
+from kvrs.scheduling.shares import PrefillCost, shared_out
 from tests.scheduling.batch_steps import ROOT, P, S, scheduler, sequence, shape, step, submit
 
 
@@ -484,3 +488,20 @@ def test_a_sequence_has_the_base_of_what_is_found_of_it() -> None:
         {1},
         {2},
     ]
+
+
+def test_prefill_is_shared_out_as_the_ranks_want_it() -> None:
+    """Sequences of other bases come into a batch that the first in line could fill alone; those of
+    which none is taken are not in it.
+    """
+    manager = PageManager(64, P)
+    settings = BatchSettings(page_size_tokens=P, pages=64, max_batch_tokens=8, max_running=8)
+    cost = PrefillCost(step_ps=1, dense_ps=1, base_ps=100, per_position_ps=0)
+    batches = BatchScheduler(settings, manager, partial(shared_out, cost=cost))
+    first, same, other = (sequence(20, first=100 * at) for at in range(3))
+    first.base, same.base, other.base = 1, 1, 2
+    submit(batches, first, same, other)
+
+    batch = step(batches)
+
+    assert shape(batch) == [(first, 0, 4, False), (other, 0, 4, False)]

@@ -76,7 +76,7 @@ class RankGroup(StageRanks):
         self._has_bases = elastic.spread_heads
         super().__init__(model_directory, settings, layout, range(len(layout.stages)))
         self.full = layout
-        self.geometry = geometry_of(self._config, settings)
+        self.units, self.geometry = self._config.units_of_ranks, geometry_of(self._config, settings)
         self.vocab_size, self.eos_token_ids = self._config.vocab, end_tokens_of(self._config)
         self.max_positions = min(settings.max_model_len, self._config.max_positions)
         self.gpus: list[str] | None = []

@@ -61,7 +61,7 @@ class RanksOnNodes:
         directory, settings = Path(config.cluster.model), config.cluster.engine
         model = ModelConfig.from_directory(directory)
         self.settings, self.layout, self.full = settings, layout, layout
-        self.geometry = geometry_of(model, settings)
+        self.units, self.geometry = model.units_of_ranks, geometry_of(model, settings)
         self.vocab_size, self.eos_token_ids = model.vocab, end_tokens_of(model)
         self.max_positions = min(settings.max_model_len, model.max_positions)
         self.gpus: list[str] | None = []

@@ -4,23 +4,28 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.elastic import ElasticSettings
-from kvrs.elastic.layouts import SPREAD, Layout
+from kvrs.elastic.layouts import SPREAD, Layout, even, hybrid, staged
 from kvrs.elastic.reforming import Way
+from kvrs.elastic.units import Units
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.settings import layout_of
+from kvrs.engine.ranks.spread import PrefillShares, prefill_cost
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
+from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Role
 from kvrs.scheduling.sequences import Chunk
+from kvrs.scheduling.shares import Waiting
 from tests.engine.ranks.test_in_place import answers_of, kill, when_moving
 from tests.engine.ranks.test_rank_group import SETTINGS
 
@@ -188,6 +193,24 @@ def test_a_device_takes_the_cells_of_its_turns_only(
                 )
     finally:
         group.close()
+
+
+def test_a_prompt_costs_the_rank_of_its_base_what_the_others_do_not_have() -> None:
+    """At 3 ranks of 4 heads one is spread: a quarter of the attention, whole on one rank."""
+    units = Units(1, (100,) * 4, (100,) * 4, (64,) * 4, 0)
+    table = PrefillTable("", "", 64, (0.01, 0.074, 0.138))
+    layout = hybrid(units, staged(1, [range(3)]))
+
+    cost = prefill_cost(layout, units, table)
+
+    assert cost is not None
+    assert (cost.step_ps, cost.base_ps) == (10**10, 10**9 * 3 // 8)
+    assert cost.dense_ps == 10**9 * 7 // 8
+    assert prefill_cost(even(units, 2), units, table) is None
+    waiting = [Waiting(rank=base, first=0, tokens=20) for base in (4, 1, 2)]
+    for of, shares in ((layout, [4, 0, 4]), (even(units, 2), [8, 0, 0])):
+        share = PrefillShares(SimpleNamespace(units=units, layout=of), table)
+        assert share(waiting, 8) == shares
 
 
 async def test_streams_go_on_in_their_attempts(model: Path) -> None:
