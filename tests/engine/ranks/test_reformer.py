@@ -89,7 +89,9 @@ def test_nothing_is_done_while_a_move_is_awaited() -> None:
     with scripted() as group:
         start = group.processes.start
 
-        def fail(rank: int, layout: Layout, stage: int) -> ScriptedSeat:
+        def fail(
+            rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
+        ) -> ScriptedSeat:
             group.processes.start = start  # type: ignore[method-assign]
             raise KvrsError("no process")
 
