@@ -57,6 +57,12 @@ class Spawner:
             self._last = self._spawn(theirs.fileno())
         return ours
 
+    def close(self) -> None:
+        """After the end of its keeper: end what is left."""
+        if self._last is not None:
+            self._last.kill()
+            self._last.wait()
+
 
 class Keeper:
     """Has one process serve, and another one follow it, in a thread from `start` to `close`; with a

@@ -45,6 +45,7 @@ class Keepers:
         self._run = run
         self._environment = environment
         self._keepers: dict[InstanceId, Keeper] = {}
+        self._spawners: list[Spawner] = []
         self._nurseries: list[tuple[Nursery, IO[str]]] = []  # And their log files.
 
     def start(self, processes: Iterable[Process], config: Config, starts: int = 0) -> None:
@@ -79,7 +80,9 @@ class Keepers:
                     process_group=0,
                 )
 
-        return Spawner(spawn).make
+        spawner = Spawner(spawn)
+        self._spawners.append(spawner)
+        return spawner.make
 
     def status(self) -> dict[InstanceId, ProcessStatus]:
         return {
@@ -107,6 +110,8 @@ class Keepers:
             keeper.close()
         for keeper in self._keepers.values():
             keeper.join(_JOIN_S)
+        for spawner in self._spawners:
+            spawner.close()
         for nursery, log in self._nurseries:
             nursery.close()
             log.close()
