@@ -21,6 +21,7 @@ RANK = {
     "eager_tasks": 0,
     "origins": 0,
     "connections": 1,
+    "tracing": 1,
     "trunk": 1,
     "tls": 1,
     "protocol": 1,

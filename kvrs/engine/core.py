@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvrs.engine.anchored import AnchoredPool
 from kvrs.engine.fetching import PageFetcher
-from kvrs.engine.requests import GenerationRun, Sampled, StepOutput
+from kvrs.engine.requests import GenerationRun, RunTimes, Sampled, StepOutput
 from kvrs.engine.runs import CheckpointHooks, RunCore
 from kvrs.engine.worker import ModelWorker
 from kvrs.errors import RanksLostError, TransferError
@@ -77,6 +77,7 @@ class EngineCore(RunCore):
         self._fetcher = fetcher
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
+        self._timed: dict[Sequence, RunTimes] = {}  # Of traced runs before their first token.
         self.fetched_pages = 0  # From other instances and agents, since the start.
         # Lease on the pages of an aborted run, whose stream may fetch them from elsewhere.
         self.keep_aborted_s = 0.0
@@ -89,6 +90,8 @@ class EngineCore(RunCore):
             run.sequence.base = self._ranks.base_for(others)
 
     def _begin(self, run: GenerationRun) -> None:
+        if run.times is not None:
+            self._timed[run.sequence] = run.times
         self.scheduler.add(run.sequence)
         self.wake()
 
@@ -159,6 +162,8 @@ class EngineCore(RunCore):
                 if self._anchored is not None:
                     self._anchored.check_owner()
                 started_s = self._clock()
+                if self._timed:
+                    self._note_computed(batch, started_s)
                 try:
                     sampled = await loop.run_in_executor(self._thread, self._compute, batch)
                 except RanksLostError:
@@ -201,6 +206,8 @@ class EngineCore(RunCore):
             run.sequence, run.reported_pages = old.again([one.pages for one in run.sources]), 0
             del self._runs[old]
             self._runs[run.sequence] = run
+            if (times := self._timed.pop(old, None)) is not None:
+                self._timed[run.sequence] = times
             if self.checkpoints is not None and run.checkpoints:
                 self.checkpoints.began(run)
             self.scheduler.add(run.sequence)
@@ -224,6 +231,12 @@ class EngineCore(RunCore):
         for agent, pages in self.checkpoints.held(run.sequence).items():
             held[agent] = max(pages, held.get(agent, 0))
         return held
+
+    def _note_computed(self, batch: Batch, now_s: float) -> None:
+        for sequence, _ in batch:
+            times = self._timed.get(sequence)
+            if times is not None and not times.computed_s:
+                times.computed_s = now_s
 
     async def _sleep(self) -> None:
         """Wait for work, for at most a second, so that leases expire in time; after an idle second
@@ -252,6 +265,10 @@ class EngineCore(RunCore):
 
     def _take(self, batch: Batch, sampled: dict[Sequence, Sampled]) -> None:
         """Apply a computed batch to the scheduler, and emit its tokens."""
+        if self._timed:
+            for sequence in sampled:
+                if (times := self._timed.pop(sequence, None)) is not None:
+                    times.first_s = self._clock()
         prefilled = self.scheduler.complete(
             batch, {sequence: one.token_id for sequence, one in sampled.items()}
         )
@@ -293,11 +310,15 @@ class EngineCore(RunCore):
         self, run: GenerationRun, output: StepOutput | None, retain_until_s: float | None = None
     ) -> None:
         self.scheduler.finish(run.sequence, retain_until_s)
+        if self._timed:
+            self._timed.pop(run.sequence, None)
         if self._anchored is not None:
             self._anchored.ledger.end_stream(run.sequence.stream)
         super()._end(run, output)
 
     def _start_pull(self, pull: Pull) -> None:
+        if (times := self._timed.get(pull.sequence)) is not None:
+            times.fetch_s = self._clock()
         # A sequence that was aborted before its admission is not admitted, so there is a run.
         task = asyncio.get_running_loop().create_task(
             self._pull(pull, list(self._runs[pull.sequence].sources))
@@ -340,6 +361,8 @@ class EngineCore(RunCore):
         tail: bool = False,
         more_from: int | None = None,
     ) -> None:
+        if more_from is None and (times := self._timed.get(sequence)) is not None:
+            times.fetched_s = self._clock()
         self.fetched_pages += len(arrived) + tail
         self.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
         self.wake()

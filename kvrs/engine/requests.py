@@ -61,6 +61,16 @@ class StepOutput:
 
 
 @dataclass(slots=True, eq=False)
+class RunTimes:
+    """When parts of a run that is traced began, on the engine's clock; 0: not yet."""
+
+    fetch_s: float = 0.0
+    fetched_s: float = 0.0  # The end of it.
+    computed_s: float = 0.0  # Its first batch.
+    first_s: float = 0.0  # Its first token.
+
+
+@dataclass(slots=True, eq=False)
 class GenerationRun:
     """One attempt at one stream, while this engine generates it."""
 
@@ -86,6 +96,7 @@ class GenerationRun:
     )  # None: aborted, or failed.
     grammar: Grammar | None = None  # What the output has to be; None: any text.
     failure: str | None = None  # Why the engine lost it, if it did.
+    times: RunTimes | None = None  # None: it is not traced.
 
     @property
     def produced_tokens(self) -> int:

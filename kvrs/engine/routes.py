@@ -15,6 +15,7 @@ from kvrs.engine.answers import Answer, ChatAnswer, CompletionAnswer
 from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.engine.runs import FencedError
 from kvrs.engine.served import ServedInstance
+from kvrs.engine.spans import RunTrace, RunTracer
 from kvrs.heartbeats import add_heartbeats
 from kvrs.protocol.instance import (
     FenceRequest,
@@ -34,9 +35,11 @@ from kvrs.protocol.openai.requests import (
 from kvrs.protocol.secrets import Door
 
 
-def make_app(instance: ServedInstance) -> web.Application:
-    """All routes of an instance. All but `/healthz` require the instance's key."""
-    handlers = InstanceHandlers(instance)
+def make_app(instance: ServedInstance, tracer: RunTracer | None = None) -> web.Application:
+    """All routes of an instance. All but `/healthz` require the instance's key. `tracer`: of the
+    calls that are traced; None: none are.
+    """
+    handlers = InstanceHandlers(instance, tracer)
     app = http.new_app(Door.INSTANCE, _refuse_while_down(instance), _explain_fence)
     app.add_routes(
         [
@@ -77,8 +80,9 @@ def _refuse_while_down(instance: ServedInstance) -> Middleware:
 class InstanceHandlers:
     """Handlers of all routes; each only translates."""
 
-    def __init__(self, instance: ServedInstance) -> None:
+    def __init__(self, instance: ServedInstance, tracer: RunTracer | None) -> None:
         self._instance = instance
+        self._tracer = tracer
         self._admission = Admission(instance)
         self._encoder = msgspec.json.Encoder()
 
@@ -126,6 +130,7 @@ class InstanceHandlers:
         return await http.watch(request, self._instance.load, self._instance.news)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
+        trace = self._begin_trace(request)
         body = await request.read()
         asked = await self._admission.large.run(len(body), partial(parse_completion_request, body))
         run = await self._admission.admit(asked)
@@ -134,16 +139,20 @@ class InstanceHandlers:
         answer = CompletionAnswer(
             asked, run, model, int(time.time()), pieces, names_prompt=names_prompt
         )
-        return await self._serve(request, asked, run, answer)
+        return await self._serve(request, asked, run, answer, trace)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        trace = self._begin_trace(request)
         body = await request.read()
         asked = await self._admission.large.run(len(body), partial(parse_chat_request, body))
         run = await self._admission.admit(asked)
         names_prompt = self._names_prompt(asked, run)
         model, pieces = self._instance.model, self._instance.pieces
         answer = ChatAnswer(asked, run, model, int(time.time()), pieces, names_prompt=names_prompt)
-        return await self._serve(request, asked, run, answer)
+        return await self._serve(request, asked, run, answer, trace)
+
+    def _begin_trace(self, request: web.Request) -> RunTrace | None:
+        return None if self._tracer is None else self._tracer.begin(request.headers)
 
     async def _serve(
         self,
@@ -151,15 +160,24 @@ class InstanceHandlers:
         asked: CompletionRequest | ChatRequest,
         run: GenerationRun,
         answer: Answer,
+        trace: RunTrace | None,
     ) -> web.StreamResponse:
         """Run to the end; a client that disconnects ends its run."""
+        if trace is not None:
+            run.times = trace.times
         self._instance.core.submit(run)
+        error: str | None = "cancelled"
         try:
             if asked.stream:
-                return await self._stream(request, asked, run, answer)
-            return await self._whole(run, answer)
+                response = await self._stream(request, asked, run, answer)
+            else:
+                response = await self._whole(run, answer)
+            error = run.failure
+            return response
         finally:
             self._instance.core.abort(run)
+            if trace is not None:
+                trace.end(run, error)
 
     async def _stream(
         self,

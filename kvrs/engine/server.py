@@ -17,6 +17,7 @@ from kvrs.engine.instance import EngineInstance, LoadedModel
 from kvrs.engine.page_port import EPOCHS_PER_START
 from kvrs.engine.routes import make_app
 from kvrs.engine.served import ServedInstance
+from kvrs.engine.spans import tracing
 from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port, watches
@@ -106,9 +107,18 @@ async def serve_http(
     """Start an instance and serve requests on its port, until the block is left.
 
     Raises:
-        ConfigError: a port is in use.
+        ConfigError: a port is in use, or traces cannot be sent as the environment says.
     """
-    app = make_app(instance)
+    async with tracing(instance.settings.id, time.monotonic) as tracer:
+        app = make_app(instance, tracer)
+        async with _serve_app(instance, app, allow_faults=allow_faults):
+            yield app
+
+
+@asynccontextmanager
+async def _serve_app(
+    instance: ServedInstance, app: web.Application, *, allow_faults: bool
+) -> AsyncIterator[None]:
     if allow_faults:
         nodes = {peer.node for peer in instance.registry.values()}
         add_fault_route(app, instance.faults, nodes, instance.lose_device)
@@ -125,7 +135,7 @@ async def serve_http(
             await port.open(bind, settings.port)
         if tls is not None:
             instance.tasks.append(asyncio.create_task(tls.run()))
-        yield app
+        yield
     except Exception:
         # An instance that has failed must not look alive, not even while it ends.
         port.abort()

@@ -49,9 +49,7 @@ from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.tracing.sender import SpanSender
-from kvrs.proxy.tracing.settings import trace_settings
-from kvrs.proxy.tracing.spans import Tracer
+from kvrs.proxy.streams.spans import Tracer
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.self_test import SelfTester
 from kvrs.proxy.watch.supervision import TaskKind, keep_running, observe_lag
@@ -60,6 +58,8 @@ from kvrs.proxy.wire.certificates import TlsOfPorts
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.workers.link import WorkerLink
 from kvrs.proxy.workers.running import Stop, run_service
+from kvrs.tracing.sender import SpanSender
+from kvrs.tracing.settings import trace_settings
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class Proxy:
     def _open_observer(self, metrics: Metrics) -> RequestObserver:
         """Raises ConfigError: what the environment asks for traces cannot be done."""
         config, tracer = self._config, None
-        if (settings := trace_settings(os.environ, config.proxy.id)) is not None:
+        if (settings := trace_settings(os.environ, "kvrs-proxy", config.proxy.id)) is not None:
             self._spans = SpanSender(settings)
             tracer = Tracer(settings.sampler, self._spans.add, config.cluster.backend)
         return RequestObserver(

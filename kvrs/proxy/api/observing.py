@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
 from kvrs.logs import Row, log_rows
 from kvrs.proxy.api.tenants import TENANT
+from kvrs.proxy.streams.spans import RequestTrace, Tracer
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
-from kvrs.proxy.tracing.spans import RequestTrace, Tracer
 from kvrs.proxy.wire.request_context import (
     CURRENT,
     REQUEST_ID,

@@ -25,8 +25,8 @@ from kvrs.proxy.streams.clients import ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.live import Failed, OpenStream
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
+from kvrs.proxy.streams.spans import NO_SPAN, CallSpan, traced_call
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
-from kvrs.proxy.tracing.spans import NO_SPAN, CallSpan, traced_call
 
 
 class AttemptDriver(Protocol):

@@ -56,8 +56,8 @@ from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed, OpenStream, Outcome
 from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
+from kvrs.proxy.streams.spans import RequestTrace
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
-from kvrs.proxy.tracing.spans import RequestTrace
 from kvrs.proxy.wire.request_context import CURRENT
 
 log = logging.getLogger(__name__)

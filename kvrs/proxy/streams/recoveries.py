@@ -13,7 +13,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Recovered, Settled
 from kvrs.policy.model.estimates import Estimate, Option, best_by_option
 from kvrs.proxy.streams.live import OpenStream
-from kvrs.proxy.tracing.spans import RequestTrace
+from kvrs.proxy.streams.spans import RequestTrace
 from kvrs.proxy.wire.request_context import RequestContext
 
 log = logging.getLogger(__name__)

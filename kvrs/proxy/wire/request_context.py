@@ -10,25 +10,22 @@ from aiohttp import web
 
 from kvrs.direct import DirectRequest
 from kvrs.ids import StreamId
+from kvrs.tracing.context import TRACEPARENT, parent_of
 
 REQUEST_ID = "X-Request-Id"
-TRACEPARENT = "traceparent"
 REQUEST_ID_KEY = web.RequestKey("request_id", str)
 # Further headers of the response, for those that write their head themselves.
 HEADERS_KEY: web.RequestKey[Mapping[str, str]] = web.RequestKey("headers", Mapping[str, str])
 
 # What may stand in a header and in a log without quotes.
 _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
-_TRACEPARENT = re.compile(
-    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
-)
 
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
     id: str
     traceparent: str | None = None  # Of the client, or of the span that it has here.
-    trace: object | None = None  # Its spans (kvrs/proxy/streams/tracing.py), where there are any.
+    trace: object | None = None  # Its spans (kvrs/proxy/streams/spans.py), where there are any.
 
     def call_headers(self, stream: StreamId, attempt: int, traceparent: str | None) -> str:
         """For the calls of an attempt. Engines take the id for that of their own request, which
@@ -69,5 +66,5 @@ def context_of(headers: Mapping[str, str]) -> RequestContext:
     given, trace = headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, "")
     return RequestContext(
         given if _ID.fullmatch(given) else secrets.token_hex(16),
-        trace if _TRACEPARENT.fullmatch(trace) else None,
+        trace if parent_of(trace) is not None else None,
     )

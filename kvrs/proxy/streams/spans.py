@@ -5,7 +5,6 @@ are its children, and engines get the span of their call as `traceparent`. A spa
 has ended, of what was noted meanwhile: the time of its beginning and its id.
 """
 
-import random
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -15,15 +14,15 @@ from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.proxy.streams.journal import Journal
-from kvrs.proxy.tracing.otlp import Span, SpanKind, Value
-from kvrs.proxy.tracing.settings import Sampler
 from kvrs.proxy.wire.request_context import RequestContext
+from kvrs.tracing.context import Parent, new_span_id, new_trace_id, parent_of
+from kvrs.tracing.otlp import Span, SpanKind, Value
+from kvrs.tracing.settings import Sampler
 
 if TYPE_CHECKING:
     from kvrs.proxy.streams.recoveries import Recovery
 
 _NS = 1_000_000_000
-_SAMPLED = "01"
 
 
 class CallSpan(Protocol):
@@ -77,7 +76,7 @@ class _Call:
     ) -> None:
         self._trace = trace
         self._name = name
-        self._id = _new_span_id()
+        self._id = new_span_id()
         self._facts: dict[str, Value] = {
             "kvrs.instance": instance,
             "kvrs.stream": journal.stream,
@@ -85,7 +84,7 @@ class _Call:
         }
         self._begun_ns = 0
         self._first_ns = 0
-        self.traceparent = f"00-{trace.trace_id}-{self._id}-{_SAMPLED}"
+        self.traceparent = Parent(trace.trace_id, self._id, True).header()
 
     def first_token(self) -> None:
         self._first_ns = time.time_ns()
@@ -130,20 +129,23 @@ class RequestTrace:
         context: RequestContext,
         method: str,
         trace_id: str,
+        parent_id: str,
         ended: Callable[[Span], None],
         provider: str,
     ) -> None:
-        """`provider`: the kind of engine, in the words of the conventions."""
+        """`parent_id`: of the client's span; empty: it has none. `provider`: the kind of engine, in
+        the words of the conventions.
+        """
         self.trace_id = trace_id
-        self._id = _new_span_id()
-        self._parent_id = "" if context.traceparent is None else context.traceparent[36:52]
+        self._id = new_span_id()
+        self._parent_id = parent_id
         self._request_id = context.id
         self._method = method
         self._ended = ended
         self._provider = provider
         self._journals: list[Journal] = []
         self._begun_ns = time.time_ns()
-        context.traceparent = f"00-{trace_id}-{self._id}-{_SAMPLED}"
+        context.traceparent = Parent(trace_id, self._id, True).header()
 
     def opened(self, journal: Journal) -> None:
         """A stream of the request has begun."""
@@ -204,7 +206,7 @@ class RequestTrace:
         self._ended(
             Span(
                 self.trace_id,
-                span_id or _new_span_id(),
+                span_id or new_span_id(),
                 self._id,
                 name,
                 kind,
@@ -228,14 +230,17 @@ class Tracer:
         """Begin the span of a request, to which its calls belong from now on; or say to its engines
         that it has none.
         """
-        given = context.traceparent
-        trace_id = given[3:35] if given is not None else f"{_random(128):032x}"
-        client_takes = None if given is None else bool(int(given[53:55], 16) & 1)
+        parent = parent_of(context.traceparent or "")
+        trace_id = parent.trace_id if parent is not None else new_trace_id()
+        client_takes = None if parent is None else parent.is_taken
         if self._sampler.takes(int(trace_id, 16), client_takes):
-            context.trace = RequestTrace(context, method, trace_id, self._ended, self._provider)
+            parent_id = "" if parent is None else parent.span_id
+            context.trace = RequestTrace(
+                context, method, trace_id, parent_id, self._ended, self._provider
+            )
         else:
-            parent_id = given[36:52] if given is not None else _new_span_id()
-            context.traceparent = f"00-{trace_id}-{parent_id}-00"
+            parent_id = new_span_id() if parent is None else parent.span_id
+            context.traceparent = Parent(trace_id, parent_id, False).header()
 
 
 def _facts_of(journals: list[Journal], provider: str) -> dict[str, Value]:
@@ -264,12 +269,3 @@ def _facts_of(journals: list[Journal], provider: str) -> dict[str, Value]:
         each.finish_reason or "error" for each in journals
     )
     return facts
-
-
-def _random(bits: int) -> int:
-    """Not 0, which is no id."""
-    return random.getrandbits(bits) or 1
-
-
-def _new_span_id() -> str:
-    return f"{_random(64):016x}"

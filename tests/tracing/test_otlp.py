@@ -14,7 +14,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
-from kvrs.proxy.tracing.otlp import Span, SpanKind, encode_request, encode_span
+from kvrs.tracing.otlp import Span, SpanKind, encode_request, encode_span
 
 KINDS = {kind: trace.SpanKind[kind.name] for kind in SpanKind}
 TIMES = st.integers(1, 2**63)

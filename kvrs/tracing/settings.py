@@ -57,8 +57,8 @@ class TraceSettings:
     key_file: str | None = None
 
 
-def trace_settings(environ: Mapping[str, str], proxy: str) -> TraceSettings | None:
-    """None: no traces are asked for.
+def trace_settings(environ: Mapping[str, str], service: str, instance: str) -> TraceSettings | None:
+    """Of one process of a service; None: no traces are asked for.
 
     Raises:
         ConfigError: a variable has a value that cannot be carried out.
@@ -86,7 +86,7 @@ def trace_settings(environ: Mapping[str, str], proxy: str) -> TraceSettings | No
         timeout_s=given.of_exporter_ms("TIMEOUT", 10_000) / 1000,
         is_packed=compression == "gzip",
         sampler=given.sampler(),
-        resource=_resource(given, proxy),
+        resource=_resource(given, service, instance),
         delay_s=given.number("OTEL_BSP_SCHEDULE_DELAY", 5000, least=1) / 1000,
         batch_spans=min(given.number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512, least=1), most_spans),
         most_spans=most_spans,
@@ -169,16 +169,16 @@ class _Variables:
         return 1.0
 
 
-def _resource(given: _Variables, proxy: str) -> dict[str, str]:
+def _resource(given: _Variables, service: str, instance: str) -> dict[str, str]:
     own = {
-        "service.name": "kvrs-proxy",
+        "service.name": service,
         "service.version": __version__,
-        "service.instance.id": proxy,
+        "service.instance.id": instance,
         "telemetry.sdk.language": "python",
         "telemetry.sdk.name": "kvrs",
         "telemetry.sdk.version": __version__,
     }
     named = given.pairs("OTEL_RESOURCE_ATTRIBUTES")
-    if service := given.text("OTEL_SERVICE_NAME"):
-        named["service.name"] = service
+    if named_service := given.text("OTEL_SERVICE_NAME"):
+        named["service.name"] = named_service
     return own | named

@@ -13,8 +13,8 @@ import aiohttp
 
 from kvrs import __version__
 from kvrs.errors import ConfigError
-from kvrs.proxy.tracing.otlp import Span, encode_request, encode_span
-from kvrs.proxy.tracing.settings import TraceSettings
+from kvrs.tracing.otlp import Span, encode_request, encode_span
+from kvrs.tracing.settings import TraceSettings
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvrs.errors import ConfigError
-from kvrs.proxy.tracing import sender
-from kvrs.proxy.tracing.otlp import Span, SpanKind
-from kvrs.proxy.tracing.sender import SpanSender
-from kvrs.proxy.tracing.settings import TraceSettings, trace_settings
-from tests.proxy.tracing.collector import collecting
+from kvrs.tracing import sender
+from kvrs.tracing.otlp import Span, SpanKind
+from kvrs.tracing.sender import SpanSender
+from kvrs.tracing.settings import TraceSettings, trace_settings
+from tests.tracing.collector import collecting
 
 pytestmark = pytest.mark.network
 
@@ -25,7 +25,7 @@ def span(number: int) -> Span:
 
 
 def settings(url: str, **changes: Any) -> TraceSettings:
-    found = trace_settings({"OTEL_EXPORTER_OTLP_ENDPOINT": url}, "proxy-0")
+    found = trace_settings({"OTEL_EXPORTER_OTLP_ENDPOINT": url}, "kvrs-proxy", "proxy-0")
     assert found is not None
     return replace(found, **changes)
 

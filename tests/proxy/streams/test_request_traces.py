@@ -1,17 +1,29 @@
 """Traces: what a request, its calls and its recoveries become at a collector."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from kvrs.config.file import parse_config
+from kvrs.engine.instance import EngineInstance
+from kvrs.engine.server import serve_http
+from kvrs.engine.tiny import write_tiny_model
+from kvrs.ids import InstanceId
+from kvrs.proxy.server import Proxy
+from tests.agent.agents import SECRET
+from tests.free_ports import free_ports
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import Fault
-from tests.proxy.tracing.collector import Collector, collecting, facts_of
+from tests.tracing.collector import Collector, collecting, facts_of
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.engine]
 
 TRACE, SPAN = "ab" * 16, "cd" * 8
 REQUEST = {"model": "scripted", "prompt": [1, 2, 3], "max_tokens": 6, "temperature": 0.5, "seed": 1}
@@ -31,6 +43,42 @@ async def asked(system: ProxyCluster, flags: str | None = "01", **fields: Any) -
     async with system.http.post(url, json=REQUEST | fields, headers=headers) as answer:
         await answer.read()
         return answer.status
+
+
+@asynccontextmanager
+async def engines(directory: Path) -> AsyncIterator[Proxy]:
+    """A proxy and two embedded engines, ready; all have ended when the block is left."""
+    write_tiny_model(directory / "tiny", seed=0)
+    ports = iter(free_ports(4))
+    names = {"p0": "prefill", "d0": "decode"}
+    instances = [
+        {"id": name, "role": role, "port": next(ports), "page_port": next(ports)}
+        for name, role in names.items()
+    ]
+    config = parse_config(
+        {
+            "proxy": {"port": 0, "admin_port": 0, "load_interval_s": 0.05, "self_test": False},
+            "cluster": {
+                "model": str(directory / "tiny"),
+                "nodes": [{"id": "n0", "instances": instances}],
+                "engine": {"max_model_len": 128},
+            },
+        }
+    )
+    async with AsyncExitStack() as stack:
+        for name in names:
+            engine = EngineInstance(config, InstanceId(name), 1, SECRET)
+            await stack.enter_async_context(serve_http(engine, allow_faults=False))
+        proxy = Proxy(config, SECRET)
+        await proxy.start()
+        stack.push_async_callback(proxy.close)
+        async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+            while True:
+                async with http.get(f"http://127.0.0.1:{proxy.port}/readyz") as answer:
+                    if answer.status == 200:
+                        break
+                await asyncio.sleep(0.02)
+        yield proxy
 
 
 def sent(system: ProxyCluster) -> list[str]:
@@ -146,6 +194,52 @@ async def test_the_resource_names_the_proxy(
         "prefill p0",
         "text_completion scripted",
     ]
+
+
+async def test_an_embedded_engine_shows_what_a_call_went_through(
+    collector: Collector, tmp_path: Path
+) -> None:
+    """One trace from the client to the engines: pages are fetched from prefill, and decode of the
+    run ends with the call.
+    """
+    async with engines(tmp_path) as proxy:
+        body = REQUEST | {"model": None, "prompt": [*range(5, 45)], "stream": True}
+        url = f"http://127.0.0.1:{proxy.port}/v1/completions"
+        async with aiohttp.ClientSession() as http:
+            for sampled in ("01", "00"):
+                given = {"traceparent": f"00-{TRACE}-{SPAN}-{sampled}"}
+                async with http.post(url, json=body, headers=given) as answer:
+                    assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+
+    def below(parent: Span) -> dict[str, Span]:
+        own = [span for span in collector.spans if span.parent_span_id == parent.span_id]
+        assert {span.trace_id.hex() for span in own} == {TRACE}
+        assert len({span.name for span in own}) == len(own)
+        return {span.name: span for span in own}
+
+    (request,) = collector.named("text_completion")
+    calls = below(request)
+    assert calls.keys() == {"prefill p0", "decode d0"}
+    for name, call in calls.items():
+        ((run_name, run),) = below(call).items()
+        assert (run_name, run.kind) == (f"run {name[-2:]}", Span.SPAN_KIND_SERVER)
+        assert call.start_time_unix_nano <= run.start_time_unix_nano
+        parts = below(run)
+        for part in parts.values():
+            assert run.start_time_unix_nano <= part.start_time_unix_nano
+            assert part.start_time_unix_nano <= part.end_time_unix_nano <= run.end_time_unix_nano
+        if name == "prefill p0":
+            assert parts.keys() == {"queue", "prefill"}
+            continue
+        assert parts.keys() == {"queue", "fetch", "prefill", "decode"}
+        assert parts["queue"].end_time_unix_nano == parts["fetch"].start_time_unix_nano
+        assert parts["prefill"].end_time_unix_nano == parts["decode"].start_time_unix_nano
+        assert parts["fetch"].end_time_unix_nano <= parts["prefill"].start_time_unix_nano
+        facts = facts_of(run)
+        assert (facts["kvrs.attempt"], facts["kvrs.history_tokens"]) == (1, 40)
+        assert facts["gen_ai.usage.output_tokens"] == 6
+        (event,) = run.events
+        assert event.name == "first_token"
 
 
 async def test_engines_are_told_of_a_trace_that_the_sampler_leaves_out(

@@ -7,14 +7,14 @@ import pytest
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
 from kvrs.errors import ConfigError
-from kvrs.proxy.tracing.settings import Sampler, TraceSettings, trace_settings
+from kvrs.tracing.settings import Sampler, TraceSettings, trace_settings
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}
 TRACE_IDS = [random.Random(seed).getrandbits(128) for seed in range(200)]
 
 
 def settings(**environ: str) -> TraceSettings:
-    found = trace_settings(ENDPOINT | environ, "proxy-0")
+    found = trace_settings(ENDPOINT | environ, "kvrs-proxy", "proxy-0")
     assert found is not None
     return found
 
@@ -30,7 +30,7 @@ def settings(**environ: str) -> TraceSettings:
 )
 def test_without_a_collector_there_are_no_traces(environ: dict[str, str]) -> None:
     """As OpenTelemetry's variables say it."""
-    assert trace_settings(environ, "proxy-0") is None
+    assert trace_settings(environ, "kvrs-proxy", "proxy-0") is None
 
 
 def test_a_variable_for_traces_comes_before_that_for_all_signals() -> None:

@@ -1,0 +1,1 @@
+"""Traces of requests through proxies and engines, sent by OTLP."""

@@ -1,0 +1,47 @@
+"""The span that a request belongs to: ids, and the header `traceparent`.
+
+Source: W3C Trace Context, level 1.
+"""
+
+import random
+import re
+from typing import NamedTuple
+
+TRACEPARENT = "traceparent"
+_FORM = re.compile(
+    r"(?!ff)[0-9a-f]{2}-((?!0{32})[0-9a-f]{32})-((?!0{16})[0-9a-f]{16})-([0-9a-f]{2})"
+)
+_SAMPLED = 1
+
+
+class Parent(NamedTuple):
+    """Ids in hexadecimal digits; `is_taken`: spans of the trace are kept."""
+
+    trace_id: str
+    span_id: str
+    is_taken: bool
+
+    def header(self) -> str:
+        """The value of `traceparent`."""
+        return f"00-{self.trace_id}-{self.span_id}-{self.is_taken:02x}"
+
+
+def parent_of(text: str) -> Parent | None:
+    """None: the value of the header names no span."""
+    if (found := _FORM.fullmatch(text)) is None:
+        return None
+    trace_id, span_id, flags = found.groups()
+    return Parent(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
+
+
+def new_trace_id() -> str:
+    return f"{_random(128):032x}"
+
+
+def new_span_id() -> str:
+    return f"{_random(64):016x}"
+
+
+def _random(bits: int) -> int:
+    """Not 0, which is no id."""
+    return random.getrandbits(bits) or 1
