@@ -345,7 +345,8 @@ async def test_over_http_every_cut_continues_exactly(tiny_model: Path, endpoint:
             if chat:
                 template = instance.chat_template
                 assert template is not None
-                text = template.render(parse_chat_request(json.dumps(body).encode()))
+                asked = json.dumps(body | {"stream": True}).encode()
+                text = template.render(parse_chat_request(asked))
                 prompt = instance.vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
             else:
                 prompt = instance.vocabulary.tokenizer.encode(PROMPT).ids
