@@ -217,6 +217,7 @@ async def test_leases_are_sent_only_to_instances_that_retain(build: ProxyCluster
 async def test_an_own_prefill_that_is_not_configured_is_refused(build: ProxyClusterBuilder) -> None:
     def prepare(instances: dict[str, Scripted]) -> None:
         instances["d0"].own_prefill = "p7"
+        instances["d0"].capabilities = SHARDED  # It fetches no pages of others.
 
     system = await build(pairs=1, wait=False, prepare=prepare)
 
