@@ -100,7 +100,10 @@ class Keepers:
 
     def learn(self, config: Config) -> None:
         """Have all processes read this configuration."""
-        self._run.config_path().write_text(dump_config(config))
+        path = self._run.config_path()
+        scratch = path.with_suffix(".new")
+        scratch.write_text(dump_config(config))
+        scratch.replace(path)  # A process that starts reads the one or the other.
         for keeper in self._keepers.values():
             keeper.learn()
 

@@ -173,8 +173,8 @@ class RemoteKeepers:
             return
         import ray
 
-        stopping = [actor.stop.remote() for actor in self._actors.values()]
-        ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_S) if stopping else None
+        if stopping := [actor.stop.remote() for actor in self._actors.values()]:
+            ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_S)
         ray.shutdown()
 
 
