@@ -1,4 +1,4 @@
-"""An instance that is added to a running cluster, and KV between it and those that were there."""
+"""An instance that is added to a running cluster, and streams that leave it."""
 
 import json
 import os
@@ -23,8 +23,7 @@ from tests.free_ports import free_ports
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 WAIT_S = 120.0
-# Less than a page, so that the prefill instance has none: all KV is where the stream runs.
-PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(10)]
+PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(100)]
 PACE = "opt-13b-a100-vllm-tp1"  # About 20 ms per token: the stream lasts while it is moved.
 
 
@@ -59,10 +58,10 @@ def until(holds: Callable[[], Any]) -> Any:
     return found
 
 
-def test_an_instance_that_was_there_fetches_pages_from_one_that_was_added(
+def test_a_stream_leaves_an_added_instance_for_one_that_was_there(
     up: Launch, tmp_path: Path
 ) -> None:
-    """A stream that leaves the new instance takes its KV along."""
+    """`kvrs up` has told its processes of the new instance."""
     client, admin = up.urls
     port, page_port = free_ports(2)
     added = {"id": "d1", "role": "decode", "port": port, "page_port": page_port}
@@ -77,9 +76,6 @@ def test_an_instance_that_was_there_fetches_pages_from_one_that_was_added(
         rows = ask("GET", f"{admin}/kvrs/v1/state")["instances"]
         return next((each for each in rows if each["id"] == name), None)
 
-    def fetched() -> int:
-        return int(row("d0")["load"]["kv_bytes"].get("recovery", 0))
-
     request = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     with subprocess.Popen(
         [sys.executable, "-m", "kvrs.engine", *arguments], env=environment
@@ -89,7 +85,6 @@ def test_an_instance_that_was_there_fetches_pages_from_one_that_was_added(
             until(lambda: (row("d1") or {}).get("health") == "up")
             until(lambda: "id: d1" in (up.run_directory / "config.yaml").read_text())
             ask("POST", f"{admin}/kvrs/v1/drain/d0?drain_s=0")
-            before = fetched()
             with ThreadPoolExecutor(1) as clients:
                 asked = clients.submit(ask, "POST", f"{client}/v1/completions", request)
                 until(
@@ -110,8 +105,6 @@ def test_an_instance_that_was_there_fetches_pages_from_one_that_was_added(
     assert [(each["from"], each["to"], each["outcome"]) for each in moved] == [
         ("d1", "d0", "resumed")
     ]
-    assert moved[0]["option"] in ("migrate", "restore", "split")
-    assert fetched() > before
     assert got == expected
 
 

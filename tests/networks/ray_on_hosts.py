@@ -13,6 +13,7 @@ from typing import Self
 from tests.networks.network_cluster import Network
 
 PORT = 6379
+_ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_S = 120.0
 # Ray notices a machine that is gone within some seconds.
 _HEALTH = (
@@ -121,7 +122,10 @@ class RayOnHosts:
     def _hold(self, host: str) -> None:
         """Make the mounts of a host; they stay while this process runs."""
         self.files(host).mkdir(parents=True)
-        mounts = f"mount --bind '{self.files(host)}' /tmp && mount -t tmpfs tmpfs /dev/shm"
+        mounts = f"mount --rbind '{self.files(host)}' /tmp && mount -t tmpfs tmpfs /dev/shm"
+        if _ROOT.is_relative_to("/tmp"):  # Where the code is, it is at every host.
+            there = self.files(host) / _ROOT.relative_to("/tmp")
+            mounts = f"mkdir -p '{there}' && mount --bind '{_ROOT}' '{there}' && {mounts}"
         holder = subprocess.Popen(
             self.network.command_at(
                 host, "unshare", "-m", "sh", "-c", f"{mounts} && echo made && exec sleep 3600"
