@@ -232,6 +232,7 @@ def _hosts(config: Config) -> Iterator[str]:
         yield from (node.agent.host, node.agent.pages_at, node.agent.gossip_at)
         for instance in node.instances:
             yield from (instance.host, instance.pages_at)
+    yield from (service.host for service in config.cluster.services)
 
 
 def _resolve(name: str, answered: set[str]) -> None:

@@ -153,6 +153,25 @@ class NodeSettings(Settings):
         return InstanceId(f"agent-{self.id}")
 
 
+class ServiceSettings(Settings):
+    id: str = Field(min_length=1, max_length=24)  # With an address after it an instance's id.
+    """Its name, unique in the cluster: the instance at 10.0.0.7 is `ID-10.0.0.7`."""
+    host: Host
+    """A name that DNS answers with the address of each instance."""
+    port: int = Field(ge=1, le=65535)
+    """HTTP, the same for all of them."""
+    role: Role = Field(strict=False)
+    """prefill or decode."""
+
+    def node(self, address: str) -> NodeSettings:
+        """The node of the instance at a numeric address."""
+        name = f"{self.id}-{address.replace(':', '-')}"
+        instance = InstanceSettings(
+            id=InstanceId(name), role=self.role, host=address, port=self.port
+        )
+        return NodeSettings(id=NodeId(name), instances=[instance])
+
+
 def demo_nodes(count: int) -> list[NodeSettings]:
     """`count` nodes n0, n1, ..., each with a prefill instance p0, ... and a decode one d0, ..."""
     return [
@@ -182,8 +201,12 @@ class ClusterSettings(Settings):
     """
     drain_s: float = Field(default=30.0, ge=0, le=3600)
     """The longest time that a draining instance waits for its streams to be moved."""
-    nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2), min_length=1)
+    nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2))
     """The machines, each with its instances and its agent."""
+    services: list[ServiceSettings] = Field(default=[], max_length=64)
+    """With backend vllm, host names that are looked up every 5 s: each address is an instance, on
+    a node of its own, beside those of `nodes` (docs/operating.md).
+    """
 
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
         return ((node, instance) for node in self.nodes for instance in node.instances)

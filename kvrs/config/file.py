@@ -249,6 +249,7 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
             assert_never(config.cluster.backend)
     yield from _faults_of_ranks(config)
     yield from _faults_of_roles(config)
+    yield from _faults_of_services(config)
     yield from _faults_of_profiles(config)
     if config.state_plane.enabled:
         yield from _faults_of_state_plane(config)
@@ -324,6 +325,7 @@ def _faults_of_stage_hosts(config: Config, instance: InstanceSettings) -> Iterat
 
 def _faults_of_roles(config: Config) -> Iterator[str]:
     roles = {instance.role for _, instance in config.cluster.instances()}
+    roles |= {service.role for service in config.cluster.services}
     for role in (Role.PREFILL, Role.DECODE):
         if not roles & {role, Role.BOTH}:
             yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
@@ -333,6 +335,29 @@ def _faults_of_roles(config: Config) -> Iterator[str]:
             f"backup.mode: got {mode.value!r} with 1 node; allowed: 'off' or 'local', or a "
             f"second node"
         )
+
+
+def _faults_of_services(config: Config) -> Iterator[str]:
+    """Other engines know their ids, and have keys of their own."""
+    backend, services = config.cluster.backend, config.cluster.services
+    if services and backend is not Backend.VLLM:
+        yield (
+            f"cluster.services: got {len(services)} with backend {backend.value!r}; allowed: none, "
+            f"or backend 'vllm'"
+        )
+    if services and config.gossip.enabled:
+        yield (
+            f"cluster.services: got {len(services)} with gossip.enabled: true, and their nodes "
+            f"have no agents; allowed: none, or gossip.enabled: false"
+        )
+    for name, count in _repeated(service.id for service in services):
+        yield f"cluster.services: id {name!r} is used {count} times; allowed: once"
+    for service in services:
+        if service.role is Role.BOTH:
+            yield (
+                f"cluster.services: service {service.id!r} has role 'both'; allowed: prefill, "
+                f"decode"
+            )
 
 
 def _faults_of_profiles(config: Config) -> Iterator[str]:

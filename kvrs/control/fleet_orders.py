@@ -2,9 +2,9 @@
 
 They reach the other proxies as orders to drain do (`orders.py`), and of two about one instance that
 with the higher version counts everywhere. What a proxy uses is `cluster.nodes` of its file with the
-orders laid over it. An order is done with at a proxy that reads a file which says the same: from
-then on the file counts there, until a later order, and once it says something else, other proxies
-hear no more of the order from there.
+orders laid over it; the addresses of its services count as the file's. An order is done with at a
+proxy that reads a file which says the same: from then on the file counts there, until a later
+order, and once it says something else, other proxies hear no more of the order from there.
 """
 
 import copy
@@ -18,11 +18,14 @@ Nodes = list[dict[str, Any]]  # `cluster.nodes` in plain data, with all keys.
 
 
 class FleetOrders:
-    """Of one proxy; `me` is its id, `nodes` are those of its file."""
+    """Of one proxy; `me` is its id, `nodes` are those of its file. `awaited`: the services that
+    have not been found yet, so that the file does not say yet which instances they have.
+    """
 
-    def __init__(self, me: str, nodes: Nodes) -> None:
+    def __init__(self, me: str, nodes: Nodes, awaited: Iterable[str] = ()) -> None:
         self._me = me
-        self._nodes = nodes
+        self.nodes = nodes
+        self._awaited = [*awaited]
         self._held: dict[InstanceId, FleetOrder] = {}
         self._done: set[InstanceId] = set()  # The file says the same, or has done so.
         self._over: set[InstanceId] = set()  # And says something else now.
@@ -49,14 +52,17 @@ class FleetOrders:
         self._look_at_file()
         return has_newer
 
-    def read(self, nodes: Nodes) -> None:
-        """The file has been read again."""
-        self._nodes = nodes
+    def read(self, nodes: Nodes, awaited: Iterable[str] = ()) -> None:
+        """The file has been read again, or its services have other addresses."""
+        self.nodes = nodes
+        self._awaited = [*awaited]
         self._look_at_file()
 
     def _look_at_file(self) -> None:
         for name, order in self._held.items():
-            if node_of(self._nodes, name) == order.node:
+            if any(name.startswith(f"{service}-") for service in self._awaited):
+                continue
+            if node_of(self.nodes, name) == order.node:
                 self._done.add(name)
             elif name in self._done:
                 self._over.add(name)
@@ -73,7 +79,7 @@ class FleetOrders:
         orders = {name: order for name, order in self._held.items() if name not in self._done}
         if new is not None:
             orders[new.instance] = new
-        laid = copy.deepcopy(self._nodes if nodes is None else nodes)
+        laid = copy.deepcopy(self.nodes if nodes is None else nodes)
         for name, order in orders.items():
             if node_of(laid, name) != order.node:
                 _take_out(laid, name)

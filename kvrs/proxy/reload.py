@@ -12,6 +12,7 @@ from typing import Any
 
 from kvrs.config.file import Config, config_digest, parse_config
 from kvrs.control.fleet_orders import FleetOrders, Nodes
+from kvrs.control.services import Found, with_services
 from kvrs.errors import ConfigError
 from kvrs.protocol.mirror import FleetOrder
 
@@ -38,7 +39,9 @@ class ReloadResult:
 
 
 class Reloads:
-    """One per proxy. `config` is the configuration in use: the file's, with `orders` over it."""
+    """One per proxy. `config` is the configuration in use: the file's, with the addresses `found`
+    of its services over it, and `orders` over both.
+    """
 
     def __init__(
         self, config: Config, read: Callable[[], Config], orders: FleetOrders | None = None
@@ -47,7 +50,9 @@ class Reloads:
         `config`; None: there are none.
         """
         self.config = config
-        self.orders = orders or FleetOrders(config.proxy.id, nodes_of(config))
+        self.orders = orders or fleet_orders(config)
+        self.found: Found = {}
+        self._file: Nodes = self.orders.nodes
         self._read = read
         self._parts: list[ReloadingPart] = []
         self._turn = asyncio.Lock()
@@ -76,11 +81,34 @@ class Reloads:
         def read() -> Config:
             found = self._read()
             nodes.extend(nodes_of(found))
-            return with_nodes(found, self.orders.over(nodes))
+            below = with_services(nodes, found.cluster.services, self.found)
+            return with_nodes(found, self.orders.over(below))
 
         result = await self._logged(self._take(read))
-        self.orders.read(nodes)
+        self._file = nodes
+        self._read_below()
         return result
+
+    async def follow_services(self, found: Found) -> None:
+        """Take over the addresses of the services.
+
+        Raises:
+            ConfigError: they cannot be; nothing has changed.
+        """
+
+        def read() -> Config:
+            below = with_services(self._file, self.config.cluster.services, found)
+            return with_nodes(self.config, self.orders.over(below))
+
+        await self._take(read)
+        self.found = found
+        self._read_below()
+
+    def _read_below(self) -> None:
+        """Tell the orders what they lie over."""
+        services = self.config.cluster.services
+        awaited = [service.id for service in services if service.id not in self.found]
+        self.orders.read(with_services(self._file, services, self.found), awaited)
 
     async def order(self, order: FleetOrder, *, is_trial: bool = False) -> ReloadResult:
         """Carry out an order about the fleet. With `is_trial` it is only checked.
@@ -149,6 +177,12 @@ class Reloads:
             raise ConfigError(faults)
         restart_needed = [path for path in differing if not _is_in(path, sections)]
         return merged, changes, ReloadResult(applied, restart_needed)
+
+
+def fleet_orders(config: Config) -> FleetOrders:
+    """Of a proxy with this file, which has not looked up its services."""
+    awaited = [service.id for service in config.cluster.services]
+    return FleetOrders(config.proxy.id, nodes_of(config), awaited)
 
 
 def nodes_of(config: Config) -> Nodes:

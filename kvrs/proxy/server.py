@@ -42,6 +42,7 @@ from kvrs.proxy.backends.peer import new_session
 from kvrs.proxy.fleet.changes import Fleet, FleetLinks
 from kvrs.proxy.fleet.following import FleetFollower
 from kvrs.proxy.fleet.orders import StandingOrders
+from kvrs.proxy.fleet.services import ServiceNames
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
@@ -162,6 +163,7 @@ class Proxy:
         if config.proxy.peer_port:
             keys = door_keys(self._ring, config.proxy.id, Door.PROXY)
             await self._listen(make_app(mirror), "peer_port", keys)
+        await (services := ServiceNames(self.reloads)).look_up()
         await mirror.peers.meet()
         await follower.follow()
         await self._open_ports(api, shown)
@@ -180,15 +182,14 @@ class Proxy:
             keep(TaskKind.SELF_TESTS, SelfTester(driver, clock).run),
             keep(TaskKind.KEYS, tenants.run),
             keep(TaskKind.FLEET, follower.run),
+            keep(TaskKind.FLEET, services.run),
             *([keep(TaskKind.TRACES, self._spans.run)] if self._spans else []),
             *([self._link.share_load(control)] if self._link else []),
             observe_lag(metrics.loop_lag.observe),
             mirror.run(),
+            *([gossip_view.run()] if config.gossip.enabled else []),
+            *([event_log.run()] if event_log is not None else []),
         ]
-        if config.gossip.enabled:
-            work.append(gossip_view.run())
-        if event_log is not None:
-            work.append(event_log.run())
         self._background = [asyncio.create_task(each) for each in work]
         if self._link is not None:
             await self._join_workers(api, driver, self._link)

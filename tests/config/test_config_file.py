@@ -101,6 +101,26 @@ def test_ids_ports_and_roles_are_checked_across_sections() -> None:
     assert "port 127.0.0.1:9000 is used 4 times" in text
 
 
+def test_services_are_of_vllm_alone() -> None:
+    """Instances of other engines know their ids; the nodes of addresses have no agents."""
+    service = {"id": "s", "host": "vllm.test", "port": 8000, "role": "both"}
+    services = [service, {**service, "role": "decode"}, {**service, "role": "prefill"}]
+
+    with_gossip = "\n".join(
+        faults_of({"cluster": {"services": services}, "gossip": {"enabled": True}})
+    )
+    vllm = {"backend": "vllm", "model": "m", "nodes": [], "services": services[1:2]}
+    without = faults_of({"cluster": vllm, "profiles": {"prefill": "opt-13b-a100-distserve-tp1"}})
+
+    assert "cluster.services: got 3 with backend 'embedded'; allowed: none" in with_gossip
+    assert "cluster.services: got 3 with gossip.enabled: true" in with_gossip
+    assert "cluster.services: id 's' is used 3 times; allowed: once" in with_gossip
+    assert "cluster.services: service 's' has role 'both'; allowed: prefill" in with_gossip
+    assert without == ["cluster.nodes: no instance of role 'prefill'; allowed: at least one"]
+    both = vllm | {"services": [services[1], {**services[2], "id": "t"}]}
+    parse_config({"cluster": both, "profiles": {"prefill": "opt-13b-a100-distserve-tp1"}})
+
+
 def test_a_dumped_configuration_reads_back_equal() -> None:
     """The launcher hands its resolved configuration to every process as a file."""
     assert parse_config(yaml.safe_load(dump_config(Config()))) == Config()

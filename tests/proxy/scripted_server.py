@@ -32,6 +32,7 @@ class ScriptedServer:
     headers: list[dict[str, str]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     awake: asyncio.Event = field(default_factory=asyncio.Event)
+    host: str = "127.0.0.1"
     _port: HttpPort | None = None
     _connections: set[asyncio.BaseTransport] = field(default_factory=set)
     _watching: set[asyncio.BaseTransport] = field(default_factory=set)
@@ -47,7 +48,7 @@ class ScriptedServer:
         self._port = HttpPort(
             app, ConnectionLimits.of_peers(), shutdown_timeout_s=0.05, names=None, keys=keys
         )
-        self.port = await self._port.open("127.0.0.1", self.port)
+        self.port = await self._port.open(self.host, self.port)
 
     async def kill(self) -> None:
         """As by SIGKILL: all connections are reset at once, and new ones are refused."""

@@ -93,7 +93,7 @@ class Fleet:
     @property
     def part(self) -> ReloadingPart:
         """What of the configuration it takes over while streams run."""
-        return ReloadingPart("fleet", self._prepare, ("cluster.nodes",))
+        return ReloadingPart("fleet", self._prepare, ("cluster.nodes", "cluster.services"))
 
     def _prepare(self, config: Config) -> Apply | None:
         """Raises ConfigError: a change that cannot be carried out while streams run."""

@@ -27,6 +27,7 @@ from kvrs.http import HttpPort, naming_port
 from kvrs.protocol.mirror import FleetOrder
 from kvrs.proxy.api.admin import Admin
 from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused, RankOrder
+from kvrs.proxy.fleet.services import ServiceNames
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.metrics import Total, process_registry
 from kvrs.proxy.wire.capacity import capacity_of
@@ -80,7 +81,7 @@ class Supervisor:
         self._config = config
         self.reloads = Reloads(config, read)
         # What the workers reload, so that its changes are named as those of one proxy.
-        of_workers = ("policy", "slo", "cluster.nodes", "proxy.peers")
+        of_workers = ("policy", "slo", "cluster.nodes", "cluster.services", "proxy.peers")
         self.reloads.add(ReloadingPart("policy", _nothing, of_workers))
         self._path = path
         self._ports = KeptPorts()
@@ -136,6 +137,7 @@ class Supervisor:
             proxy.peer_port + worker if proxy.peer_port else 0 for worker in range(proxy.workers)
         ]
         peer_ports = [keep("peer_port", proxy.peer_host, port) for port in wanted]
+        await (services := ServiceNames(self.reloads)).look_up()
         await self._open_admin(tls)
         for worker, name in enumerate(proxy.names):
             plan = WorkerPlan(
@@ -155,8 +157,9 @@ class Supervisor:
         work = [place.run() for place in self.places]
         self._tasks = [asyncio.create_task(each) for each in work]
         await self._all_up()
-        beside = (self._keep_counting(), self._spread_load(), *(file.run() for file in tls.all))
-        self._tasks += [asyncio.create_task(each) for each in beside]
+        beside = (self._keep_counting(), self._spread_load(), services.run())
+        files = (file.run() for file in tls.all)
+        self._tasks += [asyncio.create_task(each) for each in (*beside, *files)]
 
     async def _open_admin(self, tls: TlsOfPorts) -> None:
         proxy, security = self._config.proxy, self._config.security

@@ -9,10 +9,9 @@ import uvloop
 
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.config.workers import with_workers, worker_config
-from kvrs.control.fleet_orders import FleetOrders
 from kvrs.errors import ConfigError
 from kvrs.logs import log_to_stderr
-from kvrs.proxy.reload import nodes_of, with_nodes
+from kvrs.proxy.reload import fleet_orders, with_nodes
 from kvrs.proxy.server import serve
 from kvrs.proxy.workers.link import WorkerLink
 from kvrs.proxy.workers.messages import WorkerPlan
@@ -31,7 +30,7 @@ async def _work(end: socket.socket) -> None:
     link = WorkerLink()
     plan = await link.open(end)
     config = _read(plan)
-    link.orders = orders = FleetOrders(config.proxy.id, nodes_of(config))
+    link.orders = orders = fleet_orders(config)
     orders.take(plan.orders)
     config = with_nodes(config, orders.over())
     log_to_stderr(**config.logs.options, worker=config.proxy.id)

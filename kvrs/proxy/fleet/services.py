@@ -1,0 +1,79 @@
+"""Looks up the host names of `cluster.services`, and has the fleet follow their addresses."""
+
+import asyncio
+import logging
+
+from kvrs.config.cluster import ServiceSettings
+from kvrs.control.services import Found, changed, newer, single_changes
+from kvrs.errors import ConfigError
+from kvrs.names import all_addresses
+from kvrs.proxy.reload import Reloads
+
+log = logging.getLogger(__name__)
+
+LOOK_UP_S = 5.0  # Between look-ups, and the longest time that one is waited for.
+
+
+class ServiceNames:
+    """A name that is not answered keeps its addresses. A change that cannot be carried out, since
+    it would take the last instance of a role that is up, or an instance of that id is still being
+    removed, is tried again with the next look-up.
+    """
+
+    def __init__(self, reloads: Reloads) -> None:
+        self._reloads = reloads
+        self._faults: dict[str, str] = {}  # That were logged, by service; "": of changes.
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_UP_S)
+            await self.look_up()
+
+    async def look_up(self) -> None:
+        """Once, and follow what is found."""
+        services = self._reloads.config.cluster.services
+        if not (services or self._reloads.found):
+            return
+        found = await asyncio.gather(*map(self._addresses, services))
+        answers = {service.id: each for service, each in zip(services, found, strict=True)}
+        wanted = newer(self._reloads.found, services, answers)
+        if wanted != self._reloads.found:
+            self._log("", await self._follow(wanted), "addresses not followed yet")
+
+    async def _addresses(self, service: ServiceSettings) -> frozenset[str]:
+        """Empty: it has none now."""
+        fault: str | None = None
+        found: frozenset[str] = frozenset()
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                found = await all_addresses(service.host)
+        except OSError as error:
+            fault = f"{service.host}: {error.strerror or 'no answer'}"
+        self._log(service.id, fault, "name not resolved")
+        return found
+
+    async def _follow(self, wanted: Found) -> str | None:
+        """All at once, or else each change that can be carried out; why one cannot."""
+        if await self._take(wanted) is None:
+            return None
+        cause = None
+        for service, address in single_changes(self._reloads.found, wanted):
+            cause = await self._take(changed(self._reloads.found, service, address)) or cause
+        return cause
+
+    async def _take(self, found: Found) -> str | None:
+        """Why it cannot be."""
+        try:
+            await self._reloads.follow_services(found)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def _log(self, name: str, cause: str | None, message: str) -> None:
+        """Once, while it stays the same."""
+        if cause is None:
+            self._faults.pop(name, None)
+        elif self._faults.get(name) != cause:
+            self._faults[name] = cause
+            log.warning(message, extra={"cause": cause})

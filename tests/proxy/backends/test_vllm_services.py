@@ -1,0 +1,215 @@
+"""Instances that are the addresses of host names, which come and go in DNS."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvrs.config.file import Config, parse_config
+from kvrs.control import silence
+from kvrs.names import all_addresses
+from kvrs.proxy.fleet import services
+from kvrs.proxy.server import Proxy
+from tests.proxy.scripted import SECRET, Script
+from tests.proxy.scripted_model import expected_ids
+from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
+from tests.proxy.vllm_cluster import PROMPT, TOKENS, Vllms, document
+from tests.proxy.workers_of_proxy import WorkersOfProxy, open_workers
+
+pytestmark = pytest.mark.network
+
+PREFILL, DECODE = "prefill.test", "decode.test"
+P2, D2, D3 = "prefill-127.0.0.2", "decode-127.0.0.2", "decode-127.0.0.3"
+
+
+class _Named(Vllms):
+    """Servers at addresses of loopback, and what DNS says of them."""
+
+    names: dict[str, set[str]]
+    looked_up: int = 0
+    config: Config
+
+    async def lookup(self, host: str) -> frozenset[str]:
+        self.looked_up += 1
+        if host not in self.names:
+            raise OSError(-3, "Temporary failure in name resolution")
+        return frozenset(self.names[host])
+
+    async def until_looked_up(self) -> None:
+        """Both names several times from now on."""
+        wanted = self.looked_up + 6
+
+        async def is_so() -> bool:
+            return self.looked_up >= wanted
+
+        await self.until(is_so)
+
+    async def until_there(self, *names: str) -> None:
+        async def is_so() -> bool:
+            return {row["id"] for row in (await self.state())["instances"]} == {*names}
+
+        await self.until(is_so)
+
+    async def order(self, method: str, path: str) -> int:
+        url = f"http://127.0.0.1:{self.proxy.admin_port}/kvrs/v1/{path}"
+        async with self.http.request(method, url) as answer:
+            return answer.status
+
+    async def readiness(self) -> int:
+        async with self.http.get(f"{self.url}/readyz") as answer:
+            return answer.status
+
+
+@pytest.fixture
+async def named(vllm_model: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[_Named]:
+    """One prefill and two decode servers; the names have no address yet."""
+    # Streams that wait at a gate are not to be taken for silent ones.
+    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 60.0)
+    monkeypatch.setattr(services, "LOOK_UP_S", 0.05)
+    async with AsyncExitStack() as stack:
+        shared, servers = VllmScript(), dict[str, ScriptedVllm]()
+        ports = {"prefill": 0, "decode": 0}
+        for name in (P2, D2, D3):
+            role, host = name.split("-")
+            server = ScriptedVllm(name, name, role=role, script=shared, host=host, port=ports[role])
+            await server.start()
+            stack.push_async_callback(server.close)
+            ports[role], servers[name] = server.port, server
+        rows = [
+            {"id": role, "host": f"{role}.test", "port": port, "role": role}
+            for role, port in ports.items()
+        ]
+        whole: dict[str, Any] = document(vllm_model, {"p0": 0, "d0": 0, "d1": 0})
+        whole["cluster"] |= {"nodes": [], "services": rows, "drain_s": 0.0}
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        config = parse_config(whole)
+        proxy = Proxy(config, SECRET)
+        system = _Named(proxy, Script(), {}, {}, http)
+        system.names, system.config = {}, config
+        system.shared, system.servers = shared, servers
+        monkeypatch.setattr(services, "all_addresses", system.lookup)
+        await proxy.start()
+        stack.push_async_callback(proxy.close)
+        yield system
+
+
+async def test_an_address_comes_and_another_goes_without_a_lost_token(named: _Named) -> None:
+    named.names = {PREFILL: {"127.0.0.2"}, DECODE: {"127.0.0.2"}}
+    await named.until_there(P2, D2)
+    await named.until_health(**{P2: "up", D2: "up"})
+    named.shared.gate, named.shared.gate_at = asyncio.Event(), 3
+    asked = [asyncio.create_task(named.ids()) for _ in range(3)]
+    await named.until_streams_hold(3, count=3)
+
+    named.names[DECODE] = {"127.0.0.3"}
+    await named.until_there(P2, D3)
+    named.shared.gate.set()
+
+    assert await asyncio.gather(*asked) == [expected_ids(PROMPT, TOKENS)] * 3
+    assert {(of, to) for _, of, to in await named.causes()} == {(D2, D3)}
+    assert named.shared.violations == []
+
+
+async def test_dns_that_fails_or_is_empty_changes_nothing(named: _Named) -> None:
+    """Nor does an address that appears and is never up take the place of the last one that is."""
+    named.names = {PREFILL: {"127.0.0.2"}, DECODE: {"127.0.0.2", "127.0.0.3"}}
+    await named.until_there(P2, D2, D3)
+    await named.until_health(**{P2: "up", D2: "up", D3: "up"})
+
+    named.names = {}
+    await named.until_looked_up()
+    await named.until_there(P2, D2, D3)
+    named.names = {PREFILL: set(), DECODE: set()}
+    await named.until_looked_up()
+    await named.until_there(P2, D2, D3)
+    named.names = {PREFILL: {"127.0.0.2"}, DECODE: {"127.0.0.9"}}
+    # One of two leaves, the last one that is up stays.
+    await named.until_there(P2, D3, "decode-127.0.0.9")
+    await named.until_looked_up()
+    await named.until_there(P2, D3, "decode-127.0.0.9")
+
+    assert await named.ids() == expected_ids(PROMPT, TOKENS)
+
+
+async def test_a_proxy_without_an_address_is_not_ready(named: _Named) -> None:
+    await named.until_looked_up()
+    before = await named.readiness()
+    named.names = {PREFILL: {"127.0.0.2"}, DECODE: {"127.0.0.2"}}
+    await named.until_there(P2, D2)
+    await named.until_health(**{P2: "up", D2: "up"})
+
+    assert (before, await named.readiness()) == (503, 200)
+
+
+async def test_an_order_lies_over_dns(named: _Named) -> None:
+    """Through look-ups and reloads, until the address has gone from the name."""
+    named.names = {PREFILL: {"127.0.0.2"}, DECODE: {"127.0.0.2", "127.0.0.3"}}
+    await named.until_there(P2, D2, D3)
+    await named.until_health(**{P2: "up", D2: "up", D3: "up"})
+
+    assert await named.order("DELETE", f"instances/{D3}") == 200
+    await named.until_there(P2, D2)
+    await named.proxy.reload()
+    await named.until_looked_up()
+    await named.until_there(P2, D2)
+    named.names[DECODE] = {"127.0.0.2"}
+    await named.until_looked_up()
+    named.names[DECODE] = {"127.0.0.2", "127.0.0.3"}
+
+    await named.until_there(P2, D2, D3)
+
+
+async def test_a_proxy_that_starts_knows_its_instances(named: _Named) -> None:
+    """Before its first request, and its first order."""
+    named.names = {PREFILL: {"127.0.0.2"}, DECODE: {"127.0.0.2"}}
+    proxy = Proxy(named.config, SECRET)
+    await proxy.start()
+    known = {each.id for _, each in proxy.reloads.config.cluster.instances()}
+    await proxy.close()
+
+    assert known == {P2, D2}
+
+
+@pytest.mark.process
+async def test_all_workers_and_their_supervisor_look_names_up(
+    named: _Named, vllm_model: str, tmp_path: Path
+) -> None:
+    """Through the resolver of the machine. The supervisor knows an instance that is to go, and the
+    workers keep the last one.
+    """
+    rows = []
+    async with AsyncExitStack() as stack:
+        for role in ("prefill", "decode"):
+            server = ScriptedVllm(role, role, role=role, script=named.shared)
+            await server.start()
+            stack.push_async_callback(server.close)
+            rows.append({"id": role, "host": "localhost", "port": server.port, "role": role})
+        cluster = {"backend": "vllm", "model": vllm_model, "nodes": [], "services": rows}
+        profiles = {"prefill": "opt-13b-a100-distserve-tp1"}
+        workers = await stack.enter_async_context(
+            open_workers(named, tmp_path, cluster=cluster, profiles=profiles)
+        )
+        async with asyncio.timeout(20):
+            while not {"prefill-127.0.0.1", "decode-127.0.0.1"} <= await _up(workers):
+                await asyncio.sleep(0.02)
+        status, answer = await workers.admin("/kvrs/v1/instances/decode-127.0.0.1", "DELETE")
+
+    assert status == 400
+    assert b"no instance that is up can do decode" in answer
+
+
+async def _up(workers: WorkersOfProxy) -> set[str]:
+    rows = (await workers.state())["instances"]
+    return {row["id"] for row in rows if row["health"] == "up"}
+
+
+async def test_a_name_is_looked_up_by_the_machine() -> None:
+    found = await all_addresses("localhost")
+
+    assert found
+    assert found <= {"127.0.0.1", "::1"}
+    assert await all_addresses("127.0.0.7") == {"127.0.0.7"}
