@@ -72,7 +72,8 @@ class Arrivals:
         new, self._seen = total - self._seen, total
         at_s = now_s if silent_s <= _TICK_S else now_s - silent_s
         waited_s = 0.0
-        if at_s >= self._waited_until_s:
+        # What came at once after it may seem to be a tick older.
+        if new and at_s + _TICK_S >= self._waited_until_s:
             waited_s, self._waited_s = self._waited_s, 0.0
         return Arrived(new, at_s, waited_s)
 
