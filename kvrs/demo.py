@@ -38,13 +38,14 @@ BACKUP_BYTES = 64 << 20
 
 DEFAULT_FAULTS = [
     {
-        "when": {"inflight_at_least": 8},
+        # One or two may have ended, or not left their prefill, when the signal comes.
+        "when": {"inflight_at_least": 10},
         "what": "kill",
         "whom": {"role": "decode", "pick": "busiest"},
     }
 ]
-# With fewer no instance has 8 streams: they are spread over two.
-FEWEST_REQUESTS = 20
+# With fewer no instance may have 10 streams: they are spread over two.
+FEWEST_REQUESTS = 30
 RETURN_TIMEOUT_S = 60.0
 
 
@@ -68,7 +69,7 @@ def run_demo(options: DemoOptions) -> bool:
     console = Console()
     if options.fault is None and options.requests < FEWEST_REQUESTS:
         allowed = (
-            f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 8 "
+            f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 10 "
             f"streams at one instance)"
         )
         raise ConfigError([f"--requests: got {options.requests}; allowed: {allowed}"])

@@ -21,7 +21,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DemoOptions:
     monkeypatch.setattr(Cluster, "__enter__", started)
     return DemoOptions(
         policy=PolicyName.AUTO,
-        requests=20,
+        requests=30,
         trace=None,
         skip_bad_lines=False,
         fault=None,
@@ -59,7 +59,7 @@ def test_a_trace_of_any_known_format_will_do(options: DemoOptions, tmp_path: Pat
     """As for `kvrs replay`: the first line of a file tells its format."""
     path = tmp_path / "azure.csv"
     rows = "".join(
-        f"2023-11-16 18:17:{second:02}.0000000,{100 + second},9\n" for second in range(20)
+        f"2023-11-16 18:17:{second:02}.0000000,{100 + second},9\n" for second in range(30)
     )
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
 
@@ -74,7 +74,7 @@ def test_too_few_requests_for_the_demos_own_fault_are_refused(
     path = tmp_path / "f.yaml"
     path.write_text("- {when: {at_s: 1}, what: kill, whom: {id: d0}}\n")
 
-    with pytest.raises(ConfigError, match="--requests: got 9; allowed: at least 20"):
+    with pytest.raises(ConfigError, match="--requests: got 9; allowed: at least 30"):
         run_demo(replace(options, requests=9))
     with pytest.raises(KvrsError, match="a cluster was started"):
         run_demo(replace(options, requests=9, fault=path))

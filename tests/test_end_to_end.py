@@ -140,9 +140,8 @@ def test_demo_survives_a_kill_and_proves_it(tmp_path: Path) -> None:
         0,
         0,
     )
+    assert sum(report["recoveries"].values()) >= 8
     assert report["faults"][0]["inflight"] >= 8
-    # Of these, one or two may have ended, or not left their prefill, when the signal comes.
-    assert sum(report["recoveries"].values()) >= 6
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
     # Tests in another worker may have memory of their own for a moment.
     wait_until(lambda: shared_memory() <= before, "no shared memory is left", END_S)

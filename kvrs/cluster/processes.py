@@ -20,7 +20,7 @@ Progress = Callable[[str], None]  # Takes a line about what is done.
 
 class Kind(StrEnum):
     INSTANCE = "instance"  # Of the embedded engine.
-    STAGE = "stage host"  # Of an instance whose process is on another node.
+    STAGE = "stage host"  # Of an instance with its process on another node.
     AGENT = "agent"
     SERVER = "DistServe server"  # Both instances of its node.
 

@@ -107,8 +107,8 @@ class RunTrace:
 async def tracing(
     instance: InstanceId, clock: Callable[[], float]
 ) -> AsyncIterator[RunTracer | None]:
-    """The tracer of an instance, whose spans are sent until the block is left; None: no traces are
-    asked for.
+    """The tracer of an instance. It sends spans until the block is left; None: no traces are asked
+    for.
 
     Raises:
         ConfigError: what the environment asks for traces cannot be done.

@@ -1,5 +1,5 @@
-"""The host of a stage: a process that has the ranks of one stage of an instance whose process is on
-another node.
+"""The host of a stage: a process that has the ranks of one stage, for an instance with its process
+on another node.
 
 `python -m kvrs.engine.ranks.host --config FILE --instance ID --stage N` loads the stage and then
 waits for the instance at the port of `stage_hosts`. It serves one process of the instance and ends

@@ -74,7 +74,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
     epoch: int
     layout: Layout
-    stages: tuple[int, int]  # Those [first, end) whose cells and rows are in memory of this node.
+    stages: tuple[int, int]  # [first, end): their cells and rows are in memory of this node.
 
 
 class WireChunk(msgspec.Struct, frozen=True, array_like=True):
