@@ -192,6 +192,16 @@ def relay(bench: Bench) -> Iterator[Running]:
         yield running
 
 
+@contextmanager
+def raw_relay(bench: Bench) -> Iterator[Running]:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "experiments.bench_proxy.raw_relay", "--port", str(port)]
+    ports = bench.engines.ports
+    command += ["--prefill", str(ports["p0"]), "--decode", str(ports["d0"])]
+    with _started(bench, "raw-relay", command, port, "/health", cwd=HERE) as running:
+        yield running
+
+
 def router(*, disaggregated: bool) -> Start:
     @contextmanager
     def start(bench: Bench) -> Iterator[Running]:

@@ -40,14 +40,15 @@ PEERS: dict[str, Start] = {
     "no proxy": proxies.none,
     "nginx": proxies.nginx,
     "aiohttp relay": proxies.relay,
+    "raw relay": proxies.raw_relay,
     "vllm-router": proxies.router(disaggregated=False),
     "vllm-router P/D": proxies.router(disaggregated=True),
 }
 QUICK = ("no proxy", "nginx", "vllm-router P/D")
 _KVRS, _VLLM = "kvrs", "kvrs, vLLM"
 _SSE = "kvrs, no trunk"
-# No bar names these: the first round has them.
-ONCE = ("aiohttp relay", "vllm-router", _VLLM)
+# No bar names these: the first round has them, unless --subjects names them.
+ONCE = ("aiohttp relay", "raw relay", "vllm-router", _VLLM)
 _OTHERS: dict[str, Sequence[Instance]] = {_SSE: SSE_PAIR, _VLLM: VLLM_PAIR}
 SUBJECTS = (*PEERS, _KVRS, _SSE, _VLLM)
 
@@ -144,6 +145,7 @@ class Bench:
     """What is measured, and what has been."""
 
     rounds: int
+    once: Sequence[str]  # Subjects of the first round alone.
     peers: dict[str, Start]
     trees: dict[str, Path]  # Of kvrs.
     others: dict[str, Sequence[Instance]]  # This kvrs in front of other instances.
@@ -161,6 +163,7 @@ class Bench:
         trees |= {f"{_KVRS} of {path.name}": path for path in map(Path.resolve, arguments.tree)}
         return cls(
             arguments.rounds or (1 if arguments.quick else ROUNDS),
+            () if arguments.subjects else ONCE,
             {name: start for name, start in PEERS.items() if name in wanted},
             trees,
             {name: pair for name, pair in _OTHERS.items() if name in wanted},
@@ -211,7 +214,7 @@ class Bench:
             for name, pair in self.others.items()
         ]
         steady = [
-            each for each in steady if self.steadies and (number == 0 or each.name not in ONCE)
+            each for each in steady if self.steadies and (number == 0 or each.name not in self.once)
         ]
         shift = number * 2 % max(1, len(steady))
         special = [
