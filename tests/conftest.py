@@ -27,7 +27,11 @@ if "CI" not in os.environ:
     settings.load_profile("kvrs")
 
 # A test that depends on one of these fixtures has the markers; upstream binds a socket as it loads.
-MARKERS_OF_FIXTURE = {"distserve": ("distserve", "network"), "vllm_servers": ("vllm",)}
+MARKERS_OF_FIXTURE = {
+    "distserve": ("distserve", "network"),
+    "logical_gpus": ("process",),
+    "vllm_servers": ("vllm",),
+}
 MARKER_OF_EVENT = {
     "subprocess.Popen": "process",
     "os.fork": "process",
