@@ -2,8 +2,9 @@
 end as if none had.
 
 For each option requests run in waves; in each wave one decode server is hit when all its streams
-are under way, so that whatever the other one pulls from then on is the recovery's doing. The same
-requests run undisturbed afterwards, so that no prefix cache helps a recovery.
+are under way and no self-test is left, so that whatever the other one pulls from then on is the
+recovery's doing. The same requests run undisturbed afterwards, so that no prefix cache helps a
+recovery.
 """
 
 import argparse
@@ -44,7 +45,7 @@ PROMPT_TOKENS = (40, 200)
 OUTPUT_TOKENS = (500, 700)
 ARRIVALS_S = 1.0
 STREAM_TIMEOUT_S = 240.0
-UP_TIMEOUT_S = 60.0
+UP_TIMEOUT_S = 120.0  # With self-tests, of which one may take 60 s.
 _LOOK_AGAIN_S = 0.05
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
@@ -141,7 +142,7 @@ class Series:
         self._servers.start_proxy(
             config.model_copy(update={"policy": config.policy.model_copy(update={"name": policy})})
         )
-        asyncio.run(self._all_up())
+        asyncio.run(self._all_tested())
         self._say(f"a proxy with policy {policy.value}")
 
     def _bring_back(self, victim: str, death: Death) -> None:
@@ -150,11 +151,12 @@ class Series:
         else:
             self._servers.start(victim)
             self._servers.wait_ready(victim)
-        asyncio.run(self._all_up())
+        asyncio.run(self._all_tested())
 
-    async def _all_up(self) -> None:
+    async def _all_tested(self) -> None:
         async with AdminPort(AdminClient(self._admin_url)) as port:
-            await port.wait_all_up(UP_TIMEOUT_S, _LOOK_AGAIN_S)
+            # A process that came back is tested seconds later, and its test pulls KV.
+            await port.wait_all_up(UP_TIMEOUT_S, _LOOK_AGAIN_S, tested=True)
 
     async def _undisturbed(self, requests: Sequence[ReplayRequest]) -> list[StreamRecord]:
         return await replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S)

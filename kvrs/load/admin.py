@@ -241,18 +241,23 @@ class AdminPort:
         """
         return await asyncio.to_thread(self.client.state)
 
-    async def wait_all_up(self, timeout_s: float, look_again_s: float) -> None:
-        """Wait until every instance is up, and every agent.
+    async def wait_all_up(
+        self, timeout_s: float, look_again_s: float, *, tested: bool = False
+    ) -> None:
+        """Wait until every instance is up, and every agent; with `tested` also until no self-test
+        is left that would send requests and KV of its own.
 
         Raises:
             AdminError: after `timeout_s` some are not; the message names them.
         """
+        down: list[str] = []
         try:
             async with asyncio.timeout(timeout_s):
-                while down := _down(await self.state()):
+                while down := _down(state := await self.state()) or _in_tests(state, tested):
                     await asyncio.sleep(look_again_s)
         except TimeoutError:
-            cause = f"not up after {timeout_s:.0f} s: {', '.join(down)}"
+            how = "up and tested" if tested else "up"
+            cause = f"not {how} after {timeout_s:.0f} s: {', '.join(down)}"
             raise AdminError(self.client.url, cause) from None
 
     async def reset_caches(self) -> bool:
@@ -297,3 +302,9 @@ def _down(state: Any) -> list[str]:
         for row in [*state["instances"], *state.get("agents", ())]
         if row["health"] != "up"
     ]
+
+
+def _in_tests(state: Any, tested: bool) -> list[str]:
+    """Instances whose self-test is not done, where that is asked; None: the proxy makes none."""
+    tests = {row["id"]: row["self_test"] for row in state["instances"]} if tested else {}
+    return [name for name, test in tests.items() if test is not None and not test["done"]]

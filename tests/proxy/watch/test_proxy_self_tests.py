@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.protocol.instance import Capability
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.network
 
 PROMPT = list(range(40))
 ON = {"self_test": True}
+PATIENCE_S = 30.0  # Only ends what hangs.
 
 
 async def self_tests(system: ProxyCluster) -> dict[str, Any]:
@@ -87,6 +89,29 @@ async def test_self_tests_cost_a_few_tokens(build: ProxyClusterBuilder) -> None:
     assert max(calls.values()) <= 8
     assert cut == calls["d0"]
     assert len(system.instances["d0"].completions) > cut
+
+
+async def test_a_wait_for_all_can_be_for_their_tests_too(build: ProxyClusterBuilder) -> None:
+    """An experiment that counts KV must not begin while a test moves some."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        instances["d1"].hangs_on = "selftest-"
+
+    system = await build(proxy=ON, prepare=prepare)
+    url = f"http://127.0.0.1:{system.proxy.admin_port}"
+    async with AdminPort(AdminClient(url)) as port:
+        await port.wait_all_up(PATIENCE_S, 0.01)
+        with pytest.raises(AdminError, match=r"not up and tested after 0 s: .*d1"):
+            await port.wait_all_up(0.3, 0.01, tested=True)
+
+        system.instances["d1"].hangs_on = ""
+        await system.instances["d1"].kill()
+        await system.until_health(d1="down")
+        await system.instances["d1"].restart()
+        await port.wait_all_up(PATIENCE_S, 0.01, tested=True)
+        found = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
+
+    assert all(row["done"] for row in found.values())
 
 
 async def test_an_instance_serves_while_it_is_tested(build: ProxyClusterBuilder) -> None:
