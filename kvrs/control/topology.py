@@ -1,7 +1,8 @@
 """Instances and agents that come and go while streams run.
 
-One that is to go is drained first. It is removed once no stream runs there, and no KV is retained
-there for one, which is waited for as long as its streams might have stayed.
+One that is to go is drained first. It is removed once no stream runs there, those that were moved
+have their next token elsewhere, and no KV is retained there for one, which is waited for as long as
+its streams might have stayed.
 """
 
 from typing import Any
@@ -36,6 +37,7 @@ class Topology:
             name
             for name, until_s in self.leaving.items()
             if not control.produced_on(name)
+            and not control.policy.is_left_at(name)
             and (now_s >= until_s or not control.leases.holds_any(name))
         ]
         for name in gone:

@@ -170,11 +170,7 @@ class InstanceEvents:
         # With every report, so that one which re-forms is waited for.
         if not self._can_move_from(member):
             return
-        for stream in self._running(member) if member.retains else []:
-            if stream.stage is Stage.DECODE and stream.attempt.resumed:
-                produced = max(stream.produced_tokens, event.produced_tokens.get(stream.id, 0))
-                pages = (stream.prompt_tokens + produced - 1) // member.page_size_tokens
-                self._ledger.kv_locations.retain(stream, member, pages)
+        self._leave_kv(member, event.produced_tokens)
         self._move(member, "moved: its instance is about to end", event.produced_tokens, now_s)
 
     def ordered(self, event: DrainOrdered | DrainEnded, now_s: float) -> None:
@@ -191,6 +187,7 @@ class InstanceEvents:
         if isinstance(event, DrainEnded):
             self._starter.place_idle(now_s)
         elif event.moves and self._can_move_from(member):
+            self._leave_kv(member, event.produced_tokens)
             self._move(member, "moved: its instance is drained", event.produced_tokens, now_s)
 
     def reforming(self, event: InstanceReforming | InstanceReformed, now_s: float) -> None:
@@ -214,6 +211,16 @@ class InstanceEvents:
         """Whether it is drained, and others compute now that can have what runs there."""
         others = [each for each in self._view.members.values() if not each.must_drain]
         return member.is_drained and have_roles_of(member, others)
+
+    def _leave_kv(self, member: Member, produced_tokens: Mapping[StreamId, int]) -> None:
+        """What its streams have computed can be fetched there: by a lease while the process is
+        about to end, else because nothing new takes the place of pages in its prefix cache.
+        """
+        for stream in self._running(member) if member.retains else []:
+            if stream.stage is Stage.DECODE and stream.attempt.resumed:
+                produced = max(stream.produced_tokens, produced_tokens.get(stream.id, 0))
+                pages = (stream.prompt_tokens + produced - 1) // member.page_size_tokens
+                self._ledger.kv_locations.leave(stream, member, pages)
 
     def _move(
         self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float

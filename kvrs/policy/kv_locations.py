@@ -64,6 +64,28 @@ class KvLocations:
         stream.holders[member.instance.id] = Holder(member, pages)
         member.held.add(stream.id)
 
+    def leave(self, stream: Stream, member: Member, pages: int) -> None:
+        """The stream is moved from there, and may fetch what it has computed until it resumes."""
+        held = stream.holders.get(member.instance.id)
+        kept = held.pages - held.left_pages if held is not None else 0
+        stream.holders[member.instance.id] = Holder(member, max(pages, kept), max(0, pages - kept))
+        member.held.add(stream.id)
+
+    def resumed(self, stream: Stream) -> None:
+        """Elsewhere: what it has left behind may be overwritten from now on."""
+        for instance, held in [*stream.holders.items()]:
+            if held.left_pages == held.pages:
+                self.forget(stream.id, instance)
+            elif held.left_pages:
+                self.retain(stream, held.member, held.pages - held.left_pages)
+
+    def is_left_at(self, instance: InstanceId) -> bool:
+        """Whether streams that were moved from there have not resumed yet."""
+        member = self._view.members.get(instance)
+        return member is not None and any(
+            self._streams[each].holders[instance].left_pages for each in member.held
+        )
+
     def forget(self, stream_id: StreamId, holder: InstanceId) -> None:
         """The holder keeps no KV of the stream any more."""
         stream = self._streams.get(stream_id)

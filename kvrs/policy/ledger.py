@@ -104,6 +104,8 @@ class Ledger:
             quarantine.end(stream)
         if stream.checkpoints:
             self.checkpoints.drop_former(stream)
+        if stream.attempt.number > 1:
+            self.kv_locations.resumed(stream)
         stream.attempt.resumed, stream.attempt.decision = True, None
         stream.attempt.promise = None
 

@@ -111,6 +111,10 @@ class RecoveryPolicy:
         """Where KV of a stream is kept, for the proxy that may have to go on with it."""
         return self._kv_locations.of(stream_id)
 
+    def is_left_at(self, instance: InstanceId) -> bool:
+        """Whether streams that were moved from there may still fetch their KV there."""
+        return self._kv_locations.is_left_at(instance)
+
     @property
     def has_waiting(self) -> bool:
         """Whether streams wait for a place or a slot."""

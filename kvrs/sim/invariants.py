@@ -227,6 +227,8 @@ class Invariants:
             case DrainReported(instance=name, epoch=epoch):
                 if epoch == self._known.up.get(name):
                     self._draining(name)
+            case DrainOrdered(instance=name, moves=True):
+                self._draining(name)
             case AttemptFailed() | SlotDenied():
                 if (writer := self._current(event.stream, event.attempt)) is not None:
                     writer.stop()
@@ -252,7 +254,7 @@ class Invariants:
             writer.stop()  # There is nothing to hand it off to.
 
     def _draining(self, name: InstanceId) -> None:
-        """It keeps for a moment what its streams have computed."""
+        """It keeps what its streams have computed until they have their next token elsewhere."""
         for stream, writer in self._writers.items():
             if writer.runs and writer.instance == name:
                 history_tokens = self._streams[stream].true_history_tokens

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group(
 
 WAIT_S = 120.0
 PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(100)]
+PAGE_TOKENS = 16
 PACE = "opt-13b-a100-vllm-tp1"  # About 20 ms per token: the stream lasts while it is moved.
 
 
@@ -61,7 +62,9 @@ def until(holds: Callable[[], Any]) -> Any:
 def test_a_stream_leaves_an_added_instance_for_one_that_was_there(
     up: Launch, tmp_path: Path
 ) -> None:
-    """`kvrs up` has told its processes of the new instance."""
+    """`kvrs up` has told its processes of the new instance: the one that was there fetches the KV
+    of prompt and output from it, and computes neither again.
+    """
     client, admin = up.urls
     port, page_port = free_ports(2)
     added = {"id": "d1", "role": "decode", "port": port, "page_port": page_port}
@@ -94,10 +97,12 @@ def test_a_stream_leaves_an_added_instance_for_one_that_was_there(
                         if each["output_tokens"] > 100
                     ]
                 )
+                fetched_pages = row("d0")["load"]["fetched_pages"]
                 ask("DELETE", f"{admin}/kvrs/v1/drain/d0")
                 ask("POST", f"{admin}/kvrs/v1/drain/d1?drain_s=0")
                 got = asked.result()["choices"][0]["text"]
             moved = until(lambda: ask("GET", f"{admin}/kvrs/v1/state")["recoveries"])
+            fetched_pages = row("d0")["load"]["fetched_pages"] - fetched_pages
             expected = ask("POST", f"{client}/v1/completions", request)["choices"][0]["text"]
         finally:
             engine.kill()
@@ -105,6 +110,9 @@ def test_a_stream_leaves_an_added_instance_for_one_that_was_there(
     assert [(each["from"], each["to"], each["outcome"]) for each in moved] == [
         ("d1", "d0", "resumed")
     ]
+    assert moved[0]["option"] in ("migrate", "split")
+    # Prefill has those of the prompt only.
+    assert fetched_pages >= (len(PROMPT) + 100) // PAGE_TOKENS
     assert got == expected
 
 

@@ -42,12 +42,15 @@ def test_streams_leave_an_instance_that_is_about_to_end() -> None:
     assert decoders_of(harness, 4) == {there}
 
 
-def test_what_it_has_computed_is_fetched_from_itself() -> None:
+@pytest.mark.parametrize("by", ["its process", "an operator"])
+def test_what_it_has_computed_is_fetched_from_itself(by: str) -> None:
     """It has KV of everything that the client has; prefill has only that of the prompt."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     here = harness.decoding("s", prompt_tokens=400).plan.decode
 
-    actions = harness.handle(draining(here, s=400))
+    actions = harness.handle(
+        draining(here, s=400) if by == "its process" else ordered(here, moves=True, s=400)
+    )
 
     (run,) = only(actions, Start).plan.runs
     assert (run.holder, run.first_page, run.pages) == (here, 0, 799 // 16)
@@ -159,6 +162,24 @@ def test_an_operators_order_keeps_new_streams_away_and_leaves_the_others() -> No
     assert new == {there}
     assert only(moved, Start).plan.decode == there
     assert only(moved, Recovered).cause == "moved: its instance is drained"
+
+
+def test_what_was_left_behind_is_known_until_the_stream_has_resumed() -> None:
+    """Then its pages may be overwritten; an instance that retains the prompt still does."""
+    harness = PolicyHarness("b0")
+    here = harness.decoding("s", prompt_tokens=400).plan.decode
+    prefilled = {each.holder: each.pages for each in harness.policy.kept(S)}
+    harness.handle(InstanceUp(instance("b1")))
+
+    start = only(harness.handle(ordered(here, moves=True, s=400)), Start)
+    left = {each.holder: each.pages for each in harness.policy.kept(S)}
+    is_left = harness.policy.is_left_at(here)
+    harness.handle(StreamResumed(S, start.attempt))
+
+    assert prefilled == {here: 400 // 16}
+    assert (left[here], is_left) == (799 // 16, True)
+    assert {each.holder: each.pages for each in harness.policy.kept(S)} == prefilled
+    assert not harness.policy.is_left_at(here)
 
 
 def test_an_order_holds_for_the_next_process_until_it_is_withdrawn() -> None:

@@ -40,6 +40,8 @@ class Holder(msgspec.Struct, frozen=True):
 
     member: Member
     pages: int
+    # Of these, so many until the stream has its next token elsewhere: it was moved from there.
+    left_pages: int = 0
 
 
 @dataclass(slots=True)

@@ -61,6 +61,10 @@ async def names_in(system: ProxyCluster) -> list[str]:
     return [row["id"] for row in (await system.state())["instances"]]
 
 
+async def all_on(system: ProxyCluster, name: str) -> bool:
+    return {row["decode"] for row in (await system.state())["streams"]} == {name}
+
+
 async def until_gone(system: ProxyCluster, name: str) -> None:
     async def is_gone() -> bool:
         return name not in await names_in(system)
@@ -78,12 +82,12 @@ async def test_instances_are_added_and_the_old_ones_removed_without_a_lost_strea
         added = [await ask(system, "POST", "instances", row) for row in rows]
         await system.until_health(p1="up", d1="up")
         removed = [await ask(system, "DELETE", f"instances/{name}") for name in ("p0", "d0")]
-        await until_gone(system, "d0")
-        for name in ("p0", "d0"):
-            await system.instances[name].close()
+        await system.until(lambda: all_on(system, "d1"))
         release(system)
         exact = await all_exact(asked)
-        await until_gone(system, "p0")
+        for name in ("d0", "p0"):
+            await until_gone(system, name)
+            await system.instances[name].close()
         status, _ = await system.ask(REQUEST)
         metrics = await system.metrics()
 
@@ -184,11 +188,11 @@ async def test_a_reload_takes_over_nodes_with_their_agents(
             del document["cluster"]["nodes"][0]
             path.write_bytes(msgspec.json.encode(document))
             removed, _ = await ask(system, "POST", "reload")
+            release(system)
             await until_gone(system, "d0")
             document["cluster"]["nodes"][0]["instances"][1]["port"] += 1
             path.write_bytes(msgspec.json.encode(document))
             moved, answer = await ask(system, "POST", "reload")
-            release(system)
 
             assert (added, removed, moved) == (200, 200, 400)
             assert "instance 'd1' is up and has another address" in str(answer)
