@@ -183,7 +183,7 @@ def test_kv_equals_the_embedded_engines(served: Served, tiny_model: Path) -> Non
         full = tokens // BLOCK
         for kind, cache in enumerate(stage):
             # The first request of a stage got its first blocks.
-            assert torch.equal(cache[:full], worker.pool.tensor[:full, :, kind])
+            assert torch.equal(cache[:full], worker.pool.tensor[:full, :, :, kind])
 
 
 def test_requests_that_were_swapped_out_continue_exactly(
